@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 KEPT = Path(__file__).parents[2] / "docs/benchmarks/gpu.json"
-MODULES = ("elementwise", "rotary", "sampling", "kernels")
+MODULES = ("elementwise", "sampling", "kernels")
 
 
 def main(argv: list[str], gpu: Any = None) -> int:

@@ -155,7 +155,7 @@ def _row_by_row(
         "rotary and KV store",
         f"{rows:,} x {qkv.shape[1]} x {sizes.head_dim}",
         2 * qkv.nbytes,
-        lambda: gpu.rotary.rotate_and_store(qkv, angles, None, cache, slots),
+        lambda: gpu.elementwise.rotate_and_store(qkv, angles, None, cache, slots),
         None,
     )
 

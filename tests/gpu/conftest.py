@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 PACKAGE = "xpyd_worker.kernels.gpu"
 MODULES = (
-    *("elementwise", "rotary", "decode", "prefill", "experts", "sampling", "post_update"),
+    *("elementwise", "decode", "prefill", "experts", "sampling", "post_update"),
     "all_reduce",
     "kernels",
 )

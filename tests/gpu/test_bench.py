@@ -57,7 +57,9 @@ def test_the_short_form_writes_over_nothing_that_was_measured(
 def test_a_kernel_that_is_wrong_is_named(kit: Kit, tmp_path: Path) -> None:
     broken = SimpleNamespace(**vars(kit.gpu))
     broken.elementwise = SimpleNamespace(
-        rms_norm=lambda x, *_: x, silu_mul=broken.elementwise.silu_mul
+        rms_norm=lambda x, *_: x,
+        silu_mul=broken.elementwise.silu_mul,
+        rotate_and_store=broken.elementwise.rotate_and_store,
     )
     assert bench.main(["--smoke", "--output", str(tmp_path / "gpu.json")], gpu=broken) == 1
     made = json.loads((tmp_path / "gpu.json").read_text())

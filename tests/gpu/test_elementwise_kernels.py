@@ -69,7 +69,9 @@ def test_queries_come_back_turned_and_keys_and_values_stand_in_their_slots(
     cache = cache.to(kit.device)
     cos, sin = _angles(kit, positions, dim)
     norms = (kit.noise(dim, seed=1), kit.noise(dim, seed=2), EPS) if has_norms else None
-    found = kit.gpu.rotary.rotate_and_store(qkv, (cos, sin), norms, cache, slots.to(kit.device))
+    found = kit.gpu.elementwise.rotate_and_store(
+        qkv, (cos, sin), norms, cache, slots.to(kit.device)
+    )
     query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
     if norms is not None:
         query = twins.rms_norm(query, norms[0], EPS)

@@ -26,7 +26,7 @@ from xpyd_worker.engine.executor import (
 )
 from xpyd_worker.kernels.api import NOT_FINITE
 from xpyd_worker.parallel.api import Part
-from xpyd_worker.ranks.compute.device_states import DeviceStates, Row
+from xpyd_worker.ranks.compute.request_states import DeviceStates, Row
 from xpyd_worker.ranks.compute.work import RankStep, RankWork
 from xpyd_worker.ranks.step.encoder import StepEncoder
 from xpyd_worker.ranks.step.messages import decode_output

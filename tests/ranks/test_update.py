@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.harness import DEMO_MODEL
 from tests.worker.runner_driver import Driver, make_runner
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.load.ranks import executor_of
+from xpyd_worker.load.engine import executor_of
 from xpyd_worker.ranks.executor import RankedExecutor
 from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.start.messages import Logs

@@ -18,7 +18,7 @@ from xpyd_worker.command import configure, read_config
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kv.engine import settings_of
 from xpyd_worker.kv.transports import transports_for_host
-from xpyd_worker.load.ranks import memory_rows
+from xpyd_worker.load.ready_model import ranks_memory_table
 from xpyd_worker.ranks.start.messages import RankReady
 
 GIB = 1 << 30
@@ -104,10 +104,10 @@ def test_the_memory_of_the_ranks_adds_up_to_the_instances(name: str, buffer: str
 def test_the_table_of_memory_shows_what_ranks_share_once() -> None:
     config = WorkerConfig("m", role="Decode", kv_host_pool_bytes=7, tensor_parallel_size=2)
     ready = RankReady(1, 10, 100, None, "float32", 1, on_gpu=False)
-    rows = [(row.name, row.size_bytes) for row in memory_rows(config, [ready, ready])]
+    rows = [(row.name, row.size_bytes) for row in ranks_memory_table(config, [ready, ready])]
     assert rows[-2:] == [("KV buffer", 20), ("KV host pool", 7)]
     alone = WorkerConfig("m", tensor_parallel_size=2)
-    assert [row.name for row in memory_rows(alone, [ready])] == [
+    assert [row.name for row in ranks_memory_table(alone, [ready])] == [
         "rank 0: weights",
         "rank 0: KV cache",
     ]

@@ -17,9 +17,8 @@ from xpyd_core.errors import UserError
 from xpyd_worker.kernels.api import Kernels
 from xpyd_worker.kernels.plain import PlainKernels
 from xpyd_worker.model.loader import WeightGroup, load_weights
-from xpyd_worker.model.registry import build_model, load_config
+from xpyd_worker.model.registry import build_model, load_config, resolve_checkpoint
 from xpyd_worker.model.shards import Stored
-from xpyd_worker.model.source import resolve_checkpoint
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

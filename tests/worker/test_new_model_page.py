@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import re
@@ -15,24 +14,21 @@ import pytest
 
 from tests.worker.runner_driver import Driver, make_runner, oracle_logits, poison, tiny_checkpoint
 from xpyd_core.errors import UserError
-from xpyd_worker.model import registry
+from xpyd_worker.model import config, families, registry
 
 PAGE = Path(__file__).parents[2] / "docs/new-model.md"
 
 
 @pytest.fixture
-def with_phi3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's file as a module, and its line in the registry."""
-    code = re.findall(r'^```python [^\n]*\n(""".*?)^```$', PAGE.read_text(), re.M | re.S)
+def with_phi3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's function, and its row of FAMILIES."""
+    code = re.findall(r"^```python [^\n]*\n(def .*?)^```$", PAGE.read_text(), re.M | re.S)
     assert len(code) == 1
-    path = tmp_path / "phi3.py"
-    path.write_text(code[0])
-    spec = importlib.util.spec_from_file_location("phi3", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, module.FAMILY))
+    # What families.py defines and imports, and what else of config.py the page needs.
+    names: dict[str, Any] = {**vars(config), **vars(families)}
+    exec(compile(code[0], PAGE, "exec"), names)
+    assert len(names["FAMILIES"]) == 1
+    monkeypatch.setattr(registry, "FAMILIES", (*families.FAMILIES, *names["FAMILIES"]))
 
 
 @pytest.mark.usefixtures("with_phi3")

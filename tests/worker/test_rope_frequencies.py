@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from xpyd_core.json_fields import Fields
+from xpyd_worker.model.layers import angle_scale, inverse_frequencies
 from xpyd_worker.model.rope import read_rope
-from xpyd_worker.model.rotary import angle_scale, inverse_frequencies
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN: dict[str, Any] = {

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from xpyd_worker.engine.request import SampledToken, SamplingParams
 from xpyd_worker.runner import sampler
-from xpyd_worker.runner.filters import drop_unlikely
-from xpyd_worker.runner.sampler import SampleRow, uniform
+from xpyd_worker.runner.sampler import SampleRow, drop_unlikely, uniform
 
 BASE = SamplingParams(max_tokens=100, seed=1)
 

@@ -30,8 +30,7 @@ from xpyd_core.sizes import format_bytes
 from xpyd_kv.connector.build import MakeStore
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kv.engine import LETTER
-from xpyd_worker.model.registry import load_config
-from xpyd_worker.model.source import resolve_checkpoint
+from xpyd_worker.model.registry import load_config, resolve_checkpoint
 from xpyd_worker.ranks.loss import Loss, RankLostError
 from xpyd_worker.ranks.start.messages import Logs
 from xpyd_worker.server.bridge import EngineBridge

@@ -31,8 +31,7 @@ from xpyd_worker.engine.executor import (
 from xpyd_worker.engine.request import SampledToken, SchedulerConfig
 from xpyd_worker.kernels.post_update import Fields, Sampled, post_update
 from xpyd_worker.parallel.api import NO_GROUP, Part, TensorGroup
-from xpyd_worker.ranks.compute.device_states import DeviceStates
-from xpyd_worker.ranks.compute.request_states import RequestStates
+from xpyd_worker.ranks.compute.request_states import DeviceStates, RequestStates
 from xpyd_worker.ranks.compute.work import RankStep, RankWork
 from xpyd_worker.ranks.step.encoder import StepEncoder
 from xpyd_worker.ranks.step.messages import decode_output

@@ -1,13 +1,14 @@
 """Build an engine over a loaded model: tokenizer, blocks, KV transfer, scheduler, samples.
 
-The one way to an engine, for main and for offline use. Nothing is started here.
+The one way to an engine, for main and for offline use. The model is on one rank (`one_rank`), or on
+several in processes of their own, which are started here; nothing else is. Imports no torch.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,9 +18,10 @@ from pathlib import Path
 from xpyd_core.compat import compat_factors, compat_key
 from xpyd_core.errors import UserError
 from xpyd_core.parallel.checks import check_parallel
+from xpyd_core.request_id import Address
 from xpyd_core.tokenizer_files import TokenizerFiles
 from xpyd_kv.connector.build import MakeStore
-from xpyd_kv.ranks.engine import BookMemory
+from xpyd_kv.ranks.engine import BookMemory, RankedEngine
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import Deliver, EngineCore
@@ -27,12 +29,15 @@ from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.open_requests import StopRules
 from xpyd_worker.engine.request import EngineStats, SchedulerConfig
 from xpyd_worker.kv.engine import Kv, KvParts, make_kv
-from xpyd_worker.load.ready_model import ReadyModel, log_memory
+from xpyd_worker.load.ready_model import RankedKv, ReadyModel, log_memory, ranks_memory_table
 from xpyd_worker.model.config import ModelConfig
-from xpyd_worker.model.registry import load_config
-from xpyd_worker.model.source import own_name, resolve_checkpoint
+from xpyd_worker.model.registry import load_config, own_name, resolve_checkpoint
+from xpyd_worker.ranks.executor import RankedExecutor
+from xpyd_worker.ranks.instance import Instance, rank_metrics
 from xpyd_worker.ranks.loss import Loss
-from xpyd_worker.ranks.start.messages import Logs
+from xpyd_worker.ranks.start.messages import Logs, RankReady
+from xpyd_worker.ranks.step.encoder import StepEncoder
+from xpyd_worker.ranks.step.messages import slot_count
 from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.service import ServedFiles, ServedModel
 from xpyd_worker.server.telemetry.metrics import AnySample, rank_samples, samples_of
@@ -245,12 +250,68 @@ def _make_ready(
     """The model, here or on ranks. What one rank needs of torch is imported only for it."""
     check_parallel(model.shape, config.sizes, config.layer_partition)
     if config.sizes.replica > 1:
-        from xpyd_worker.load.ranks import load_ranks
-
         return load_ranks(config, logs, incarnation)
     from xpyd_worker.load.one_rank import load_one_rank
 
     return load_one_rank(config, folder, model)
+
+
+def load_ranks(config: WorkerConfig, logs: Logs, incarnation: str) -> ReadyModel:
+    """Start the ranks and have each load its part. UserError for what the user can mend,
+    RankLostError for the rest; no rank is left then."""
+    instance = Instance(config, logs=logs, incarnation=incarnation)
+    try:
+        ready = instance.start()
+    except BaseException:
+        instance.close()
+        raise
+    first = ready[0]
+    return ReadyModel(
+        executor=executor_of(config, instance, first),
+        dtype=first.dtype,
+        cache_bytes=sum(one.cache_bytes for one in ready),
+        on_gpu=first.on_gpu,
+        memory=lambda: ranks_memory_table(config, ready),
+        ranked_kv=_ranked_kv(config, instance, ready),
+        instance=instance,
+        ranks=lambda: rank_metrics(
+            config.sizes, shown=instance.show(), ready=ready, fits=instance.fits
+        ),
+    )
+
+
+def executor_of(config: WorkerConfig, instance: Instance, first: RankReady) -> RankedExecutor:
+    """Of an instance that has started; `first`: what its rank 0 has."""
+    sizes = config.sizes
+    return RankedExecutor(
+        instance,
+        num_blocks=first.blocks,
+        depth=sizes.depth(first.depth),
+        draws_ahead=sizes.pipeline == 1 and first.depth > 1,
+        encoder=StepEncoder(slot_count(config.max_num_seqs)),
+    )
+
+
+def _ranked_kv(
+    config: WorkerConfig, instance: Instance, ready: Sequence[RankReady]
+) -> RankedKv | None:
+    """None where KV does not move."""
+    kv = ready[0].kv
+    if kv is None:
+        return None
+    addresses = [one.kv.address for one in ready if one.kv is not None]
+    return RankedKv(
+        engine=RankedEngine(
+            layout=kv.engine,
+            channels=instance.channels,
+            dtype=ready[0].dtype,
+            head_dim=kv.head_dim,
+            on_device=ready[0].on_gpu,
+        ),
+        addresses=tuple(Address(*address) for address in addresses if address is not None),
+        gpu=kv.gpu,
+        socket_dir=config.kv_socket_dir,
+    )
 
 
 def _template_has(folder: Path, role: str) -> bool:

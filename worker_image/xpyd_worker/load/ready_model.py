@@ -23,6 +23,7 @@ from xpyd_worker.engine.executor import Executor
 if TYPE_CHECKING:
     from xpyd_worker.kv.cache import DeviceCache
     from xpyd_worker.ranks.instance import Instance, RankMetrics
+    from xpyd_worker.ranks.start.messages import RankReady
     from xpyd_worker.runner.gpu_memory import GpuUse
 
 _log = logging.getLogger(__name__)
@@ -131,6 +132,22 @@ def memory_table(
         rest = max(0, resident_bytes - on_host)
         rows.append(MemoryUse("torch, libraries, Python", rest, "the process without its weights"))
         rows.append(MemoryUse("resident now", resident_bytes))
+    return rows
+
+
+def ranks_memory_table(config: WorkerConfig, ready: Sequence[RankReady]) -> list[MemoryUse]:
+    """What each rank takes, and what all of them share."""
+    rows: list[MemoryUse] = []
+    for rank, one in enumerate(ready):
+        rows.append(MemoryUse(f"rank {rank}: weights", one.weight_bytes))
+        rows.append(MemoryUse(f"rank {rank}: KV cache", one.cache_bytes, f"{one.blocks} blocks"))
+        if one.resident_bytes is not None:
+            rows.append(MemoryUse(f"rank {rank}: resident now", one.resident_bytes))
+    if config.lands_kv:
+        shared = f"at most, shared by {len(ready)} ranks"
+        buffer_bytes = config.buffer_bytes(sum(one.cache_bytes for one in ready))
+        rows.append(MemoryUse("KV buffer", buffer_bytes, shared))
+        rows.append(MemoryUse("KV host pool", config.kv_host_pool_bytes, shared))
     return rows
 
 

@@ -17,8 +17,16 @@ from torch import Tensor
 
 from xpyd_worker.kernels.api import Kernels, Plan
 from xpyd_worker.model.config import ModelConfig
-from xpyd_worker.model.layers import Attention, ExpertMlps, Linear, Mlp, Norm, StepContext, unfilled
-from xpyd_worker.model.rotary import Rotary
+from xpyd_worker.model.layers import (
+    Attention,
+    ExpertMlps,
+    Linear,
+    Mlp,
+    Norm,
+    Rotary,
+    StepContext,
+    unfilled,
+)
 from xpyd_worker.model.shards import Cut, Stored, all_of, by_name, whole
 from xpyd_worker.parallel.api import NO_GROUP, Hidden, Part, TensorGroup
 

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from xpyd_worker.kernels.api import Experts, KvShape, Linear, Plan, Span
 from xpyd_worker.kernels.gpu.decode import decode_attention
-from xpyd_worker.kernels.gpu.elementwise import rms_norm, silu_mul
+from xpyd_worker.kernels.gpu.elementwise import rms_norm, rotate_and_store, silu_mul
 from xpyd_worker.kernels.gpu.experts import NO_EXPERT, GroupedExperts
 from xpyd_worker.kernels.gpu.plan import GpuPlan, StaticPlan, make_plan
 from xpyd_worker.kernels.gpu.prefill import prefill_attention
-from xpyd_worker.kernels.gpu.rotary import rotate_and_store
 
 # Programs for each multiprocessor that decode attention aims at: enough to hide a load's latency.
 _PROGRAMS_PER_PROCESSOR = 4

@@ -22,8 +22,7 @@ import torch
 from xpyd_kv.ranks.engine import RankSender
 from xpyd_worker.engine.executor import Finished, Running, StepInput, StepOutput
 from xpyd_worker.kernels.post_update import Sampled
-from xpyd_worker.ranks.compute.device_states import DeviceStates, Row, UnderWay
-from xpyd_worker.ranks.compute.request_states import RequestStates
+from xpyd_worker.ranks.compute.request_states import DeviceStates, RequestStates, Row, UnderWay
 from xpyd_worker.ranks.step.decoder import StepDecoder
 from xpyd_worker.ranks.step.messages import (
     Ahead,

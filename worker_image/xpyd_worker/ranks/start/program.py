@@ -16,14 +16,12 @@ from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kv.cache import CacheMemory, gpu_limits, open_cache, paged
 from xpyd_worker.kv.rank import RankKv, engine_layout, share_of, start_rank_kv
 from xpyd_worker.kv.transports import check_host
-from xpyd_worker.model.registry import load_config
-from xpyd_worker.model.source import own_name, resolve_checkpoint
+from xpyd_worker.model.registry import load_config, own_name, resolve_checkpoint
 from xpyd_worker.parallel.api import Part
 from xpyd_worker.parallel.distributed import Rendezvous
 from xpyd_worker.parallel.stages import HiddenSize
 from xpyd_worker.parallel.state import ParallelState, open_parallel
-from xpyd_worker.ranks.compute.device_states import DeviceStates
-from xpyd_worker.ranks.compute.request_states import RequestStates
+from xpyd_worker.ranks.compute.request_states import DeviceStates, RequestStates
 from xpyd_worker.ranks.compute.work import RankStep, RankWork
 from xpyd_worker.ranks.start.messages import KvReady, RankReady, Start
 from xpyd_worker.ranks.start.preflight import check_devices, look_at_network, look_at_waits
