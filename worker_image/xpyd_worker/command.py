@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+from functools import partial
 from ipaddress import ip_address
 from typing import cast
 
@@ -13,15 +14,11 @@ from xpyd_core.cli import Command
 from xpyd_core.errors import UserError
 from xpyd_core.logs import add_logging_arguments, set_up_logging
 from xpyd_core.pod_env import PodEnv, parse_discovery, read_pod_env
-from xpyd_core.request_id import Address, parse_address
+from xpyd_core.request_id import parse_address
 from xpyd_core.sizes import parse_bytes
 from xpyd_kv.transport.settings import TRANSPORTS
-from xpyd_worker.config import (
-    Role,
-    WorkerConfig,
-    check_config,
-)
-from xpyd_worker.flags import GROUPS, add_flags
+from xpyd_worker.config import Role, WorkerConfig, check_config
+from xpyd_worker.flags import GROUPS, add_flags, engine_fields, parsed
 from xpyd_worker.ranks.start.messages import Logs
 
 _EPILOG = """examples:
@@ -43,36 +40,20 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
     """Flags and environment as one checked value; UserError names the flag that is wrong."""
     env = read_pod_env() if env is None else env
     cache = args.kv_cache_memory
-    cache_bytes = None if cache is None else _size("--kv-cache-memory", cache)
+    cache_bytes = None if cache is None else parsed("--kv-cache-memory", parse_bytes, cache)
     buffer_bytes, buffer_percent = _buffer(args.kv_buffer_size)
     config = WorkerConfig(
-        model=args.model,
-        revision=args.revision,
+        **engine_fields({**vars(args), "kv_cache_memory": cache_bytes}),
         served_model_names=tuple(args.served_model_name),
-        device=args.device,
-        dtype=args.dtype,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        long_prefill_token_threshold=args.long_prefill_token_threshold,
-        scheduling_policy=args.scheduling_policy,
-        kv_cache_bytes=cache_bytes,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        enforce_eager=args.enforce_eager,
-        block_size=args.block_size,
-        prefix_caching=args.enable_prefix_caching,
-        seed=args.seed,
-        threads=args.threads,
-        tensor_parallel_size=args.tensor_parallel_size,
-        pipeline_parallel_size=args.pipeline_parallel_size,
-        custom_all_reduce=not args.disable_custom_all_reduce,
         # Of one stage there is nothing to override; the variable is for the pools with more.
         layer_partition=env.layer_partition if args.pipeline_parallel_size > 1 else (),
         role=cast("Role", args.role or env.role),  # both are checked against ROLES
         host=_host(args.host, env),
         port=env.http_port if args.port is None else args.port,
         kv_port=env.kv_port if args.kv_port is None else args.kv_port,
-        kv_advertise=_advertised(args.kv_advertise),
+        kv_advertise=None
+        if args.kv_advertise is None
+        else parsed("--kv-advertise", parse_address, args.kv_advertise),
         kv_key_file=args.kv_key_file or env.kv_key_file,
         kv_mode=args.kv_mode.replace("-", "_"),
         kv_insecure=args.kv_insecure,
@@ -81,16 +62,18 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         kv_direct_free=args.kv_direct_free,
         kv_buffer_bytes=buffer_bytes,
         kv_buffer_percent=buffer_percent,
-        kv_host_pool_bytes=_size("--kv-host-pool-size", args.kv_host_pool_size),
+        kv_host_pool_bytes=parsed("--kv-host-pool-size", parse_bytes, args.kv_host_pool_size),
         kv_connections=args.kv_connections,
-        kv_group_bytes=_size("--kv-group-bytes", args.kv_group_bytes),
+        kv_group_bytes=parsed("--kv-group-bytes", parse_bytes, args.kv_group_bytes),
         kv_wait_s=args.kv_wait_seconds,
         kv_lease_s=args.kv_lease_seconds,
         kv_recompute=args.kv_on_failure == "recompute",
         pods=env.group_size,
         pod=env.worker_index,
         leader_address=env.leader_address,
-        discovery=env.discovery if args.discovery is None else _discovery(args.discovery),
+        discovery=env.discovery
+        if args.discovery is None
+        else parsed("--discovery", parse_discovery, args.discovery),
         heartbeat_period_s=args.heartbeat_period_ms / 1000,
         drain_timeout_s=args.drain_timeout,
         fleet=env.fleet,
@@ -105,15 +88,8 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
 
 def _buffer(text: str) -> tuple[int | None, int]:
     """Bytes, or None and a percentage of a cache whose size may not be known yet."""
-    size = _size("--kv-buffer-size", text, of=100)
+    size = parsed("--kv-buffer-size", partial(parse_bytes, of=100), text)
     return (None, size) if text.endswith("%") else (size, 0)
-
-
-def _size(flag: str, text: str, *, of: int | None = None) -> int:
-    try:
-        return parse_bytes(text, of=of)
-    except UserError as error:
-        raise UserError(f"{flag}: {error}") from error
 
 
 def _host(given: str | None, env: PodEnv) -> str:
@@ -126,20 +102,6 @@ def _host(given: str | None, env: PodEnv) -> str:
     if address.is_unspecified:
         raise UserError(f"--host: {host} is no address that others can dial; give the pod's own ip")
     return host
-
-
-def _advertised(text: str | None) -> Address | None:
-    try:
-        return None if text is None else parse_address(text)
-    except UserError as error:
-        raise UserError(f"--kv-advertise: {error}") from error
-
-
-def _discovery(text: str) -> tuple[Address, ...]:
-    try:
-        return parse_discovery(text)
-    except UserError as error:
-        raise UserError(f"--discovery: {error}") from error
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -1,5 +1,5 @@
 """The flags of an engine, once: `xpyd worker`, `xpyd bench` and `LLM()` take theirs from this
-table.
+table. `engine_fields` makes their part of the configuration of it.
 
 A row has a flag, its argparse options (type, default, choices, help) and the programs besides
 `xpyd worker` that take it. The table of docs/engine.md is generated from this one (`make
@@ -11,12 +11,13 @@ docs/adr/0037.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
+from xpyd_core.errors import UserError
 from xpyd_core.parallel.checks import PIPELINE, SHORT_NAMES, TENSOR
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT, ROLES
 from xpyd_core.sizes import format_bytes
@@ -33,6 +34,7 @@ from xpyd_worker.config import (
 from xpyd_worker.engine.request import POLICIES
 
 Program = Literal["bench", "LLM"]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -405,6 +407,24 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
 def flags_of(program: Program) -> tuple[Flag, ...]:
     """The flags that a program besides the worker takes."""
     return tuple(flag for group in GROUPS.values() for flag in group if program in flag.programs)
+
+
+def engine_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of WorkerConfig that the flags which LLM() takes, too, give: `arguments` has their
+    values by the names of its arguments, sizes in bytes."""
+    found = {flag.argument: arguments[flag.argument] for flag in flags_of("LLM")}
+    found["kv_cache_bytes"] = found.pop("kv_cache_memory")
+    found["custom_all_reduce"] = not found.pop("disable_custom_all_reduce")
+    found["prefix_caching"] = found.pop("enable_prefix_caching")
+    return found
+
+
+def parsed(name: str, parse: Callable[[str], _T], text: str) -> _T:
+    """What `parse` makes of the text of the flag or argument `name`, which its UserError names."""
+    try:
+        return parse(text)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, flags: Iterable[Flag]) -> None:

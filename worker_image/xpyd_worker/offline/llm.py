@@ -22,6 +22,7 @@ from xpyd_core.parallel.partition import PARTITION_VARIABLE, parse_override
 from xpyd_core.sizes import parse_bytes
 from xpyd_worker.config import WorkerConfig, check_config
 from xpyd_worker.engine.request import Policy
+from xpyd_worker.flags import engine_fields, parsed
 from xpyd_worker.offline.outputs import RequestOutput
 from xpyd_worker.offline.requests import (
     Ask,
@@ -77,27 +78,14 @@ class LLM:
         threads: int | None = None,
         seed: int | None = None,
     ) -> None:
+        # The arguments by their names, which are those of the flags (flags.py).
+        given = locals()
+        size = kv_cache_memory
+        if isinstance(size, str):
+            size = parsed("kv_cache_memory", parse_bytes, size)
         config = WorkerConfig(
-            model=str(model),
-            revision=revision,
-            device=device,
-            dtype=dtype,
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
+            **engine_fields({**given, "model": str(model), "kv_cache_memory": size}),
             layer_partition=_layer_partition(pipeline_parallel_size),
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            long_prefill_token_threshold=long_prefill_token_threshold,
-            scheduling_policy=scheduling_policy,
-            kv_cache_bytes=_bytes("kv_cache_memory", kv_cache_memory),
-            gpu_memory_utilization=gpu_memory_utilization,
-            enforce_eager=enforce_eager,
-            custom_all_reduce=not disable_custom_all_reduce,
-            block_size=block_size,
-            prefix_caching=enable_prefix_caching,
-            seed=seed,
-            threads=threads,
         )
         check_config(config)
         # As many as can run, and as many again, so that the scheduler never wants for one.
@@ -181,13 +169,6 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _bytes(name: str, value: int | str | None) -> int | None:
-    try:
-        return parse_bytes(value) if isinstance(value, str) else value
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from error
 
 
 def _layer_partition(stages: int) -> tuple[int, ...]:
