@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from xpyd_core.cli import build_parser
 from xpyd_core.errors import ApiError
 from xpyd_core.messages import Heartbeat
+from xpyd_core.parallel.ranks import Sizes
 from xpyd_kv.memory.api import StoreMetrics
 from xpyd_kv.metrics import EndpointCounters, KvMetrics
 from xpyd_operator.controller.main import OperatorMetrics
@@ -26,7 +27,9 @@ from xpyd_router.request_metrics import Exposition
 from xpyd_worker import LLM
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.flags import add_flags, flags_of
-from xpyd_worker.ranks.instance import RankMetrics
+from xpyd_worker.ranks.start.messages import RankReady
+from xpyd_worker.ranks.watch.beats import Beat
+from xpyd_worker.ranks.watch.judge import Shown
 from xpyd_worker.server.openai.not_built import refuse_not_built
 from xpyd_worker.server.telemetry.metrics import ServerMetrics, kv_samples, rank_samples
 
@@ -215,22 +218,12 @@ def test_the_fields_of_the_access_log_are_those_of_the_page() -> None:
 
 def test_the_metrics_of_the_engine_are_those_of_the_page() -> None:
     metrics, stats = ServerMetrics(), EngineStats()
-    rank = RankMetrics(
-        rank=0,
-        stage=0,
-        tensor=0,
-        is_up=True,
-        steps=1,
-        processor_s=1.0,
-        weight_bytes=1,
-        cache_bytes=1,
-        blocks_fit=1,
-    )
+    shown, ready = Shown(True, Beat()), RankReady(1, 1, 1, None, "float32", 1, False)
     metrics.watch(
         lambda: stats,
         lambda now: [
             *kv_samples(KvMetrics(), EndpointCounters(), StoreMetrics(), now),
-            *rank_samples([rank]),
+            *rank_samples(Sizes(), shown=[shown], ready=[ready], fits=[1]),
         ],
         model="m",
         block_size=16,

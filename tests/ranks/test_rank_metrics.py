@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from xpyd_core.parallel.ranks import Sizes
-from xpyd_worker.ranks.instance import rank_metrics
 from xpyd_worker.ranks.start.messages import RankReady
 from xpyd_worker.ranks.watch.beats import Beat
 from xpyd_worker.ranks.watch.judge import Shown
@@ -12,7 +11,7 @@ from xpyd_worker.server.telemetry.metrics import rank_samples
 
 def test_each_rank_has_its_own_figures_under_its_place() -> None:
     sizes = Sizes(pipeline=2, tensor=2)
-    figures = rank_metrics(
+    samples = rank_samples(
         sizes,
         shown=[Shown(rank != 2, Beat(9, 5, 4, 1_500_000_000 * rank, rank)) for rank in range(4)],
         ready=[
@@ -20,7 +19,7 @@ def test_each_rank_has_its_own_figures_under_its_place() -> None:
         ],
         fits=(9, 7, 8, 10),
     )
-    found = {(s.name.removeprefix("xpyd_engine_rank_"), s.labels): s for s in rank_samples(figures)}
+    found = {(s.name.removeprefix("xpyd_engine_rank_"), s.labels): s for s in samples}
     assert len(found) == 6 * 4
     labels = (("rank", "2"), ("stage", "1"), ("tensor", "0"))
     of_two = {name: sample.value for (name, where), sample in found.items() if where == labels}
@@ -36,4 +35,4 @@ def test_each_rank_has_its_own_figures_under_its_place() -> None:
 
 
 def test_an_engine_that_is_one_process_shows_no_ranks() -> None:
-    assert not list(rank_samples(()))
+    assert not list(rank_samples(Sizes(), shown=(), ready=(), fits=()))

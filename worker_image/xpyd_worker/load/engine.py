@@ -33,7 +33,7 @@ from xpyd_worker.load.ready_model import RankedKv, ReadyModel, log_memory, ranks
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.registry import load_config, own_name, resolve_checkpoint
 from xpyd_worker.ranks.executor import RankedExecutor
-from xpyd_worker.ranks.instance import Instance, rank_metrics
+from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.loss import Loss
 from xpyd_worker.ranks.start.messages import Logs, RankReady
 from xpyd_worker.ranks.step.encoder import StepEncoder
@@ -93,7 +93,11 @@ class LoadedEngine:
     def samples(self, stats: EngineStats) -> Iterable[AnySample]:
         """The samples of its KV transfer and of its ranks."""
         yield from samples_of(self.kv, stats)
-        yield from rank_samples(self.ready.ranks())
+        instance = self.ready.instance
+        if instance is not None:
+            yield from rank_samples(
+                instance.sizes, shown=instance.show(), ready=instance.ready, fits=instance.fits
+            )
 
 
 def load(
@@ -274,9 +278,6 @@ def load_ranks(config: WorkerConfig, logs: Logs, incarnation: str) -> ReadyModel
         memory=lambda: ranks_memory_table(config, ready),
         ranked_kv=_ranked_kv(config, instance, ready),
         instance=instance,
-        ranks=lambda: rank_metrics(
-            config.sizes, shown=instance.show(), ready=ready, fits=instance.fits
-        ),
     )
 
 

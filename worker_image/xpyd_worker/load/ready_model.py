@@ -22,7 +22,7 @@ from xpyd_worker.engine.executor import Executor
 
 if TYPE_CHECKING:
     from xpyd_worker.kv.cache import DeviceCache
-    from xpyd_worker.ranks.instance import Instance, RankMetrics
+    from xpyd_worker.ranks.instance import Instance
     from xpyd_worker.ranks.start.messages import RankReady
     from xpyd_worker.runner.gpu_memory import GpuUse
 
@@ -74,8 +74,6 @@ class ReadyModel:
     ranked_kv: RankedKv | None = None
     """Where KV moves and the cache is divided over ranks."""
     instance: Instance | None = None
-    ranks: Callable[[], Sequence[RankMetrics]] = tuple
-    """What is known of each rank now; of none where there is one process."""
 
 
 # --- memory

@@ -11,11 +11,9 @@ import os
 import queue
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from xpyd_core.errors import ProtocolError, UserError
-from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.ranks.link.frames import Frame, Kind
 from xpyd_worker.ranks.link.links import LinkChannel, Links
@@ -76,7 +74,7 @@ class Instance:
         incarnation: str = "",
     ) -> None:
         self._config = config
-        self._sizes = sizes = config.sizes
+        self.sizes = sizes = config.sizes
         self._logs = logs
         self._incarnation = incarnation
         self._links = Links("rank-links")
@@ -90,7 +88,10 @@ class Instance:
         self.loss: Loss | None = None
         """Why the instance cannot go on; the ranks are gone then."""
         self.fits: tuple[int, ...] = ()
-        """Blocks of KV that each rank has room for, once started."""
+        """Blocks of KV that each rank has room for, once started: it has as many as the rank with
+        the least."""
+        self.ready: tuple[RankReady, ...] = ()
+        """What each rank said as it started."""
         self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         """Readable from then on."""
         self.responses: list[Responses | RelayedResponses] = []
@@ -103,7 +104,7 @@ class Instance:
         """The rank as messages name it."""
         pods, each = self._config.pods, len(self._pod.ranks)
         return rank_identity(
-            rank, self._sizes, pid=self._pod.pid(rank), pod=rank // each if pods > 1 else None
+            rank, self.sizes, pid=self._pod.pid(rank), pod=rank // each if pods > 1 else None
         )
 
     def show(self) -> list[Shown]:
@@ -133,12 +134,12 @@ class Instance:
         host = _LOOPBACK if config.pods == 1 else config.host
         with listen(host, 0, "--host") as listener:
             address = listener.getsockname()[:2]
-            self._gather(Join(config, self._sizes, address, self._logs, self._incarnation))
+            self._gather(Join(config, self.sizes, address, self._logs, self._incarnation))
 
             def make_start(rank: int, ring: RingFds, responses: RingFds, beats: int) -> Start:
                 return Start(
                     config=config,
-                    sizes=self._sizes,
+                    sizes=self.sizes,
                     rank=rank,
                     pod_rank=rank,
                     pod_ranks=len(self._pod.ranks),
@@ -160,9 +161,9 @@ class Instance:
         self._tell(Measure())
         self.fits = tuple(one.blocks for one in self._collect(Fits))
         self._tell(Agreed(min(self.fits)))
-        ready = self._collect(RankReady)
+        self.ready = self._collect(RankReady)
         self._watch.report(Judge.started)
-        return ready
+        return self.ready
 
     def be_watched(self) -> None:
         """Once started: from now on the ranks end this process when it does not run."""
@@ -186,13 +187,13 @@ class Instance:
             self.responses += pod.responses
 
     def _tell(self, message: Meet | Measure | Agreed) -> None:
-        for rank in range(self._sizes.replica):
+        for rank in range(self.sizes.replica):
             self._pod_of(rank).tell(rank, message)
 
     def _collect(self, kind: type[_T]) -> tuple[_T, ...]:
         """One of every rank, by rank."""
         found: dict[int, _T] = {}
-        while len(found) < self._sizes.replica:
+        while len(found) < self.sizes.replica:
             one = self._started.get()
             if one is None:
                 raise self.error()
@@ -305,46 +306,3 @@ class Instance:
         self.settled.set()
         self._started.put(None)
         os.eventfd_write(self.lost_fd, 1)
-
-
-# --- for /metrics
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankMetrics:
-    """Of rank `rank`: share `tensor` of stage `stage`. `steps`: that it has launched;
-    `processor_s`: that its threads have computed; `blocks_fit`: blocks of KV that it has room for,
-    of which it has as many as the rank with the least."""
-
-    rank: int
-    stage: int
-    tensor: int
-    is_up: bool
-    steps: int
-    processor_s: float
-    weight_bytes: int
-    cache_bytes: int
-    blocks_fit: int
-
-
-def rank_metrics(
-    sizes: Sizes, *, shown: Sequence[Shown], ready: Sequence[RankReady], fits: Sequence[int]
-) -> list[RankMetrics]:
-    """Of each rank: as the watch has seen it last, and what it said as it started."""
-    found: list[RankMetrics] = []
-    for rank, (now, one, blocks) in enumerate(zip(shown, ready, fits, strict=True)):
-        place = sizes.place(rank)
-        found.append(
-            RankMetrics(
-                rank=rank,
-                stage=place.stage,
-                tensor=place.tensor,
-                is_up=now.is_up,
-                steps=now.beat.steps,
-                processor_s=now.beat.processor_ns / 1e9,
-                weight_bytes=one.weight_bytes,
-                cache_bytes=one.cache_bytes,
-                blocks_fit=blocks,
-            )
-        )
-    return found

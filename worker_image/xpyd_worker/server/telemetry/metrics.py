@@ -9,7 +9,7 @@ zeros for its KV transfer, an engine of one process shows no ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from xpyd_core.distribution import Distribution
+from xpyd_core.parallel.ranks import Sizes
 from xpyd_kv.memory.api import StoreMetrics
 from xpyd_kv.metrics import EndpointCounters, KvMetrics, together
 from xpyd_kv.transport.devices.nccl.library import NcclMetrics
@@ -33,7 +34,8 @@ from xpyd_worker.server.bridge import RequestMetrics
 
 if TYPE_CHECKING:
     from xpyd_worker.kv.engine import Kv
-    from xpyd_worker.ranks.instance import RankMetrics
+    from xpyd_worker.ranks.start.messages import RankReady
+    from xpyd_worker.ranks.watch.judge import Shown
 
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
@@ -394,16 +396,21 @@ def _by(
 _RANK_PREFIX = "xpyd_engine_rank_"
 
 
-def rank_samples(ranks: Iterable[RankMetrics]) -> Iterable[Sample]:
-    """All `xpyd_engine_rank_*`."""
-    for one in ranks:
-        labels = (("rank", str(one.rank)), ("stage", str(one.stage)), ("tensor", str(one.tensor)))
+def rank_samples(
+    sizes: Sizes, *, shown: Sequence[Shown], ready: Sequence[RankReady], fits: Sequence[int]
+) -> Iterable[Sample]:
+    """All `xpyd_engine_rank_*`, by rank: as the watch has seen it last, what it said as it started,
+    and blocks of KV that it has room for."""
+    for rank, (now, one, blocks) in enumerate(zip(shown, ready, fits, strict=True)):
+        place = sizes.place(rank)
+        labels = (("rank", str(rank)), ("stage", str(place.stage)), ("tensor", str(place.tensor)))
+        processor_s = now.beat.processor_ns / 1e9
         for name, kind, text, value in (
-            ("up", "gauge", "1 while the rank gives signs of life", one.is_up),
-            ("steps", "counter", "Steps that it has launched", one.steps),
-            ("processor_seconds", "counter", "What its threads computed", one.processor_s),
+            ("up", "gauge", "1 while the rank gives signs of life", now.is_up),
+            ("steps", "counter", "Steps that it has launched", now.beat.steps),
+            ("processor_seconds", "counter", "What its threads computed", processor_s),
             ("weight_bytes", "gauge", "Its weights", one.weight_bytes),
             ("kv_cache_bytes", "gauge", "Its KV cache", one.cache_bytes),
-            ("kv_blocks_fit", "gauge", "KV blocks that it has room for", one.blocks_fit),
+            ("kv_blocks_fit", "gauge", "KV blocks that it has room for", blocks),
         ):
             yield Sample(_RANK_PREFIX + name, kind, text, float(value), labels)
