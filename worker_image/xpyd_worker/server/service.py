@@ -14,12 +14,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from quart import Response
 
 from xpyd_core.errors import ApiError
 from xpyd_core.tokenizer_files import MAX_BYTES, TokenizerFiles, encode_tokenizer_files
+from xpyd_worker.config import Role
 from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.text.output_text import Detokenizer
@@ -99,9 +100,6 @@ def tokenizer_files_response(files: ServedFiles, if_none_match: str) -> Response
 async def _pieces(body: bytes) -> AsyncGenerator[bytes]:
     for start in range(0, len(body), _PIECE_BYTES):
         yield body[start : start + _PIECE_BYTES]
-
-
-Role = Literal["Prefill", "Decode", "Aggregated"]
 
 
 def seeds(base: int | None = None) -> Callable[[], int]:

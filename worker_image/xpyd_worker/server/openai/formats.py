@@ -7,8 +7,9 @@ answers.py writes them into chunks and bodies.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from xpyd_worker.engine.request import TokenLogprob
 from xpyd_worker.runner.tokenizer import Tokenizer

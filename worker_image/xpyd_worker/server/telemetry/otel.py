@@ -29,7 +29,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from xpyd_core import __version__
-from xpyd_worker.server.telemetry.tracing import FinishedTrace, PromptPhases
+from xpyd_worker.server.bridge import RequestTimes
+from xpyd_worker.server.telemetry.tracing import FinishedTrace
 
 _log = logging.getLogger(__name__)
 _SERVICE = "xpyd-worker"
@@ -82,7 +83,7 @@ class OtlpTracer:
                 self._phases(span, phases, finished.ended_s, offset_ns)
         span.end(_at(finished.ended_s, offset_ns))
 
-    def _phases(self, parent: Span, phases: PromptPhases, ended_s: float, offset_ns: int) -> None:
+    def _phases(self, parent: Span, phases: RequestTimes, ended_s: float, offset_ns: int) -> None:
         context = set_span_in_context(parent, Context())
         marks = (
             ("queue", phases.submitted_s, phases.started_s),

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
+from xpyd_worker.server.bridge import RequestTimes
 from xpyd_worker.server.generation import Generation, Usage
 from xpyd_worker.server.openai.answers import AnswerId
 from xpyd_worker.server.openai.params import Options
@@ -23,20 +24,10 @@ _MAX_TRACESTATE = 512
 
 
 @dataclass(frozen=True)
-class PromptPhases:
-    """When one prompt was submitted, left the queue, had its first and its last token. Seconds of
-    time.monotonic; None for what it did not come to."""
-
-    submitted_s: float
-    started_s: float | None
-    first_token_s: float | None
-    last_token_s: float | None
-
-
-@dataclass(frozen=True)
 class FinishedTrace:
     """One request that is over. `ended_s` - `begun_s` is the whole handler, tokenizing included.
-    `error`: a word for what went wrong; "" for nothing."""
+    `error`: a word for what went wrong; "" for nothing. `prompts`: of each, when it was submitted,
+    left the queue, had its first and its last token; None for what it did not come to."""
 
     trace: RequestTrace
     ended_s: float
@@ -46,7 +37,7 @@ class FinishedTrace:
     options: Options
     usage: Usage
     finish_reasons: tuple[str, ...]
-    prompts: tuple[PromptPhases, ...]
+    prompts: tuple[RequestTimes, ...]
 
 
 @dataclass(frozen=True)
@@ -74,12 +65,6 @@ class RequestTrace:
         self, outcome: Outcome, options: Options, generation: Generation, head: AnswerId
     ) -> FinishedTrace:
         """The request is over now."""
-        phases = tuple(
-            PromptPhases(
-                times.submitted_s, times.started_s, times.first_token_s, times.last_token_s
-            )
-            for times in generation.times
-        )
         return FinishedTrace(
             self,
             time.monotonic(),
@@ -89,7 +74,7 @@ class RequestTrace:
             options,
             generation.usage,
             generation.finish_reasons,
-            phases,
+            tuple(generation.times),
         )
 
 
