@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+import msgspec
+
 from xpyd_core.distribution import Distribution
 from xpyd_core.request_id import Address, TransferKey
 
@@ -118,12 +120,12 @@ class EngineRequest:
     priority: int = 0
 
 
-@dataclass(frozen=True)
-class TokenLogprob:
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Log probability of one token and of the `top` alternatives, best first: (token id, logprob).
 
     Taken from the model's logits before temperature and filters (as vLLM's raw_logprobs). `rank` is
-    how many tokens of the vocabulary are at least as likely, itself included.
+    how many tokens of the vocabulary are at least as likely, itself included. Ranks send it as it
+    is, hence a Struct.
     """
 
     token_id: int

@@ -88,22 +88,13 @@ class StepMessage(msgspec.Struct, frozen=True, array_like=True):
     kv: bytes = b""
 
 
-class Score(msgspec.Struct, frozen=True, array_like=True):
-    """A TokenLogprob."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    rank: int
-
-
 class OutputMessage(msgspec.Struct, frozen=True, array_like=True):
     """One StepOutput, by sequence id. `scores` has those sequences whose samples carry log
     probabilities."""
 
     samples: dict[int, tuple[int, ...]]
-    scores: dict[int, tuple[Score | None, ...]]
-    prompt_logprobs: dict[int, tuple[Score, ...]]
+    scores: dict[int, tuple[TokenLogprob | None, ...]]
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
     failed: dict[int, str]
 
 
@@ -136,12 +127,12 @@ def encode_output(output: StepOutput) -> bytes:
     """The bytes of a StepOutput; MessageError where they are more than MAX_OUTPUT_BYTES."""
     samples = {i: tuple(one.token_id for one in some) for i, some in output.samples.items()}
     scores = {
-        i: tuple(one.logprob and _score(one.logprob) for one in some)
+        i: tuple(one.logprob for one in some)
         for i, some in output.samples.items()
         if any(one.logprob for one in some)
     }
-    prompts = {i: tuple(map(_score, some)) for i, some in output.prompt_logprobs.items()}
-    encoded = _encoder.encode(OutputMessage(samples, scores, prompts, output.failed))
+    message = OutputMessage(samples, scores, output.prompt_logprobs, output.failed)
+    encoded = _encoder.encode(message)
     _check_size(encoded, MAX_OUTPUT_BYTES, "what came of a step")
     return encoded
 
@@ -154,8 +145,7 @@ def decode_output(encoded: bytes) -> StepOutput:
     except msgspec.DecodeError as error:
         raise MessageError(f"not a step's output of this version: {error}") from error
     samples = {i: _samples(tokens, message.scores.get(i)) for i, tokens in message.samples.items()}
-    prompts = {i: tuple(map(_logprob, some)) for i, some in message.prompt_logprobs.items()}
-    return StepOutput(samples, prompts, message.failed)
+    return StepOutput(samples, message.prompt_logprobs, message.failed)
 
 
 def _check_size(encoded: bytes, most: int, what: str) -> None:
@@ -164,21 +154,10 @@ def _check_size(encoded: bytes, most: int, what: str) -> None:
 
 
 def _samples(
-    tokens: Sequence[int], scores: Sequence[Score | None] | None
+    tokens: Sequence[int], scores: Sequence[TokenLogprob | None] | None
 ) -> tuple[SampledToken, ...]:
     if scores is None:
         return tuple(map(SampledToken, tokens))
     if len(scores) != len(tokens):
         raise MessageError(f"{len(scores)} log probabilities for {len(tokens)} tokens")
-    return tuple(
-        SampledToken(token, score and _logprob(score))
-        for token, score in zip(tokens, scores, strict=True)
-    )
-
-
-def _score(one: TokenLogprob) -> Score:
-    return Score(one.token_id, one.logprob, one.top, one.rank)
-
-
-def _logprob(score: Score) -> TokenLogprob:
-    return TokenLogprob(score.token_id, score.logprob, score.top, score.rank)
+    return tuple(map(SampledToken, tokens, scores))
