@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from xpyd_core.cli import main
-from xpyd_worker.load import ranks
+from xpyd_worker.load import engine
 from xpyd_worker.ranks.executor import RankedExecutor
 
 
@@ -16,5 +16,5 @@ class _OneStep(RankedExecutor):
 
 
 if __name__ == "__main__":
-    ranks.RankedExecutor = _OneStep
+    engine.RankedExecutor = _OneStep
     sys.exit(main(sys.argv[1:]))
