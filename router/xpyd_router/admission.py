@@ -301,19 +301,15 @@ _REFUSALS: dict[RejectReason, tuple[int, str, str]] = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class Ticket:
     """A place. Its holder calls `leave` once it is not needed; a second call does nothing."""
 
-    __slots__ = ("_cost", "_gives_back", "_since_s", "queue_s")
-
-    def __init__(
-        self, gives_back: Callable[[Cost, float], None], cost: Cost, since_s: float
-    ) -> None:
-        self._gives_back: Callable[[Cost, float], None] | None = gives_back
-        self._cost = cost
-        self._since_s = since_s
-        self.queue_s = 0.0
-        """How long the request waited for it; 0.0 for not at all."""
+    _gives_back: Callable[[Cost, float], None] | None
+    _cost: Cost
+    _since_s: float
+    queue_s: float = 0.0
+    """How long the request waited for it; 0.0 for not at all."""
 
     def leave(self) -> None:
         """Give the place to the next in line."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
@@ -76,27 +77,17 @@ class Exposition:
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
+@dataclass(slots=True, eq=False)
 class EndpointMetrics:
     """One endpoint's figures. Written at each request's end."""
 
-    __slots__ = (
-        "body_bytes",
-        "output_tokens",
-        "prompt_tokens",
-        "response_bytes",
-        "seconds",
-        "statuses",
-        "ttft_s",
-    )
-
-    def __init__(self) -> None:
-        self.statuses: Counter[int] = Counter()
-        self.seconds = Distribution(_SECONDS)
-        self.ttft_s = Distribution(_SECONDS)
-        self.body_bytes = 0
-        self.response_bytes = 0
-        self.prompt_tokens = 0
-        self.output_tokens = 0
+    statuses: Counter[int] = field(default_factory=Counter[int])
+    seconds: Distribution = field(default_factory=lambda: Distribution(_SECONDS))
+    ttft_s: Distribution = field(default_factory=lambda: Distribution(_SECONDS))
+    body_bytes: int = 0
+    response_bytes: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
 
     def take(self, trace: Trace, status: int, now_s: float) -> None:
         """A request that ended with `status`."""
@@ -219,42 +210,29 @@ TOKEN_SECONDS = (
 )
 
 
+@dataclass(slots=True, eq=False)
 class InstanceMetrics:
     """One name's figures. Mutable; calls to the instance write them."""
 
-    __slots__ = (
-        "call_s",
-        "calls",
-        "errors",
-        "itl_s",
-        "labels",
-        "name",
-        "paired",
-        "phase",
-        "received_bytes",
-        "retries",
-        "seen_s",
-        "sent_bytes",
-        "ttft_s",
-    )
+    name: str
+    phase: Phase
+    seen_s: float
+    """When an instance last bore the name."""
+    labels: str = field(init=False)
+    calls: int = 0
+    """Begun; those of `call_s` have ended."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    retries: int = 0
+    errors: Counter[FailureCause] = field(default_factory=Counter[FailureCause])
+    paired: dict[InstanceMetrics, int] = field(default_factory=dict["InstanceMetrics", int])
+    """Of a P: how often with which D."""
+    ttft_s: Distribution = field(default_factory=lambda: Distribution(CALL_SECONDS))
+    itl_s: Distribution = field(default_factory=lambda: Distribution(TOKEN_SECONDS))
+    call_s: Distribution = field(default_factory=lambda: Distribution(CALL_SECONDS))
 
-    def __init__(self, name: str, phase: Phase, seen_s: float) -> None:
-        self.name = name
-        self.phase: Phase = phase
-        self.labels = labels_of({"engine": self.name, "phase": phase})
-        self.seen_s = seen_s
-        """When an instance last bore the name."""
-        self.calls = 0
-        """Begun; those of `call_s` have ended."""
-        self.sent_bytes = 0
-        self.received_bytes = 0
-        self.retries = 0
-        self.errors: Counter[FailureCause] = Counter()
-        self.paired: dict[InstanceMetrics, int] = {}
-        """Of a P: how often with which D."""
-        self.ttft_s = Distribution(CALL_SECONDS)
-        self.itl_s = Distribution(TOKEN_SECONDS)
-        self.call_s = Distribution(CALL_SECONDS)
+    def __post_init__(self) -> None:
+        self.labels = labels_of({"engine": self.name, "phase": self.phase})
 
     @property
     def in_flight(self) -> int:

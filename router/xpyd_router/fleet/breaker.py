@@ -7,6 +7,7 @@ While it is open the instance gets no requests; then one trial decides.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 from xpyd_router.fleet.instances import InstanceKey
@@ -27,28 +28,19 @@ TRIAL_S = 30.0
 """A trial without an end (its client left, it was refused) holds the next one up for so long."""
 
 
+@dataclass(slots=True, eq=False)
 class Breaker:
     """See the module. `now` is seconds of one monotonic clock; a fingerprint identifies a body."""
 
-    __slots__ = (
-        "_consecutive",
-        "_failures",
-        "_fingerprints",
-        "_open_s",
-        "_successes",
-        "_trial_ends_s",
-        "_until_s",
-        "_window_ends_s",
-        "state",
-    )
-
-    def __init__(self) -> None:
-        self.state: BreakerState = "Closed"
-        self._open_s = OPEN_S
-        self._until_s = 0.0
-        self._trial_ends_s = 0.0
-        self._window_ends_s = 0.0
-        self._forget_calls()
+    state: BreakerState = "Closed"
+    _open_s: float = OPEN_S
+    _until_s: float = 0.0
+    _trial_ends_s: float = 0.0
+    _window_ends_s: float = 0.0
+    _failures: int = 0
+    _successes: int = 0
+    _consecutive: int = 0
+    _fingerprints: set[bytes] = field(default_factory=set[bytes])
 
     @property
     def is_on_trial(self) -> bool:
@@ -114,7 +106,7 @@ class Breaker:
 
     def _forget_calls(self) -> None:
         self._failures = self._successes = self._consecutive = 0
-        self._fingerprints: set[bytes] = set()
+        self._fingerprints = set()
 
 
 class Transfers:

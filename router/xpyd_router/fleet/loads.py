@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from xpyd_core.messages import Heartbeat
@@ -23,6 +24,7 @@ GAP_OFFSET = 16.0
 the weights once for all of them."""
 
 
+@dataclass(slots=True, eq=False)
 class FittedLine:
     """y over x by least squares, in which old observations fade.
 
@@ -30,26 +32,16 @@ class FittedLine:
     without it a line learned at one load would promise the same time at any other.
     """
 
-    __slots__ = (
-        "_covariance",
-        "_mean_x",
-        "_mean_y",
-        "_offset",
-        "_variance",
-        "_weight",
-        "base",
-        "slope",
-    )
-
-    def __init__(self, offset: float = 0.0) -> None:
-        self._offset = offset
-        self._weight = 0.0
-        self._mean_x = self._mean_y = 0.0
-        self._variance = self._covariance = 0.0
-        self.base = 0.0
-        """y at x = 0, never below 0."""
-        self.slope = 0.0
-        """What each unit of x adds to y, never below 0."""
+    _offset: float = 0.0
+    _weight: float = 0.0
+    _mean_x: float = 0.0
+    _mean_y: float = 0.0
+    _variance: float = 0.0
+    _covariance: float = 0.0
+    base: float = 0.0
+    """y at x = 0, never below 0."""
+    slope: float = 0.0
+    """What each unit of x adds to y, never below 0."""
 
     @property
     def is_known(self) -> bool:
@@ -78,6 +70,7 @@ class FittedLine:
         return self.base + self.slope * x
 
 
+@dataclass(slots=True, eq=False)
 class Pace:
     """How fast one instance works, learned from what its calls took: two straight lines.
 
@@ -85,13 +78,10 @@ class Pace:
     ends with its instance, so a restarted engine is unknown. One writer, the event loop.
     """
 
-    __slots__ = ("first", "gap")
-
-    def __init__(self) -> None:
-        self.first = FittedLine()
-        """Seconds to the first token over prompt tokens."""
-        self.gap = FittedLine(GAP_OFFSET)
-        """Seconds between two tokens over requests."""
+    first: FittedLine = field(default_factory=FittedLine)
+    """Seconds to the first token over prompt tokens."""
+    gap: FittedLine = field(default_factory=lambda: FittedLine(GAP_OFFSET))
+    """Seconds between two tokens over requests."""
 
 
 _LEAST_ROOM = 0.05
@@ -113,6 +103,7 @@ class Work(NamedTuple):
     output_tokens: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class Load:
     """One instance's figures. Mutable; `flow` and the beats write, policies read.
 
@@ -125,37 +116,24 @@ class Load:
       its weight is below 1. `decode_cost` holds it already.
     """
 
-    __slots__ = (
-        "_mean_prompt_tokens",
-        "_others",
-        "_output_tokens",
-        "_prompt_tokens",
-        "_requests",
-        "_room",
-        "_share",
-        "_weight",
-        "decode_cost",
-        "foreign_requests",
-        "key",
-        "pace",
-        "queued_tokens",
-        "scale",
-    )
+    key: InstanceKey
+    pace: Pace = field(default_factory=Pace)
+    """How fast the instance works; learned where a policy or objectives need it."""
+    foreign_requests: int = 0
+    """What the last beat showed beyond our own: calls of other routers."""
+    queued_tokens: float = field(init=False)
+    decode_cost: float = field(init=False)
+    scale: float = field(init=False)
+    _requests: int = 0
+    _prompt_tokens: int = 0
+    _output_tokens: int = 0
+    _others: Work = field(default_factory=Work)
+    _weight: float = 1.0
+    _room: float = 1.0
+    _share: float = 0.0
+    _mean_prompt_tokens: float = _FIRST_MEAN_TOKENS
 
-    def __init__(self, key: InstanceKey) -> None:
-        self.key = key
-        self.pace = Pace()
-        """How fast the instance works; learned where a policy or objectives need it."""
-        self._requests = 0
-        self._prompt_tokens = 0
-        self._output_tokens = 0
-        self._others = Work()
-        self.foreign_requests = 0
-        """What the last beat showed beyond our own: calls of other routers."""
-        self._weight = 1.0
-        self._room = 1.0
-        self._share = 0.0
-        self._mean_prompt_tokens = _FIRST_MEAN_TOKENS
+    def __post_init__(self) -> None:
         self._compute()
 
     @property

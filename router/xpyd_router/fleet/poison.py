@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal
 
@@ -40,15 +41,13 @@ def fingerprint(body: bytes, key: bytes) -> bytes:
     return blake2b(body, digest_size=16, key=key).digest()
 
 
+@dataclass(slots=True, eq=False)
 class Break:
     """Calls to one instance that broke off together: it died, or only the calls did."""
 
-    __slots__ = ("at_s", "fate")
-
-    def __init__(self, at_s: float) -> None:
-        self.at_s = at_s
-        self.fate: Fate = "open"
-        """Written by Poison."""
+    at_s: float
+    fate: Fate = "open"
+    """Written by Poison."""
 
 
 def judge(breaks: Iterable[Break]) -> Verdict:

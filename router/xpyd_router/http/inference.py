@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Protocol, cast
 
@@ -42,40 +43,21 @@ from xpyd_router.request.relay import CHUNK_LINES, KNOWN_LINES, ClientStream, He
 from xpyd_router.request.state import RequestState
 
 
+@dataclass(slots=True, eq=False)
 class DirectRequest:
     """A request that is served without ASGI. It takes the place of uvicorn's `cycle`, with the
     names that uvicorn reads there.
     """
 
-    __slots__ = (
-        "began_s",
-        "disconnected",
-        "endpoint",
-        "headers",
-        "keep_alive",
-        "parts",
-        "response_complete",
-        "takes_chunks",
-    )
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        headers: list[Header],
-        began_s: float,
-        *,
-        keep_alive: bool,
-        takes_chunks: bool,
-    ) -> None:
-        self.endpoint: Endpoint = endpoint
-        self.headers = headers
-        self.began_s = began_s
-        self.keep_alive = keep_alive
-        self.takes_chunks = takes_chunks
-        """Else the end of the connection is the end of a stream: HTTP/1.0 has no chunks."""
-        self.parts: list[bytes] = []
-        self.response_complete = False
-        self.disconnected = False
+    endpoint: Endpoint
+    headers: list[Header]
+    began_s: float
+    keep_alive: bool
+    takes_chunks: bool
+    """Else the end of the connection is the end of a stream: HTTP/1.0 has no chunks."""
+    parts: list[bytes] = field(default_factory=list[bytes])
+    response_complete: bool = False
+    disconnected: bool = False
 
     @property
     def body(self) -> bytes:

@@ -58,16 +58,15 @@ class Want(msgspec.Struct, frozen=True, gc=False):
     """What it may take; only set where the paces of instances are learned."""
 
 
+@dataclass(slots=True, eq=False)
 class Candidate:
     """One instance that may be taken, and its load. Never changed."""
 
-    __slots__ = ("instance", "load")
-
-    def __init__(self, instance: Instance, load: Load) -> None:
-        self.instance = instance
-        self.load = load
+    instance: Instance
+    load: Load
 
 
+@dataclass(slots=True, eq=False)
 class Side:
     """The candidates for one place, in the order of their addresses. Never changed.
 
@@ -75,14 +74,9 @@ class Side:
     place, also when one of them came or went, so that turns may go on.
     """
 
-    __slots__ = ("candidates", "kind", "rota")
-
-    def __init__(
-        self, kind: SideKind, candidates: tuple[Candidate, ...], rota: tuple[str, ...]
-    ) -> None:
-        self.kind: SideKind = kind
-        self.candidates = candidates
-        self.rota = rota
+    kind: SideKind
+    candidates: tuple[Candidate, ...]
+    rota: tuple[str, ...]
 
 
 @dataclass(frozen=True)

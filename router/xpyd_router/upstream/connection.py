@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import cast
 
 import httptools
@@ -27,67 +28,41 @@ _WAITING_BYTES = 256 * 1024
 """Of an answer that has no reader yet; then the engine is not read from."""
 
 
+@dataclass(slots=True, eq=False)
 class Exchange:
     """See the module. One owner: the task that asked for it, which calls `close` at the end.
 
     `due_s` is on the event loop's clock; the client's sweep fails an exchange whose time has come.
     """
 
-    __slots__ = (
-        "_body",
-        "_consumer",
-        "_end_by_s",
-        "_failure",
-        "_gap_s",
-        "_head_bytes",
-        "_is_paused",
-        "_left_s",
-        "_limit_bytes",
-        "_loop",
-        "_size",
-        "_waiter",
-        "_waits_for_end",
-        "carrier",
-        "content_type",
-        "due_s",
-        "has_answered",
-        "has_news",
-        "is_whole",
-        "owner",
-        "retry_after",
-        "status",
-        "take_frame",
-    )
-
-    def __init__(
-        self, owner: InstanceKey | None, loop: asyncio.AbstractEventLoop, due_s: float
-    ) -> None:
-        self.owner = owner
-        self.due_s = due_s
-        self.status = 0
-        self.content_type = ""
-        self.retry_after: str | None = None
-        self.has_answered = False
-        """A byte of the answer has come."""
-        self.is_whole = False
-        self.carrier: EngineConnection | None = None
-        """The connection on which it was sent, which writes this."""
-        self.take_frame: Callable[[bytes], bool] | None = None
-        """What `connection` offers each read to between two chunks, before it reads them itself."""
-        self.has_news = False
-        """A piece came since `is_due` was asked; per token, a mark is cheaper than a time."""
-        self._loop = loop
-        self._waiter: asyncio.Future[None] | None = None
-        """Of the caller, for the head or for the end."""
-        self._waits_for_end = False
-        self._consumer: Callable[[bytes], None] | None = None
-        self._body: list[bytes] = []
-        self._size = 0
-        self._limit_bytes = _WAITING_BYTES
-        self._head_bytes = 0
-        self._failure: FailureCause | None = None
-        self._is_paused = False
-        self._gap_s = self._left_s = self._end_by_s = math.inf
+    owner: InstanceKey | None
+    _loop: asyncio.AbstractEventLoop
+    due_s: float
+    status: int = 0
+    content_type: str = ""
+    retry_after: str | None = None
+    has_answered: bool = False
+    """A byte of the answer has come."""
+    is_whole: bool = False
+    carrier: EngineConnection | None = None
+    """The connection on which it was sent, which writes this."""
+    take_frame: Callable[[bytes], bool] | None = None
+    """What `connection` offers each read to between two chunks, before it reads them itself."""
+    has_news: bool = False
+    """A piece came since `is_due` was asked; per token, a mark is cheaper than a time."""
+    _waiter: asyncio.Future[None] | None = None
+    """Of the caller, for the head or for the end."""
+    _waits_for_end: bool = False
+    _consumer: Callable[[bytes], None] | None = None
+    _body: list[bytes] = field(default_factory=list[bytes])
+    _size: int = 0
+    _limit_bytes: int = _WAITING_BYTES
+    _head_bytes: int = 0
+    _failure: FailureCause | None = None
+    _is_paused: bool = False
+    _gap_s: float = math.inf
+    _left_s: float = math.inf
+    _end_by_s: float = math.inf
 
     # What the caller does.
 
