@@ -225,12 +225,12 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         request_timeout_s=args.request_timeout,
         prefill_timeout_s=args.prefill_timeout,
         max_tries=args.max_tries,
-        max_body_bytes=_size("--max-body-bytes", args.max_body_bytes),
+        max_body_bytes=parse_bytes(args.max_body_bytes, flag="--max-body-bytes"),
         limits=AdmissionLimits(
             requests=args.max_concurrent_requests,
             tokens=args.max_concurrent_tokens,
             queue_entries=args.queue_size,
-            queue_bytes=_size("--queue-bytes", args.queue_bytes),
+            queue_bytes=parse_bytes(args.queue_bytes, flag="--queue-bytes"),
             queue_timeout_s=args.queue_timeout_seconds,
         ),
         pair_wait_s=args.queue_timeout_seconds,
@@ -285,13 +285,6 @@ def _is_wait(value_s: float) -> bool:
 
 def _is_limit(value: int | None) -> bool:
     return value is None or 1 <= value <= _MOST
-
-
-def _size(flag: str, text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except UserError as error:
-        raise UserError(f"{flag}: {error}") from error
 
 
 def _leave(_number: int, _frame: FrameType | None) -> None:

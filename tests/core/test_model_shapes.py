@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from xpyd_core.parallel.checks import Shape
-from xpyd_core.parallel.config import shape_of
+from xpyd_core.parallel.checks import Shape, shape_of
 
 PLAIN: dict[str, Any] = {
     "num_hidden_layers": 22,

@@ -13,7 +13,7 @@ import pytest
 
 from tests.tools.advice import GB, MODELS, facts
 from xpyd_core.errors import UserError
-from xpyd_tools.advise.checkpoint import describe
+from xpyd_tools.advise.command import describe
 from xpyd_tools.advise.facts import ModelFacts, Overrides, read_facts
 
 SMALL: dict[str, Any] = {

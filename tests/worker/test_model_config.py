@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from xpyd_core.errors import UserError
-from xpyd_core.parallel.config import shape_of
+from xpyd_core.parallel.checks import shape_of
 from xpyd_worker.model.config import LayerConfig, ModelConfig
 from xpyd_worker.model.registry import load_config, parse_config
 from xpyd_worker.model.rope import Llama3Scaling, RopeConfig, YarnScaling

@@ -17,8 +17,7 @@ from typing import Any, cast
 from pydantic import BaseModel
 
 from xpyd_core.errors import UserError
-from xpyd_core.parallel.checks import PIPELINE, TENSOR, Shape, check_parallel
-from xpyd_core.parallel.config import shape_of
+from xpyd_core.parallel.checks import PIPELINE, TENSOR, Shape, check_parallel, shape_of
 from xpyd_core.parallel.partition import PARTITION_VARIABLE, parse_override
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_operator.document.engines import Pool
