@@ -6,6 +6,10 @@ and for the rest of a head that began: a few thousand such connections would use
 A POST to an inference route, with a Content-Length and nothing unusual about it, is read here and
 answered by `inference` through a DirectSink: no ASGI scope, no messages, no task per message. All
 other requests are uvicorn's, and reach the application as ASGI.
+
+A socket that is closed with unread data in it resets the connection, and the reset takes away what
+the client has not read of its answer. So a connection whose client is still sending goes over to
+`Lingering`: our side is ended first, and what still comes is dropped.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, cast
 
@@ -23,7 +28,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from xpyd_core.errors import ApiError
 from xpyd_router.http.asgi import BODY_DEADLINE_S
 from xpyd_router.http.inference import DirectRequest, DirectSink, Inference, UnframedSink
-from xpyd_router.http.lingering import CycleTransport, Lingering
 from xpyd_router.request.client_request import ENDPOINTS, Endpoint
 
 if TYPE_CHECKING:
@@ -41,6 +45,62 @@ _logger = logging.getLogger("uvicorn.error.clients")
 # One per request that is none: strangers would fill the log. Errors pass.
 _logger.addFilter(lambda record: record.levelno != logging.WARNING)
 _common: tuple[object, bytes] = (None, b"")
+
+
+LINGER_S = 10.0
+"""How long a client may go on sending behind its answer."""
+MAX_DROPPED_BYTES = 64 * 1024 * 1024
+"""Twice the longest body by default: a client that did not wait for the answer can read it."""
+
+
+class Lingering(asyncio.Protocol):
+    """In the place of `owner` once all of the answer is written: drops what comes, until the client
+    closes, `LINGER_S` are over or `MAX_DROPPED_BYTES` came; then calls `close`. `owner` still hears
+    of the client's pace and of the end.
+    """
+
+    def __init__(self, owner: asyncio.Protocol, close: Callable[[], None]) -> None:
+        self._owner = owner
+        self._close = close
+        self._dropped_bytes = 0
+        self._timer = asyncio.get_running_loop().call_later(LINGER_S, close)
+
+    def data_received(self, data: bytes) -> None:
+        """Drop it."""
+        self._dropped_bytes += len(data)
+        if self._dropped_bytes > MAX_DROPPED_BYTES:
+            self._close()
+
+    def eof_received(self) -> None:
+        """See asyncio: the client has said all that it will."""
+        self._close()
+
+    def pause_writing(self) -> None:
+        self._owner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._owner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        self._owner.connection_lost(exc)
+
+
+class CycleTransport(asyncio.Transport):
+    """The part of a transport that uvicorn's request cycle uses, whose `close` is another's."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        super().__init__()
+        self._transport = transport
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
+def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+    """Cancel the timer, if there is one; None, in its place."""
+    if timer is not None:
+        timer.cancel()
 
 
 class _Body:
@@ -70,7 +130,7 @@ class ClientProtocol(HttpToolsProtocol):
     """
     _is_head_too_long = False
     _is_lingering = False
-    """All of the answers is written; see `lingering`."""
+    """All of the answers is written; see `Lingering`."""
     _body_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
     _idle_timer: asyncio.TimerHandle | None = None
@@ -136,7 +196,7 @@ class ClientProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._is_in_body = True
         if self._head_timer is not None:
-            self._forget_head()
+            self._head_timer = _cancelled(self._head_timer)
         if self._app is not None and self._is_direct(self._app):
             return
         url, headers, expects = self.url, self.headers, self.expect_100_continue
@@ -159,7 +219,7 @@ class ClientProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._is_in_body = False
         if self._body_timer is not None:
-            self._forget_body()
+            self._body_timer = _cancelled(self._body_timer)
         direct = self._direct
         if direct is None or not self._is_last(direct):
             super().on_message_complete()
@@ -169,11 +229,8 @@ class ClientProtocol(HttpToolsProtocol):
             self._serve(direct)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget_head()
-        self._forget_taking()
-        self._forget_body()
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
+        for timer in (self._head_timer, self._stall_timer, self._body_timer, self._idle_timer):
+            _cancelled(timer)
         super().connection_lost(exc)
         served, self._served = self._served, None
         if served is not None:  # uvicorn informs only the last cycle
@@ -200,7 +257,7 @@ class ClientProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         if not self.transport.is_closing():
-            self._forget_taking()
+            self._stall_timer = _cancelled(self._stall_timer)
         if self._sink is not None:
             self._sink.resume()
 
@@ -320,11 +377,6 @@ class ClientProtocol(HttpToolsProtocol):
             direct.keep_alive = False
             self._app.broke_off(direct, DirectSink(self))
 
-    def _forget_body(self) -> None:
-        if self._body_timer is not None:
-            self._body_timer.cancel()
-            self._body_timer = None
-
     def _look_idle(self) -> None:
         self._idle_timer = None
         if self._is_in_head or self._is_busy:
@@ -336,13 +388,8 @@ class ClientProtocol(HttpToolsProtocol):
             self.timeout_keep_alive_handler()
 
     def _expect_head(self) -> None:
-        self._forget_head()
+        _cancelled(self._head_timer)
         self._head_timer = self.loop.call_later(self.head_deadline_s, self._close_late)
-
-    def _forget_head(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
 
     def _unsupported_upgrade_warning(self) -> None:
         # uvicorn calls it as it handles the parser's exception.
@@ -416,10 +463,8 @@ class ClientProtocol(HttpToolsProtocol):
 
     def _linger(self) -> None:
         """Close behind an answer whose client is still sending."""
-        self._forget_head()
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()  # of the answer before
-            self._idle_timer = None
+        self._head_timer = _cancelled(self._head_timer)
+        self._idle_timer = _cancelled(self._idle_timer)  # of the answer before
         if self.transport.is_closing():
             return
         self._is_lingering = True
@@ -439,7 +484,7 @@ class ClientProtocol(HttpToolsProtocol):
 
     def _expect_taking(self) -> None:
         """The client must take some of what was written in time, or it counts as gone."""
-        self._forget_taking()
+        _cancelled(self._stall_timer)
         waiting = self.transport.get_write_buffer_size()
         self._stall_timer = self.loop.call_later(self.stall_s, self._check_taking, waiting)
 
@@ -449,8 +494,3 @@ class ClientProtocol(HttpToolsProtocol):
             self._expect_taking()
         else:
             self.transport.abort()
-
-    def _forget_taking(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
