@@ -1,7 +1,7 @@
 """What one process of a router serves with, and what concerns all processes of a router.
 
-`router` and `processes.worker` make an AppState, each with its own kind of fleet view; `server`
-serves with it, the routes of `inference` and `app` read it. Knows no HTTP.
+`router` and `processes.worker` make an AppState, each with its own kind of fleet view; `request`
+and `http` work with it. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -78,4 +78,5 @@ class AppState:
     created: int
     """Unix time of the start: `created` of the models."""
     clock: Callable[[], float] = time.monotonic
+    """Monotonic seconds."""
     is_draining: bool = False

@@ -27,13 +27,13 @@ from xpyd_core.listen import listen
 from xpyd_core.request_id import Address
 from xpyd_router.access_log import AccessLog
 from xpyd_router.admission import Admission
+from xpyd_router.app_state import AppState, LocalControl
 from xpyd_router.config import RouterConfig
 from xpyd_router.discovery.discovery import Discovery
 from xpyd_router.discovery.prober import Prober, probe_http
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
-from xpyd_router.http.app_state import AppState, LocalControl
 from xpyd_router.http.server import BACKLOG, Serving, make_policy, open_serving, source_host
 from xpyd_router.metrics import RouterMetrics
 

@@ -12,6 +12,7 @@ from tests.router.beats import beat
 from tests.router.fakes import Call, FakeEngine, answer, die, fleet, serve_model, until
 from tests.router.test_router_request_state import request_state
 from xpyd_core.errors import ApiError
+from xpyd_router.app_state import AppState
 from xpyd_router.config import RouterConfig
 from xpyd_router.errors import CallFailed
 from xpyd_router.fleet.health import HealthRules
@@ -39,13 +40,13 @@ def view_of(*kinds: str) -> FleetView:
 
 def failures_of(view: FleetView, **config: Any) -> Failures:
     metrics = RouterMetrics(time.monotonic)
-    return Failures(
-        config=RouterConfig(**config),
-        fleet=view,
-        loads=LoadTable(),
-        metrics=metrics,
-        clock=lambda: 0.0,
-    )
+    unused = cast(Any, None)
+    state = AppState(
+        config=RouterConfig(**config), fleet=view, loads=LoadTable(), metrics=metrics,
+        policy=unused, control=unused, admission=unused, access_log=unused,
+        keys=(), admin_keys=(), created=0, clock=lambda: 0.0,
+    )  # fmt: skip
+    return Failures(state)
 
 
 def attempt_at(called: Instance | Pair, call_s: float) -> Attempt:

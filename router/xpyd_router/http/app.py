@@ -21,9 +21,9 @@ from werkzeug.exceptions import HTTPException
 
 from xpyd_core import __version__
 from xpyd_core.errors import ApiError
+from xpyd_router.app_state import AppState
 from xpyd_router.fleet.instances import Instance
 from xpyd_router.fleet.view import FleetView
-from xpyd_router.http.app_state import AppState
 from xpyd_router.http.asgi import AsgiApp
 from xpyd_router.http.inference import Inference
 from xpyd_router.http.openapi.document import openapi_document

@@ -18,8 +18,8 @@ from typing import Protocol, cast
 from xpyd_core.errors import ApiError
 from xpyd_router.access_log import Trace
 from xpyd_router.admission import PRIORITY_HEADER, Cost, Ticket, read_priority
+from xpyd_router.app_state import AppState
 from xpyd_router.errors import Answer, EngineRefused
-from xpyd_router.http.app_state import AppState
 from xpyd_router.http.asgi import (
     AsgiApp,
     AsgiSink,

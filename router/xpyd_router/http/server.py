@@ -15,10 +15,8 @@ import contextlib
 import ctypes
 import ipaddress
 import logging
-import os
 import random
 import socket
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
 from functools import partial
 from typing import cast
@@ -26,17 +24,15 @@ from typing import cast
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from xpyd_router.app_state import AppState
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.http.app import build_app
-from xpyd_router.http.app_state import AppState
 from xpyd_router.http.protocol import ClientProtocol
 from xpyd_router.policy.base import NO_SLO
 from xpyd_router.policy.pairs import PairPolicy, PolicyNames, build_policy
-from xpyd_router.request.attempt import Attempts
-from xpyd_router.request.failures import Failures
-from xpyd_router.request.flow import Flow, RandomPool
+from xpyd_router.request.flow import Flow
 from xpyd_router.request.objectives import Objectives
 from xpyd_router.request.releases import Releases
 from xpyd_router.tokens.service import Tokens, fetch
@@ -262,7 +258,7 @@ async def open_serving(
     tokens, objectives = _tokens(state), _objectives(state)
     fleet.on_lost(upstream.lose)
     releases = Releases(upstream, state.metrics, state.keys[0])
-    flow = _make_flow(state, upstream, releases, tokens, objectives)
+    flow = Flow(state, upstream, releases, tokens=tokens, objectives=objectives)
     server = _Server(
         uvicorn.Config(
             build_app(state, flow),
@@ -301,46 +297,6 @@ async def running(*works: Coroutine[None, None, None]) -> AsyncGenerator[None]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _make_flow(
-    state: AppState,
-    upstream: UpstreamClient,
-    releases: Releases,
-    tokens: Tokens | None,
-    objectives: Objectives | None,
-) -> Flow:
-    random_bytes = RandomPool(os.urandom)
-    attempts = Attempts(
-        config=state.config,
-        fleet=state.fleet,
-        loads=state.loads,
-        policy=state.policy,
-        upstream=upstream,
-        releases=releases,
-        metrics=state.metrics,
-        clock=state.clock,
-        random_bytes=random_bytes,
-        objectives=objectives,
-    )
-    failures = Failures(
-        config=state.config,
-        fleet=state.fleet,
-        loads=state.loads,
-        metrics=state.metrics,
-        clock=state.clock,
-    )
-    return Flow(
-        config=state.config,
-        policy=state.policy,
-        attempts=attempts,
-        failures=failures,
-        clock=state.clock,
-        wall_clock=time.time,
-        random_bytes=random_bytes,
-        tokens=tokens,
-        objectives=objectives,
-    )
 
 
 def make_policy(

@@ -27,8 +27,8 @@ from xpyd_core.listen import listen
 from xpyd_core.logs import set_up_logging
 from xpyd_router.access_log import AccessLog, write_stderr
 from xpyd_router.admission import Admission
+from xpyd_router.app_state import AppState
 from xpyd_router.fleet.instances import InstanceKey
-from xpyd_router.http.app_state import AppState
 from xpyd_router.http.server import BACKLOG, Serving, make_policy, open_serving
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.processes.channel import Channel

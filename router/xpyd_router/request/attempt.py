@@ -18,14 +18,13 @@ from msgspec.structs import replace
 
 from xpyd_core.errors import ApiError
 from xpyd_core.request_id import pair_id_text
-from xpyd_router.config import RouterConfig
+from xpyd_router.app_state import AppState
 from xpyd_router.errors import BROKEN, TRANSFER_FAILED, Answer, CallFailed, EngineRefused
 from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot
 from xpyd_router.fleet.loads import Load, LoadTable
 from xpyd_router.fleet.view import FleetView
-from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.base import NO_SLO, OnNoPrefill, Want
-from xpyd_router.policy.pairs import Alone, Pair, PairPolicy
+from xpyd_router.policy.pairs import Alone, Pair
 from xpyd_router.request.answers import scrub
 from xpyd_router.request.client_request import InferenceRequest
 from xpyd_router.request.objectives import Objectives
@@ -190,32 +189,24 @@ class Attempt:
 
 
 class Attempts:
-    """Begins and ends the attempts of all requests. `clock` is monotonic seconds; ids are made of
-    `random_bytes`.
-    """
+    """Begins and ends the attempts of all requests. Ids are made of `random_bytes`."""
 
     def __init__(
         self,
-        *,
-        config: RouterConfig,
-        fleet: FleetView,
-        loads: LoadTable,
-        policy: PairPolicy,
+        app_state: AppState,
         upstream: UpstreamClient,
         releases: Releases,
-        metrics: RouterMetrics,
-        clock: Callable[[], float],
         random_bytes: Callable[[int], bytes],
-        objectives: Objectives | None = None,
+        objectives: Objectives | None,
     ) -> None:
-        self._config = config
-        self._fleet = fleet
-        self._loads = loads
-        self._policy = policy
+        self._config = app_state.config
+        self._fleet = app_state.fleet
+        self._loads = app_state.loads
+        self._policy = app_state.policy
+        self._metrics = app_state.metrics
+        self._clock = app_state.clock
         self._upstream = upstream
         self._releases = releases
-        self._metrics = metrics
-        self._clock = clock
         self._random_bytes = random_bytes
         self._objectives = objectives
         self._waiting = 0

@@ -7,15 +7,11 @@ counts them); a request answers for the instances that died under it (`fleet.poi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from xpyd_core.errors import ApiError
-from xpyd_router.config import RouterConfig
+from xpyd_router.app_state import AppState
 from xpyd_router.errors import CallFailed, FailureCause, poisoned
-from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.poison import KILLS, REFUSED_S
-from xpyd_router.fleet.view import FleetView
-from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.pairs import Pair
 from xpyd_router.request.attempt import Attempt
 from xpyd_router.request.client_request import InferenceRequest
@@ -28,23 +24,15 @@ _MAX_REFUSALS = 16
 
 
 class Failures:
-    """One per router. `clock` is monotonic seconds."""
+    """One per process of a router."""
 
-    def __init__(
-        self,
-        *,
-        config: RouterConfig,
-        fleet: FleetView,
-        loads: LoadTable,
-        metrics: RouterMetrics,
-        clock: Callable[[], float],
-    ) -> None:
-        self._config = config
-        self._fleet = fleet
-        self._loads = loads
-        self._metrics = metrics
-        self._clock = clock
-        self.refused = fleet.refused
+    def __init__(self, app_state: AppState) -> None:
+        self._config = app_state.config
+        self._fleet = app_state.fleet
+        self._loads = app_state.loads
+        self._metrics = app_state.metrics
+        self._clock = app_state.clock
+        self.refused = self._fleet.refused
         """While it is empty, `refuse` and `served` need not be called."""
 
     def refuse(self, request: InferenceRequest) -> None:

@@ -7,14 +7,16 @@ what a request keeps over its attempts is in its RequestState. P comes first, th
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Callable
 
 from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_router.access_log import Trace
-from xpyd_router.config import RouterConfig
+from xpyd_router.app_state import AppState
 from xpyd_router.errors import Answer, CallFailed, EngineRefused
 from xpyd_router.policy.base import NO_SLO
-from xpyd_router.policy.pairs import Alone, Pair, PairPolicy
+from xpyd_router.policy.pairs import Alone, Pair
 from xpyd_router.request.answers import Head, error_event, tokens_in, whole_answer
 from xpyd_router.request.attempt import Attempt, Attempts
 from xpyd_router.request.client_request import (
@@ -27,6 +29,7 @@ from xpyd_router.request.client_request import (
 from xpyd_router.request.failures import Failures
 from xpyd_router.request.objectives import Objectives
 from xpyd_router.request.relay import ClientStream, Relay
+from xpyd_router.request.releases import Releases
 from xpyd_router.request.state import (
     Prefilled,
     RequestState,
@@ -42,6 +45,7 @@ from xpyd_router.request.state import (
     take_prefill,
 )
 from xpyd_router.tokens.service import Tokens
+from xpyd_router.upstream.client import UpstreamClient
 
 _DRAW_BYTES = 8192
 
@@ -69,30 +73,23 @@ logger = logging.getLogger(__name__)
 
 
 class Flow:
-    """Serves requests. `clock` is monotonic seconds, `wall_clock` Unix seconds, `random_bytes` the
-    source of ids and seeds.
-    """
+    """Serves the requests of one process."""
 
     def __init__(
         self,
+        app_state: AppState,
+        upstream: UpstreamClient,
+        releases: Releases,
         *,
-        config: RouterConfig,
-        policy: PairPolicy,
-        attempts: Attempts,
-        failures: Failures,
-        clock: Callable[[], float],
-        wall_clock: Callable[[], float],
-        random_bytes: Callable[[int], bytes],
-        tokens: Tokens | None = None,
-        objectives: Objectives | None = None,
+        tokens: Tokens | None,
+        objectives: Objectives | None,
     ) -> None:
-        self._config = config
-        self._policy = policy
-        self._attempts = attempts
-        self._failures = failures
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._random_bytes = random_bytes
+        self._config = app_state.config
+        self._policy = app_state.policy
+        self._clock = app_state.clock
+        self._random_bytes = random_bytes = RandomPool(os.urandom)
+        self._attempts = Attempts(app_state, upstream, releases, random_bytes, objectives)
+        self._failures = Failures(app_state)
         self._tokens = tokens
         self.counts_tokens = tokens is not None
         self._objectives = objectives
@@ -114,7 +111,7 @@ class Flow:
         return RequestState(
             request=request,
             trace=trace,
-            head=Head(trace.response_id, int(self._wall_clock())),
+            head=Head(trace.response_id, int(time.time())),
             public=public,
             seed=seed,
             deadline_s=trace.started_s + self._config.request_timeout_s,
