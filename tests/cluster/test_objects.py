@@ -17,10 +17,10 @@ import yaml
 from tests.cluster.fleetkit import find, installed_crds
 from tests.cluster.harness import Cluster, wait_for
 from tests.operator.object_samples import FOLDER, NAMES, SETTINGS, objects_of
+from xpyd_operator.controller.decision.decide import contains
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import parse_fleet, parse_object
 from xpyd_operator.manifests import names
-from xpyd_operator.manifests.compare import contains
 from xpyd_operator.manifests.names import Placement
 from xpyd_operator.manifests.objects import kv_secret
 

@@ -66,7 +66,7 @@ class OperatorMetrics:
             f"{prefix}queue_depth", "Fleets that are due and wait for a worker", registry=registry
         )
         self._fleets = Gauge(f"{prefix}fleets", "Fleets there are", registry=registry)
-        self._events_dropped = Counter(
+        self.events_dropped = Counter(
             f"{prefix}events_dropped", "Events that were not posted", registry=registry
         )
 
@@ -77,10 +77,6 @@ class OperatorMetrics:
     def count_watch_event(self, kind: str) -> None:
         """A watch delivered a change."""
         self._watch_events.labels(kind).inc()
-
-    def count_dropped_event(self) -> None:
-        """An event was not posted."""
-        self._events_dropped.inc()
 
     def render(self, *, queue_depth: int, fleets: int) -> bytes:
         """The text exposition."""
@@ -107,8 +103,8 @@ class ProbeServer:
     async def start(self, host: str, port: int) -> int:
         """Listen; the port, which `port` 0 leaves to the system."""
         app = web.Application()
-        app.router.add_get("/healthz", self._healthz)
-        app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/healthz", _answering(self._unhealthy))
+        app.router.add_get("/readyz", _answering(self._unready))
         app.router.add_get("/metrics", self._serve_metrics)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -121,20 +117,18 @@ class ProbeServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def _healthz(self, _: web.Request) -> web.Response:
-        return _answer(self._unhealthy())
-
-    async def _readyz(self, _: web.Request) -> web.Response:
-        return _answer(self._unready())
-
     async def _serve_metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self._metrics(), headers={"Content-Type": _METRICS_TYPE})
 
 
-def _answer(complaints: list[str]) -> web.Response:
-    if complaints:
-        return web.Response(status=503, text="\n".join(complaints) + "\n")
-    return web.Response(text="ok\n")
+def _answering(check: Check) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def answer(_: web.Request) -> web.Response:
+        complaints = check()
+        return web.Response(
+            status=503 if complaints else 200, text="\n".join(complaints or ["ok"]) + "\n"
+        )
+
+    return answer
 
 
 logger = logging.getLogger(__name__)
@@ -198,7 +192,7 @@ class Operator:
         self._api = Api(find_login, count=self.metrics.count_call)
         self._cache = Cache()
         self._queue = FleetQueue(time.monotonic)
-        self._poster = EventPoster(self._api, dropped=self.metrics.count_dropped_event)
+        self._poster = EventPoster(self._api, dropped=self.metrics.events_dropped.inc)
         self._reconciler = Reconciler(
             self._api,
             self._cache,

@@ -4,6 +4,5 @@
     InferenceFleet + Placement                          --> support_objects, pool_object, kv_secret
 
 Objects are plain JSON-able maps with apiVersion and kind. Each call makes new ones, so the caller
-may change them. The shell (`controller`) decides what is applied and when, with `desired_hash` and
-`contains`.
+may change them. The shell (`controller`) decides what is applied and when.
 """

@@ -187,12 +187,13 @@ def owned_object(
     api_version: str,
     kind: str,
     name: str,
+    labels: dict[str, str],
     fleet: InferenceFleet,
     placement: Placement,
-    labels: dict[str, str],
+    **parts: object,
 ) -> JsonObject:
-    """The beginning of an object that the fleet owns: the garbage collector deletes it when the
-    fleet is gone."""
+    """An object that the fleet owns: the garbage collector deletes it when the fleet is gone.
+    `parts`: what follows its metadata, `spec` and so on."""
     owner = {
         "apiVersion": fleet.api_version,
         "kind": fleet.kind,
@@ -210,6 +211,7 @@ def owned_object(
             "labels": labels,
             "ownerReferences": [owner],
         },
+        **parts,
     }
 
 

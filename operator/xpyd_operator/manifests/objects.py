@@ -58,22 +58,20 @@ def _deployment(
     """A revision's pods never change, except in how a newer operator renders them."""
     name = names.workload_name(fleet.name, workload.pool, workload.revision)
     selector = names.workload_selector(fleet.name, workload.pool, workload.revision)
-    return owned_object(
-        "apps/v1", "Deployment", name, fleet, placement, _workload_labels(fleet, workload)
-    ) | {
-        "spec": {
-            "replicas": workload.replicas,
-            "minReadySeconds": 0,
-            "revisionHistoryLimit": 0,
-            "progressDeadlineSeconds": _PROGRESS_DEADLINE_S,
-            "selector": {"matchLabels": selector},
-            "strategy": {
-                "type": "RollingUpdate",
-                "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
-            },
-            "template": pod,
+    labels = _workload_labels(fleet, workload)
+    spec = {
+        "replicas": workload.replicas,
+        "minReadySeconds": 0,
+        "revisionHistoryLimit": 0,
+        "progressDeadlineSeconds": _PROGRESS_DEADLINE_S,
+        "selector": {"matchLabels": selector},
+        "strategy": {
+            "type": "RollingUpdate",
+            "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
         },
+        "template": pod,
     }
+    return owned_object("apps/v1", "Deployment", name, labels, fleet, placement, spec=spec)
 
 
 def _leader_worker_set(
@@ -84,30 +82,24 @@ def _leader_worker_set(
     The other pods start with the first, which is not ready before they are there. An instance fails
     as a whole: when a container ends, all pods of its group are created again.
     """
+    api_version = "leaderworkerset.x-k8s.io/v1"
     name = names.group_workload_name(fleet.name, workload.pool, workload.revision)
-    return owned_object(
-        "leaderworkerset.x-k8s.io/v1",
-        "LeaderWorkerSet",
-        name,
-        fleet,
-        placement,
-        _workload_labels(fleet, workload),
-    ) | {
-        "spec": {
-            "replicas": workload.replicas,
-            "startupPolicy": "LeaderCreated",
-            "rolloutStrategy": {
-                "type": "RollingUpdate",
-                "rollingUpdateConfiguration": {"maxSurge": 1, "maxUnavailable": 0},
-            },
-            "leaderWorkerTemplate": {
-                "size": pods_per_instance(pool),
-                "restartPolicy": "RecreateGroupOnPodRestart",
-                "leaderTemplate": engine_pod(fleet, pool, workload, placement),
-                "workerTemplate": engine_pod(fleet, pool, workload, placement, leads=False),
-            },
+    labels = _workload_labels(fleet, workload)
+    spec = {
+        "replicas": workload.replicas,
+        "startupPolicy": "LeaderCreated",
+        "rolloutStrategy": {
+            "type": "RollingUpdate",
+            "rollingUpdateConfiguration": {"maxSurge": 1, "maxUnavailable": 0},
+        },
+        "leaderWorkerTemplate": {
+            "size": pods_per_instance(pool),
+            "restartPolicy": "RecreateGroupOnPodRestart",
+            "leaderTemplate": engine_pod(fleet, pool, workload, placement),
+            "workerTemplate": engine_pod(fleet, pool, workload, placement, leads=False),
         },
     }
+    return owned_object(api_version, "LeaderWorkerSet", name, labels, fleet, placement, spec=spec)
 
 
 def _claim_template(
@@ -123,16 +115,9 @@ def _claim_template(
             "count": pool.resources.gpus,
         },
     }
-    return owned_object(
-        "resource.k8s.io/v1",
-        "ResourceClaimTemplate",
-        name,
-        fleet,
-        placement,
-        _workload_labels(fleet, workload),
-    ) | {
-        "spec": {"spec": {"devices": {"requests": [request]}}},
-    }
+    kind, labels = "ResourceClaimTemplate", _workload_labels(fleet, workload)
+    spec = {"spec": {"devices": {"requests": [request]}}}
+    return owned_object("resource.k8s.io/v1", kind, name, labels, fleet, placement, spec=spec)
 
 
 def support_objects(fleet: InferenceFleet, placement: Placement) -> tuple[JsonObject, ...]:
@@ -169,29 +154,24 @@ def pool_object(
     spec |= {name: value for name, value in bounds.items() if value is not None}
     labels = names.pool_labels(fleet.name, pool.name, pool.role)
     name = names.pool_object_name(fleet.name, pool.name)
-    return owned_object(fleet.api_version, "InferenceFleetPool", name, fleet, placement, labels) | {
-        "spec": spec,
-    }
+    kind = "InferenceFleetPool"
+    return owned_object(fleet.api_version, kind, name, labels, fleet, placement, spec=spec)
 
 
 def kv_secret(fleet: InferenceFleet, placement: Placement, key: str) -> JsonObject:
     """The Secret with the fleet's KV key, `key`: 64 hex digits from the shell's random source."""
     labels = names.fleet_labels(fleet.name, names.ENGINE_APP)
-    return owned_object(
-        "v1", "Secret", names.kv_secret_name(fleet.name, placement.uid), fleet, placement, labels
-    ) | {
-        "type": "Opaque",
-        "data": {names.KV_KEY: b64encode(key.encode()).decode()},
-    }
+    name = names.kv_secret_name(fleet.name, placement.uid)
+    data = {names.KV_KEY: b64encode(key.encode()).decode()}
+    return owned_object("v1", "Secret", name, labels, fleet, placement, type="Opaque", data=data)
 
 
 def _service_account(fleet: InferenceFleet, placement: Placement) -> JsonObject:
     """Pods call each other, never the API server."""
     name = names.service_account_name(fleet.name)
     labels = names.fleet_labels(fleet.name, names.ENGINE_APP)
-    return owned_object("v1", "ServiceAccount", name, fleet, placement, labels) | {
-        "automountServiceAccountToken": False,
-    }
+    beginning = ("v1", "ServiceAccount", name, labels, fleet, placement)
+    return owned_object(*beginning, automountServiceAccountToken=False)
 
 
 def _client_service(fleet: InferenceFleet, placement: Placement) -> JsonObject:
@@ -234,9 +214,7 @@ def _service(
     fleet: InferenceFleet, placement: Placement, name: str, spec: JsonObject
 ) -> JsonObject:
     labels = names.fleet_labels(fleet.name, names.ROUTER_APP)
-    return owned_object("v1", "Service", name, fleet, placement, labels) | {
-        "spec": spec,
-    }
+    return owned_object("v1", "Service", name, labels, fleet, placement, spec=spec)
 
 
 def _disruption_budget(
@@ -244,20 +222,14 @@ def _disruption_budget(
 ) -> JsonObject:
     """A node drain evicts one pod at a time; a broken pod never blocks a drain."""
     name = names.disruption_budget_name(fleet.name, pool)
-    return owned_object(
-        "policy/v1",
-        "PodDisruptionBudget",
-        name,
-        fleet,
-        placement,
-        names.pool_labels(fleet.name, pool, role),
-    ) | {
-        "spec": {
-            "maxUnavailable": 1,
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {"matchLabels": names.pool_selector(fleet.name, pool)},
-        },
+    labels = names.pool_labels(fleet.name, pool, role)
+    spec = {
+        "maxUnavailable": 1,
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {"matchLabels": names.pool_selector(fleet.name, pool)},
     }
+    kind = "PodDisruptionBudget"
+    return owned_object("policy/v1", kind, name, labels, fleet, placement, spec=spec)
 
 
 def network_policies(fleet: InferenceFleet, placement: Placement) -> tuple[JsonObject, ...]:
@@ -312,17 +284,10 @@ def _inside_instances(fleet: InferenceFleet) -> list[JsonObject]:
 def _policy(
     fleet: InferenceFleet, placement: Placement, name: str, app: str, ingress: list[JsonObject]
 ) -> JsonObject:
-    return owned_object(
-        "networking.k8s.io/v1",
-        "NetworkPolicy",
-        name,
-        fleet,
-        placement,
-        names.fleet_labels(fleet.name, app),
-    ) | {
-        "spec": {
-            "podSelector": _pod_selector(fleet, app),
-            "policyTypes": ["Ingress"],
-            "ingress": ingress,
-        },
+    kind, labels = "NetworkPolicy", names.fleet_labels(fleet.name, app)
+    spec = {
+        "podSelector": _pod_selector(fleet, app),
+        "policyTypes": ["Ingress"],
+        "ingress": ingress,
     }
+    return owned_object("networking.k8s.io/v1", kind, name, labels, fleet, placement, spec=spec)

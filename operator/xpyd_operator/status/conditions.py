@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from xpyd_operator.plan.fleet import pools_wanted
@@ -87,13 +87,10 @@ def pool_rows(want: FleetWant, seen: FleetSeen, children: Children) -> tuple[Poo
         if want.stopping:
             rows[pool.name] = _row(pool.name, role, found)
             continue
-        rows[pool.name] = _row(
-            pool.name,
-            role,
-            found,
+        rows[pool.name] = replace(
+            _row(pool.name, role, found, pool.revision),
             replicas=sizes[pool.name].replicas,
             declared=None if pool.name == ROUTER else sizes[pool.name].declared,
-            revision=pool.revision,
             older=bool(revisions.get(pool.name, set()) - {pool.revision}),
         )
     for workload in seen.workloads:
@@ -117,28 +114,16 @@ def by_role(rows: Iterable[PoolRow]) -> tuple[Counter[str], Counter[str]]:
     return wanted, ready
 
 
-def _row(
-    name: str,
-    role: PoolRole,
-    found: Mapping[str, Counts],
-    *,
-    replicas: int = 0,
-    declared: int | None = None,
-    revision: str = "",
-    older: bool = False,
-) -> PoolRow:
+def _row(name: str, role: PoolRole, found: Mapping[str, Counts], revision: str = "") -> PoolRow:
     every = found.values()
     return PoolRow(
         name=name,
         role=role,
-        replicas=replicas,
-        declared=declared,
         revision=revision,
         ready=sum(c.ready for c in every),
         updated=found.get(revision, NOTHING).ready,
         staying=sum(c.staying for c in every),
         draining=sum(c.draining for c in every),
-        older=older,
     )
 
 

@@ -34,7 +34,6 @@ from xpyd_operator.up.checks import (
     check_local,
     cluster_only,
     locate_model,
-    weights_bytes,
 )
 from xpyd_operator.up.client import FleetFailed, wait_settled
 from xpyd_operator.up.control import (
@@ -56,16 +55,15 @@ from xpyd_operator.up.folder import (
     state_root,
 )
 from xpyd_operator.up.logs import LogStreamer, PrefixWriter
-from xpyd_operator.up.memory import MemoryPlan, plan_memory, read_machine
+from xpyd_operator.up.memory import MemoryPlan, read_machine
 from xpyd_operator.up.pods import (
     ROUTER_HOST,
     LocalSettings,
     PodProcess,
     Program,
-    check_addresses,
     xpyd_program,
 )
-from xpyd_operator.up.supervisor import Supervisor
+from xpyd_operator.up.supervisor import Supervisor, plan_engines
 
 
 def handle(supervisor: Supervisor, ask: ControlRequest, now: float) -> ControlResponse:
@@ -209,10 +207,7 @@ def plan_fleet_memory(fleet: InferenceFleet, folder: Path) -> MemoryPlan:
     model = locate_model(fleet.spec.model.uri, folder)
     check_layouts(fleet, model)
     pools = pools_wanted(fleet_want(fleet, model=model), ())
-    replicas = [pool.replicas for pool in pools if pool.name != ROUTER]
-    check_addresses(sum(replicas))
-    weights = weights_bytes(model, fleet.spec.engine.args)
-    return plan_memory(fleet, replicas, read_machine(), weights_bytes=weights)
+    return plan_engines(fleet, pools, model, read_machine())
 
 
 def supervise(options: UpOptions, *, program: Program = xpyd_program, stream: bool) -> int:

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -42,7 +42,7 @@ from xpyd_operator.plan.values import (
 from xpyd_operator.up.checks import check_layouts, locate_model, weights_bytes
 from xpyd_operator.up.folder import AddressClaim, FleetFolder, FleetRecord, identify
 from xpyd_operator.up.logs import rotate
-from xpyd_operator.up.memory import MemoryPlan, check_room, plan_memory, read_machine
+from xpyd_operator.up.memory import Machine, MemoryPlan, check_room, plan_memory, read_machine
 from xpyd_operator.up.pods import (
     ROUTER_HOST,
     LocalPods,
@@ -93,6 +93,16 @@ def _ready(answer: object) -> Iterator[str]:
             instance = cast("dict[str, Any]", row)
             if instance.get("state") == "Ready":
                 yield str(instance.get("http_address"))
+
+
+def plan_engines(
+    fleet: InferenceFleet, pools: Iterable[PoolSeen], model: str, machine: Machine
+) -> MemoryPlan:
+    """The memory plan for so many replicas of each pool; UserError where they do not fit."""
+    replicas = [pool.replicas for pool in pools if pool.name != ROUTER]
+    check_addresses(sum(replicas))
+    weights = weights_bytes(model, fleet.spec.engine.args)
+    return plan_memory(fleet, replicas, machine, weights_bytes=weights)
 
 
 _log = logging.getLogger("xpyd.up")
@@ -212,9 +222,6 @@ class Supervisor:
     def _plan_memory(self, fleet: InferenceFleet, want: FleetWant, model: str) -> MemoryPlan:
         """The plan of a changed document, with the memory of the running engines counted as
         free."""
-        pools = pools_wanted(want, self._pools.values())
-        sizes = [pool.replicas for pool in pools if pool.name != ROUTER]
-        check_addresses(sum(sizes))
         machine = read_machine()
         running = sum(
             self.pods.settings.memory.of(pod.pod.pool).total_bytes
@@ -222,8 +229,7 @@ class Supervisor:
             if pod.is_alive and pod.pod.pool != ROUTER
         )
         room = replace(machine, available_bytes=machine.available_bytes + running)
-        weights = weights_bytes(model, fleet.spec.engine.args)
-        return plan_memory(fleet, sizes, room, weights_bytes=weights)
+        return plan_engines(fleet, pools_wanted(want, self._pools.values()), model, room)
 
     def _refuse_if_stopping(self) -> None:
         if self.is_stopping:
