@@ -15,6 +15,7 @@ from __future__ import annotations
 import hmac
 from hashlib import sha256
 from pathlib import Path
+from typing import Literal
 
 from xpyd_core.errors import UserError
 
@@ -23,6 +24,9 @@ MAX_KEYS = 4
 BEAT_MAC_BYTES = 32
 INSECURE_KEYS = (b"",)
 """Of a fleet without a secret."""
+Purpose = Literal["kv-release", "kv-probe", "drain", "reset_prefix_cache"]
+"""Of a call with a MAC. The text that the MAC is over is the uuid of a release, the address in the
+body of a probe, and the incarnation in the body of the others."""
 _MAX_FILE_BYTES = 16 * 1024
 
 
@@ -68,45 +72,15 @@ def read_keys(path: Path, what: str = "KV key file") -> tuple[bytes, ...]:
     return keys
 
 
-def release_mac(key: bytes, uuid: str) -> str:
-    """X-Xpyd-Mac of `POST /kv/release`: hex HMAC-SHA256(key, "kv-release" + uuid)."""
-    return _mac(key, b"kv-release", uuid)
+def call_mac(key: bytes, purpose: Purpose, text: str) -> str:
+    """X-Xpyd-Mac of a call: hex HMAC-SHA256(key, purpose + text)."""
+    return hmac.new(key, f"{purpose}{text}".encode("utf-8", "replace"), sha256).hexdigest()
 
 
-def is_release_mac(keys: tuple[bytes, ...], uuid: str, mac: str) -> bool:
+def is_call_mac(keys: tuple[bytes, ...], purpose: Purpose, text: str, mac: str) -> bool:
     """Whether `mac` was made with one of the keys; in constant time for each."""
-    return _is_mac(keys, b"kv-release", uuid, mac)
-
-
-def probe_mac(key: bytes, address: str) -> str:
-    """X-Xpyd-Mac of `POST /kv/probe`: hex HMAC-SHA256(key, "kv-probe" + address as in the body)."""
-    return _mac(key, b"kv-probe", address)
-
-
-def is_probe_mac(keys: tuple[bytes, ...], address: str, mac: str) -> bool:
-    """Whether `mac` was made with one of the keys; in constant time for each."""
-    return _is_mac(keys, b"kv-probe", address, mac)
-
-
-def drain_mac(key: bytes, incarnation: str) -> str:
-    """X-Xpyd-Mac of `POST /drain`: hex HMAC-SHA256(key, "drain" + incarnation as in the body)."""
-    return _mac(key, b"drain", incarnation)
-
-
-def is_drain_mac(keys: tuple[bytes, ...], incarnation: str, mac: str) -> bool:
-    """Whether `mac` was made with one of the keys; in constant time for each."""
-    return _is_mac(keys, b"drain", incarnation, mac)
-
-
-def reset_mac(key: bytes, incarnation: str) -> str:
-    """X-Xpyd-Mac of `POST /reset_prefix_cache`: hex HMAC-SHA256(key, "reset_prefix_cache" +
-    incarnation as in the body)."""
-    return _mac(key, b"reset_prefix_cache", incarnation)
-
-
-def is_reset_mac(keys: tuple[bytes, ...], incarnation: str, mac: str) -> bool:
-    """Whether `mac` was made with one of the keys; in constant time for each."""
-    return _is_mac(keys, b"reset_prefix_cache", incarnation, mac)
+    given = mac.encode("utf-8", "replace")
+    return any(hmac.compare_digest(call_mac(key, purpose, text).encode(), given) for key in keys)
 
 
 def beat_mac(key: bytes, frame: bytes) -> bytes:
@@ -117,12 +91,3 @@ def beat_mac(key: bytes, frame: bytes) -> bytes:
 def is_beat_mac(keys: tuple[bytes, ...], frame: bytes, mac: bytes) -> bool:
     """Whether `mac` was made with one of the keys; in constant time for each."""
     return any(hmac.compare_digest(beat_mac(key, frame), mac) for key in keys)
-
-
-def _mac(key: bytes, purpose: bytes, text: str) -> str:
-    return hmac.new(key, purpose + text.encode("utf-8", "replace"), sha256).hexdigest()
-
-
-def _is_mac(keys: tuple[bytes, ...], purpose: bytes, text: str, mac: str) -> bool:
-    given = mac.encode("utf-8", "replace")
-    return any(hmac.compare_digest(_mac(key, purpose, text).encode(), given) for key in keys)

@@ -166,10 +166,14 @@ def test_keys_are_read_first_signs_all_accept(tmp_path: Path) -> None:
     found = keys.read_keys(file)
     assert found == (b"first-key-of-the-fleet", b"second-key-rotating-in")
     for key in found:
-        assert keys.is_release_mac(found, "ab", keys.release_mac(key, "ab"))
-    assert not keys.is_release_mac(found, "ab", keys.release_mac(b"another-key-altogether", "ab"))
-    assert not keys.is_release_mac(found, "cd", keys.release_mac(found[0], "ab"))
-    assert not keys.is_release_mac(found, "ab", "\u00e9")
+        assert keys.is_call_mac(found, "kv-release", "ab", keys.call_mac(key, "kv-release", "ab"))
+    assert not keys.is_call_mac(
+        found, "kv-release", "ab", keys.call_mac(b"another-key-altogether", "kv-release", "ab")
+    )
+    assert not keys.is_call_mac(
+        found, "kv-release", "cd", keys.call_mac(found[0], "kv-release", "ab")
+    )
+    assert not keys.is_call_mac(found, "kv-release", "ab", "\u00e9")
 
 
 @pytest.mark.parametrize("content", ["", "short", "k" * 20_000, "x" * 16 + "\n" + "short"])
@@ -190,7 +194,7 @@ def test_a_missing_key_file_is_refused(tmp_path: Path) -> None:
 def test_zero_bytes_are_no_key_since_to_hmac_they_are_the_empty_one(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_bytes(bytes(32))
-    assert keys.release_mac(bytes(32), "ab") == keys.release_mac(b"", "ab")
+    assert keys.call_mac(bytes(32), "kv-release", "ab") == keys.call_mac(b"", "kv-release", "ab")
     with pytest.raises(UserError, match="zero bytes"):
         keys.read_keys(file)
 
@@ -198,9 +202,13 @@ def test_zero_bytes_are_no_key_since_to_hmac_they_are_the_empty_one(tmp_path: Pa
 def test_a_fleet_without_secret_and_one_with_it_do_not_take_each_others_macs() -> None:
     (empty,) = none = keys.fleet_keys(None, insecure=True)
     secret = (b"first-key-of-the-fleet",)
-    assert keys.is_release_mac(none, "ab", keys.release_mac(empty, "ab"))
-    assert not keys.is_release_mac(none, "ab", keys.release_mac(secret[0], "ab"))
-    assert not keys.is_release_mac(secret, "ab", keys.release_mac(empty, "ab"))
+    assert keys.is_call_mac(none, "kv-release", "ab", keys.call_mac(empty, "kv-release", "ab"))
+    assert not keys.is_call_mac(
+        none, "kv-release", "ab", keys.call_mac(secret[0], "kv-release", "ab")
+    )
+    assert not keys.is_call_mac(
+        secret, "kv-release", "ab", keys.call_mac(empty, "kv-release", "ab")
+    )
     assert keys.fleet_keys(None, insecure=False) == ()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import START_TIMEOUT_S, Fleet, Process, fleet, http, wait_for
-from xpyd_core.keys import probe_mac, read_keys
+from xpyd_core.keys import call_mac, read_keys
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +70,7 @@ def _command(engine: Process, peer: str, key_file: Path, *more: str) -> tuple[in
 
 
 def _ask(running: Fleet, engine: Process, peer: str) -> dict[str, Any]:
-    mac = probe_mac(read_keys(running.key_file)[0], peer)
+    mac = call_mac(read_keys(running.key_file)[0], "kv-probe", peer)
     status, body = http(
         f"{engine.url}/kv/probe", {"address": peer}, headers={"X-Xpyd-Mac": mac}, timeout_s=60
     )
@@ -139,7 +139,7 @@ def test_a_stopped_d_costs_the_deadline_and_only_one_probe_at_a_time(running: Fl
     p, _, far, _ = _engines(running)
     peer = f"{far.ip}:21001"
     assert _ask(running, p, peer)["ok"]
-    mac = {"X-Xpyd-Mac": probe_mac(read_keys(running.key_file)[0], peer)}
+    mac = {"X-Xpyd-Mac": call_mac(read_keys(running.key_file)[0], "kv-probe", peer)}
 
     def ask(_: int) -> tuple[int, bytes]:
         return http(f"{p.url}/kv/probe", {"address": peer}, headers=mac, timeout_s=60)

@@ -25,7 +25,7 @@ from tests.router.fakes import (
     until,
 )
 from xpyd_core.errors import UserError
-from xpyd_core.keys import release_mac
+from xpyd_core.keys import call_mac
 from xpyd_router.command import command, read_config
 from xpyd_router.fleet.loads import Work
 
@@ -77,7 +77,7 @@ async def test_a_failing_p_is_replaced_under_a_new_uuid_and_d_is_told(
         assert [call.uuid for call in d.calls] == [call.uuid for call in good.calls]
         await until(lambda: bool(d.releases))
         lost = bad.calls[0].uuid
-        assert d.releases == [(lost, release_mac(KEY, lost))]
+        assert d.releases == [(lost, call_mac(KEY, "kv-release", lost))]
         assert fleet_.metric("xpyd_router_retries_total") == 1
 
 
@@ -339,7 +339,7 @@ async def test_a_fleet_without_secret_releases_with_the_empty_key() -> None:
         await fleet_.json()
         await until(lambda: bool(d.releases))
         (uuid, mac), *_ = d.releases
-        assert mac == release_mac(b"", uuid)
+        assert mac == call_mac(b"", "kv-release", uuid)
 
 
 async def test_a_call_to_a_frozen_instance_ends_when_it_missed_its_beats() -> None:

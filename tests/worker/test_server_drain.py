@@ -10,14 +10,7 @@ import pytest
 
 from tests.worker.server_fakes import KEY, FakeEngine, say, serving
 from xpyd_core.errors import ApiError
-from xpyd_core.keys import (
-    INSECURE_KEYS,
-    drain_mac,
-    is_drain_mac,
-    probe_mac,
-    release_mac,
-    reset_mac,
-)
+from xpyd_core.keys import INSECURE_KEYS, call_mac
 from xpyd_worker.server.http.admin import Caller, check_caller
 
 MINE = "my-inc"
@@ -36,7 +29,7 @@ def status_of(
 ) -> int:
     caller = Caller(peer, own, mac, {"host", "content-type", *headers})
     try:
-        check_caller(caller, body, is_mac=is_drain_mac, keys=keys, incarnation=MINE)
+        check_caller(caller, body, purpose="drain", keys=keys, incarnation=MINE)
     except ApiError as error:
         return error.status
     return 202
@@ -45,20 +38,23 @@ def status_of(
 @pytest.mark.parametrize(
     ("given", "status"),
     [
-        ({"mac": drain_mac(KEY, MINE)}, 202),
-        ({"mac": drain_mac(KEY, MINE), "peer": "203.0.113.9", "own": "10.0.0.5"}, 202),
-        ({"mac": drain_mac(OTHER_KEY, MINE)}, 202),  # the second key, while keys are rotated
+        ({"mac": call_mac(KEY, "drain", MINE)}, 202),
+        ({"mac": call_mac(KEY, "drain", MINE), "peer": "203.0.113.9", "own": "10.0.0.5"}, 202),
+        (
+            {"mac": call_mac(OTHER_KEY, "drain", MINE)},
+            202,
+        ),  # the second key, while keys are rotated
         ({}, 403),
-        ({"mac": drain_mac(b"y" * 32, MINE)}, 403),
-        ({"mac": drain_mac(b"", MINE)}, 403),
-        ({"mac": release_mac(KEY, MINE)}, 403),
-        ({"mac": probe_mac(KEY, MINE)}, 403),
-        ({"mac": reset_mac(KEY, MINE)}, 403),
-        ({"mac": drain_mac(KEY, "other")}, 403),
+        ({"mac": call_mac(b"y" * 32, "drain", MINE)}, 403),
+        ({"mac": call_mac(b"", "drain", MINE)}, 403),
+        ({"mac": call_mac(KEY, "kv-release", MINE)}, 403),
+        ({"mac": call_mac(KEY, "kv-probe", MINE)}, 403),
+        ({"mac": call_mac(KEY, "reset_prefix_cache", MINE)}, 403),
+        ({"mac": call_mac(KEY, "drain", "other")}, 403),
         # Right for another process: overheard there, or this one is a later start.
-        ({"mac": drain_mac(KEY, "other"), "body": {"incarnation": "other"}}, 409),
-        ({"mac": drain_mac(KEY, MINE), "body": {}}, 400),
-        ({"mac": drain_mac(KEY, MINE), "body": {"incarnation": 7}}, 400),
+        ({"mac": call_mac(KEY, "drain", "other"), "body": {"incarnation": "other"}}, 409),
+        ({"mac": call_mac(KEY, "drain", MINE), "body": {}}, 400),
+        ({"mac": call_mac(KEY, "drain", MINE), "body": {"incarnation": 7}}, 400),
     ],
 )
 def test_with_a_key_whoever_has_it_may_drain_this_process(given: Any, status: int) -> None:
@@ -116,7 +112,7 @@ async def test_drain_over_http_checks_the_mac_and_changes_nothing_without_it() -
         assert answer.status_code == 403
         assert answer.json()["error"]["code"] == "wrong_mac"
         assert server.api.lifecycle.state == "Ready"
-        good = {"X-Xpyd-Mac": drain_mac(KEY, MINE)}
+        good = {"X-Xpyd-Mac": call_mac(KEY, "drain", MINE)}
         assert (await server.post("/drain", BODY, **good)).status_code == 202
         assert server.api.lifecycle.state == "Draining"
 
@@ -131,11 +127,14 @@ async def test_the_prefix_cache_is_reset_by_those_who_may_drain() -> None:
     async with serving() as server:
         path = "/reset_prefix_cache"
         assert (await server.client.post(path)).status_code == 400
-        for mac, status in ((drain_mac(KEY, MINE), 403), (reset_mac(KEY, MINE), 200)):
+        for mac, status in (
+            (call_mac(KEY, "drain", MINE), 403),
+            (call_mac(KEY, "reset_prefix_cache", MINE), 200),
+        ):
             answer = await server.post(path, BODY, **{"X-Xpyd-Mac": mac})
             assert answer.status_code == status
         assert answer.json() == {"success": True}
-        other = {"X-Xpyd-Mac": reset_mac(KEY, "other")}
+        other = {"X-Xpyd-Mac": call_mac(KEY, "reset_prefix_cache", "other")}
         assert (await server.post(path, {"incarnation": "other"}, **other)).status_code == 409
     async with serving(keys=()) as server:
         assert (await server.client.post(path)).json() == {"success": True}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.worker.server_fakes import KEY, FakeEngine, Running, say, serving
-from xpyd_core.keys import release_mac
+from xpyd_core.keys import call_mac
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.api import OfferedPrompt
 from xpyd_worker.server.generation import Ending, Generation
@@ -88,12 +88,12 @@ async def test_a_write_that_takes_too_long_ends_the_request() -> None:
 
 async def test_release_needs_the_mac_of_the_uuid() -> None:
     async with serving(role="Decode") as server:
-        good = {"X-Xpyd-Mac": release_mac(KEY, UUID)}
+        good = {"X-Xpyd-Mac": call_mac(KEY, "kv-release", UUID)}
         for _ in range(2):
             answer = await server.post("/kv/release", {"uuid": UUID}, **good)
             assert answer.status_code == 200
         assert server.engine.released == [UUID, UUID]
-        for headers in ({}, {"X-Xpyd-Mac": release_mac(b"x" * 32, UUID)}):
+        for headers in ({}, {"X-Xpyd-Mac": call_mac(b"x" * 32, "kv-release", UUID)}):
             answer = await server.post("/kv/release", {"uuid": UUID}, **headers)
             assert answer.status_code == 403
         assert (await server.post("/kv/release", {"uuid": "x"}, **good)).status_code == 400

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from tests.worker.server_fakes import KEY, Running, serving
-from xpyd_core.keys import probe_mac, release_mac
+from xpyd_core.keys import call_mac
 from xpyd_core.request_id import Address
 from xpyd_kv.session.probing import BUSY, PairProbe, ProbeResult
 from xpyd_tools.kv_probe import command
 from xpyd_worker.server.http import admin
 
 PEER = "10.0.0.7:21001"
-GOOD = {"X-Xpyd-Mac": probe_mac(KEY, PEER)}
+GOOD = {"X-Xpyd-Mac": call_mac(KEY, "kv-probe", PEER)}
 
 
 class FakeProbe:
@@ -109,7 +109,13 @@ async def test_between_ranks_each_pair_is_answered_and_one_that_failed_is_named(
 
 @pytest.mark.parametrize(
     "mac",
-    ["", "x", probe_mac(b"x" * 32, PEER), probe_mac(KEY, "10.0.0.8:21001"), release_mac(KEY, PEER)],
+    [
+        "",
+        "x",
+        call_mac(b"x" * 32, "kv-probe", PEER),
+        call_mac(KEY, "kv-probe", "10.0.0.8:21001"),
+        call_mac(KEY, "kv-release", PEER),
+    ],
     ids=["none", "junk", "another key", "another address", "another purpose"],
 )
 async def test_without_the_mac_of_this_address_nothing_is_dialled(mac: str) -> None:

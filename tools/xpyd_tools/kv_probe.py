@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from xpyd_core.cli import Command
 from xpyd_core.errors import UserError
-from xpyd_core.keys import check_keys_given, fleet_keys, probe_mac
+from xpyd_core.keys import call_mac, check_keys_given, fleet_keys
 from xpyd_core.pod_env import read_pod_env
 
 EXIT_FAILED = 1
@@ -46,7 +46,7 @@ def _run(args: argparse.Namespace) -> int:
     path = args.kv_key_file or read_pod_env().kv_key_file
     check_keys_given(path, insecure=args.kv_insecure, who="who asks an engine")
     key = fleet_keys(path, insecure=args.kv_insecure)[0]
-    status, answer = _ask(args.engine, args.peer, probe_mac(key, args.peer))
+    status, answer = _ask(args.engine, args.peer, call_mac(key, "kv-probe", args.peer))
     if status != 200:
         error = answer.get("error")
         fields = cast("dict[str, Any]", error) if isinstance(error, dict) else {}

@@ -13,7 +13,7 @@ from collections.abc import Coroutine
 
 import orjson
 
-from xpyd_core.keys import release_mac
+from xpyd_core.keys import call_mac
 from xpyd_router.errors import CallFailed
 from xpyd_router.fleet.instances import Instance
 from xpyd_router.metrics import RouterMetrics
@@ -41,7 +41,7 @@ class Releases:
         if len(self._tasks) >= _MAX_IN_FLIGHT:
             self._metrics.releases.labels("dropped").inc()
             return
-        self._start(self._release(decode, uuid, release_mac(self._key, uuid)))
+        self._start(self._release(decode, uuid, call_mac(self._key, "kv-release", uuid)))
 
     async def close(self) -> None:
         """Wait for those in flight; each has its own deadline."""

@@ -28,7 +28,7 @@ from tests.router.chaos.asks import MODEL
 from tests.router.chaos.moods import Mood
 from tests.router.chaos.truth import CONTEXT
 from tests.router.chaos.wire import Call
-from xpyd_core.keys import beat_mac, release_mac
+from xpyd_core.keys import beat_mac, call_mac
 from xpyd_core.messages import Heartbeat, encode_heartbeat
 
 _KEEP_ALIVE_S = 5.0
@@ -169,7 +169,7 @@ class Connection(asyncio.Protocol):
 
     def _release(self, headers: dict[bytes, bytes], body: bytes) -> None:
         uuid = orjson.loads(body)["uuid"]
-        right = release_mac(self._engine.key, uuid)
+        right = call_mac(self._engine.key, "kv-release", uuid)
         self._engine.host.book.releases += 1
         if headers.get(b"x-xpyd-mac", b"").decode() != right:
             self._engine.host.book.log.write(f"{time.time():.4f} VIOLATION {uuid} - release mac\n")

@@ -21,7 +21,7 @@ from quart import Response, request
 
 from xpyd_core import __version__
 from xpyd_core.errors import ApiError, UserError
-from xpyd_core.keys import INSECURE_KEYS, is_drain_mac, is_probe_mac, is_release_mac, is_reset_mac
+from xpyd_core.keys import INSECURE_KEYS, Purpose, is_call_mac
 from xpyd_core.openai import refuse
 from xpyd_core.request_id import Address, is_dialable, is_uuid, parse_address
 from xpyd_kv.session.probing import BUSY, ProbeResult
@@ -36,8 +36,6 @@ from xpyd_worker.server.text.prompts import detokenize, tokenize
 # Set by browsers on every cross-site POST, and by proxies that speak for others; lower case, as
 # they begin.
 _FOREIGN = ("origin", "sec-fetch-", "forwarded", "x-forwarded", "via", "x-real-ip", "x-envoy-")
-IsMac = Callable[[tuple[bytes, ...], str, str], bool]
-"""Whether one of the keys made this MAC of this incarnation: keys.is_drain_mac, for example."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,12 @@ def check_caller(
     caller: Caller,
     body: Mapping[str, Any],
     *,
-    is_mac: IsMac,
+    purpose: Purpose,
     keys: tuple[bytes, ...],
     incarnation: str,
 ) -> None:
     """ApiError 400, 403 or 409 (the incarnation of another process) unless `caller` may make the
-    call that `is_mac` is for."""
+    call of this `purpose`."""
     if not keys or keys == INSECURE_KEYS:
         if not _is_local(caller):
             message = "without a key file only this machine may ask, and not through a proxy"
@@ -69,7 +67,7 @@ def check_caller(
     given = body.get("incarnation")
     if not isinstance(given, str):
         raise refuse("incarnation", "expected this process' own, which GET /load shows")
-    if not is_mac(keys, given, caller.mac):
+    if not is_call_mac(keys, purpose, given, caller.mac):
         message = "X-Xpyd-Mac is not the MAC of this call and incarnation"
         raise ApiError(403, message, code="wrong_mac")
     if given != incarnation:
@@ -96,7 +94,7 @@ async def answer_probe(service: Service, body: Mapping[str, Any], mac: str) -> d
     if not isinstance(text, str):
         raise refuse("address", "expected the KV address of a Decode instance, ip:port")
     address = _address(text)
-    if not is_probe_mac(service.place.keys, text, mac):
+    if not is_call_mac(service.place.keys, "kv-probe", text, mac):
         raise ApiError(403, "X-Xpyd-Mac is not the MAC of this address", code="wrong_mac")
     if service.probe is None:
         raise ApiError(409, _NOT_P.format(service.place.role), code="not_prefill")
@@ -230,7 +228,7 @@ class Admin:
     async def reset_prefix_cache(self) -> Response:
         """POST /reset_prefix_cache: forget cached prefixes that no request holds."""
         service, body = self._api.ready_service(), await json_body(may_be_empty=True)
-        self._check_caller(body, is_reset_mac)
+        self._check_caller(body, "reset_prefix_cache")
         success = await service.bridge.reset_prefix_cache()
         _log.info("the prefix cache was reset", extra={"success": success})
         return json_response({"success": success})
@@ -238,7 +236,7 @@ class Admin:
     async def drain(self) -> Response:
         """POST /drain: what SIGTERM does, and what is left of it. Idempotent."""
         body = await json_body(may_be_empty=True)
-        self._check_caller(body, is_drain_mac)
+        self._check_caller(body, "drain")
         left = self._process.drain()
         service = self._api.service
         answer = {
@@ -249,10 +247,10 @@ class Admin:
         }
         return json_response(answer, 202)
 
-    def _check_caller(self, body: Mapping[str, Any], is_mac: IsMac) -> None:
+    def _check_caller(self, body: Mapping[str, Any], purpose: Purpose) -> None:
         process = self._process
         check_caller(
-            _caller(), body, is_mac=is_mac, keys=process.keys, incarnation=process.incarnation
+            _caller(), body, purpose=purpose, keys=process.keys, incarnation=process.incarnation
         )
 
     async def release(self) -> Response:
@@ -262,7 +260,7 @@ class Admin:
         if not isinstance(uuid, str) or not is_uuid(uuid):
             raise refuse("uuid", "expected 32 lower-case hex digits")
         mac = request.headers.get("X-Xpyd-Mac", "")
-        if not is_release_mac(service.place.keys, uuid, mac):
+        if not is_call_mac(service.place.keys, "kv-release", uuid, mac):
             raise ApiError(403, "X-Xpyd-Mac is not the MAC of this uuid", code="wrong_mac")
         service.bridge.release(uuid)
         _log.info("released", extra={"request": uuid})
