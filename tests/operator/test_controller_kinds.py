@@ -71,6 +71,7 @@ def test_what_is_kept_of_a_pod_is_all_there_though_its_event_is_read_in_part(rea
             **{name: {"a": "b"} for name in ("labels", "annotations")},
             "creationTimestamp": "2026-01-01T00:00:00Z",
             "deletionTimestamp": None if ready else "2026-01-01T00:00:00Z",
+            "deletionGracePeriodSeconds": None if ready else 330,
             "finalizers": ["f"],
             "ownerReferences": [{"uid": "u"}],
             "managedFields": [{"manager": "m"}],

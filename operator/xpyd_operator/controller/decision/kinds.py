@@ -128,22 +128,35 @@ def address_of(path: str) -> Address | None:
     return Address(kind, namespace, rest[1] if len(rest) > 1 else "")
 
 
+class _PodMetadata(TypedDict, total=False):
+    """What is kept of it, in lists and in events."""
+
+    name: Any
+    namespace: Any
+    uid: Any
+    resourceVersion: Any
+    labels: Any
+    annotations: Any
+    creationTimestamp: Any
+    deletionTimestamp: Any
+    deletionGracePeriodSeconds: Any
+    finalizers: Any
+    ownerReferences: Any
+
+
+class _PodSpec(TypedDict, total=False):
+    nodeName: Any
+    volumes: Any
+    resourceClaims: Any
+    readinessGates: Any
+    initContainers: Any
+    containers: Any
+
+
 _SHORT = 64
 """Longer texts are messages, hardly ever the same."""
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
-_POD_METADATA = (
-    "name",
-    "namespace",
-    "uid",
-    "resourceVersion",
-    "labels",
-    "annotations",
-    "creationTimestamp",
-    "deletionTimestamp",
-    "deletionGracePeriodSeconds",
-    "finalizers",
-    "ownerReferences",
-)
+_POD_METADATA = tuple(_PodMetadata.__annotations__)
 _POD_SPEC = ("nodeName", "volumes", "resourceClaims", "readinessGates")
 _CONTAINER_SPEC = ("name", "image")
 _POD_STATUS = ("phase", "reason", "message", "conditions")
@@ -232,28 +245,6 @@ T = TypeVar("T")
 MAX_DEPTH = 100
 """A pod template's deepest field lies at about 20."""
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]]', re.DOTALL)
-
-
-class _PodMetadata(TypedDict, total=False):
-    name: Any
-    namespace: Any
-    uid: Any
-    resourceVersion: Any
-    labels: Any
-    annotations: Any
-    creationTimestamp: Any
-    deletionTimestamp: Any
-    finalizers: Any
-    ownerReferences: Any
-
-
-class _PodSpec(TypedDict, total=False):
-    nodeName: Any
-    volumes: Any
-    resourceClaims: Any
-    readinessGates: Any
-    initContainers: Any
-    containers: Any
 
 
 class _Pod(TypedDict, total=False):
