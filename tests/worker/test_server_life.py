@@ -14,7 +14,7 @@ import pytest
 from tests.worker.server_fakes import KEY, FakeEngine, Running, say, serving
 from xpyd_core.keys import call_mac
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.connector.api import OfferedPrompt
+from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.server.generation import Ending, Generation
 from xpyd_worker.server.http.request_ids import RequestId
 from xpyd_worker.server.http.server import WriteDeadline

@@ -1,1 +1,6 @@
-"""The engine-facing side. `api` is the seam; `producer` is P's half, `consumer` D's."""
+"""The engine-facing side of the transfer: `producer` is P's half, `consumer` D's.
+
+The engine gives a BlockPool (its block manager) and a KvMemory (its paged cache as bytes). What it
+calls of the halves runs on the engine's thread unless a method says otherwise, and does not block.
+Times are seconds of one monotonic clock. `wake` wakes an idle engine loop from the I/O thread.
+"""

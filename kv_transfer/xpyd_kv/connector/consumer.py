@@ -91,7 +91,7 @@ _COPY_POLL_S = 0.001
 
 
 class KvConsumer:
-    """See xpyd_kv.connector.api.Consumer."""
+    """D's half. A reservation belongs to the transfer's key until a request adopts it, once."""
 
     def __init__(
         self,
@@ -127,6 +127,9 @@ class KvConsumer:
     # --- the engine's calls
 
     def poll(self, now: float) -> None:
+        """Once per engine step and at wake-up: answer OFFERs (reserve: own blocks, device buffer,
+        host pool, or defer; where P's mode is get, always defer), take in landed and failed
+        transfers, expire orphans' leases."""
         while self._events:
             event = self._events.popleft()
             match event:
@@ -144,15 +147,21 @@ class KvConsumer:
             self._lost.purge(now)
 
     def offered(self, key: TransferKey) -> OfferedPrompt | None:
+        """What was offered under `key`. Callable from any thread."""
         return self._prompts.get(key)
 
     def expect(self, key: TransferKey, *, wait_s: float, now: float) -> None:
+        """A request for `key` is in the queue: its KV does not expire while it waits."""
         self._expected[key] = Expectation(wait_s, now)
         self._call(partial(self.session.expect, key))
 
     def admit(
         self, key: TransferKey, token_ids: Sequence[int], *, seats: int, now: float
     ) -> Admission:
+        """May the expecting request start? `token_ids` are all its known tokens; KV offered for
+        other ids is refused. Copies from buffer or pool into blocks taken from the pool now; a
+        deferred OFFER is granted now, but KV is pulled only while what was pulled and not given yet
+        is of fewer requests than `seats`, those that may start. Landed is given once per key."""
         self.poll(now)
         expectation = self._expected.get(key)
         if expectation is None:
@@ -183,15 +192,20 @@ class KvConsumer:
                 return self._no_kv(key, "timeout")
 
     def forget(self, key: TransferKey) -> None:
+        """No request expects this KV any more (aborted, refused or failed): free what has landed,
+        and what has not as soon as no write can land."""
         self._finish(key, "forgotten")
 
     def release(self, uuid: str, now: float) -> None:
+        """`POST /kv/release`: free all prompts' KV of `uuid`, refuse OFFERs of it for 60 s.
+        Called on the engine's thread; idempotent."""
         self._call(partial(self.session.release, uuid))
         for key in [key for key in self._offers if key.uuid == uuid]:
             self._drop_offer(key)
             self._lost.set(key, "released", now)
 
     def next_deadline(self) -> float | None:
+        """When `poll`/`admit` must run again even if nothing arrives."""
         times: list[float] = []
         for key, expectation in self._expected.items():
             offer = self._offers.get(key)
@@ -204,6 +218,7 @@ class KvConsumer:
         return min(times, default=None)
 
     def has_work(self) -> bool:
+        """Whether granted KV is still here or on its way (a draining instance waits for it)."""
         return bool(self._offers or self._held or self._events)
 
     def drain(self) -> None:

@@ -53,7 +53,8 @@ MakeChunks = Callable[[Callable[[Prompt, Sequence[ReadyArea]], None]], Chunks]
 
 
 class KvProducer:
-    """See xpyd_kv.connector.api.Producer."""
+    """P's half. It takes its own references on the blocks it sends and drops them when no read can
+    follow, so the engine frees its own as if there were no transfer."""
 
     def __init__(
         self,
@@ -69,6 +70,10 @@ class KvProducer:
         """`store`: where to move KV that waits to be pulled; None: nowhere. `make_chunks`: given
         what hands areas over; if `ranks_send`, they know steps that follow each other apart."""
         self.ranks_send = ranks_send
+        """Whether ranks send, each when its layers stand. If not, `layer_done` is called here, and
+        a step is staged only when the one before is done. If they do, several may be under way:
+        they are done in the order in which they were staged, and `stage`, `status`, `cancel` and
+        `poll` come between. A chunk of what is cancelled may still be in a step under way."""
         self.session = make_session(self._on_event)
         self._wake = wake
         self._call = parts.endpoint.call
@@ -108,6 +113,8 @@ class KvProducer:
         salt: bytes,
         now: float,
     ) -> None:
+        """Announce the transfer when the first chunk is scheduled. A peer that must not be
+        dialled or cannot be reached makes the transfer fail; the request is not touched."""
         if key in self._prompts:
             raise XpydError(f"{key} is offered again before it is settled")
         before = self._settled.get(key, now)
@@ -131,6 +138,7 @@ class KvProducer:
         self._call(partial(self.session.offer, request))
 
     def cached(self, key: TransferKey, block_ids: Sequence[int], tokens: int) -> None:
+        """The first `tokens` (whole blocks) were in the local prefix cache: sendable at once."""
         prompt = self._sendable(key)
         if prompt is None:
             return
@@ -140,6 +148,8 @@ class KvProducer:
         self._chunks.cached(prompt, first, self._take(prompt, block_ids, end))
 
     def stage(self, key: TransferKey, block_ids: Sequence[int], tokens: int) -> None:
+        """Before the forward of a chunk: after it the first `tokens` tokens stand in `block_ids`,
+        the sequence's whole table."""
         prompt = self._sendable(key)
         if prompt is None or prompt.computed:
             return
@@ -151,12 +161,17 @@ class KvProducer:
         self._chunks.add(prompt, first, self._take(prompt, block_ids, end))
 
     def step_chunks(self) -> bytes:
+        """Once for each step, when it is staged: what ranks that send must know of what was
+        staged and cached for it (StepInput.kv). b'' where that is nothing."""
         return self._chunks.message()
 
     def layer_done(self, layer: int) -> None:
+        """During the forward: layer `layer` of all staged chunks stands in the cache. Hot path."""
         self._chunks.layer_done(layer)
 
     def step_done(self, *, failed: bool = False) -> None:
+        """After the forward of the oldest step: its staged chunks are complete (or the step failed:
+        cancel them). A transfer whose offered tokens are all computed is committed."""
         chunks = self._chunks.end(failed=failed)
         for chunk in chunks:
             prompt = chunk.owner
@@ -172,6 +187,9 @@ class KvProducer:
             self._hold = Hold(prompts, now, now + self._limits.hold_s)
 
     def held_until(self, now: float) -> float | None:
+        """Until when the step that is just done must wait for D, at most; None: it need not, or
+        not any more. Ask after `step_done`, at each wake-up and at that time, until the answer is
+        None; use no other method but these before. Always None but in mode put."""
         hold = self._hold
         if hold is None:
             return None
@@ -183,6 +201,7 @@ class KvProducer:
         return None
 
     def cancel(self, key: TransferKey, reason: str) -> None:
+        """Stop this transfer: request aborted, preempted, or ended at its first token."""
         prompt = self._prompts.get(key)
         if prompt is not None:
             if not prompt.cancelled:
@@ -208,16 +227,20 @@ class KvProducer:
         return SendStatus("none") if settled is None else _status(settled)
 
     def is_settled(self, key: TransferKey) -> bool:
+        """Whether nothing of `key` is in flight, so that a preempted request may offer it again."""
         self._take_events()
         return key not in self._prompts
 
     def poll(self, now: float) -> None:
+        """Once per engine step and at a wake-up: take in what the I/O thread reported, release
+        blocks, move or cancel the oldest transfers while they hold more than half of them."""
         self._take_events()
         if now >= self._settled.due_s:
             self._settled.purge(now)
         self._pressure.relieve(self._prompts.values(), self.cancel)
 
     def has_work(self) -> bool:
+        """Whether transfers are unfinished (a draining instance waits for them)."""
         return bool(self._prompts)
 
     # --- inside
@@ -238,7 +261,7 @@ class KvProducer:
         self._when_written(prompt, partial(self.session.ready, prompt.key, prompt.epoch, areas))
 
     def _when_written(self, prompt: Prompt, call: Callable[[], None]) -> None:
-        """To the session, when the blocks that the model was told to write are written."""
+        """To the session, when the blocks that the model writes are written."""
         self._call_after(self._memory.written(), prompt, call)
 
     def _call_after(self, event: Event | None, prompt: Prompt, call: Callable[[], None]) -> None:

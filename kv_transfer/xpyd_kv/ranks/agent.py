@@ -67,7 +67,7 @@ class RankAgent:
 
 
 class StepSender:
-    """See RankSender. On the runner's thread."""
+    """A rank's part of sending, as its runner sees it. On the runner's thread."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class StepSender:
         self._ends: list[_Name] = []
 
     def begin_step(self, chunks: bytes) -> None:
-        """See RankSender."""
+        """Before the forward: what the engine's producer said of this step (StepInput.kv)."""
         for chunk in pairs.decode_chunks(chunks):
             name = (chunk.key, chunk.epoch)
             if chunk.is_cached:
@@ -98,11 +98,11 @@ class StepSender:
                 self._ends.append(name)
 
     def layer_done(self, layer: int) -> None:
-        """See RankSender. Hot path."""
+        """Layer `layer` (index among the rank's) of all chunks stands in the cache. Hot path."""
         self._chunks.layer_done(layer)
 
     def step_done(self, *, failed: bool) -> None:
-        """See RankSender."""
+        """After the forward."""
         self._chunks.end(failed=failed)
         ends, self._ends = self._ends, []
         for name in () if failed else ends:

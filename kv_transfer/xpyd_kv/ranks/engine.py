@@ -29,22 +29,6 @@ class Channel(Protocol):
         ...
 
 
-class RankSender(Protocol):
-    """A rank's part of sending, as its runner sees it. On the runner's thread."""
-
-    def begin_step(self, chunks: bytes) -> None:
-        """Before the forward: what the engine's producer said of this step (StepInput.kv)."""
-        ...
-
-    def layer_done(self, layer: int) -> None:
-        """Layer `layer` (index among the rank's) of all chunks stands in the cache. Hot path."""
-        ...
-
-    def step_done(self, *, failed: bool) -> None:
-        """After the forward."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankedEngine:
     """`layout` is all of the cache's, `channels` lead to the ranks, by their numbers. `on_device`:

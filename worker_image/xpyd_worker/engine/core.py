@@ -1,7 +1,7 @@
 """The engine's thread: take input, poll the connectors, schedule, execute, update, deliver.
 
     server --submit/abort--> Inbox --> [ Scheduler -> Executor -> Scheduler ] --deliver--> server
-    KV I/O thread --wake-----^            |  Producer / Consumer  |
+    KV I/O thread --wake-----^            | KvProducer/KvConsumer |
 
 One thread owns the scheduler, the block manager, the executor and the connectors' engine side. It
 sleeps when nothing can run: until input, a wake-up, or the connectors' next deadline. Where the
@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.connector.api import Consumer, Producer
+from xpyd_kv.connector.consumer import KvConsumer
+from xpyd_kv.connector.producer import KvProducer
 from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.executor import Executor, Running
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 Deliver = Callable[[Sequence[RequestOutput]], None]
 
 # Unfinished transfers and waiting requests are polled this often even without a wake-up:
-# P's deadlines (GRANT, leases) are checked in Producer.poll, which names no next one.
+# P's deadlines (GRANT, leases) are checked in KvProducer.poll, which names no next one.
 _TICK_S = 0.25
 # A deadline that has passed and is named again must not become a busy loop.
 _LEAST_SLEEP_S = 0.001
@@ -82,8 +83,8 @@ class EngineCore:
         config: SchedulerConfig,
         rules: StopRules,
         deliver: Deliver,
-        producer: Producer | None = None,
-        consumer: Consumer | None = None,
+        producer: KvProducer | None = None,
+        consumer: KvConsumer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from xpyd_kv.connector.api import Consumer
+from xpyd_kv.connector.consumer import KvConsumer
 from xpyd_kv.values import Landed, Wait
 from xpyd_worker.engine.executor import StepOutput
 from xpyd_worker.engine.request import (
@@ -43,7 +43,7 @@ class OpenRequests:
         *,
         tables: BlockTables,
         sending: Sending,
-        consumer: Consumer | None,
+        consumer: KvConsumer | None,
     ) -> None:
         self.states: dict[str, RequestState] = {}
         self._stats = stats
@@ -342,7 +342,7 @@ class SequenceAdmission:
         tables: BlockTables,
         requests: OpenRequests,
         sending: Sending,
-        consumer: Consumer | None,
+        consumer: KvConsumer | None,
         config: SchedulerConfig,
         rules: StopRules,
     ) -> None:
@@ -376,7 +376,7 @@ class SequenceAdmission:
 
     def admit(self, sequence: Sequence, *, blocked: bool, seats: int, now: float) -> Verdict:
         """Give a queued sequence its blocks, if there are any for it now. Where others are
-        `blocked` only landed KV lets it run. `seats`: see Consumer.admit."""
+        `blocked` only landed KV lets it run. `seats`: see KvConsumer.admit."""
         state = sequence.state
         if state.expects_kv and self._consumer is not None and state.receive is not None:
             answer = self._consumer.admit(

@@ -23,7 +23,8 @@ import logging
 from bisect import insort
 from collections.abc import Iterable
 
-from xpyd_kv.connector.api import Consumer, Producer
+from xpyd_kv.connector.consumer import KvConsumer
+from xpyd_kv.connector.producer import KvProducer
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.executor import (
     DRAWN_BEFORE,
@@ -72,8 +73,8 @@ class Scheduler:
         *,
         config: SchedulerConfig,
         rules: StopRules,
-        producer: Producer | None = None,
-        consumer: Consumer | None = None,
+        producer: KvProducer | None = None,
+        consumer: KvConsumer | None = None,
         stages: int = 1,
     ) -> None:
         """`stages`: of the pipeline that steps go through, so many may be under way; 1: none, a

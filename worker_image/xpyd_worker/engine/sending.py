@@ -1,6 +1,6 @@
 """P's side of a request: when its KV is offered, staged, cancelled and reported. Pure.
 
-Between the scheduler and the transfer library's Producer. One trunk or lead sequence per request
+Between the scheduler and the transfer library's KvProducer. One trunk or lead sequence per request
 carries the offer; what it computes after the offered tokens is not sent.
 """
 
@@ -10,7 +10,7 @@ import logging
 from collections import OrderedDict
 
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.connector.api import Producer
+from xpyd_kv.connector.producer import KvProducer
 from xpyd_worker.engine.request import TransferReport, TransferState
 from xpyd_worker.engine.sequences import RequestState, Sequence
 
@@ -22,9 +22,9 @@ _STATES: dict[str, TransferState] = {"pending": "pending", "granted": "granted"}
 
 
 class Sending:
-    """Every call of the Producer that concerns a request. `producer` None: nothing is sent."""
+    """Every call of the KvProducer that concerns a request. `producer` None: nothing is sent."""
 
-    def __init__(self, producer: Producer | None) -> None:
+    def __init__(self, producer: KvProducer | None) -> None:
         self._producer = producer
         self._ended: OrderedDict[str, tuple[TransferKey, set[int]]] = OrderedDict()
 

@@ -20,8 +20,9 @@ from xpyd_kv.memory.paged import DevicePagedMemory, PagedMemory
 from xpyd_kv.memory.space import OwnSpace
 from xpyd_kv.metrics import EndpointCounters
 from xpyd_kv.plan.engine_layout import EngineLayout
+from xpyd_kv.ranks.agent import StepSender
 from xpyd_kv.ranks.build import RankPart, build_rank
-from xpyd_kv.ranks.engine import Channel, RankSender
+from xpyd_kv.ranks.engine import Channel
 from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.endpoint import TcpEndpoint
 from xpyd_kv.wire.fit import wire_layout
@@ -62,7 +63,7 @@ class RankKv:
     """Where it listens, on a D."""
 
     @property
-    def sender(self) -> RankSender | None:
+    def sender(self) -> StepSender | None:
         """A P's, for its runner."""
         return self.part.sender
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from xpyd_kv.ranks.engine import RankSender
+from xpyd_kv.ranks.agent import StepSender
 from xpyd_worker.engine.executor import Finished, Running, StepInput, StepOutput
 from xpyd_worker.kernels.post_update import Sampled
 from xpyd_worker.ranks.compute.request_states import DeviceStates, RequestStates, Row, UnderWay
@@ -138,7 +138,7 @@ class RankWork:
         states: RequestStates,
         *,
         parallel: ParallelState,
-        kv_sender: RankSender | None = None,
+        kv_sender: StepSender | None = None,
     ) -> None:
         self._runner = runner
         self._states = states

@@ -1,5 +1,4 @@
-"""NCCL through ctypes, over the library that torch brings: the seam, its bounds, its one
-implementation.
+"""NCCL through ctypes, over the library that torch brings: its calls and its bounds.
 
 Communicators are non-blocking: `init` and `group` return while NCCL still works, and until
 `is_ready` says so nothing else may be asked of that communicator but `abort`. All calls may raise
@@ -16,7 +15,7 @@ from contextlib import AbstractContextManager
 from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from xpyd_core.errors import UserError
 from xpyd_kv.metrics import Names
@@ -35,40 +34,6 @@ class Buffer(NamedTuple):
 
     address: int
     length: int
-
-
-class Nccl(Protocol):
-    """The library."""
-
-    @property
-    def version(self) -> int:
-        """Major, minor and patch as NCCL writes them: 23007 is 2.30.7. Both ranks must have the
-        same one."""
-        ...
-
-    def new_id(self) -> bytes:
-        """ID_BYTES by which both ranks of a new communicator find each other."""
-        ...
-
-    def init(self, comm_id: bytes, rank: int, *, channels: int) -> int:
-        """Begin to make this rank of a 2-rank communicator with at most `channels` channels, on our
-        GPU: its handle."""
-        ...
-
-    def is_ready(self, comm: int) -> bool:
-        """Whether what was begun has been enqueued (or made). NcclError for an asynchronous error
-        of the communicator, whenever it happened."""
-        ...
-
-    def group(self, comm: int, buffers: Sequence[Buffer], *, sends: bool, stream: int) -> None:
-        """Begin to enqueue one group on `stream` (a driver's handle): a message to, or from, the
-        other rank for each buffer, in order."""
-        ...
-
-    def abort(self, comm: int) -> None:
-        """End the communicator and what it has under way, here alone; the handle is gone. May take
-        for ever: only on a thread that nobody waits for without a deadline."""
-        ...
 
 
 MAX_CHANNELS = 32
@@ -150,7 +115,7 @@ class _Config(ctypes.Structure):
     )
 
 
-def load(current: Callable[[], AbstractContextManager[None]]) -> CtypesNccl:
+def load(current: Callable[[], AbstractContextManager[None]]) -> Nccl:
     """The library of the installed torch. `current` makes our GPU the calling thread's for a while.
     UserError when there is none, or one that is too old."""
     for path in (*_beside_torch(), _FILE):
@@ -158,7 +123,7 @@ def load(current: Callable[[], AbstractContextManager[None]]) -> CtypesNccl:
             library = ctypes.CDLL(str(path))
         except OSError:
             continue
-        return CtypesNccl(library, current)
+        return Nccl(library, current)
     raise UserError(f"KV transport nccl: {_FILE} is not installed; a torch with CUDA brings it")
 
 
@@ -169,8 +134,8 @@ def _beside_torch() -> list[Path]:
     return [path for root in roots if (path := Path(root) / "nccl" / "lib" / _FILE).exists()]
 
 
-class CtypesNccl:
-    """See Nccl."""
+class Nccl:
+    """The library."""
 
     def __init__(
         self, library: ctypes.CDLL, current: Callable[[], AbstractContextManager[None]]
@@ -182,20 +147,21 @@ class CtypesNccl:
         library.ncclCommInitRankConfig.argtypes = (c_void_p, c_int, _Id, c_int, c_void_p)
         number = c_int()
         self._check("ncclGetVersion", library.ncclGetVersion(byref(number)))
-        self._version = number.value
-        if self._version < _OLDEST:
-            raise UserError(f"KV transport nccl: NCCL {self._version} is too old; 2.17 or newer")
-
-    @property
-    def version(self) -> int:
-        return self._version
+        self.version = number.value
+        """Major, minor and patch as NCCL writes them: 23007 is 2.30.7. Both ranks must have the
+        same one."""
+        if self.version < _OLDEST:
+            raise UserError(f"KV transport nccl: NCCL {self.version} is too old; 2.17 or newer")
 
     def new_id(self) -> bytes:
+        """ID_BYTES by which both ranks of a new communicator find each other."""
         its = _Id()
         self._check("ncclGetUniqueId", self._library.ncclGetUniqueId(byref(its)))
         return bytes(its)
 
     def init(self, comm_id: bytes, rank: int, *, channels: int) -> int:
+        """Begin to make this rank of a 2-rank communicator with at most `channels` channels, on our
+        GPU: its handle."""
         config = _Config(
             size=ctypes.sizeof(_Config),
             magic=_MAGIC,
@@ -214,6 +180,8 @@ class CtypesNccl:
         return comm.value or 0
 
     def is_ready(self, comm: int) -> bool:
+        """Whether what was begun has been enqueued (or made). NcclError for an asynchronous error
+        of the communicator, whenever it happened."""
         state = c_int()
         status = self._library.ncclCommGetAsyncError(c_void_p(comm), byref(state))
         self._check("ncclCommGetAsyncError", status, comm)
@@ -221,6 +189,8 @@ class CtypesNccl:
         return state.value == _SUCCESS
 
     def group(self, comm: int, buffers: Sequence[Buffer], *, sends: bool, stream: int) -> None:
+        """Begin to enqueue one group on `stream` (a driver's handle): a message to, or from, the
+        other rank for each buffer, in order."""
         name = "ncclSend" if sends else "ncclRecv"
         call, peer = getattr(self._library, name), c_int(RECEIVER if sends else SENDER)
         rest = (c_int(_INT8), peer, c_void_p(comm), c_void_p(stream))
@@ -235,6 +205,8 @@ class CtypesNccl:
         self._check("ncclGroupEnd", status, comm)
 
     def abort(self, comm: int) -> None:
+        """End the communicator and what it has under way, here alone; the handle is gone. May take
+        for ever: only on a thread that nobody waits for without a deadline."""
         self._check("ncclCommAbort", self._library.ncclCommAbort(c_void_p(comm)))
 
     def _check(self, name: str, status: int, comm: int | None = None) -> None:
