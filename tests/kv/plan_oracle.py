@@ -12,7 +12,42 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 
 from xpyd_kv.plan.engine_layout import EngineLayout
-from xpyd_kv.plan.transfers import TransferPlan
+from xpyd_kv.plan.transfers import Segment, Unit, plan_segments, units
+
+
+class TransferPlan(NamedTuple):
+    """The segments between two engines, and the units of a prompt between them."""
+
+    source: EngineLayout
+    destination: EngineLayout
+    segments: tuple[Segment, ...]
+
+    def leaving(self, rank: int) -> frozenset[int]:
+        """Indices of the segments that this rank of P sends."""
+        return frozenset(i for i, s in enumerate(self.segments) if s.source == rank)
+
+    def arriving(self, rank: int) -> frozenset[int]:
+        """Indices of those that this rank of D waits for."""
+        return frozenset(i for i, s in enumerate(self.segments) if s.destination == rank)
+
+    def units(self, tokens: int, *, skip_tokens: int = 0) -> list[Unit]:
+        return units(
+            tokens,
+            skip_tokens=skip_tokens,
+            source_block_size=self.source.block_size,
+            destination_block_size=self.destination.block_size,
+        )
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of all segments in one unit."""
+        cells = sum(len(segment.layers) * segment.heads for segment in self.segments)
+        tokens = min(self.source.block_size, self.destination.block_size)
+        return cells * tokens * self.source.row_bytes
+
+
+def plan_transfers(p: EngineLayout, d: EngineLayout, *, salt: int = 0) -> TransferPlan:
+    return TransferPlan(p, d, plan_segments(p, d, salt=salt))
 
 
 class Cell(NamedTuple):
@@ -86,10 +121,10 @@ def planned_cells(plan: TransferPlan, tokens: int, skip_tokens: int) -> Counter[
 
 def source_load(plan: TransferPlan) -> list[int]:
     """Heads x layers that each rank of P sends."""
-    return [
-        sum(plan.segments[i].heads * len(plan.segments[i].layers) for i in indices)
-        for indices in plan.leaving
-    ]
+    load = [0] * len(holdings(plan.source))
+    for segment in plan.segments:
+        load[segment.source] += segment.heads * len(segment.layers)
+    return load
 
 
 # --- layouts to draw from

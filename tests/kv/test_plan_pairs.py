@@ -10,7 +10,7 @@ from tests.kv.plan_oracle import holdings, layout_pairs
 from xpyd_kv.plan.engine_layout import EngineLayout, LayoutError
 from xpyd_kv.plan.frames import Area
 from xpyd_kv.plan.pairs import pair_of
-from xpyd_kv.plan.transfers import plan_transfers, segment_between
+from xpyd_kv.plan.transfers import plan_segments, segment_between
 
 Layouts = tuple[EngineLayout, EngineLayout]
 
@@ -22,7 +22,7 @@ def test_two_ranks_move_the_same_in_every_transfer_that_uses_them(engines: Layou
     planned = {
         (s.source, s.destination): s
         for salt in range(p.replicas)
-        for s in plan_transfers(p, d, salt=salt).segments
+        for s in plan_segments(p, d, salt=salt)
     }
     found = {
         (s, r): segment_between(p, d, source_rank=s, destination_rank=r)
@@ -42,7 +42,7 @@ def test_frames_of_all_pairs_bring_each_row_where_d_looks_for_it(
     last = -(-tokens // d.block_size)
     # (rank, layer, head, token) -> what stands in the row: whose it is.
     landed: dict[tuple[int, int, int, int], tuple[int, int, int]] = {}
-    for segment in plan_transfers(p, d, salt=salt).segments:
+    for segment in plan_segments(p, d, salt=salt):
         pair = pair_of(p, d, source_rank=segment.source, destination_rank=segment.destination)
         p_layers, p_heads = holdings(p)[segment.source]
         d_layers, d_heads = holdings(d)[segment.destination]
@@ -96,7 +96,7 @@ def test_an_area_of_a_rank_is_cut_to_the_layers_that_both_have(
     engines: Layouts, data: st.DataObject
 ) -> None:
     p, d = engines
-    segment = data.draw(st.sampled_from(plan_transfers(p, d).segments))
+    segment = data.draw(st.sampled_from(plan_segments(p, d)))
     pair = pair_of(p, d, source_rank=segment.source, destination_rank=segment.destination)
     held = p.layers_of(segment.source)
     first = data.draw(st.integers(0, len(held) - 1))

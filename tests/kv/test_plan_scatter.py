@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.plan.pairs import Scatter, ScatterSpan, scatter_of
-from xpyd_kv.plan.transfers import plan_transfers
+from xpyd_kv.plan.transfers import plan_segments
 
 
 def _scatter(source: int, destination: int, *, heads: int, row_bytes: int = 1) -> Scatter:
@@ -18,7 +18,7 @@ def _scatter(source: int, destination: int, *, heads: int, row_bytes: int = 1) -
         EngineLayout(kv_heads=heads, tp=1, stages=((0,),), block_size=size, row_bytes=row_bytes)
         for size in (source, destination)
     )
-    (segment,) = plan_transfers(p, d).segments
+    (segment,) = plan_segments(p, d)
     return scatter_of(p, d, segment)
 
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kv.plan_oracle import holdings, layout_pairs
+from tests.kv.plan_oracle import TransferPlan, holdings, layout_pairs, plan_transfers
 from xpyd_kv.memory.paged import PagedMemory
 from xpyd_kv.plan.engine_layout import EngineLayout
-from xpyd_kv.plan.transfers import Segment, TransferPlan, Unit, plan_transfers, runs
+from xpyd_kv.plan.transfers import Segment, Unit, runs
 from xpyd_kv.spans import Span
 
 # fp32, 1 element each for K and V: layout_pairs' row of 8 bytes.
@@ -80,8 +80,8 @@ def _move(plan: TransferPlan, p: Engine, d: Engine, *, tokens: int, skip_tokens:
     """Carry out the plan, rank by rank of P; returns the bytes moved."""
     sources, destinations = p.memories, d.memories
     moved = 0
-    for rank, indices in enumerate(plan.leaving):
-        for segment in (plan.segments[i] for i in sorted(indices)):
+    for rank in range(plan.source.num_ranks):
+        for segment in (plan.segments[i] for i in sorted(plan.leaving(rank))):
             for unit in plan.units(tokens, skip_tokens=skip_tokens):
                 for layer in segment.layers:
                     view = sources[rank].block_view(
@@ -119,7 +119,7 @@ def _check(p: EngineLayout, d: EngineLayout, *, tokens: int, skip_tokens: int, s
     for got, want in zip(target.caches, wanted.caches, strict=True):
         assert all(map(torch.equal, got, want))
     units = plan.units(tokens, skip_tokens=skip_tokens)
-    assert moved == len(units) * plan.unit_bytes(range(len(plan.segments)))
+    assert moved == len(units) * plan.unit_bytes
     return moved
 
 

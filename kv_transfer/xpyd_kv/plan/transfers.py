@@ -1,7 +1,7 @@
 """Which rank of P sends which layers and heads to which rank of D: any TP x PP to any. Pure.
 
 Both sides compute the plan from the two layouts of the handshake and the transfer's id, and get
-the same one: a segment is named by its place in `segments`, and nothing of the plan travels. So the
+the same one: a segment is named by its place in the plan, and nothing of the plan travels. So the
 rule and the order of the segments are part of the protocol. A transfer is complete on a rank when
 exactly its planned segments are.
 
@@ -23,7 +23,7 @@ See docs/adr/0010.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -49,51 +49,21 @@ class Segment:
     heads: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransferPlan:
-    """What moves between two engines for one transfer, but for its tokens.
-
-    `leaving[r]` are the indices in `segments` of what rank r of P sends, `arriving[r]` of what rank
-    r of D waits for. `leaving` may be empty, where other replicas send: such a rank is finished at
-    once. `arriving` never is.
-    """
-
-    source: EngineLayout
-    destination: EngineLayout
-    segments: tuple[Segment, ...]
-    leaving: tuple[frozenset[int], ...]
-    arriving: tuple[frozenset[int], ...]
-
-    def units(self, tokens: int, *, skip_tokens: int = 0) -> list[Unit]:
-        """What each segment is sent in for the tokens [skip_tokens, tokens): see `units`."""
-        return units(
-            tokens,
-            skip_tokens=skip_tokens,
-            source_block_size=self.source.block_size,
-            destination_block_size=self.destination.block_size,
-        )
-
-    def unit_bytes(self, indices: Iterable[int]) -> int:
-        """Bytes of these segments in one unit."""
-        cells = sum(len(self.segments[i].layers) * self.segments[i].heads for i in indices)
-        tokens = min(self.source.block_size, self.destination.block_size)
-        return cells * tokens * self.source.row_bytes
-
-
 def transfer_salt(key: TransferKey) -> int:
     """What spreads transfers over replicas. Both sides know it; the prompts of one request differ
     in it."""
     return int(key.uuid, 16) + key.prompt_index
 
 
-def plan_transfers(
+def plan_segments(
     source: EngineLayout, destination: EngineLayout, *, salt: int = 0
-) -> TransferPlan:
-    """The plan from P's layout to D's. It is the same for salts that are equal modulo the source's
-    `replicas`, so a pair of engines needs as many plans and no more. LayoutError names the factor
-    by which the two do not fit."""
+) -> tuple[Segment, ...]:
+    """What moves from P's ranks to D's for one transfer, but for its tokens. It is the same for
+    salts that are equal modulo the source's `replicas`, so a pair of engines needs as many plans
+    and no more. Each rank of D gets something; where other replicas send, a rank of P sends
+    nothing. LayoutError names the factor by which the two do not fit."""
     check_fit(source, destination)
-    segments = tuple(
+    return tuple(
         segment
         for source_stage, destination_stage, layers in _common_layers(source, destination)
         for place in range(destination.tp)
@@ -106,18 +76,6 @@ def plan_transfers(
             salt=salt,
         )
     )
-    leaving: list[set[int]] = [set() for _ in range(source.num_ranks)]
-    arriving: list[set[int]] = [set() for _ in range(destination.num_ranks)]
-    for index, segment in enumerate(segments):
-        leaving[segment.source].add(index)
-        arriving[segment.destination].add(index)
-    return TransferPlan(
-        source=source,
-        destination=destination,
-        segments=segments,
-        leaving=tuple(map(frozenset, leaving)),
-        arriving=tuple(map(frozenset, arriving)),
-    )
 
 
 @lru_cache(maxsize=256)
@@ -126,8 +84,8 @@ def pairs_between(
 ) -> frozenset[tuple[int, int]]:
     """The (rank of P, rank of D) between which a transfer of this salt moves anything. Give it the
     salt modulo `source.replicas`: what it finds is kept."""
-    plan = plan_transfers(source, destination, salt=salt)
-    return frozenset((segment.source, segment.destination) for segment in plan.segments)
+    segments = plan_segments(source, destination, salt=salt)
+    return frozenset((segment.source, segment.destination) for segment in segments)
 
 
 def segment_between(
@@ -135,7 +93,7 @@ def segment_between(
 ) -> Segment | None:
     """What the one rank sends the other in each transfer in which it sends anything; None where it
     never does. The salt only chooses among pairs: what moves between two ranks is always the same,
-    since replicas hold one head. LayoutError as in `plan_transfers`, or for a rank that is none."""
+    since replicas hold one head. LayoutError as in `plan_segments`, or for a rank that is none."""
     check_fit(source, destination)
     for name, rank, engine in (("P", source_rank, source), ("D", destination_rank, destination)):
         if not 0 <= rank < engine.num_ranks:
