@@ -13,23 +13,28 @@ from collections.abc import Callable, Sequence
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.memory.device import Device, DeviceError, DeviceView, Event, IpcHandle, Stream, View
 from xpyd_kv.spans import Span, join
-from xpyd_kv.transport.host.data_path import Lent, check_runs, pack, unpack
+from xpyd_kv.transport.devices.staging import CLOSE_S, DeviceFailedError, is_done, started
+from xpyd_kv.transport.host.data_path import (
+    Borrower,
+    DataPath,
+    Fetch,
+    Lender,
+    Lent,
+    Through,
+    check_runs,
+    pack,
+    unpack,
+)
 from xpyd_kv.wire.messages import Hello
 
 _log = logging.getLogger(__name__)
 NAME = "cuda_ipc"
 HANDLE_BYTES = 64
 PROCESS_BYTES = 16
-CLOSE_S = 5.0
-"""So long the end of a connection waits for copies under way: they take milliseconds."""
 
 
-class DeviceFailedError(OSError):
-    """The GPU does not open what a peer lends, or has failed while it fetched."""
-
-
-class CudaIpcPath:
-    """See DataPath. `host` is our host token, also in our HELLO; `region` the allocation that a P
+class CudaIpcPath(DataPath):
+    """`host` is our host token, also in our HELLO; `region` the allocation that a P
     lends, which its owner frees after `close`. Close it when no peer is left."""
 
     name = NAME
@@ -67,11 +72,7 @@ class CudaIpcPath:
             self._stream = None
 
 
-class CudaIpcLender:
-    """See Lender."""
-
-    has_news = False
-
+class CudaIpcLender(Lender):
     def __init__(self, region: DeviceView, handle: IpcHandle) -> None:
         self._region = region
         self._handle = handle
@@ -85,19 +86,8 @@ class CudaIpcLender:
         runs = runs_in(self._region, views)
         return None if runs is None or len(runs) > at_most else pack(runs)
 
-    def sent(self) -> None:
-        """D does the rest."""
 
-    def close(self) -> None:
-        """The region is not this connection's."""
-
-
-class CudaIpcBorrower:
-    """See Borrower."""
-
-    takes_descriptors = False
-    reopens = False
-
+class CudaIpcBorrower(Borrower):
     def __init__(self, device: Device, stream: Stream) -> None:
         self._device = device
         self._stream = stream
@@ -126,13 +116,9 @@ class CudaIpcBorrower:
 
         def start(views: Sequence[View] | None) -> Fetch:
             if views is None:
-                return Fetch(None)
+                return Through()
             sources = [region[at : at + size] for at, size in zip(*runs, strict=True)]
-            try:
-                self._stream.copy(views, sources)
-                return Fetch(self._stream.record())
-            except DeviceError as error:
-                raise DeviceFailedError(str(error)) from error
+            return EventFetch(started(self._stream, views, sources))
 
         return start
 
@@ -151,17 +137,14 @@ class CudaIpcBorrower:
         _log.error("copies from a peer's GPU have not ended within %.0f s", CLOSE_S)
 
 
-class Fetch:
-    """See data_path.Fetch."""
+class EventFetch(Fetch):
+    """A copy that is through when its event is."""
 
-    def __init__(self, event: Event | None) -> None:
+    def __init__(self, event: Event) -> None:
         self._event = event
 
     def poll(self) -> bool:
-        try:
-            return self._event is None or self._event.is_done()
-        except DeviceError as error:
-            raise DeviceFailedError(str(error)) from error
+        return is_done(self._event)
 
 
 def runs_in(region: DeviceView, views: Sequence[View]) -> list[Span] | None:

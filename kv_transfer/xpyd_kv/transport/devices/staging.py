@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from xpyd_core.errors import UserError
-from xpyd_kv.memory.device import Device, DeviceError, Event, View
+from xpyd_kv.memory.device import Device, DeviceError, Event, Stream, View
 from xpyd_kv.transport.host.sharing import FetchTimeoutError
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ CLOSE_S = 5.0
 
 
 class DeviceFailedError(OSError):
-    """The GPU has failed in a copy to or from a slab."""
+    """The GPU does not open what a peer lends, or has failed in a copy."""
 
 
 @dataclass(eq=False)
@@ -71,11 +71,11 @@ class Staging:
 
     def gather(self, target: memoryview, sources: Sequence[View]) -> Event:
         """Begin to copy device memory into a slab."""
-        return _started(lambda: self._gather.copy([target], sources), self._gather.record)
+        return started(self._gather, [target], sources)
 
     def scatter(self, targets: Sequence[View], source: memoryview) -> Event:
         """Begin to copy a part of a slab to device memory."""
-        return _started(lambda: self._scatter.copy(targets, [source]), self._scatter.record)
+        return started(self._scatter, targets, [source])
 
     def close(self) -> None:
         """Give all back; no connection is left. Slabs of a GPU that hangs stay."""
@@ -124,7 +124,7 @@ class Outward:
 
     def next(self) -> memoryview | None:
         """The oldest frame's bytes, once they are here."""
-        if not self._gathers or not _is_done(self._gathers[0].event):
+        if not self._gathers or not is_done(self._gathers[0].event):
             return None
         gather = self._gathers.popleft()
         self._sending = gather.slab
@@ -236,7 +236,7 @@ class Inward:
         """Calls whose time has come. FetchTimeoutError when the oldest copy takes too long."""
         while self._landings:
             oldest = self._landings[0]
-            if oldest.event is not None and not _is_done(oldest.event):
+            if oldest.event is not None and not is_done(oldest.event):
                 if now >= oldest.since_s + limit_s:
                     raise FetchTimeoutError("the GPU has not taken a frame in time")
                 return
@@ -259,15 +259,17 @@ class Inward:
         self.rest()
 
 
-def _started(copy: Callable[[], None], record: Callable[[], Event]) -> Event:
+def started(stream: Stream, targets: Sequence[View], sources: Sequence[View]) -> Event:
+    """Begin to copy on this stream. DeviceFailedError."""
     try:
-        copy()
-        return record()
+        stream.copy(targets, sources)
+        return stream.record()
     except DeviceError as error:
         raise DeviceFailedError(str(error)) from error
 
 
-def _is_done(event: Event) -> bool:
+def is_done(event: Event) -> bool:
+    """Whether it is. DeviceFailedError."""
     try:
         return event.is_done()
     except DeviceError as error:

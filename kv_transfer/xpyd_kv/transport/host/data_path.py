@@ -76,13 +76,14 @@ class Lent(NamedTuple):
 
 
 class Lender(Protocol):
-    """P's side of one connection."""
+    """P's side of one connection. With defaults for memory that is D's to read and that outlives
+    the connection."""
 
     @property
     def has_news(self) -> bool:
         """Whether what REGION said is no longer so: `lent` is asked for again before the next
         SHARED."""
-        ...
+        return False
 
     def lent(self) -> Lent:
         """Asked for before the first SHARED."""
@@ -96,11 +97,9 @@ class Lender(Protocol):
     def sent(self) -> None:
         """The SHARED frame with what `places` said last goes out: what P itself has to do for
         these bytes begins. A frame that was dropped meanwhile is not sent."""
-        ...
 
     def close(self) -> None:
         """The connection is closed. When this returns no view is read any more by us."""
-        ...
 
 
 class Fetch(Protocol):
@@ -113,12 +112,19 @@ class Fetch(Protocol):
         ...
 
 
+class Through(Fetch):
+    """It was through when it was begun."""
+
+    def poll(self) -> bool:
+        return True
+
+
 class Borrower(Protocol):
     """D's side of one connection, from the peer's AUTH on."""
 
-    takes_descriptors: bool
+    takes_descriptors: bool = False
     """Whether REGION brings one descriptor, over a Unix socket."""
-    reopens: bool
+    reopens: bool = False
     """Whether REGION may come again."""
 
     def open(self, size_bytes: int, body: bytes, descriptors: Sequence[int]) -> None:
@@ -159,29 +165,23 @@ class DataPath(Protocol):
     @property
     def lends(self) -> bool:
         """Whether we have memory to lend: without that a P does not offer this path."""
-        ...
+        return True
 
     def can_use(self, theirs: Hello) -> bool:
         """D's side: whether DATA of this P could come so. Asked before our HELLO, which names no
         transport that cannot be used with that P, leaves."""
-        ...
+        return True
 
     def lender(self) -> Lender: ...
 
     def borrower(self) -> Borrower: ...
 
 
-class UnusedPath:
-    """See DataPath. `name`: of the transport."""
-
-    lends = True
+class UnusedPath(DataPath):
+    """Of an engine whose ranks move KV, each to each. `name`: of the transport."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-
-    def can_use(self, theirs: Hello) -> bool:
-        """The ranks say it, each to each."""
-        return True
 
     def lender(self) -> Lender:
         """Only connections that DATA moves on have one."""
@@ -191,11 +191,8 @@ class UnusedPath:
         return UnusedBorrower()
 
 
-class UnusedBorrower:
-    """See Borrower. It is there from the peer's AUTH on, before LAYOUT says that it is not used."""
-
-    takes_descriptors = False
-    reopens = False
+class UnusedBorrower(Borrower):
+    """It is there from the peer's AUTH on, before LAYOUT says that it is not used."""
 
     def open(self, size_bytes: int, body: bytes, descriptors: Sequence[int]) -> None:
         raise ProtocolError("REGION to an engine whose ranks take DATA")

@@ -23,8 +23,17 @@ from xpyd_core.errors import ProtocolError, UserError
 from xpyd_kv import native
 from xpyd_kv.memory.device import View, is_on_host, on_host
 from xpyd_kv.spans import Span, join
-from xpyd_kv.transport.host.data_path import Lent, Runs, check_runs, pack, unpack
-from xpyd_kv.wire.messages import Hello
+from xpyd_kv.transport.host.data_path import (
+    Borrower,
+    DataPath,
+    Lender,
+    Lent,
+    Runs,
+    Through,
+    check_runs,
+    pack,
+    unpack,
+)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _IPC_NAMESPACE = Path("/proc/self/ns/ipc")
@@ -222,8 +231,8 @@ class PeerMemory:
         self._map.close()
 
 
-class SharedMemoryPath:
-    """See DataPath. `memory` is what a P lends; the caller closes it when no peer is left."""
+class SharedMemoryPath(DataPath):
+    """`memory` is what a P lends; the caller closes it when no peer is left."""
 
     name = "shm"
 
@@ -234,10 +243,6 @@ class SharedMemoryPath:
     def lends(self) -> bool:
         return self._memory is not None
 
-    def can_use(self, theirs: Hello) -> bool:
-        """A Unix socket between the two is proof enough."""
-        return True
-
     def lender(self) -> SharedMemoryLender:
         assert self._memory is not None
         return SharedMemoryLender(self._memory)
@@ -246,11 +251,7 @@ class SharedMemoryPath:
         return SharedMemoryBorrower()
 
 
-class SharedMemoryLender:
-    """See Lender."""
-
-    has_news = False
-
+class SharedMemoryLender(Lender):
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
 
@@ -263,18 +264,11 @@ class SharedMemoryLender:
         runs = self._memory.runs_of(views, at_most=at_most)
         return None if runs is None else pack(runs)
 
-    def sent(self) -> None:
-        """D does the rest."""
 
-    def close(self) -> None:
-        """The memory is not this connection's."""
-
-
-class SharedMemoryBorrower:
-    """See Borrower: copies at once, so that every Fetch is through when it is begun."""
+class SharedMemoryBorrower(Borrower):
+    """Copies at once, so that every Fetch is through when it is begun."""
 
     takes_descriptors = True
-    reopens = False
 
     def __init__(self) -> None:
         self._memory: PeerMemory | None = None
@@ -284,16 +278,16 @@ class SharedMemoryBorrower:
             raise ProtocolError("REGION without its descriptor, or with a body")
         self._memory = PeerMemory(descriptors[0], size_bytes)
 
-    def prepare(self, body: bytes, length: int) -> Callable[[Sequence[View] | None], _Through]:
+    def prepare(self, body: bytes, length: int) -> Callable[[Sequence[View] | None], Through]:
         memory = self._memory
         assert memory is not None
         runs = unpack(body)
         memory.check(runs, length)
 
-        def start(views: Sequence[View] | None) -> _Through:
+        def start(views: Sequence[View] | None) -> Through:
             if views is not None:
                 memory.copy(runs, on_host(views))
-            return _Through()
+            return Through()
 
         return start
 
@@ -301,11 +295,6 @@ class SharedMemoryBorrower:
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.close()
-
-
-class _Through:
-    def poll(self) -> bool:
-        return True
 
 
 def address_of(buffer: mmap.mmap | memoryview) -> int:

@@ -19,9 +19,16 @@ from queue import SimpleQueue
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.memory.device import View
 from xpyd_kv.spans import Span
-from xpyd_kv.transport.host.data_path import CorruptError, Lent, pack
+from xpyd_kv.transport.host.data_path import (
+    Borrower,
+    CorruptError,
+    DataPath,
+    Fetch,
+    Lender,
+    Lent,
+    pack,
+)
 from xpyd_kv.transport.stream.body import Checksum, Cursor
-from xpyd_kv.wire.messages import Hello
 
 MAX_LINKS = 4
 _JOIN_S = 5.0
@@ -105,10 +112,8 @@ class _Links:
         self._wake()
 
 
-class StripedLender:
-    """P's side. What it lends are the frames' own views, until D has read them."""
-
-    has_news = False
+class StripedLender(Lender):
+    """What it lends are the frames' own views, until D has read them."""
 
     def __init__(self, connections: int, wake: Callable[[], None]) -> None:
         self._connections = connections
@@ -148,12 +153,7 @@ class StripedLender:
         self._ready.release()
 
 
-class StripedBorrower:
-    """D's side."""
-
-    takes_descriptors = False
-    reopens = False
-
+class StripedBorrower(Borrower):
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._links = _Links(wake)
@@ -187,9 +187,7 @@ class StripedBorrower:
         self._links.close()
 
 
-class _Arriving:
-    """See Fetch."""
-
+class _Arriving(Fetch):
     def __init__(
         self,
         links: _Links,
@@ -240,20 +238,15 @@ class _Arriving:
         self._wake()
 
 
-class StripedPath:
-    """See DataPath. `connections` beside the first one are P's to choose. `wake` ends the I/O
+class StripedPath(DataPath):
+    """`connections` beside the first one are P's to choose. `wake` ends the I/O
     thread's waiting, from any thread."""
 
     name = "striped"
-    lends = True
 
     def __init__(self, connections: int, wake: Callable[[], None]) -> None:
         self.connections = connections
         self._wake = wake
-
-    def can_use(self, theirs: Hello) -> bool:
-        """With every P that names it."""
-        return True
 
     def lender(self) -> StripedLender:
         return StripedLender(self.connections, self._wake)

@@ -22,8 +22,7 @@ from xpyd_kv.transport.devices.nccl.library import (
     communicator_bytes,
 )
 from xpyd_kv.transport.devices.nccl.pair import Book, Frame, Pair
-from xpyd_kv.transport.host.data_path import Lent, pack, unpack
-from xpyd_kv.wire.messages import Hello
+from xpyd_kv.transport.host.data_path import Borrower, DataPath, Fetch, Lender, Lent, pack, unpack
 
 NAME = "nccl"
 _HEAD = struct.Struct("<I")
@@ -31,8 +30,8 @@ _HEAD = struct.Struct("<I")
 _RETRY_S = 1.0
 
 
-class NcclPath:
-    """See DataPath. `unit_bytes`: one block of one layer; `lends`: whether we are a P with its
+class NcclPath(DataPath):
+    """`unit_bytes`: one block of one layer; `lends`: whether we are a P with its
     cache on the book's GPU. Close it when no peer is left."""
 
     name = NAME
@@ -46,9 +45,6 @@ class NcclPath:
     def lends(self) -> bool:
         return self._lends
 
-    def can_use(self, theirs: Hello) -> bool:
-        return True
-
     def lender(self) -> NcclLender:
         return NcclLender(self._book, self._unit_bytes)
 
@@ -60,9 +56,7 @@ class NcclPath:
         self._book.close()
 
 
-class NcclLender:
-    """See Lender."""
-
+class NcclLender(Lender):
     def __init__(self, book: Book, unit_bytes: int) -> None:
         self._book = book
         self._unit_bytes = unit_bytes
@@ -116,10 +110,7 @@ class NcclLender:
             self._book.end(self._pair, "closed")
 
 
-class NcclBorrower:
-    """See Borrower."""
-
-    takes_descriptors = False
+class NcclBorrower(Borrower):
     reopens = True
 
     def __init__(self, book: Book) -> None:
@@ -166,9 +157,7 @@ class NcclBorrower:
             self._book.end_and_wait(pair)
 
 
-class _Coming:
-    """See Fetch."""
-
+class _Coming(Fetch):
     def __init__(self, pair: Pair, frame: Frame) -> None:
         self._pair = pair
         self._frame = frame

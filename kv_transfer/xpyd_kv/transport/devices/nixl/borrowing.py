@@ -34,7 +34,7 @@ from xpyd_kv.transport.devices.nixl.regions import (
     region_of,
     unit_numbers,
 )
-from xpyd_kv.transport.host.data_path import check_runs, unpack
+from xpyd_kv.transport.host.data_path import Borrower, Fetch, Through, check_runs, unpack
 
 _log = logging.getLogger(__name__)
 
@@ -55,12 +55,7 @@ def landings(regions: Iterable[Region], unit_bytes: int) -> Landings:
     return Landings({device: Row(its) for device, its in found.items()}, unit_bytes)
 
 
-class NixlBorrower:
-    """See Borrower."""
-
-    takes_descriptors = False
-    reopens = False
-
+class NixlBorrower(Borrower):
     def __init__(self, library: Nixl, landings: Callable[[], Landings]) -> None:
         self._library = library
         self._landings = landings
@@ -71,9 +66,7 @@ class NixlBorrower:
         self._theirs = region_body.unpack(body, size_bytes)
         self._opening = _Opening(self._library, self._theirs, self._landings())
 
-    def prepare(
-        self, body: bytes, length: int
-    ) -> Callable[[Sequence[View] | None], _Read | _Nothing]:
+    def prepare(self, body: bytes, length: int) -> Callable[[Sequence[View] | None], Fetch]:
         opening, theirs = self._opening, self._theirs
         assert opening is not None
         assert theirs is not None
@@ -81,8 +74,8 @@ class NixlBorrower:
         check_runs(columns, theirs.row.size_bytes, length)
         runs = columns.each()
 
-        def start(views: Sequence[View] | None) -> _Read | _Nothing:
-            return _Nothing() if views is None else _Read(opening, runs, views)
+        def start(views: Sequence[View] | None) -> Fetch:
+            return Through() if views is None else _Read(opening, runs, views)
 
         return start
 
@@ -172,16 +165,7 @@ class _Opening:
         agent.close()
 
 
-class _Nothing:
-    """Of a frame that nobody wants nothing is read."""
-
-    def poll(self) -> bool:
-        return True
-
-
-class _Read:
-    """See Fetch."""
-
+class _Read(Fetch):
     def __init__(self, opening: _Opening, runs: Sequence[Span], views: Sequence[View]) -> None:
         self._opening = opening
         self._runs = runs

@@ -15,13 +15,12 @@ from xpyd_kv.transport.devices.nixl import regions as region_body
 from xpyd_kv.transport.devices.nixl.borrowing import Landings, NixlBorrower, landings
 from xpyd_kv.transport.devices.nixl.library import Agent, Nixl, NixlError
 from xpyd_kv.transport.devices.nixl.regions import Described, Row, region_of
-from xpyd_kv.transport.host.data_path import Lent, pack
+from xpyd_kv.transport.host.data_path import DataPath, Lender, Lent, pack
 from xpyd_kv.wire.frames import MAX_REGION_BODY_BYTES
-from xpyd_kv.wire.messages import Hello
 
 
-class NixlPath:
-    """See DataPath. `unit_bytes`: one block of one layer.
+class NixlPath(DataPath):
+    """`unit_bytes`: one block of one layer.
 
     A P gives `lends_from`, its whole cache, which is registered here and until `close`, and beside
     it `spare_bytes` of ordinary memory for PROBEs: UserError when that fails. A D gives `lands_in`,
@@ -62,9 +61,6 @@ class NixlPath:
     def lends(self) -> bool:
         return self._agent is not None
 
-    def can_use(self, theirs: Hello) -> bool:
-        return True
-
     def lender(self) -> NixlLender:
         return NixlLender(self._row, self._body)
 
@@ -95,11 +91,7 @@ class NixlPath:
         self._agent, self._body = agent, body
 
 
-class NixlLender:
-    """See Lender."""
-
-    has_news = False
-
+class NixlLender(Lender):
     def __init__(self, row: Row, body: bytes) -> None:
         self._row = row
         self._body = body
@@ -114,9 +106,3 @@ class NixlLender:
             return None  # Read-only, so not ours.
         runs = self._row.runs_of(spans, at_most=at_most)
         return None if runs is None else pack(runs)
-
-    def sent(self) -> None:
-        """D does the rest."""
-
-    def close(self) -> None:
-        """The memory is not this connection's."""
