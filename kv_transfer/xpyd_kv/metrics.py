@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import cast
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from xpyd_core.distribution import Distribution
 
@@ -148,148 +148,96 @@ class EndpointCounters:
     refused: Names = field(default_factory=Names)
     """Handshakes refused, by factor (`incompatible`) or by reason (`auth`, `version`, ...)."""
 
-    def numbers(self) -> dict[str, int]:
-        """The plain ones, by their fields."""
-        values = ((each.name, getattr(self, each.name)) for each in fields(self))
-        return {name: value for name, value in values if isinstance(value, int)}
 
-    def named(self) -> dict[str, dict[str, int]]:
-        """The others, likewise."""
-        values = ((each.name, getattr(self, each.name)) for each in fields(self))
-        return {
-            name: dict(cast("dict[str, int]", value))
-            for name, value in values
-            if isinstance(value, dict)
-        }
+Counters = KvMetrics | EndpointCounters
+C = TypeVar("C", bound=Counters)
+Counts = dict[str, int | dict[str, int]]
+"""What was counted, by the fields of KvMetrics or of EndpointCounters: numbers, and counts by
+name."""
 
-    def add(self, numbers: Mapping[str, int], named: Mapping[str, Mapping[str, int]]) -> None:
-        """Count these, too: as `numbers` and `named` give them, or what they have changed by."""
-        for name, more in numbers.items():
-            setattr(self, name, getattr(self, name) + more)
-        for name, counts in named.items():
-            own: dict[str, int] = getattr(self, name)
-            for key, more in counts.items():
-                if isinstance(own, Names):
-                    own.add(key, more)
-                else:
-                    own[key] = own.get(key, 0) + more
-
-
-def together(parts: Iterable[EndpointCounters]) -> EndpointCounters:
-    """Their sum."""
-    total = EndpointCounters()
-    for part in parts:
-        total.add(part.numbers(), part.named())
-    return total
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankCounts:
-    """What a rank has counted since it last said so: see KvMetrics."""
-
-    sent_bytes: int = 0
-    sent_frames: int = 0
-    overlapped_bytes: int = 0
-    received_bytes: int = 0
-    received_frames: int = 0
-    checksum_mismatches: int = 0
-    refused_data: dict[str, int] = field(default_factory=dict[str, int])
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndpointCounts:
-    """What a rank's endpoint has counted since the rank last reported it, by the fields of
-    EndpointCounters: only what has changed."""
-
-    numbers: dict[str, int] = field(default_factory=dict[str, int])
-    named: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
-
-
-TELL_S = 1.0
-"""Far under the period in which anybody scrapes."""
-
-_NUMBERS = (
+RANK_COUNTS = (
     "sent_bytes",
     "sent_frames",
     "overlapped_bytes",
     "received_bytes",
     "received_frames",
     "checksum_mismatches",
+    "refused_data",
 )
+"""What of KvMetrics the ranks count, each for itself."""
 
 
-class RankMetricsDelta:
-    """Of one rank: what it has not reported yet. On its I/O thread."""
-
-    def __init__(self, metrics: KvMetrics) -> None:
-        self.metrics = metrics
-        self._told = dict.fromkeys(_NUMBERS, 0)
-        self._refused: Counter[str] = Counter()
-
-    def take(self) -> RankCounts:
-        """What was counted since the last call."""
-        now: dict[str, int] = {name: getattr(self.metrics, name) for name in _NUMBERS}
-        more = {name: now[name] - self._told[name] for name in _NUMBERS}
-        self._told = now
-        refused = Counter(self.metrics.refused_data)
-        new = refused - self._refused
-        self._refused = refused
-        return RankCounts(**more, refused_data=dict(new))
+def add(counters: Counters, counts: Mapping[str, int | Mapping[str, int]]) -> None:
+    """Count these, too: all that others have counted, or what that has changed by."""
+    for name, more in counts.items():
+        own = getattr(counters, name)
+        if isinstance(more, int):
+            setattr(counters, name, own + more)
+            continue
+        for key, count in more.items():
+            if isinstance(own, Names):
+                own.add(key, count)
+            else:
+                own[key] = own.get(key, 0) + count
 
 
-def add(metrics: KvMetrics, counts: RankCounts) -> None:
-    """Into the engine's, on its I/O thread."""
-    for name in _NUMBERS:
-        setattr(metrics, name, getattr(metrics, name) + getattr(counts, name))
-    metrics.refused_data.update(counts.refused_data)
+def together(parts: Iterable[EndpointCounters]) -> EndpointCounters:
+    """Their sum."""
+    total = EndpointCounters()
+    for part in parts:
+        add(total, vars(part))
+    return total
 
 
-class EndpointMetricsDelta:
-    """Of one rank's endpoint: what it has not reported yet. On its I/O thread."""
+class MetricsDelta(Generic[C]):
+    """What of these fields of `counters` a rank has not reported yet. On its I/O thread."""
 
-    def __init__(self, counters: EndpointCounters) -> None:
-        self._counters = counters
-        self._numbers: dict[str, int] = {}
-        self._named: dict[str, dict[str, int]] = {}
+    def __init__(self, counters: C, names: Iterable[str]) -> None:
+        self.counters = counters
+        self._reported: Counts = {}
+        self._names = tuple(names)
 
-    def take(self) -> EndpointCounts:
+    def take(self) -> Counts:
         """What has changed since the last call."""
-        numbers, named = self._counters.numbers(), self._counters.named()
-        found = EndpointCounts(
-            numbers=_changes(numbers, self._numbers),
-            named={
-                name: changes
-                for name, counts in named.items()
-                if (changes := _changes(counts, self._named.get(name, {})))
-            },
-        )
-        self._numbers, self._named = numbers, named
-        return found
+        more: Counts = {}
+        for name in self._names:
+            now: int | dict[str, int] = getattr(self.counters, name)
+            before = self._reported.get(name)
+            if isinstance(now, int):
+                change = now - before if isinstance(before, int) else now
+            else:
+                then = before if isinstance(before, dict) else {}
+                change = {k: new for k, count in now.items() if (new := count - then.get(k, 0))}
+            if change:
+                more[name] = change
+                self._reported[name] = now if isinstance(now, int) else dict(now)
+        return more
+
+
+REPORT_S = 1.0
+"""Far under the period in which anybody scrapes."""
 
 
 class MetricsReporter:
-    """Calls `tell` with what has changed, at most once in TELL_S. The Handler's tick asks it."""
+    """Calls `report` with what has changed, of the rank and of its endpoint, at most once in
+    REPORT_S. The Handler's tick asks it."""
 
     def __init__(
         self,
-        figures: RankMetricsDelta,
+        counted: MetricsDelta[KvMetrics],
         counters: EndpointCounters,
-        tell: Callable[[RankCounts, EndpointCounts], None],
+        report: Callable[[Counts, Counts], None],
     ) -> None:
-        self._figures = figures
-        self._endpoint = EndpointMetricsDelta(counters)
-        self._tell = tell
+        self._counted = counted
+        self._endpoint = MetricsDelta(counters, vars(counters))
+        self._report = report
         self._next_s = float("-inf")
 
     def tick(self, now: float) -> float:
         """See Handler."""
         if now >= self._next_s:
-            self._next_s = now + TELL_S
-            figures, endpoint = self._figures.take(), self._endpoint.take()
-            if figures != RankCounts() or endpoint != EndpointCounts():
-                self._tell(figures, endpoint)
+            self._next_s = now + REPORT_S
+            counted, endpoint = self._counted.take(), self._endpoint.take()
+            if counted or endpoint:
+                self._report(counted, endpoint)
         return self._next_s
-
-
-def _changes(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
-    return {name: change for name, value in now.items() if (change := value - before.get(name, 0))}

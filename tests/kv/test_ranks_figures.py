@@ -9,14 +9,14 @@ from tests.kv.rank_pods import address_of, engine_of, sides, until
 from tests.kv.test_ranks_pairs import IDS, ONE, TWO, move
 from xpyd_kv.metrics import (
     MAX_NAMES,
-    TELL_S,
+    RANK_COUNTS,
+    REPORT_S,
+    Counts,
     EndpointCounters,
-    EndpointCounts,
-    EndpointMetricsDelta,
     KvMetrics,
+    MetricsDelta,
     MetricsReporter,
-    RankCounts,
-    RankMetricsDelta,
+    add,
     together,
 )
 
@@ -49,17 +49,16 @@ def test_who_is_refused_by_a_rank_is_counted_without_any_transfer() -> None:
 
 def test_what_a_rank_tells_adds_up_to_what_it_has_counted() -> None:
     own, total = EndpointCounters(), EndpointCounters()
-    book = EndpointMetricsDelta(own)
+    book = MetricsDelta(own, vars(own))
     for turn in range(3):
         own.sent_bytes += 10
         own.connections = 2 - turn
         own.connections_by["shm"] = 2 - turn
         own.opened["shm"] = turn + 1
         own.refused.add("auth")
-        told = book.take()
-        total.add(told.numbers, told.named)
+        add(total, book.take())
         assert total == own
-    assert book.take() == EndpointCounts()
+    assert book.take() == {}
 
 
 def test_names_of_many_ranks_are_bounded_together() -> None:
@@ -73,19 +72,19 @@ def test_names_of_many_ranks_are_bounded_together() -> None:
 
 
 def test_a_rank_tells_what_has_changed_and_not_more_often_than_it_is_to() -> None:
-    told: list[tuple[RankCounts, EndpointCounts]] = []
+    told: list[tuple[Counts, Counts]] = []
     metrics, counters = KvMetrics(), EndpointCounters()
     teller = MetricsReporter(
-        RankMetricsDelta(metrics), counters, lambda *figures: told.append(figures)
+        MetricsDelta(metrics, RANK_COUNTS), counters, lambda *figures: told.append(figures)
     )
-    assert teller.tick(100.0) == 100.0 + TELL_S
+    assert teller.tick(100.0) == 100.0 + REPORT_S
     assert not told
     counters.silent_peers = 1
     metrics.refused_data["stale"] = 2
-    assert teller.tick(100.5) == 100.0 + TELL_S
+    assert teller.tick(100.5) == 100.0 + REPORT_S
     assert not told
-    teller.tick(100.0 + TELL_S)
-    expected = RankCounts(refused_data={"stale": 2}), EndpointCounts(numbers={"silent_peers": 1})
+    teller.tick(100.0 + REPORT_S)
+    expected = {"refused_data": {"stale": 2}}, {"silent_peers": 1}
     assert told == [expected]
-    teller.tick(100.0 + 2 * TELL_S)
+    teller.tick(100.0 + 2 * REPORT_S)
     assert told == [expected]

@@ -18,7 +18,7 @@ from xpyd_kv.memory.api import KvMemory
 from xpyd_kv.memory.device import Event
 from xpyd_kv.memory.space import OwnSpace
 from xpyd_kv.memory.store import StoreLimits
-from xpyd_kv.metrics import EndpointCounters, KvMetrics, MetricsReporter, RankMetricsDelta
+from xpyd_kv.metrics import RANK_COUNTS, EndpointCounters, KvMetrics, MetricsDelta, MetricsReporter
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.ranks.agent import RankAgent, StepSender
 from xpyd_kv.ranks.engine import Channel
@@ -109,7 +109,7 @@ class Parts:
         role: Literal["P", "D"],
         post: pairs.Report,
         *,
-        counts: RankMetricsDelta,
+        counts: MetricsDelta[KvMetrics],
         written: Callable[[], Event | None],
     ) -> RankSends | RankReceives:
         """A rank's half, which the Handler knows from now on. `post` gives its messages to the
@@ -118,14 +118,14 @@ class Parts:
         half: RankSends | RankReceives
         if role == "P":
             half = RankSends(
-                partial(self.send_session, metrics=counts.metrics),
+                partial(self.send_session, metrics=counts.counters),
                 report=report,
                 tombstone_s=self.settings.limits.tombstone_s,
                 clock=self.clock,
             )
         else:
             half = RankReceives(
-                partial(self.receive_session, metrics=counts.metrics),
+                partial(self.receive_session, metrics=counts.counters),
                 report=report,
                 written=written,
                 gate=self.gate,
@@ -134,7 +134,7 @@ class Parts:
         return half
 
 
-def _report(post: pairs.Report, counts: RankMetricsDelta, message: pairs.FromRank) -> None:
+def _report(post: pairs.Report, counts: MetricsDelta[KvMetrics], message: pairs.FromRank) -> None:
     """What was counted goes before what ends a pair."""
     if isinstance(message, pairs.Ended | pairs.Landed | pairs.Lost):
         post(pairs.Counted(counts=counts.take()))
@@ -183,7 +183,7 @@ def build_rank(
         clock=clock,
         lost=give_up,
     )
-    counts = RankMetricsDelta(parts.metrics)
+    counts = MetricsDelta(parts.metrics, RANK_COUNTS)
 
     def post(message: pairs.FromRank) -> None:
         channel.post(encode(message))

@@ -19,7 +19,7 @@ import msgspec
 
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.memory.api import Place, Room
-from xpyd_kv.metrics import EndpointCounts, RankCounts
+from xpyd_kv.metrics import Counts
 from xpyd_kv.session.outgoing import ReadyArea
 from xpyd_kv.session.probing import ProbeResult
 from xpyd_kv.wire.messages import Mode
@@ -190,10 +190,11 @@ class Copied(_Message, frozen=True, kw_only=True):
 
 
 class Counted(_Message, frozen=True, kw_only=True):
-    """What the rank has counted since the last one: before what ends a pair, and once a second."""
+    """What the rank and its endpoint have counted since the last one: before what ends a pair, and
+    once a second."""
 
-    counts: RankCounts
-    endpoint: EndpointCounts = msgspec.field(default_factory=EndpointCounts)
+    counts: Counts
+    endpoint: Counts = {}
 
 
 PairReport = Flushed | Ended | Opened | Landed | Lost | Quiet
