@@ -22,8 +22,11 @@ from xpyd_kv.connector.build import Connector, build
 from xpyd_kv.memory.api import KvMemory, StoreMetrics
 from xpyd_kv.memory.space import OwnSpace
 from xpyd_kv.memory.store import StoreLimits
+from xpyd_kv.metrics import KvMetrics
+from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.plan.pairs import Pair
-from xpyd_kv.session.settings import KvSettings
+from xpyd_kv.ranks.engine import engine_of
+from xpyd_kv.session.settings import KvSettings, SessionContext
 from xpyd_kv.transport.api import Done, Handler
 from xpyd_kv.values import KvLayout, Landed, NoKv
 from xpyd_kv.wire import messages as wire
@@ -39,6 +42,52 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class SessionBench:
+    """One session between an endpoint that writes down what was sent and an engine's side that
+    writes down what was reported."""
+
+    session: Any
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.sent: list[wire.Message] = []
+        self.bodies: list[bytes] = []
+        self.disconnected: list[Any] = []
+        self.events: list[Any] = []
+        self.metrics = KvMetrics()
+
+    def context(self, memory: KvMemory, *, on_device: bool = False) -> SessionContext:
+        endpoint: Any = self
+        return SessionContext(
+            endpoint=endpoint,
+            memory=memory,
+            engine=engine_of(memory.layout),
+            on_device=on_device,
+            settings=KvSettings(frames=FrameLimits(0, 10**6)),
+            clock=self.clock,
+        )
+
+    def send(self, peer: Any, message: wire.Message, body: bytes = b"") -> None:
+        self.sent.append(message)
+        self.bodies.append(body)
+
+    def disconnect(self, peer: Any, reason: str) -> None:
+        self.disconnected.append(peer)
+
+    def said(self) -> list[str]:
+        """Names of what was sent since the last call, CANCELs with their reason."""
+        names = [
+            f"CANCEL {m.reason}" if isinstance(m, wire.Cancel) else type(m).__name__.upper()
+            for m in self.sent
+        ]
+        self.sent.clear()
+        return names
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.session.tick(self.clock.now)
 
 
 @dataclass(eq=False)

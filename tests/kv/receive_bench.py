@@ -8,19 +8,16 @@ from typing import Any
 import msgspec
 
 from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
-from tests.kv.kvsim import Clock, SimPeer
+from tests.kv.kvsim import SessionBench, SimPeer
 from xpyd_core.blocks import token_bytes
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.build import default_store
 from xpyd_kv.memory.store import StoreLimits
-from xpyd_kv.metrics import KvMetrics
-from xpyd_kv.ranks.engine import engine_of
 from xpyd_kv.session.events import (
     ReceiveEvent,
     ReceiveOffered,
 )
 from xpyd_kv.session.receiving import ReceiveSession
-from xpyd_kv.session.settings import KvLimits
 from xpyd_kv.wire import messages as wire
 
 UUID = "a" * 32
@@ -39,37 +36,18 @@ def checksum_of(seq: int) -> bytes:
     return seq.to_bytes(8, "little")
 
 
-class Bench:
+class Bench(SessionBench):
     """The session with an endpoint that writes down what was sent, and a P written by hand."""
 
     def __init__(self, *, on_device: bool = False) -> None:
-        self.clock = Clock()
-        self.sent: list[wire.Message] = []
-        self.bodies: list[bytes] = []
-        self.disconnected: list[Any] = []
-        self.events: list[ReceiveEvent] = []
-        self.metrics = KvMetrics()
+        super().__init__()
         self.peer: Any = SimPeer(None, HELLO)
         limits = StoreLimits(1.0, 100 * LAYOUT.bytes_per_block)
-        self.store = default_store(limits, FakeMemory(8), FakePool(8))
+        memory = FakeMemory(8)
+        self.store = default_store(limits, memory, FakePool(8))
         self.session = ReceiveSession(
-            self,  # type: ignore[arg-type]
-            layout=LAYOUT,
-            on_device=on_device,
-            limits=KvLimits(),
-            clock=self.clock,
-            report=self.events.append,
-            metrics=self.metrics,
-            engine=engine_of(LAYOUT),
+            self.context(memory, on_device=on_device), self.events.append, metrics=self.metrics
         )
-
-    # What the session uses of an Endpoint.
-    def send(self, peer: Any, message: wire.Message, body: bytes = b"") -> None:
-        self.sent.append(message)
-        self.bodies.append(body)
-
-    def disconnect(self, peer: Any, reason: str) -> None:
-        self.disconnected.append(peer)
 
     # What a P does.
     def offer(self, epoch: int = 0, *, peer: Any = None, **changes: Any) -> None:
@@ -159,20 +137,7 @@ class Bench:
     def cancelled(self, epoch: int = 0) -> None:
         self.session.message(self.peer, wire.Cancelled(**REF, epoch=epoch), b"")
 
-    def said(self) -> list[str]:
-        """Names of what D sent since the last call, CANCELs with their reason."""
-        names = [
-            f"CANCEL {m.reason}" if isinstance(m, wire.Cancel) else type(m).__name__.upper()
-            for m in self.sent
-        ]
-        self.sent.clear()
-        return names
-
     def told(self) -> list[ReceiveEvent]:
         events = [e for e in self.events if not isinstance(e, ReceiveOffered)]
         self.events.clear()
         return events
-
-    def pass_time(self, seconds: float) -> None:
-        self.clock.now += seconds
-        self.session.tick(self.clock.now)

@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from tests.kv.kvfakes import LAYOUT, FakeMemory
-from tests.kv.kvsim import Clock, SimPeer
+from tests.kv.kvsim import SessionBench, SimPeer
 from xpyd_core.blocks import token_bytes
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.metrics import KvMetrics
 from xpyd_kv.plan.frames import Area
-from xpyd_kv.ranks.engine import engine_of
-from xpyd_kv.session.events import SendEvent
 from xpyd_kv.session.outgoing import OfferRequest, ReadyArea
 from xpyd_kv.session.sending import SendSession
-from xpyd_kv.session.settings import KvLimits
 from xpyd_kv.transport.api import Done
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.messages import Mode
@@ -31,32 +27,21 @@ HELLO = wire.Hello(
 )  # fmt: skip
 
 
-class Bench:
+class Bench(SessionBench):
     """The session with an endpoint that keeps frames until the test lets them go."""
 
     def __init__(self, *, connected: bool = True, mode: Mode = "put_async") -> None:
+        super().__init__()
         self.mode: Mode = mode
-        self.clock = Clock()
         self.peer: Any = SimPeer(ADDRESS, HELLO)
         self.connected = connected
         self.dialled: list[Address] = []
-        self.sent: list[wire.Message] = []
         self.queue: list[tuple[Any, list[memoryview], Done]] = []
         self.headers: list[wire.Data] = []
-        self.disconnected: list[Any] = []
-        self.events: list[SendEvent] = []
-        self.metrics = KvMetrics()
         self.memory = FakeMemory(8)
         self.memory.fill(BLOCKS, 1)
         self.session = SendSession(
-            self,  # type: ignore[arg-type]
-            memory=self.memory,
-            limits=KvLimits(),
-            max_frame_bytes=10**6,
-            clock=self.clock,
-            report=self.events.append,
-            metrics=self.metrics,
-            engine=engine_of(self.memory.layout),
+            self.context(self.memory), self.events.append, metrics=self.metrics
         )
         if connected:
             self.session.peer_up(self.peer)
@@ -66,14 +51,8 @@ class Bench:
         self.dialled.append(address)
         return self.peer if self.connected else None
 
-    def send(self, peer: Any, message: wire.Message, body: bytes = b"") -> None:
-        self.sent.append(message)
-
     def send_data(self, peer: Any, make_header: Any, views: Any, done: Any) -> None:
         self.queue.append((make_header, list(views), done))
-
-    def disconnect(self, peer: Any, reason: str) -> None:
-        self.disconnected.append(peer)
 
     # What the engine's side and D do.
     def offer(self, key: TransferKey = KEY) -> None:
@@ -114,15 +93,3 @@ class Bench:
         self.session.complete(KEY, 0)
         for _ in range(LAYERS):
             assert self.send_one()
-
-    def said(self) -> list[str]:
-        names = [
-            f"CANCEL {m.reason}" if isinstance(m, wire.Cancel) else type(m).__name__.upper()
-            for m in self.sent
-        ]
-        self.sent.clear()
-        return names
-
-    def pass_time(self, seconds: float) -> None:
-        self.clock.now += seconds
-        self.session.tick(self.clock.now)

@@ -110,7 +110,7 @@ def build(
         if isinstance(message, pairs.Copied) and copies is not None:
             copies.on_copied(message)
         else:
-            parts.endpoint.call(partial(hear, rank, message))
+            parts.context.endpoint.call(partial(hear, rank, message))
 
     if ranks is not None:
         posts = [remote.post_to(channel) for channel in ranks.channels]
@@ -121,14 +121,14 @@ def build(
         posts = [parts.rank(role, heard, counts=own, written=lambda: None).do]
     store = None
     # In the other modes a P has no KV that would wait long for D alone.
-    if role == "D" or parts.settings.mode == "get":
+    if role == "D" or parts.context.settings.mode == "get":
         store = _store(parts, pool, make_store, ranks, copies)
     producer = consumer = None
     session: SendSession | ReceiveSession
     if role == "P":
         producer = KvProducer(
             parts,
-            make_session=partial(parts.send_session, metrics=parts.metrics, ranks=posts),
+            ranks=posts,
             wake=wake,
             pool=pool,
             store=store,
@@ -140,7 +140,7 @@ def build(
         assert store is not None
         consumer = KvConsumer(
             parts,
-            make_session=partial(parts.receive_session, metrics=parts.metrics, ranks=posts),
+            ranks=posts,
             wake=wake,
             pool=pool,
             store=store,
@@ -148,7 +148,7 @@ def build(
         session = consumer.session
     parts.handler.session = session
     return Connector(
-        parts.endpoint,
+        parts.context.endpoint,
         parts.metrics,
         producer=producer,
         probes=producer and producer.session.probes,
@@ -165,9 +165,9 @@ def _store(
     ranks: RankedEngine | None,
     copies: remote.RankedCopies | None,
 ) -> LandingStore:
-    limits = parts.settings.store
+    limits = parts.context.settings.store
     if ranks is None or copies is None:
-        return make_store(limits, parts.memory, pool)
+        return make_store(limits, parts.context.memory, pool)
     space = remote.RankedSpace(ranks.layout.held_bytes_per_block, copies)
     return LandingStore(limits, pool=pool, space=space)
 
@@ -175,7 +175,7 @@ def _store(
 def _chunks(
     parts: Parts, ready: Callable[[Prompt, Sequence[ReadyArea]], None], *, ranks_send: bool
 ) -> AnnouncedChunks | StepChunks[Prompt]:
-    layout, settings = parts.memory.layout, parts.settings
+    layout, settings = parts.context.memory.layout, parts.context.settings
     if ranks_send:
         return AnnouncedChunks(layers=len(layout.layers), ready=ready)
     return StepChunks[Prompt](layout, mode=settings.mode, limits=settings.frames, ready=ready)

@@ -20,6 +20,7 @@ from xpyd_core.request_id import TransferKey
 from xpyd_kv.memory.api import Landing
 from xpyd_kv.memory.store import LandingStore
 from xpyd_kv.ranks.build import Parts
+from xpyd_kv.session import pairs
 from xpyd_kv.session.deadlines import Remembered
 from xpyd_kv.session.events import (
     ReceiveEnded,
@@ -97,21 +98,22 @@ class KvConsumer:
         self,
         parts: Parts,
         *,
-        make_session: Callable[[Callable[[ReceiveEvent], None]], ReceiveSession],
+        ranks: Sequence[pairs.Post],
         wake: Callable[[], None],
         pool: BlockPool,
         store: LandingStore,
     ) -> None:
-        self.session = make_session(self._on_event)
+        context = parts.context
+        self.session = ReceiveSession(context, self._on_event, metrics=parts.metrics, ranks=ranks)
         self._wake = wake
-        self._call = parts.endpoint.call
+        self._call = context.endpoint.call
         # What the I/O thread reported, in order.
         self._events: deque[ReceiveEvent] = deque()
         # Written by the I/O thread as OFFERs come, so that the server finds one at once.
         self._prompts: dict[TransferKey, OfferedPrompt] = {}
         self._store = store
         self._pool = pool
-        self._memory = parts.memory
+        self._memory = context.memory
         self._gate = parts.gate
         self._metrics = parts.metrics
         self._expected: dict[TransferKey, Expectation] = {}
@@ -121,7 +123,7 @@ class KvConsumer:
         # Pulled, or being pulled, and not adopted.
         self._pulled: set[TransferKey] = set()
         # Why offered KV is gone, for a request that comes later.
-        self._lost: Remembered[TransferKey, str] = Remembered(parts.settings.limits.tombstone_s)
+        self._lost: Remembered[TransferKey, str] = Remembered(context.settings.limits.tombstone_s)
         self._polled_s = 0.0
 
     # --- the engine's calls

@@ -28,6 +28,7 @@ from xpyd_kv.memory.store import LandingStore
 from xpyd_kv.metrics import RateLimits
 from xpyd_kv.ranks.build import Parts
 from xpyd_kv.ranks.chunks import StepChunks
+from xpyd_kv.session import pairs
 from xpyd_kv.session.deadlines import Remembered
 from xpyd_kv.session.events import (
     SendDeferred,
@@ -60,33 +61,35 @@ class KvProducer:
         self,
         parts: Parts,
         *,
-        make_session: Callable[[Callable[[SendEvent], None]], SendSession],
+        ranks: Sequence[pairs.Post],
         wake: Callable[[], None],
         pool: BlockPool,
         store: LandingStore | None,
         make_chunks: MakeChunks,
         ranks_send: bool,
     ) -> None:
-        """`store`: where to move KV that waits to be pulled; None: nowhere. `make_chunks`: given
-        what hands areas over; if `ranks_send`, they know steps that follow each other apart."""
+        """`ranks`: see SendSession. `store`: where to move KV that waits to be pulled; None:
+        nowhere. `make_chunks`: given what hands areas over; if `ranks_send`, they know steps that
+        follow each other apart."""
         self.ranks_send = ranks_send
         """Whether ranks send, each when its layers stand. If not, `layer_done` is called here, and
         a step is staged only when the one before is done. If they do, several may be under way:
         they are done in the order in which they were staged, and `stage`, `status`, `cancel` and
         `poll` come between. A chunk of what is cancelled may still be in a step under way."""
-        self.session = make_session(self._on_event)
+        context = parts.context
+        self.session = SendSession(context, self._on_event, metrics=parts.metrics, ranks=ranks)
         self._wake = wake
-        self._call = parts.endpoint.call
+        self._call = context.endpoint.call
         # What the I/O thread reported, in order.
         self._events: deque[SendEvent] = deque()
-        self._memory = parts.memory
+        self._memory = context.memory
         self._gate = parts.gate
-        self._layout = parts.memory.layout
+        self._layout = context.memory.layout
         self._pool = pool
-        self._mode: Mode = parts.settings.mode
-        self._limits = parts.settings.limits
+        self._mode: Mode = context.settings.mode
+        self._limits = context.settings.limits
         self._metrics = parts.metrics
-        self._clock = parts.clock
+        self._clock = context.clock
         self._prompts: dict[TransferKey, Prompt] = {}
         self._settled: Remembered[TransferKey, Settled] = Remembered(self._limits.tombstone_s)
         self._warnings = RateLimits()

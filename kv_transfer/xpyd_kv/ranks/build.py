@@ -9,7 +9,7 @@ process of its own is built here: its main calls `build_rank` once, starts `endp
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -28,16 +28,15 @@ from xpyd_kv.ranks.remote import encode, to_rank_decoder
 from xpyd_kv.ranks.sends import RankSends
 from xpyd_kv.session import pairs
 from xpyd_kv.session.deadlines import Alarm
-from xpyd_kv.session.events import ReceiveEvent, SendEvent
 from xpyd_kv.session.receiving import ReceiveSession
 from xpyd_kv.session.sending import SendSession
-from xpyd_kv.session.settings import KvSettings
+from xpyd_kv.session.settings import KvSettings, SessionContext
 from xpyd_kv.transport.api import Endpoint, MakeEndpoint
 
 
 class Parts:
-    """What the sessions of one process have in common. `engine`: all of the cache, `memory`: what
-    of it is here. `lost`: the device has failed."""
+    """What the sessions of one process have in common: see SessionContext. `lost`: the device has
+    failed."""
 
     def __init__(
         self,
@@ -50,58 +49,18 @@ class Parts:
         clock: Callable[[], float],
         lost: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.memory = memory
-        self.engine = engine
-        self.settings = settings
-        self.clock = clock
+        alarm = Alarm()
         self.metrics = KvMetrics()
-        self._on_device = on_device
-        self._alarm = Alarm()
-        self.gate = ComputeGate(clock, alarm=self._alarm, lost=lost)
-        self.handler = ProcessHandler(self.gate, self._alarm)
-        self.endpoint: Endpoint = make_endpoint(self.handler)
-
-    def send_session(
-        self,
-        report: Callable[[SendEvent], None],
-        *,
-        metrics: KvMetrics,
-        ranks: Sequence[pairs.Post] = (),
-    ) -> SendSession:
-        """The engine's, with its `ranks`; or one for a pair of ranks."""
-        return SendSession(
-            self.endpoint,
-            memory=self.memory,
-            limits=self.settings.limits,
-            max_frame_bytes=self.settings.frames.max_frame_bytes,
-            join_bytes=self.settings.frames.join_bytes,
-            clock=self.clock,
-            report=report,
-            metrics=metrics,
-            engine=self.engine,
-            ranks=ranks,
-            alarm=self._alarm,
-        )
-
-    def receive_session(
-        self,
-        report: Callable[[ReceiveEvent], None],
-        *,
-        metrics: KvMetrics,
-        ranks: Sequence[pairs.Post] = (),
-    ) -> ReceiveSession:
-        """As `send_session`."""
-        return ReceiveSession(
-            self.endpoint,
-            layout=self.memory.layout,
-            on_device=self._on_device,
-            limits=self.settings.limits,
-            clock=self.clock,
-            report=report,
-            metrics=metrics,
-            engine=self.engine,
-            ranks=ranks,
-            alarm=self._alarm,
+        self.gate = ComputeGate(clock, alarm=alarm, lost=lost)
+        self.handler = ProcessHandler(self.gate, alarm)
+        self.context = SessionContext(
+            endpoint=make_endpoint(self.handler),
+            memory=memory,
+            engine=engine,
+            on_device=on_device,
+            settings=settings,
+            clock=clock,
+            alarm=alarm,
         )
 
     def rank(
@@ -118,14 +77,14 @@ class Parts:
         half: RankSends | RankReceives
         if role == "P":
             half = RankSends(
-                partial(self.send_session, metrics=counts.counters),
+                partial(SendSession, self.context, metrics=counts.counters),
                 report=report,
-                tombstone_s=self.settings.limits.tombstone_s,
-                clock=self.clock,
+                tombstone_s=self.context.settings.limits.tombstone_s,
+                clock=self.context.clock,
             )
         else:
             half = RankReceives(
-                partial(self.receive_session, metrics=counts.counters),
+                partial(ReceiveSession, self.context, metrics=counts.counters),
                 report=report,
                 written=written,
                 gate=self.gate,
@@ -196,7 +155,8 @@ def build_rank(
             lambda counted, endpoint: post(pairs.Counted(counts=counted, endpoint=endpoint)),
         )
     agent = RankAgent(half, space=space, gate=parts.gate, post=post, give_up=give_up)
-    call, decode = parts.endpoint.call, to_rank_decoder(space.room)
+    endpoint = parts.context.endpoint
+    call, decode = endpoint.call, to_rank_decoder(space.room)
     channel.listen(lambda message: call(partial(agent.do, decode(message))))
     sender = None
     if isinstance(half, RankSends):
@@ -208,4 +168,4 @@ def build_rank(
             mode=settings.mode,
             limits=settings.frames,
         )
-    return RankPart(parts.endpoint, space, parts.metrics, sender)
+    return RankPart(endpoint, space, parts.metrics, sender)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.metrics import KvMetrics
-from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.plan.transfers import pairs_between, transfer_salt
 from xpyd_kv.session import pairs
 from xpyd_kv.session.deadlines import Alarm, Deadlines, Tombstones
@@ -29,8 +28,8 @@ from xpyd_kv.session.incoming import (
     lease_of,
 )
 from xpyd_kv.session.outgoing import cancel_of, cancelled_of
-from xpyd_kv.session.settings import KvLimits
-from xpyd_kv.transport.api import Endpoint, Peer
+from xpyd_kv.session.settings import SessionContext
+from xpyd_kv.transport.api import Peer
 from xpyd_kv.wire.fit import engine_layout_of
 
 
@@ -81,30 +80,26 @@ class Arrivals:
 
     def __init__(
         self,
-        endpoint: Endpoint,
-        *,
-        limits: KvLimits,
-        clock: Callable[[], float],
+        context: SessionContext,
         report: Callable[[ReceiveEvent], None],
+        *,
         metrics: KvMetrics,
         tombstones: Tombstones,
-        engine: EngineLayout,
         ranks: Sequence[pairs.Post],
-        alarm: Alarm,
     ) -> None:
-        """`ranks`: ours, over which `engine` is divided."""
-        self._endpoint = endpoint
-        self._limits = limits
-        self._clock = clock
+        """`ranks`: ours, over which the engine is divided."""
+        self._endpoint = context.endpoint
+        self._limits = context.settings.limits
+        self._clock = context.clock
+        self._engine = context.engine
         self._report = report
         self._metrics = metrics
         self._over = tombstones
-        self._engine = engine
         self._ranks = tuple(ranks)
         self.live: dict[TransferKey, Incoming] = {}
         """The transfer of a key that is not over."""
         self._quiescing: dict[_Ref, Incoming] = {}
-        self._deadlines: Deadlines[_Ref] = Deadlines(alarm)
+        self._deadlines: Deadlines[_Ref] = Deadlines(context.alarm)
 
     def __len__(self) -> int:
         return len(self.live) + len(self._quiescing)

@@ -16,12 +16,10 @@ from functools import partial
 
 from xpyd_core.errors import ProtocolError, UserError, XpydError
 from xpyd_core.request_id import Address, TransferKey, is_dialable, parse_address
-from xpyd_kv.memory.api import KvMemory
 from xpyd_kv.metrics import KvMetrics
-from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.plan.transfers import pairs_between, transfer_salt
 from xpyd_kv.session import pairs
-from xpyd_kv.session.deadlines import Alarm, Deadlines, Remembered
+from xpyd_kv.session.deadlines import Deadlines, Remembered
 from xpyd_kv.session.events import SendEnded, SendEvent, SendFlushed
 from xpyd_kv.session.outgoing import (
     SEND_MOVES,
@@ -37,8 +35,8 @@ from xpyd_kv.session.outgoing import (
     cut,
     data_of,
 )
-from xpyd_kv.session.settings import KvLimits
-from xpyd_kv.transport.api import Endpoint, Peer
+from xpyd_kv.session.settings import SessionContext
+from xpyd_kv.transport.api import Peer
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.fit import engine_layout_of
 
@@ -63,36 +61,27 @@ class _Way:
 
 
 class Departures:
-    """All open transfers of one P, or of one rank of it (which has no `ranks`). `engine`: how the
-    cache is divided over the ranks."""
+    """All open transfers of one P, or of one rank of it (which has no `ranks`)."""
 
     def __init__(
         self,
-        endpoint: Endpoint,
-        *,
-        memory: KvMemory,
-        limits: KvLimits,
-        max_frame_bytes: int,
-        join_bytes: int,
-        clock: Callable[[], float],
+        context: SessionContext,
         report: Callable[[SendEvent], None],
+        *,
         metrics: KvMetrics,
-        engine: EngineLayout,
         ranks: Sequence[pairs.Post],
-        alarm: Alarm,
     ) -> None:
-        self._endpoint = endpoint
-        self._memory = memory
-        self._limits = limits
-        self._max_frame_bytes = max_frame_bytes
-        self._join_bytes = join_bytes
-        self._clock = clock
+        self._endpoint = context.endpoint
+        self._memory = context.memory
+        self._engine = context.engine
+        self._clock = context.clock
+        self._limits = limits = context.settings.limits
+        self._frames = context.settings.frames
         self._report = report
         self._metrics = metrics
-        self._engine = engine
         self._ranks = tuple(ranks)
         self._open: dict[TransferKey, Outgoing] = {}
-        self._deadlines: Deadlines[TransferKey] = Deadlines(alarm)
+        self._deadlines: Deadlines[TransferKey] = Deadlines(context.alarm)
         self._ways: dict[Peer, _Way] = {}
         # DONE transfers whose KV may still be withdrawn: epoch and peer.
         self._done: Remembered[TransferKey, tuple[int, Peer]] = Remembered(limits.tombstone_s)
@@ -204,7 +193,7 @@ class Departures:
         self._ways[peer] = _Way(
             Outbox(self._limits.ahead_bytes),
             None if peer.pair is None else Source(self._memory, peer.pair),
-            min(self._max_frame_bytes, peer.layout.max_data_bytes),
+            min(self._frames.max_frame_bytes, peer.layout.max_data_bytes),
         )
 
     def peer_down(self, peer: Peer) -> None:
@@ -289,7 +278,8 @@ class Departures:
         assert transfer.peer is not None
         assert transfer.source is not None
         way = self._ways[transfer.peer]
-        seqs = cut(transfer, transfer.source, way.max_frame_bytes, join_bytes=self._join_bytes)
+        join_bytes = self._frames.join_bytes
+        seqs = cut(transfer, transfer.source, way.max_frame_bytes, join_bytes=join_bytes)
         if seqs:
             if transfer.state is SendState.GRANTED:
                 self.move(transfer, SendState.STREAMING)

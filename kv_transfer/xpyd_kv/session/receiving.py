@@ -20,10 +20,9 @@ from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.memory.api import Room
 from xpyd_kv.memory.device import View
 from xpyd_kv.metrics import KvMetrics
-from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.session import pairs
 from xpyd_kv.session.arrivals import Arrivals, Awaited
-from xpyd_kv.session.deadlines import Alarm, Tombstones
+from xpyd_kv.session.deadlines import Tombstones
 from xpyd_kv.session.events import (
     ReceiveEnded,
     ReceiveEvent,
@@ -44,9 +43,9 @@ from xpyd_kv.session.incoming import (
     token_ids_of,
 )
 from xpyd_kv.session.outgoing import cancel_of, cancelled_of
-from xpyd_kv.session.settings import KvLimits
-from xpyd_kv.transport.api import Endpoint, Peer
-from xpyd_kv.values import KvLayout, OfferedPrompt
+from xpyd_kv.session.settings import SessionContext
+from xpyd_kv.transport.api import Peer
+from xpyd_kv.values import OfferedPrompt
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.frames import MAX_NACK_FRAMES
 
@@ -59,41 +58,26 @@ class ReceiveSession:
 
     def __init__(
         self,
-        endpoint: Endpoint,
-        *,
-        layout: KvLayout,
-        on_device: bool = False,
-        limits: KvLimits,
-        clock: Callable[[], float],
+        context: SessionContext,
         report: Callable[[ReceiveEvent], None],
+        *,
         metrics: KvMetrics,
-        engine: EngineLayout,
         ranks: Sequence[pairs.Post] = (),
-        alarm: Alarm | None = None,
     ) -> None:
-        """`ranks`: ours, to which DATA may come, and `engine` is divided over them; a rank's own
+        """`ranks`: ours, to which DATA may come, and over which the engine is divided; a rank's own
         session has none."""
-        self._endpoint = endpoint
-        self._layout = layout
-        self._on_device = on_device
-        self._limits = limits
-        self._clock = clock
+        self._endpoint = context.endpoint
+        self._layout = context.memory.layout
+        self._on_device = context.on_device
+        self._limits = context.settings.limits
+        self._clock = context.clock
         self._report = report
         self._metrics = metrics
-        alarm = alarm or Alarm()
-        self._over = Tombstones(limits.tombstone_s)
+        self._over = Tombstones(self._limits.tombstone_s)
         self._arrivals = Arrivals(
-            endpoint,
-            limits=limits,
-            clock=clock,
-            report=report,
-            metrics=metrics,
-            tombstones=self._over,
-            engine=engine,
-            ranks=ranks,
-            alarm=alarm,
+            context, report, metrics=metrics, tombstones=self._over, ranks=ranks
         )
-        self._awaited = Awaited(limits.lease_s, alarm)
+        self._awaited = Awaited(self._limits.lease_s, context.alarm)
         # Of the connected peers that have sent something of a transfer.
         self._origins: dict[Peer, Origin] = {}
         self._expected: set[TransferKey] = set()

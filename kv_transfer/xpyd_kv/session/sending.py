@@ -17,12 +17,10 @@ from collections.abc import Callable, Sequence
 
 from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.memory.api import KvMemory, Room
+from xpyd_kv.memory.api import Room
 from xpyd_kv.memory.store import StagedLanding
 from xpyd_kv.metrics import KvMetrics
-from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.session import pairs
-from xpyd_kv.session.deadlines import Alarm
 from xpyd_kv.session.departures import Departures
 from xpyd_kv.session.events import SendDeferred, SendEvent, SendGranted, SendSpilled
 from xpyd_kv.session.outgoing import (
@@ -35,8 +33,8 @@ from xpyd_kv.session.outgoing import (
     offer_of,
 )
 from xpyd_kv.session.probing import Probes
-from xpyd_kv.session.settings import MAX_LEASE_S, KvLimits
-from xpyd_kv.transport.api import Endpoint, Peer
+from xpyd_kv.session.settings import MAX_LEASE_S, SessionContext
+from xpyd_kv.transport.api import Peer
 from xpyd_kv.wire import messages as wire
 
 _UNGRANTED = frozenset({SendState.INIT, SendState.OFFERED})
@@ -49,49 +47,29 @@ class SendSession:
 
     def __init__(
         self,
-        endpoint: Endpoint,
-        *,
-        memory: KvMemory,
-        limits: KvLimits,
-        max_frame_bytes: int,
-        join_bytes: int = 0,
-        clock: Callable[[], float],
+        context: SessionContext,
         report: Callable[[SendEvent], None],
+        *,
         metrics: KvMetrics,
-        engine: EngineLayout,
         ranks: Sequence[pairs.Post] = (),
-        alarm: Alarm | None = None,
     ) -> None:
-        """`ranks`: ours, by which DATA may go, and `engine` is divided over them; a rank's own
+        """`ranks`: ours, by which DATA may go, and over which the engine is divided; a rank's own
         session has none."""
-        self._endpoint = endpoint
-        self._layout = memory.layout
-        self._limits = limits
-        self._clock = clock
+        self._endpoint = context.endpoint
+        self._layout = context.memory.layout
+        self._limits = context.settings.limits
+        self._clock = context.clock
         self._report = report
         self._metrics = metrics
-        alarm = alarm or Alarm()
-        self._departures = Departures(
-            endpoint,
-            memory=memory,
-            limits=limits,
-            max_frame_bytes=max_frame_bytes,
-            join_bytes=join_bytes,
-            clock=clock,
-            report=report,
-            metrics=metrics,
-            engine=engine,
-            ranks=ranks,
-            alarm=alarm,
-        )
+        self._departures = Departures(context, report, metrics=metrics, ranks=ranks)
         self._draining: set[Peer] = set()
         self.probes = Probes(
-            endpoint,
-            probe_s=limits.probe_s,
-            clock=clock,
+            context.endpoint,
+            probe_s=self._limits.probe_s,
+            clock=context.clock,
             outcomes=metrics.probes,
             ask_ranks=self._departures.probe_ranks,
-            alarm=alarm,
+            alarm=context.alarm,
         )
 
     @property

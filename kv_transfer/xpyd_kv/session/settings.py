@@ -1,11 +1,19 @@
-"""Deadlines, bounds and choices of transfers: one frozen value for both halves."""
+"""Deadlines, bounds and choices of transfers, and what all sessions of one process have in common.
+
+Frozen values for both halves.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from xpyd_kv.memory.api import KvMemory
 from xpyd_kv.memory.store import StoreLimits
+from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.plan.frames import FrameLimits
+from xpyd_kv.session.deadlines import Alarm
+from xpyd_kv.transport.api import Endpoint
 from xpyd_kv.wire import messages as wire
 
 # A peer may ask for a longer lease than ours, not for one without end.
@@ -51,3 +59,17 @@ class KvSettings:
     store: StoreLimits = field(default_factory=StoreLimits)
     mode: wire.Mode = "put_async"
     """P's. D does what P says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionContext:
+    """What the sessions of one process share. `engine`: all of the cache, `memory`: what of it is
+    here; `on_device`: whether that is on a GPU."""
+
+    endpoint: Endpoint
+    memory: KvMemory
+    engine: EngineLayout
+    on_device: bool = False
+    settings: KvSettings = field(default_factory=KvSettings)
+    clock: Callable[[], float]
+    alarm: Alarm = field(default_factory=Alarm)
