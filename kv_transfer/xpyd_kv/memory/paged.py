@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from xpyd_core.errors import XpydError
 from xpyd_kv.memory.device import Device, DeviceView, Event
@@ -19,11 +19,37 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Buffer
 
-
+V = TypeVar("V", memoryview, DeviceView)
 _DIMENSIONS = 4
 
 
-class PagedMemory:
+class _Paged(Generic[V]):
+    """One piece of memory for each layer, `layout.block_bytes` for each block."""
+
+    def __init__(self, regions: Sequence[V], layout: KvLayout) -> None:
+        self.layout = layout
+        self.regions = tuple(regions)
+        """The whole cache, writable: one view for each layer."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache."""
+        return len(self.regions[0]) // self.layout.block_bytes
+
+    def block_view(self, layer: int, block_id: int) -> V:
+        """Writable bytes of one block of one layer (index into `layout.layers`)."""
+        size = self.layout.block_bytes
+        return self.regions[layer][block_id * size : (block_id + 1) * size]
+
+    def views(self, layers: Sequence[int], block_ids: Sequence[int]) -> list[V]:
+        """These blocks of these layers, layer after layer, neighbours joined."""
+        size = self.layout.block_bytes
+        spans = join((block_id * size for block_id in block_ids), repeat(size))
+        ranges = [(start, start + length) for start, length in spans]
+        return [self.regions[layer][begin:end] for layer in layers for begin, end in ranges]
+
+
+class PagedMemory(_Paged[memoryview]):
     """KvMemory over one contiguous CPU tensor for each layer.
 
     Each tensor is [num_blocks, kv_heads, block_size, 2 * head_dim], all alike; `layers` are their
@@ -31,43 +57,17 @@ class PagedMemory:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, layers: Sequence[int]) -> None:
+        layout = layout_of(tensors, layers=layers, device_type="cpu")
+        super().__init__([_bytes_of(tensor) for tensor in tensors], layout)
         self.device = None
-        self._layout = layout_of(tensors, layers=layers, device_type="cpu")
         self._tensors = tuple(tensors)
-        self._views = [_bytes_of(tensor) for tensor in tensors]
-        self._num_blocks = len(tensors[0])
-
-    @property
-    def layout(self) -> KvLayout:
-        """Shape of the cache."""
-        return self._layout
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the cache."""
-        return self._num_blocks
-
-    @property
-    def regions(self) -> Sequence[memoryview]:
-        """The whole cache, writable: one view for each layer."""
-        return self._views
-
-    def block_view(self, layer: int, block_id: int) -> memoryview:
-        """Writable bytes of one block of one layer (index into `layout.layers`)."""
-        size = self._layout.block_bytes
-        return self._views[layer][block_id * size : (block_id + 1) * size]
-
-    def views(self, layers: Sequence[int], block_ids: Sequence[int]) -> list[memoryview]:
-        """These blocks of these layers, layer after layer, neighbours joined."""
-        ranges = _ranges(block_ids, self._layout.block_bytes)
-        return [self._views[layer][begin:end] for layer in layers for begin, end in ranges]
 
     def written(self) -> None:
         """What the model wrote stands: its calls have returned."""
 
 
-class DevicePagedMemory:
-    """KvMemory over the device memory of each layer's tensor, `layout.block_bytes` for each block.
+class DevicePagedMemory(_Paged[DeviceView]):
+    """KvMemory over the device memory of each layer's tensor.
 
     `region` is the allocation of `device` that all of them lie in: what a peer on this machine may
     open. The memory stays its owner's.
@@ -82,35 +82,9 @@ class DevicePagedMemory:
                 raise XpydError("cache memory must be alike and in one allocation")
         if len(layers) != len(layout.layers) or len(layers[0]) % layout.block_bytes:
             raise XpydError(f"{len(layers)} pieces of memory for {len(layout.layers)} layers")
+        super().__init__(layers, layout)
         self.device = device
         self.region = region
-        self._layers = tuple(layers)
-        self._layout = layout
-
-    @property
-    def layout(self) -> KvLayout:
-        """Shape of the cache."""
-        return self._layout
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the cache."""
-        return len(self._layers[0]) // self._layout.block_bytes
-
-    @property
-    def regions(self) -> Sequence[DeviceView]:
-        """The whole cache: one view for each layer."""
-        return self._layers
-
-    def block_view(self, layer: int, block_id: int) -> DeviceView:
-        """Where one block of one layer (index into `layout.layers`) lies."""
-        size = self._layout.block_bytes
-        return self._layers[layer][block_id * size : (block_id + 1) * size]
-
-    def views(self, layers: Sequence[int], block_ids: Sequence[int]) -> list[DeviceView]:
-        """Where these blocks of these layers lie, layer after layer, neighbours joined."""
-        ranges = _ranges(block_ids, self._layout.block_bytes)
-        return [self._layers[layer][begin:end] for layer in layers for begin, end in ranges]
 
     def written(self) -> Event:
         """Engine thread: when all that the model has enqueued by now stands in the cache."""
@@ -165,12 +139,6 @@ def layout_of(
         dtype=str(first.dtype).removeprefix("torch."),
         block_bytes=kv_heads * block_size * width * first.element_size(),
     )
-
-
-def _ranges(block_ids: Sequence[int], block_bytes: int) -> list[tuple[int, int]]:
-    """Bytes [begin, end) of a layer's memory for these blocks in order, neighbours joined."""
-    spans = join((block_id * block_bytes for block_id in block_ids), repeat(block_bytes))
-    return [(start, start + length) for start, length in spans]
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -6,7 +6,7 @@ Views only: `store` decides who may use them, and for how long.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -33,25 +33,21 @@ class Arena:
         return self.memory[first : first + size]
 
 
-def buffer_memory(size_bytes: int, device: Device | None) -> View:
-    """Of the device, or of the host. UserError, naming the flag, when there is less."""
-    take = _map if device is None else device.allocate
-    return _taken("--kv-buffer-size", size_bytes, take)
+_FLAGS: dict[SpillKind, str] = {"buffer": "--kv-buffer-size", "pool": "--kv-host-pool-size"}
 
 
-def pool_memory(size_bytes: int, device: Device | None) -> View:
-    """Of the host, pinned where there is a device. UserError, naming the flag, when there is
-    less."""
-    take = _map if device is None else device.allocate_pinned
-    return _taken("--kv-host-pool-size", size_bytes, take)
-
-
-def _taken(flag: str, size_bytes: int, take: Callable[[int], View]) -> View:
+def _memory_of(kind: SpillKind, size_bytes: int, device: Device | None) -> View:
+    """The buffer is the device's, the pool the host's and then pinned; without a device both are
+    the host's. UserError, naming the flag, when there is less."""
     try:
-        return take(size_bytes)
+        if device is None:
+            return _map(size_bytes)
+        return (
+            device.allocate(size_bytes) if kind == "buffer" else device.allocate_pinned(size_bytes)
+        )
     except (UserError, OSError, OverflowError) as error:
         raise UserError(
-            f"{flag}: the system does not give {format_bytes(size_bytes)} ({error}); "
+            f"{_FLAGS[kind]}: the system does not give {format_bytes(size_bytes)} ({error}); "
             "give a smaller size"
         ) from error
 
@@ -195,9 +191,9 @@ class OwnSpace:
         buffer, pool = (count * self.unit_bytes for count in units)
         self._arenas: dict[SpillKind, Arena] = {}
         if buffer and (device is not None or book_unit_bytes is not None):
-            self._arenas["buffer"] = Arena(buffer_memory(buffer, device), self.unit_bytes)
+            self._arenas["buffer"] = Arena(_memory_of("buffer", buffer, device), self.unit_bytes)
         if pool:
-            self._arenas["pool"] = Arena(pool_memory(pool, device), self.unit_bytes)
+            self._arenas["pool"] = Arena(_memory_of("pool", pool, device), self.unit_bytes)
 
     def blocks(self, block_ids: Sequence[int]) -> Room:
         """See Space."""

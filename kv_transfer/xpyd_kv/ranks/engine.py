@@ -48,7 +48,7 @@ class BookMemory:
 
     def __init__(self, engine: RankedEngine) -> None:
         layout = engine.layout
-        self._layout = KvLayout(
+        self.layout = KvLayout(
             layers=tuple(sorted(layer for stage in layout.stages for layer in stage)),
             kv_heads=layout.heads,
             head_dim=engine.head_dim,
@@ -56,11 +56,6 @@ class BookMemory:
             dtype=engine.dtype,
             block_bytes=layout.heads * layout.block_size * layout.row_bytes,
         )
-
-    @property
-    def layout(self) -> KvLayout:
-        """Of one that held all."""
-        return self._layout
 
     def block_view(self, layer: int, block_id: int) -> View:
         """Not in this process."""

@@ -10,20 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from xpyd_core.request_id import Address
 from xpyd_kv.memory.device import Event, View
 from xpyd_kv.ranks.handler import ComputeGate
 from xpyd_kv.session import pairs
 from xpyd_kv.session.events import ReceiveEnded, ReceiveEvent, ReceiveLanded, ReceiveQuiet
 from xpyd_kv.session.receiving import ReceiveSession
-from xpyd_kv.transport.api import Peer
+from xpyd_kv.transport.api import Handler, Peer
 from xpyd_kv.wire import messages as wire
 
 MakeSession = Callable[[Callable[[ReceiveEvent], None]], ReceiveSession]
 """A session that tells this function what becomes of its transfers."""
 
 
-class RankReceives:
+class RankReceives(Handler):
     """`report` must not call back before it returns. `written`: when what the model has enqueued
     is in the cache (None: it is), for which `gate` waits before a landing is opened: on a GPU the
     model may still read what the blocks held before."""
@@ -92,9 +91,6 @@ class RankReceives:
     def peer_up(self, peer: Peer) -> None:
         """A rank of P is there."""
         self._session_of(peer.hello.rank).peer_up(peer)
-
-    def dial_failed(self, address: Address, reason: str) -> None:
-        """D dials nobody."""
 
     def peer_down(self, peer: Peer, reason: str) -> None:
         """A rank of P is gone."""

@@ -18,7 +18,7 @@ from xpyd_kv.session.events import SendEnded, SendEvent, SendFlushed
 from xpyd_kv.session.outgoing import Granted, OfferRequest, ReadyArea
 from xpyd_kv.session.probing import ProbeResult
 from xpyd_kv.session.sending import SendSession
-from xpyd_kv.transport.api import Peer
+from xpyd_kv.transport.api import Handler, Peer
 from xpyd_kv.wire import messages as wire
 
 MakeSession = Callable[[Callable[[SendEvent], None]], SendSession]
@@ -36,7 +36,7 @@ class _Part:
     targets: dict[Address, int] | None = None
 
 
-class RankSends:
+class RankSends(Handler):
     """`report` must not call back before it returns."""
 
     def __init__(
@@ -243,11 +243,6 @@ class RankSends:
         """P takes no DATA."""
         assert peer.address is not None
         self._session_at(peer.address).data_begin(peer, header, length)
-
-    def data_end(
-        self, peer: Peer, header: wire.Data, checksum: bytes, *, stored: bool, intact: bool
-    ) -> None:
-        """Nothing to do: nothing was stored."""
 
     def tick(self, now: float) -> float | None:
         """Deadlines of all pairs."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from xpyd_core.errors import ProtocolError
-from xpyd_core.request_id import Address, TransferKey
+from xpyd_core.request_id import TransferKey
 from xpyd_kv.memory.api import Room
 from xpyd_kv.memory.device import View
 from xpyd_kv.metrics import KvMetrics
@@ -44,7 +44,7 @@ from xpyd_kv.session.incoming import (
 )
 from xpyd_kv.session.outgoing import cancel_of, cancelled_of
 from xpyd_kv.session.settings import SessionContext
-from xpyd_kv.transport.api import Peer
+from xpyd_kv.transport.api import Handler, Peer
 from xpyd_kv.values import OfferedPrompt
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.frames import MAX_NACK_FRAMES
@@ -53,7 +53,7 @@ from xpyd_kv.wire.frames import MAX_NACK_FRAMES
 _OVER = frozenset({"unknown", "stale", "finished", "released"})
 
 
-class ReceiveSession:
+class ReceiveSession(Handler):
     """All transfers that this process receives."""
 
     def __init__(
@@ -205,12 +205,6 @@ class ReceiveSession:
         self._arrivals.add(transfer)
 
     # --- Handler
-
-    def peer_up(self, peer: Peer) -> None:
-        """A P has connected: it will say what it has."""
-
-    def dial_failed(self, address: Address, reason: str) -> None:
-        """D dials nobody."""
 
     def peer_down(self, peer: Peer, reason: str) -> None:
         """Nothing of this P lands any more: what is not complete is lost."""

@@ -34,7 +34,7 @@ from xpyd_kv.session.outgoing import (
 )
 from xpyd_kv.session.probing import Probes
 from xpyd_kv.session.settings import MAX_LEASE_S, SessionContext
-from xpyd_kv.transport.api import Peer
+from xpyd_kv.transport.api import Handler, Peer
 from xpyd_kv.wire import messages as wire
 
 _UNGRANTED = frozenset({SendState.INIT, SendState.OFFERED})
@@ -42,7 +42,7 @@ _UNGRANTED = frozenset({SendState.INIT, SendState.OFFERED})
 _REPEAT_AT = 0.5
 
 
-class SendSession:
+class SendSession(Handler):
     """All transfers that this process sends."""
 
     def __init__(
@@ -182,11 +182,6 @@ class SendSession:
     def data_begin(self, peer: Peer, header: wire.Data, length: int) -> None:
         """P takes no DATA: to nowhere."""
         self._metrics.refused_data["role"] += 1
-
-    def data_end(
-        self, peer: Peer, header: wire.Data, checksum: bytes, *, stored: bool, intact: bool
-    ) -> None:
-        """Nothing to do: nothing was stored."""
 
     def tick(self, now: float) -> float | None:
         """Deadlines."""

@@ -61,14 +61,15 @@ class Peer(Protocol):
 
 
 class Handler(Protocol):
-    """What the session gives the Endpoint. Calls come one at a time, on the I/O thread."""
+    """What the session gives the Endpoint. Calls come one at a time, on the I/O thread. What a side
+    never needs does nothing: a D dials nobody, and to a P no DATA is stored."""
 
-    def peer_up(self, peer: Peer) -> None: ...
+    def peer_up(self, peer: Peer) -> None:
+        """The handshake with it has succeeded."""
 
     def dial_failed(self, address: Address, reason: str) -> None:
         """`connect(address)` came to nothing: `unreachable`, `auth`, `incompatible:<factor>`,
         `refused:<reason>`, `timeout`, `protocol`, `closed` (by our own close)."""
-        ...
 
     def peer_down(self, peer: Peer, reason: str) -> None:
         """The connection is closed; no byte of it lands any more, none of ours will be sent."""
@@ -92,7 +93,6 @@ class Handler(Protocol):
         """The frame's last byte has come. `checksum`: what P says that it is; eight zero bytes
         where DATA moves beside the socket. `stored`: data_begin gave views. `intact`: stored, and
         the checksum agrees."""
-        ...
 
     def tick(self, now: float) -> float | None:
         """Deadlines. Called after every turn of the loop that called the session, and at least when

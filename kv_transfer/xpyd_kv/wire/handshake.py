@@ -37,28 +37,6 @@ def auth_mac(key: bytes, *, by_dialler: bool, dialler_hello: bytes, acceptor_hel
     return digest.digest()
 
 
-def key_of(
-    mac: bytes,
-    keys: tuple[bytes, ...],
-    *,
-    by_dialler: bool,
-    dialler_hello: bytes,
-    acceptor_hello: bytes,
-) -> bytes | None:
-    """The one of `keys` that made `mac`, or None. Constant time for each key."""
-    found = None
-    for key in keys:
-        wanted = auth_mac(
-            key,
-            by_dialler=by_dialler,
-            dialler_hello=dialler_hello,
-            acceptor_hello=acceptor_hello,
-        )
-        if hmac.compare_digest(wanted, mac):
-            found = key
-    return found
-
-
 # P dials D in every mode.
 DIALLER_ROLE = "P"
 ACCEPTOR_ROLE = "D"
@@ -188,22 +166,20 @@ class Handshake:
         return "" if self.transport else errors.TRANSPORT
 
     def _receive_auth(self, auth: Auth) -> bytes:
-        dialler_hello, acceptor_hello = self._hellos()
-        key = key_of(
-            auth.mac,
-            self._ours.keys,
-            by_dialler=not self._dialler,
-            dialler_hello=dialler_hello,
-            acceptor_hello=acceptor_hello,
-        )
-        if key is None:
+        # All keys are tried, each in constant time.
+        shown = [
+            key
+            for key in self._ours.keys
+            if hmac.compare_digest(self._mac(key, by_dialler=not self._dialler), auth.mac)
+        ]
+        if not shown:
             self.refusal = RefusedError(errors.AUTH)
             return b"" if self._dialler else encode(Refuse(reason=errors.AUTH))
         self.expected = Layout
         layout = encode(self._ours.layout)
         # The acceptor signs with the key that the dialler has shown to hold: so a fleet whose
         # first key is being changed talks in every mixture in which the dialler's is accepted.
-        return layout if self._dialler else self._auth(key) + layout
+        return layout if self._dialler else self._auth(shown[-1]) + layout
 
     def _receive_layout(self, layout: Layout) -> bytes:
         assert self.hello is not None
@@ -221,18 +197,12 @@ class Handshake:
         return b""
 
     def _auth(self, key: bytes) -> bytes:
-        dialler_hello, acceptor_hello = self._hellos()
-        mac = auth_mac(
-            key,
-            by_dialler=self._dialler,
-            dialler_hello=dialler_hello,
-            acceptor_hello=acceptor_hello,
-        )
-        return encode(Auth(mac=mac))
+        return encode(Auth(mac=self._mac(key, by_dialler=self._dialler)))
 
-    def _hellos(self) -> tuple[bytes, bytes]:
-        pair = (self._our_hello, self._their_hello)
-        return pair if self._dialler else (pair[1], pair[0])
+    def _mac(self, key: bytes, *, by_dialler: bool) -> bytes:
+        hellos = (self._our_hello, self._their_hello)
+        dialler, acceptor = hellos if self._dialler else reversed(hellos)
+        return auth_mac(key, by_dialler=by_dialler, dialler_hello=dialler, acceptor_hello=acceptor)
 
 
 def _kind(dialler: Hello) -> Takes:

@@ -105,7 +105,15 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     factor: _Text = ""
 
 
-class Offer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class _OfTransfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Of one transfer, once or again (`epoch`)."""
+
+    uuid: _Uuid
+    prompt_index: _U16
+    epoch: _U32
+
+
+class Offer(_OfTransfer, frozen=True, kw_only=True, omit_defaults=True):
     """P -> D: KV of one prompt will come. Body: all token ids offered (4 x `tokens` bytes).
 
     The first `prompt_tokens` are the prompt's, the rest continue_from's. `digest` is SHA-256 of the
@@ -113,9 +121,6 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     room now and sends PULL when its request runs; the other modes ask for GRANT as soon as may be.
     """
 
-    uuid: _Uuid
-    prompt_index: _U16
-    epoch: _U32
     tokens: _Count
     prompt_tokens: _Count
     digest: _Mac
@@ -124,25 +129,29 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mode: Mode = "put_async"
 
 
-class Grant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Grant(_OfTransfer, frozen=True, kw_only=True, omit_defaults=True):
     """D -> P: send now, beginning behind the first `skip_tokens` tokens, which D has."""
 
-    uuid: _Uuid
-    prompt_index: _U16
-    epoch: _U32
     skip_tokens: _U32 = 0
 
 
-class Pull(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Pull(_OfTransfer, frozen=True, kw_only=True, omit_defaults=True):
     """D -> P: GRANT for an OFFER whose mode is get: the request runs now, send."""
 
-    uuid: _Uuid
-    prompt_index: _U16
-    epoch: _U32
     skip_tokens: _U32 = 0
 
 
-class Data(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class _Blocks(_OfTransfer, frozen=True, kw_only=True, omit_defaults=True):
+    """Of blocks [first_block, end_block) of layers [first_layer, end_layer)."""
+
+    seq: _U32
+    first_layer: _U16
+    end_layer: _U16
+    first_block: _U32
+    end_block: _U32
+
+
+class Data(_Blocks, frozen=True, kw_only=True, omit_defaults=True):
     """P -> D: whole blocks of a layer group. Body: for each layer of [first_layer, end_layer), for
     each block of [first_block, end_block) of the prompt, its `block_bytes` bytes; behind them their
     xxh3-64, big-endian, so that P can send while it sums up.
@@ -151,68 +160,39 @@ class Data(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `seq` counts the transfer's DATA frames from 0.
     """
 
-    uuid: _Uuid
-    prompt_index: _U16
-    epoch: _U32
-    seq: _U32
-    first_layer: _U16
-    end_layer: _U16
-    first_block: _U32
-    end_block: _U32
 
-
-class Commit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Commit(_OfTransfer, frozen=True, kw_only=True, omit_defaults=True):
     """P -> D: that was all. `frames` and `total_bytes` sent; `digest` = SHA-256 over the frames'
     checksums in the order of their seq."""
 
-    uuid: _Uuid
-    prompt_index: _U16
-    epoch: _U32
     frames: _U32
     total_bytes: _U63
     digest: _Mac
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Done(_OfTransfer, frozen=True, kw_only=True, omit_defaults=True):
     """D -> P: all bytes stand and agree with COMMIT."""
 
-    uuid: _Uuid
-    prompt_index: _U16
-    epoch: _U32
 
-
-class Nack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Nack(_OfTransfer, frozen=True, kw_only=True, omit_defaults=True):
     """D -> P: these DATA frames (body: their seq as u32) are missing or broken; send them again."""
 
-    uuid: _Uuid
-    prompt_index: _U16
-    epoch: _U32
     frames: _Count
 
 
-class Cancel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Cancel(_OfTransfer, frozen=True, kw_only=True, omit_defaults=True):
     """Either side: give this transfer up. Also D's answer to a frame of an unknown or stale one."""
 
-    uuid: _Uuid
-    prompt_index: _U16
-    epoch: _U32
     reason: _Text = ""
 
 
-class Cancelled(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Cancelled(_OfTransfer, frozen=True, kw_only=True, omit_defaults=True):
     """The answer: from the sender of DATA, no byte of it follows; from D, none will be written."""
 
-    uuid: _Uuid
-    prompt_index: _U16
-    epoch: _U32
 
-
-class Lease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Lease(_OfTransfer, frozen=True, kw_only=True, omit_defaults=True):
     """D -> P: this OFFER stays for `ttl_ms` from receipt: deferred, or renewed while it waits."""
 
-    uuid: _Uuid
-    prompt_index: _U16
-    epoch: _U32
     ttl_ms: _U32
 
 
@@ -241,18 +221,9 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     size_bytes: _Size
 
 
-class Shared(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Shared(_Blocks, frozen=True, kw_only=True, omit_defaults=True):
     """P -> D: what DATA is, but the bytes stand in P's memory. Body: where, in DATA's order, as
     runs (offset u64, length u32)."""
-
-    uuid: _Uuid
-    prompt_index: _U16
-    epoch: _U32
-    seq: _U32
-    first_layer: _U16
-    end_layer: _U16
-    first_block: _U32
-    end_block: _U32
 
 
 class Copied(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
