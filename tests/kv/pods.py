@@ -21,7 +21,7 @@ from xpyd_kv.transport.settings import Identity
 from xpyd_kv.values import KvLayout, Landed, NoKv, Wait
 from xpyd_kv.wire.fit import wire_layout
 
-PATIENCE_S = 10.0
+PATIENCE_S = 20.0
 KEY = b"the fleet's key, long enough"
 MAX_TOKENS = 1000
 WIRE_LAYOUT = wire_layout(LAYOUT, factors={"model": "m"}, max_tokens=MAX_TOKENS)
@@ -106,10 +106,11 @@ def pods(settings: KvSettings | None = None) -> Iterator[tuple[Pod, Pod]]:
         yield p, d
 
 
-def until(condition: Callable[[], Any]) -> Any:
+def until(condition: Callable[[], Any], what: str = "it") -> Any:
+    """What `condition` gives once it gives something: what another thread does."""
     deadline = time.monotonic() + PATIENCE_S
     while not (value := condition()):
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, f"{what} did not happen in time"
         time.sleep(0.001)
     return value
 

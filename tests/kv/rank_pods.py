@@ -10,13 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from tests.kv.kvfakes import FakeMemory, FakePool
+from tests.kv.pods import KEY, MAX_TOKENS
 from xpyd_core.blocks import blocks_for
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.build import build
+from xpyd_kv.connector.build import Connector, build
 from xpyd_kv.metrics import EndpointCounters
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.ranks.build import RankPart, build_rank
@@ -27,11 +29,9 @@ from xpyd_kv.transport.endpoint import TcpEndpoint
 from xpyd_kv.transport.host.shared_memory import SharedMemory, SharedMemoryPath
 from xpyd_kv.transport.settings import Identity
 from xpyd_kv.values import KvLayout, Landed, NoKv
+from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.fit import wire_layout
 
-PATIENCE_S = 20.0
-KEY = b"the fleet's key, long enough"
-MAX_TOKENS = 1000
 HOST = "127.0.0.1"
 ROW_BYTES = 8
 
@@ -97,8 +97,82 @@ class _End:
                 self._handle(message)
 
 
-class Side:
-    """A P or a D of any layout."""
+class RankedSide:
+    """A P or a D of any layout, whose caches say whose KV they hold."""
+
+    def __init__(self, role: Literal["P", "D"], engine: EngineLayout, blocks: int) -> None:
+        self.role: Literal["P", "D"] = role
+        self.engine = engine
+        self.pool = FakePool(blocks, engine.block_size)
+        self.is_ranked = engine.num_ranks > 1
+        self.memories: list[FakeMemory] = []
+        self.parts: list[RankPart] = []
+
+    def connector(
+        self,
+        channels: Sequence[Any],
+        make: Callable[[Handler, wire.Layout], Any],
+        addresses: Callable[[], tuple[Address, ...]],
+        **options: Any,
+    ) -> Connector:
+        """The engine's half. `make` makes its endpoint, given what its LAYOUT says; `addresses`: of
+        a D's ranks."""
+        ranked = RankedEngine(layout=self.engine, channels=channels, dtype="float32", head_dim=1)
+
+        def make_endpoint(handler: Handler) -> Any:
+            said: dict[str, Any] = {"factors": {"model": "m"}, "max_tokens": MAX_TOKENS}
+            if self.is_ranked:
+                layout = engine_wire_layout(ranked, ranks=addresses(), **said)
+            else:
+                layout = wire_layout(self.memories[0].layout, **said)
+            return make(handler, layout)
+
+        return build(
+            self.role,
+            make_endpoint=make_endpoint,
+            memory=BookMemory(ranked) if self.is_ranked else self.memories[0],
+            pool=self.pool,
+            wake=lambda: None,
+            ranks=ranked if self.is_ranked else None,
+            **options,
+        )
+
+    def layout_of(self, rank: int) -> wire.Layout:
+        """What a rank's endpoint says of its cache."""
+        cache = layout_of(self.engine, rank)
+        factors = {"model": "m"}
+        return wire_layout(cache, factors=factors, max_tokens=MAX_TOKENS, engine=self.engine)
+
+    def wanted(self, rank: int, layer: int, seed: int, index: int) -> bytes:
+        """What a prompt's `index`-th block holds in this layer of the rank."""
+        engine, size = self.engine, self.engine.block_size
+        absolute = engine.layers_of(rank)[layer]
+        return b"".join(
+            row_of(seed, absolute, head, token)
+            for head in engine.heads_of(rank)
+            for token in range(index * size, (index + 1) * size)
+        )
+
+    def holds(self, blocks: Sequence[int], seed: int, tokens: int) -> bool:
+        """Whether every rank's blocks hold the prompt's KV, as far as it reaches."""
+        size = self.engine.block_size
+        for rank, memory in enumerate(self.memories):
+            for layer in range(len(memory.layout.layers)):
+                for index, block in enumerate(blocks):
+                    found = self._read(rank, memory.block_view(layer, block))
+                    wanted = self.wanted(rank, layer, seed, index)
+                    used = min(size, tokens - index * size) * ROW_BYTES
+                    for at in range(0, len(found), size * ROW_BYTES):
+                        if found[at : at + used] != wanted[at : at + used]:
+                            return False
+        return True
+
+    def _read(self, rank: int, view: Any) -> Any:
+        return view
+
+
+class Side(RankedSide):
+    """With real endpoints, each rank's with an I/O thread of its own."""
 
     def __init__(
         self,
@@ -110,39 +184,39 @@ class Side:
         transports: tuple[str, ...] = ("tcp",),
         folder: Path | None = None,
     ) -> None:
-        self.role: Literal["P", "D"] = role
-        self.engine = engine
+        super().__init__(role, engine, blocks)
         self.settings = settings or KvSettings()
-        self.pool = FakePool(blocks, engine.block_size)
         self._options: dict[str, Any] = {"transports": transports, "socket_dir": folder}
         self.shared = [self._share(rank, blocks) for rank in range(engine.num_ranks)]
         self.memories = [
             FakeMemory(blocks, layout_of(engine, rank), shared and shared.buffer)
             for rank, shared in enumerate(self.shared)
         ]
-        self.parts: list[RankPart] = []
         self.given_up: list[str] = []
         self.pipes: list[Pipe] = []
-        self.is_ranked = engine.num_ranks > 1
-        if self.is_ranked:
-            for rank in range(engine.num_ranks):
-                self._start_rank(rank)
-        ranked = RankedEngine(
-            layout=engine,
-            channels=[pipe.of_engine for pipe in self.pipes],
-            dtype="float32",
-            head_dim=1,
-        )
-        self.kv = build(
-            role,
-            make_endpoint=self._make_main(ranked),
-            memory=BookMemory(ranked) if self.is_ranked else self.memories[0],
-            pool=self.pool,
-            wake=lambda: None,
+        for rank in range(engine.num_ranks if self.is_ranked else 0):
+            self._start_rank(rank)
+        self.kv = self.connector(
+            [pipe.of_engine for pipe in self.pipes],
+            partial(self._endpoint, takes="engines" if self.is_ranked else "both"),
+            lambda: self.addresses,
             settings=self.settings,
-            ranks=ranked if self.is_ranked else None,
         )
         self.kv.endpoint.start()
+
+    def _endpoint(
+        self, handler: Handler, layout: wire.Layout, rank: int = 0, **options: Any
+    ) -> TcpEndpoint:
+        return TcpEndpoint(
+            handler,
+            identity=Identity(f"pod-{self.role}", f"incarnation-{self.role}", self.role, rank),
+            layout=layout,
+            keys=(KEY,),
+            listen=Address(HOST, 0) if self.role == "D" else None,
+            paths=(SharedMemoryPath(self.shared[rank]),),
+            **self._options,
+            **options,
+        )
 
     def _share(self, rank: int, blocks: int) -> SharedMemory | None:
         if self.role != "P" or "shm" not in self._options["transports"]:
@@ -151,28 +225,13 @@ class Side:
 
     def _start_rank(self, rank: int) -> None:
         pipe = Pipe()
-        layout = layout_of(self.engine, rank)
         counters = EndpointCounters()
-
-        def make(handler: Handler) -> TcpEndpoint:
-            return TcpEndpoint(
-                handler,
-                counters=counters,
-                identity=Identity(f"pod-{self.role}", f"incarnation-{self.role}", self.role, rank),
-                layout=wire_layout(
-                    layout, factors={"model": "m"}, max_tokens=MAX_TOKENS, engine=self.engine
-                ),
-                keys=(KEY,),
-                takes="ranks",
-                listen=Address(HOST, 0) if self.role == "D" else None,
-                paths=(SharedMemoryPath(self.shared[rank]),),
-                **self._options,
-            )
-
         part = build_rank(
             self.role,
             channel=pipe.of_rank,
-            make_endpoint=make,
+            make_endpoint=lambda handler: self._endpoint(
+                handler, self.layout_of(rank), rank, takes="ranks", counters=counters
+            ),
             memory=self.memories[rank],
             engine=self.engine,
             settings=self.settings,
@@ -182,29 +241,6 @@ class Side:
         part.endpoint.start()
         self.pipes.append(pipe)
         self.parts.append(part)
-
-    def _make_main(self, ranked: RankedEngine) -> Callable[[Handler], TcpEndpoint]:
-        def make(handler: Handler) -> TcpEndpoint:
-            factors = {"model": "m"}
-            if self.is_ranked:
-                said = engine_wire_layout(
-                    ranked, factors=factors, max_tokens=MAX_TOKENS, ranks=self.addresses
-                )
-            else:
-                layout = self.memories[0].layout
-                said = wire_layout(layout, factors=factors, max_tokens=MAX_TOKENS)
-            return TcpEndpoint(
-                handler,
-                identity=Identity(f"pod-{self.role}", f"incarnation-{self.role}", self.role),
-                layout=said,
-                keys=(KEY,),
-                takes="engines" if self.is_ranked else "both",
-                listen=Address(HOST, 0) if self.role == "D" else None,
-                paths=(SharedMemoryPath(self.shared[0]),),
-                **self._options,
-            )
-
-        return make
 
     @property
     def addresses(self) -> tuple[Address, ...]:
@@ -278,40 +314,13 @@ class Side:
     ) -> None:
         for index in indices:
             view = self.memories[rank].block_view(layer, blocks[index])
-            self._write(rank, view, self._wanted(rank, layer, seed, index))
+            self._write(rank, view, self.wanted(rank, layer, seed, index))
 
     def _write(self, rank: int, view: Any, data: bytes) -> None:
         """The model of that rank writes it."""
         view[:] = data
 
-    def _read(self, rank: int, view: Any) -> Any:
-        return view
-
-    def _wanted(self, rank: int, layer: int, seed: int, index: int) -> bytes:
-        engine = self.engine
-        absolute = engine.layers_of(rank)[layer]
-        size = engine.block_size
-        return b"".join(
-            row_of(seed, absolute, head, token)
-            for head in engine.heads_of(rank)
-            for token in range(index * size, (index + 1) * size)
-        )
-
     # --- D's engine
-
-    def holds(self, blocks: Sequence[int], seed: int, tokens: int) -> bool:
-        """Whether every rank's blocks hold the prompt's KV, as far as it reaches."""
-        size = self.engine.block_size
-        for rank, memory in enumerate(self.memories):
-            for layer in range(len(memory.layout.layers)):
-                for index, block in enumerate(blocks):
-                    found = self._read(rank, memory.block_view(layer, block))
-                    wanted = self._wanted(rank, layer, seed, index)
-                    used = min(size, tokens - index * size) * ROW_BYTES
-                    for at in range(0, len(found), size * ROW_BYTES):
-                        if found[at : at + used] != wanted[at : at + used]:
-                            return False
-        return True
 
     def admit(self, key: TransferKey, ids: Sequence[int]) -> Landed | NoKv | None:
         consumer = self.kv.consumer
@@ -343,11 +352,3 @@ def sides(p: EngineLayout, d: EngineLayout, **options: Any) -> Iterator[tuple[Si
             at_p.close()
     finally:
         at_d.close()
-
-
-def until(condition: Callable[[], Any], what: str = "") -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"it did not come: {what}"
-        time.sleep(0.001)
-    return value

@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tests.kv.kvfakes import FakeMemory, FakePool
-from tests.kv.rank_pods import MAX_TOKENS, layout_of, row_of
+from tests.kv.kvfakes import FakeMemory
+from tests.kv.rank_pods import RankedSide, layout_of
 from xpyd_core.request_id import Address
-from xpyd_kv.connector.build import build
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.plan.pairs import Pair
-from xpyd_kv.ranks.build import RankPart, build_rank
-from xpyd_kv.ranks.engine import BookMemory, RankedEngine, engine_wire_layout
+from xpyd_kv.ranks.build import build_rank
 from xpyd_kv.session.settings import KvSettings
 from xpyd_kv.transport.api import Handler
 from xpyd_kv.wire import messages as wire
-from xpyd_kv.wire.fit import wire_layout
 
 if TYPE_CHECKING:
     from tests.kv.rank_sim import Sim
@@ -124,55 +121,37 @@ def _no_device(reason: str) -> None:
     raise AssertionError(f"a rank on a CPU gives up: {reason}")
 
 
-class SimSide:
+class SimSide(RankedSide):
     """A P or a D."""
 
     def __init__(
         self, sim: Sim, role: Role, engine: EngineLayout, settings: KvSettings, blocks: int
     ) -> None:
-        self.sim, self.role, self.engine = sim, role, engine
-        self.pool = FakePool(blocks, engine.block_size)
+        super().__init__(role, engine, blocks)
+        self.sim = sim
         self.memories = [
             FakeMemory(blocks, layout_of(engine, rank)) for rank in range(engine.num_ranks)
         ]
         self.nodes: list[Node] = []
         self.ends: list[tuple[End, End]] = []
-        self.parts: list[RankPart] = []
         host = "127.0.0.1" if role == "P" else "127.0.0.2"
         self.address = Address(host, 21001)
-        self.is_ranked = engine.num_ranks > 1
         ranks = [Address(host, 21002 + rank) for rank in range(engine.num_ranks)]
         for rank in range(engine.num_ranks if self.is_ranked else 0):
             self._add_rank(rank, ranks[rank], settings)
-        ranked = RankedEngine(
-            layout=engine, channels=[a for a, _ in self.ends], dtype="float32", head_dim=1
-        )
-
-        def make(handler: Handler) -> Any:
-            node = self._node(None, self.address, handler)
-            if self.is_ranked:
-                addresses = tuple(ranks) if role == "D" else ()
-                node.layout = engine_wire_layout(
-                    ranked, factors={}, max_tokens=MAX_TOKENS, ranks=addresses
-                )
-            else:
-                node.layout = wire_layout(layout_of(engine, 0), factors={}, max_tokens=MAX_TOKENS)
-            return node
-
-        self.kv = build(
-            role,
-            make_endpoint=make,
-            memory=BookMemory(ranked) if self.is_ranked else self.memories[0],
-            pool=self.pool,
-            wake=lambda: None,
+        self.kv = self.connector(
+            [end for end, _ in self.ends],
+            lambda handler, layout: self._node(None, self.address, handler, layout),
+            lambda: tuple(ranks) if role == "D" else (),
             settings=settings,
             clock=sim.clock,
-            ranks=ranked if self.is_ranked else None,
         )
 
-    def _node(self, rank: int | None, address: Address, handler: Handler) -> Node:
+    def _node(
+        self, rank: int | None, address: Address, handler: Handler, layout: wire.Layout
+    ) -> Any:
         node = Node(self.sim, self, rank, address)
-        node.handler = handler
+        node.handler, node.layout = handler, layout
         self.nodes.append(node)
         self.sim.by_address[address] = node
         return node
@@ -181,19 +160,14 @@ class SimSide:
         ends = End(self.sim), End(self.sim)
         ends[0].other, ends[1].other = ends[1], ends[0]
 
-        def make(handler: Handler) -> Any:
-            node = self._node(rank, address, handler)
-            node.layout = wire_layout(
-                layout_of(self.engine, rank), factors={}, max_tokens=MAX_TOKENS, engine=self.engine
-            )
-            return node
-
         self.ends.append(ends)
         self.parts.append(
             build_rank(
                 self.role,
                 channel=ends[1],
-                make_endpoint=make,
+                make_endpoint=lambda handler: self._node(
+                    rank, address, handler, self.layout_of(rank)
+                ),
                 memory=self.memories[rank],
                 engine=self.engine,
                 settings=settings,
@@ -219,24 +193,3 @@ class SimSide:
                             f"{what} block {block}, held by none"
                         )
                         assert rest + len(view) <= size * self.pool.num_blocks
-
-    def bytes_of(self, rank: int, layer: int, seed: int, index: int) -> bytes:
-        engine, size = self.engine, self.engine.block_size
-        absolute = engine.layers_of(rank)[layer]
-        return b"".join(
-            row_of(seed, absolute, head, token)
-            for head in engine.heads_of(rank)
-            for token in range(index * size, (index + 1) * size)
-        )
-
-    def check_holds(self, blocks: Sequence[int], seed: int, tokens: int) -> None:
-        """Every rank's blocks hold the prompt's KV, as far as it reaches."""
-        size = self.engine.block_size
-        for rank, memory in enumerate(self.memories):
-            for layer in range(len(memory.layout.layers)):
-                for index, block in enumerate(blocks):
-                    found = memory.block_view(layer, block)
-                    wanted = self.bytes_of(rank, layer, seed, index)
-                    used = min(size, tokens - index * size) * 8
-                    for at in range(0, len(found), size * 8):
-                        assert found[at : at + used] == wanted[at : at + used], "wrong KV"

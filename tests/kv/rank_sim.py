@@ -222,7 +222,7 @@ class Sim:
             for layer in range(len(memory.layout.layers)):
                 for index in indices:
                     view = memory.block_view(layer, prompt.blocks[index])
-                    view[:] = self.p.bytes_of(rank, layer, prompt.ids[0], index)
+                    view[:] = self.p.wanted(rank, layer, prompt.ids[0], index)
                 (sender or self.p.kv.producer).layer_done(layer)
             if sender is not None:
                 sender.step_done(failed=False)
@@ -250,14 +250,14 @@ class Sim:
             answer = consumer.admit(prompt.key, prompt.ids, seats=4, now=self.now)
             if isinstance(answer, Landed):
                 prompt.at_d, prompt.held = "landed", answer.block_ids
-                self.d.check_holds(answer.block_ids, prompt.ids[0], len(prompt.ids))
+                assert self.d.holds(answer.block_ids, prompt.ids[0], len(prompt.ids))
             elif isinstance(answer, NoKv):
                 prompt.at_d = answer.reason
 
     def finish(self, prompt: Prompt) -> None:
         """The request is over at D: its KV was right until now."""
         if prompt.held:
-            self.d.check_holds(prompt.held, prompt.ids[0], len(prompt.ids))
+            assert self.d.holds(prompt.held, prompt.ids[0], len(prompt.ids))
             self.d.pool.release(prompt.held)
             prompt.held = ()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import socket
 
-from tests.kv.rank_pods import address_of, engine_of, sides, until
+from tests.kv.pods import until
+from tests.kv.rank_pods import address_of, engine_of, sides
 from tests.kv.test_ranks_pairs import IDS, ONE, TWO, move
 from xpyd_kv.metrics import (
     MAX_NAMES,

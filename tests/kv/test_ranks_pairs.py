@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kv.rank_pods import Side, address_of, engine_of, sides, until
+from tests.kv.pods import until
+from tests.kv.rank_pods import Side, address_of, engine_of, sides
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.frames import FrameLimits

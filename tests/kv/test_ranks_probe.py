@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kv.rank_pods import Side, address_of, engine_of, sides, until
+from tests.kv.pods import until
+from tests.kv.rank_pods import Side, address_of, engine_of, sides
 from tests.kv.test_ranks_pairs import ONE, engines
 from xpyd_kv.session.probing import PairProbe, ProbeResult
 

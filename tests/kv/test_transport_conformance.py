@@ -8,10 +8,10 @@ import threading
 import msgspec
 import pytest
 
+from tests.kv.pods import KEY, until
 from tests.kv.transport_kit import (
     BLOCK_BYTES,
     CONFORMING,
-    KEY,
     UUID,
     Puppet,
     Recorder,
@@ -20,11 +20,10 @@ from tests.kv.transport_kit import (
     data_header,
     dial,
     is_closed,
-    network,
+    networks,
     raw_data,
     run,
     send_data,
-    until,
 )
 from tests.kv.wire_samples import KEYS, LAYOUT, SAMPLES
 from xpyd_core.request_id import Address
@@ -37,10 +36,7 @@ from xpyd_kv.wire.messages import Cancel, Goaway, Grant, Lease, Offer
 OFFER = next(sample for sample in SAMPLES if isinstance(sample.message, Offer))
 
 
-@pytest.fixture(params=(*CONFORMING, "striped"))
-def net(request):
-    with network(request.param) as net:
-        yield net
+net = networks(*CONFORMING, "striped")
 
 
 def test_both_sides_meet_and_talk(net):

@@ -5,16 +5,16 @@ import random
 import pytest
 
 from tests.kv.gpu_kit import FakeGpus
+from tests.kv.pods import until
 from tests.kv.transport_kit import (
     BLOCK_BYTES,
     HOST,
     Puppet,
     address_of,
     data_header,
-    network,
+    networks,
     run,
     send_data,
-    until,
 )
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.memory.device import DeviceView
@@ -30,10 +30,7 @@ from xpyd_kv.wire.messages import Copied, Region
 WITH_TCP = {"transports": ("cuda_ipc", "tcp")}
 
 
-@pytest.fixture
-def net():
-    with network("cuda_ipc") as net:
-        yield net
+net = networks("cuda_ipc")
 
 
 @pytest.fixture

@@ -3,9 +3,14 @@
 import socket
 import threading
 
-import pytest
-
-from tests.kv.transport_kit import BLOCK_BYTES, SHARED, Puppet, data_header, network, send_data
+from tests.kv.transport_kit import (
+    BLOCK_BYTES,
+    SHARED,
+    Puppet,
+    data_header,
+    networks,
+    send_data,
+)
 from xpyd_kv.spans import Span
 from xpyd_kv.transport.host.data_path import pack
 from xpyd_kv.transport.host.shared_memory import SharedMemoryBorrower, SharedMemoryPath
@@ -53,10 +58,7 @@ class SlowFetch:
         return self.path.permits.acquire(blocking=False) and self.start().poll()
 
 
-@pytest.fixture
-def net():
-    with network("shm") as net:
-        yield net
+net = networks("shm")
 
 
 def slow_pair(net, **times):

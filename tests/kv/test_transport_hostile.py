@@ -14,22 +14,21 @@ import threading
 
 import pytest
 
+from tests.kv.pods import PATIENCE_S, until
 from tests.kv.transport_kit import (
     BLOCK_BYTES,
     KINDS,
-    PATIENCE_S,
     QUICK,
     Puppet,
     address_of,
     broken,
     dial,
     is_closed,
-    network,
+    networks,
     protocol_error,
     raw_data,
     run,
     send_data,
-    until,
 )
 from tests.kv.wire_samples import KEYS, SAMPLES
 from xpyd_kv.transport.settings import Bounds, Deadlines
@@ -39,10 +38,7 @@ from xpyd_kv.wire.messages import Cancel, Done, Ping, Refuse
 SAMPLE = {sample.name: sample for sample in SAMPLES}
 
 
-@pytest.fixture(params=KINDS)
-def net(request):
-    with network(request.param) as net:
-        yield net
+net = networks(*KINDS)
 
 
 def huge(number):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kv.nccl_kit import NcclWorld
+from tests.kv.pods import until
 from tests.kv.transport_kit import (
     BLOCK_BYTES,
     Puppet,
@@ -16,7 +17,6 @@ from tests.kv.transport_kit import (
     network,
     run,
     send_data,
-    until,
 )
 from xpyd_core.errors import UserError
 from xpyd_kv.memory.device import DeviceView

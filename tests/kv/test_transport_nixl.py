@@ -17,7 +17,7 @@ from tests.kv.transport_kit import (
     SHARED,
     Puppet,
     data_header,
-    network,
+    networks,
     run,
     send_data,
 )
@@ -182,10 +182,7 @@ def test_ucx_without_tcp_is_refused_by_name():
 # --- over real connections
 
 
-@pytest.fixture
-def net():
-    with network("nixl") as net:
-        yield net
+net = networks("nixl")
 
 
 def pair_with(net, *, lends, lands, unit=BLOCK_BYTES, its_unit=BLOCK_BYTES):

@@ -2,16 +2,16 @@
 
 import pytest
 
+from tests.kv.pods import until
 from tests.kv.test_transport_shm import region, say
 from tests.kv.transport_kit import (
     BLOCK_BYTES,
     KINDS,
     SHARED,
     Puppet,
-    network,
+    networks,
     run,
     send_data,
-    until,
 )
 from xpyd_kv.spans import Span
 from xpyd_kv.transport.host.data_path import pack
@@ -21,17 +21,10 @@ from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.handshake import LENT
 from xpyd_kv.wire.messages import MAX_PROBE_BYTES, Probe, Probed
 
-
-@pytest.fixture(params=KINDS)
-def net(request):
-    with network(request.param) as net:
-        yield net
+net = networks(*KINDS)
 
 
-@pytest.fixture
-def shm():
-    with network("shm") as net:
-        yield net
+shm = networks("shm")
 
 
 def probe(**changes):

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from tests.kv.pods import until
 from tests.kv.transport_kit import (
     BLOCK_BYTES,
     KINDS,
@@ -11,27 +12,19 @@ from tests.kv.transport_kit import (
     Puppet,
     dial,
     is_closed,
-    network,
+    networks,
     raw_data,
     run,
     send_data,
-    until,
 )
 from xpyd_kv.transport.host.shared_memory import SharedMemoryBorrower, SharedMemoryPath
 from xpyd_kv.transport.settings import Deadlines
 from xpyd_kv.transport.stream.registry import MISMATCHES, Quarantine
 
-
-@pytest.fixture(params=KINDS)
-def net(request):
-    with network(request.param) as net:
-        yield net
+net = networks(*KINDS)
 
 
-@pytest.fixture
-def shm():
-    with network("shm") as net:
-        yield net
+shm = networks("shm")
 
 
 def broken_frame(seq):

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kv.pods import until
 from tests.kv.transport_kit import (
     BLOCK_BYTES,
     SHARED,
@@ -21,9 +22,9 @@ from tests.kv.transport_kit import (
     data_header,
     is_closed,
     network,
+    networks,
     run,
     send_data,
-    until,
 )
 from xpyd_core.errors import UserError
 from xpyd_kv.spans import Span
@@ -36,10 +37,7 @@ from xpyd_kv.wire.messages import Copied, Goaway, Refuse, Region
 FRAME = 4 * 2**20
 
 
-@pytest.fixture
-def net():
-    with network("shm") as net:
-        yield net
+net = networks("shm")
 
 
 @pytest.fixture

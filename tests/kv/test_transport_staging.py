@@ -8,17 +8,17 @@ import pytest
 
 from tests.kv.device_fake import Machine
 from tests.kv.gpu_kit import FakeGpus
+from tests.kv.pods import until
 from tests.kv.transport_kit import (
     BLOCK_BYTES,
     SLAB_BYTES,
     Puppet,
     data_header,
     dial,
-    network,
+    networks,
     raw_data,
     run,
     send_data,
-    until,
 )
 from tests.kv.wire_samples import KEYS
 from xpyd_core.errors import UserError
@@ -30,10 +30,7 @@ from xpyd_kv.wire.messages import Cancel, Commit
 COMMIT = Commit(**KEYS, frames=1, total_bytes=BLOCK_BYTES, digest=bytes(32))
 
 
-@pytest.fixture(params=["tcp+gpu", "uds+gpu"])
-def net(request):
-    with network(request.param) as net:
-        yield net
+net = networks("tcp+gpu", "uds+gpu")
 
 
 @pytest.fixture

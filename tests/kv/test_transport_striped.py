@@ -13,19 +13,18 @@ from contextlib import closing
 import pytest
 
 from tests.e2e.relay import Relay
+from tests.kv.pods import KEY, PATIENCE_S, until
 from tests.kv.transport_kit import (
     BLOCK_BYTES,
-    KEY,
-    PATIENCE_S,
     Puppet,
     address_of,
     data_header,
     dial,
     is_closed,
     network,
+    networks,
     run,
     send_data,
-    until,
 )
 from xpyd_core.request_id import Address
 from xpyd_kv.spans import Span
@@ -42,10 +41,7 @@ GROUP = "0123456789abcdef"
 BODY = random.Random(5).randbytes(7 * BLOCK_BYTES)
 
 
-@pytest.fixture
-def net():
-    with network("striped") as net:
-        yield net
+net = networks("striped")
 
 
 def puppet(net, d, *, link=0, group=GROUP, incarnation="i", key=KEY, engine_id="p"):

@@ -5,15 +5,14 @@ import threading
 
 import pytest
 
+from tests.kv.pods import KEY, until
 from tests.kv.transport_kit import (
     BLOCK_BYTES,
-    KEY,
     Puppet,
     address_of,
-    network,
+    networks,
     raw_data,
     run,
-    until,
 )
 from tests.kv.wire_samples import LAYOUT, SAMPLES
 from xpyd_core.errors import UserError
@@ -25,10 +24,7 @@ from xpyd_kv.wire.messages import Offer
 OFFER = next(sample for sample in SAMPLES if isinstance(sample.message, Offer))
 
 
-@pytest.fixture
-def net():
-    with network("tcp") as net:
-        yield net
+net = networks("tcp")
 
 
 @pytest.mark.parametrize("host", ["localhost", "example.invalid", ""])

@@ -11,16 +11,16 @@ from contextlib import closing
 import msgspec
 import pytest
 
-from tests.kv.pods import PATIENCE_S, admitted, ids_of, key_of, pods, send, settled
+from tests.kv.pods import PATIENCE_S, admitted, ids_of, key_of, pods, send, settled, until
 from tests.kv.transport_kit import (
     BLOCK_BYTES,
     Puppet,
     address_of,
     network,
+    networks,
     raw_data,
     run,
     send_data,
-    until,
 )
 from tests.kv.wire_samples import LAYOUT
 from xpyd_core.request_id import Address
@@ -32,16 +32,10 @@ from xpyd_kv.wire.messages import CHECKSUM_BYTES
 ON_HOST = ("tcp", "uds")
 
 
-@pytest.fixture(params=[*ON_HOST, "tcp+gpu", "uds+gpu"])
-def net(request):
-    with network(request.param) as net:
-        yield net
+net = networks(*ON_HOST, "tcp+gpu", "uds+gpu")
 
 
-@pytest.fixture(params=ON_HOST)
-def host_net(request):
-    with network(request.param) as net:
-        yield net
+host_net = networks(*ON_HOST)
 
 
 def body_of(blocks, seed=1):

@@ -7,7 +7,14 @@ import stat
 
 import pytest
 
-from tests.kv.transport_kit import SHARED, Puppet, address_of, dial, network, run
+from tests.kv.transport_kit import (
+    SHARED,
+    Puppet,
+    address_of,
+    dial,
+    networks,
+    run,
+)
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import Address
 from xpyd_kv.transport.host.shared_memory import SharedMemoryPath
@@ -18,10 +25,7 @@ ALL = {"transports": TRANSPORTS}
 HERE = Address("127.0.0.1", 21001)
 
 
-@pytest.fixture
-def net():
-    with network("uds") as net:
-        yield net
+net = networks("uds")
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import os
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import pytest
 from tests.kv import nixl_kit
 from tests.kv.gpu_kit import REGION_BYTES, FakeGpus, Gpus, RealGpus
 from tests.kv.nccl_kit import NcclWorld
+from tests.kv.pods import KEY, PATIENCE_S
 from tests.kv.wire_samples import LAYOUT, SAMPLES
 from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address
@@ -39,10 +39,8 @@ from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.handshake import LENT, OVER_TCP, Terms
 from xpyd_kv.wire.messages import CHECKSUM_BYTES, MAX_PROBE_BYTES, Data, Hello, Layout
 
-KEY = b"the fleet's key, long enough"
 UUID = "0123456789abcdef" * 2
 BLOCK_BYTES = LAYOUT.block_bytes
-PATIENCE_S = 20.0
 QUICK = Deadlines(connect_s=0.2, auth_s=0.2, ping_s=30.0, failed_auth_s=30.0)
 KINDS = ("tcp", "uds", "shm")
 """Transports of host memory."""
@@ -337,6 +335,17 @@ def network(transport: str) -> Iterator[Net]:
         assert net.files_of_endpoints() == []
 
 
+def networks(*transports: Any) -> Any:
+    """A fixture: a Net of each of these transports."""
+
+    @pytest.fixture(params=transports)
+    def net(request: Any) -> Iterator[Net]:
+        with network(request.param) as made:
+            yield made
+
+    return net
+
+
 def run(end: TcpEndpoint, function: Callable[[], Any]) -> Any:
     """`function` on the I/O thread; what it returned or raised."""
     done, result = threading.Event(), []
@@ -467,14 +476,6 @@ def cuts(buffer: memoryview, sizes: Iterator[int]) -> list[memoryview]:
         views.append(buffer[start : start + size])
         start += size
     return views
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does and reports to nobody."""
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def protocol_error(*_: Any) -> None:

@@ -15,7 +15,8 @@ import pytest
 
 from tests.kv.device_fake import FakeDevice, Machine
 from tests.kv.nixl_kit import end_openers, library, needs_nixl
-from tests.kv.rank_pods import PATIENCE_S, address_of, layout_of, until
+from tests.kv.pods import PATIENCE_S, until
+from tests.kv.rank_pods import address_of, layout_of
 from tests.kv.test_ranks_pairs import IDS, LAYOUTS, engines, is_back, key_of, move
 from tests.worker.rank_pair import Pair
 from xpyd_core.errors import UserError
