@@ -16,11 +16,10 @@ from itertools import count
 from typing import Any
 
 from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
-from tests.kv.kvwatch import WatchedStore, WatchedView
+from tests.kv.simulation.memory import TargetView, WatchedStore
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.build import Connector, build
 from xpyd_kv.memory.api import KvMemory, StoreMetrics
-from xpyd_kv.memory.space import OwnSpace
 from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.metrics import KvMetrics
 from xpyd_kv.plan.frames import FrameLimits
@@ -252,9 +251,7 @@ class World:
             pool=pool,
             wake=lambda: None,
             settings=self.settings,
-            make_store=lambda limits, mem, blocks: WatchedStore(
-                limits, pool=blocks, space=OwnSpace(mem, limits)
-            ),
+            make_store=WatchedStore,
             clock=self.clock,
         )
 
@@ -355,7 +352,7 @@ class World:
     def _writers(self, frame: Frame, change: int) -> None:
         for view in frame.views or ():
             # What goes nowhere belongs to no landing.
-            if isinstance(view, WatchedView):
+            if isinstance(view, TargetView):
                 view.landing.writers += change
 
     def _write(self, frame: Frame) -> None:
@@ -363,7 +360,7 @@ class World:
         body = frame.body
         for view in frame.views:
             part, body = body[: len(view)], body[len(view) :]
-            if isinstance(view, WatchedView):
+            if isinstance(view, TargetView):
                 assert not view.landing.is_over
                 view.view[:] = part
         self._writers(frame, -1)
