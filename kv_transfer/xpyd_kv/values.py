@@ -70,8 +70,8 @@ class BlockPool(Protocol):
 
 
 class SendStatus(msgspec.Struct, frozen=True):
-    """How a prompt's transfer stands: none (failed or cancelled), pending (no GRANT or PULL yet) or
-    granted (and later done), and the incarnation of the D that answered ('' before)."""
+    """The state of a prompt's transfer: none (failed or cancelled), pending (no GRANT or PULL yet)
+    or granted (and later done), and the incarnation of the D that answered ('' before)."""
 
     state: str
     decode_incarnation: str = ""
@@ -96,7 +96,7 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Landed(msgspec.Struct, frozen=True):
-    """The KV of the first `tokens` tokens stands in `block_ids`; the references are the caller's
+    """The KV of the first `tokens` tokens is in `block_ids`; the references are the caller's
     now.
 
     `skipped_tokens` of them were in the local prefix cache.

@@ -34,7 +34,7 @@ from xpyd_kv.values import Admission, BlockPool, Landed, NoKv, OfferedPrompt, Wa
 
 
 class OfferState(StrEnum):
-    """Where an offered prompt stands for the engine."""
+    """The state of an offered prompt for the engine."""
 
     DEFERRED = "no room yet, or no request to make room for"
     GRANTED = "on its way"
@@ -73,7 +73,7 @@ class Offer:
 
 @dataclass
 class Held:
-    """A landing, and the blocks of D's own prefix cache that stand before it.
+    """A landing, and the blocks of D's own prefix cache that come before it.
 
     `prefix` is None when its references were given back because others needed the blocks: then the
     `skip_tokens` tokens must be found in the cache again.
@@ -270,7 +270,7 @@ class KvConsumer:
         if offer is not None and offer.epoch == event.epoch:
             offer.state = OfferState.LANDED
         else:
-            # Given up while this was on its way: nobody adopts it, and no write follows.
+            # Given up while this was on its way: it is not adopted, and no write follows.
             self._free_held(event.key, event.epoch)
 
     def _on_ended(self, event: ReceiveEnded, now: float) -> None:

@@ -72,10 +72,10 @@ class KvProducer:
         nowhere. `make_chunks`: given what hands areas over; if `ranks_send`, they know steps that
         follow each other apart."""
         self.ranks_send = ranks_send
-        """Whether ranks send, each when its layers stand. If not, `layer_done` is called here, and
-        a step is staged only when the one before is done. If they do, several may be under way:
-        they are done in the order in which they were staged, and `stage`, `status`, `cancel` and
-        `poll` come between. A chunk of what is cancelled may still be in a step under way."""
+        """Whether ranks send, each when its layers are done. If not, `layer_done` is called here,
+        and a step is staged only when the one before is done. If they do, several may be under
+        way: they are done in the order in which they were staged, and `stage`, `status`, `cancel`
+        and `poll` come between. A chunk of what is cancelled may still be in a step under way."""
         context = parts.context
         self.session = SendSession(context, self._on_event, metrics=parts.metrics, ranks=ranks)
         self._wake = wake
@@ -151,7 +151,7 @@ class KvProducer:
         self._chunks.cached(prompt, first, self._take(prompt, block_ids, end))
 
     def stage(self, key: TransferKey, block_ids: Sequence[int], tokens: int) -> None:
-        """Before the forward of a chunk: after it the first `tokens` tokens stand in `block_ids`,
+        """Before the forward of a chunk: after it the first `tokens` tokens are in `block_ids`,
         the sequence's whole table."""
         prompt = self._sendable(key)
         if prompt is None or prompt.computed:
@@ -169,7 +169,7 @@ class KvProducer:
         return self._chunks.message()
 
     def layer_done(self, layer: int) -> None:
-        """During the forward: layer `layer` of all staged chunks stands in the cache. Hot path."""
+        """During the forward: layer `layer` of all staged chunks is in the cache. Hot path."""
         self._chunks.layer_done(layer)
 
     def step_done(self, *, failed: bool = False) -> None:
@@ -216,7 +216,7 @@ class KvProducer:
             self._call(partial(self.session.cancel, key, settled.epoch, reason))
             self._settle(key, settled.epoch, reason)
 
-    # --- how it stands
+    # --- its state
 
     def status(self, key: TransferKey) -> SendStatus:
         self._take_events()

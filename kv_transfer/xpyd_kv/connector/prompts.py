@@ -37,7 +37,7 @@ class Prompt:
     tokens: int
     num_blocks: int
     # The blocks we hold a reference on: the first len(held) of the prompt, or none once all of it
-    # stands in the spill.
+    # is in the spill.
     held: list[int] = field(default_factory=list[int])
     spill: StagedLanding | None = None
     # It must not be moved: the session is sending it, or giving it up.
@@ -162,28 +162,28 @@ class AnnouncedChunks:
     ) -> None:
         self._layers = layers
         self._ready = ready
-        self._told: list[StepChunk] = []
+        self._announced: list[StepChunk] = []
         self._chunks: list[Chunk[Prompt]] = []
         # Of the steps that were launched and are not over.
         self._steps: deque[list[Chunk[Prompt]]] = deque()
 
     def cached(self, owner: Prompt, first: int, block_ids: tuple[int, ...]) -> None:
         """Blocks from `first` on that were computed before."""
-        self._tell(owner, first, block_ids, is_cached=True)
+        self._announce(owner, first, block_ids, is_cached=True)
 
     def add(self, owner: Prompt, first: int, block_ids: tuple[int, ...]) -> None:
         """Blocks from `first` on that the step completes."""
-        self._tell(owner, first, block_ids, is_cached=False)
+        self._announce(owner, first, block_ids, is_cached=False)
 
     def layer_done(self, layer: int) -> None:
         """The ranks see to it."""
 
     def message(self) -> bytes:
         """The ranks' chunks of the step that is launched next, which begins here."""
-        told, self._told = self._told, []
+        announced, self._announced = self._announced, []
         chunks, self._chunks = self._chunks, []
         self._steps.append(chunks)
-        return encode_chunks(told)
+        return encode_chunks(announced)
 
     def end(self, *, failed: bool) -> Sequence[Chunk[Prompt]]:
         """The oldest step is over: its chunks."""
@@ -193,12 +193,12 @@ class AnnouncedChunks:
             self._ready(chunk.owner, [ReadyArea(area, ())])
         return chunks
 
-    def _tell(
+    def _announce(
         self, owner: Prompt, first: int, block_ids: tuple[int, ...], *, is_cached: bool
     ) -> None:
         chunk = Chunk(owner, first, first + len(block_ids), block_ids)
         self._chunks.append(chunk)
-        self._told.append(
+        self._announced.append(
             StepChunk(
                 key=owner.key,
                 epoch=owner.epoch,

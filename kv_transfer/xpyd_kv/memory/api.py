@@ -41,7 +41,7 @@ class KvMemory(Protocol):
         ...
 
     def written(self) -> Event | None:
-        """Engine thread: when all that the model has enqueued by now stands in the cache. None: it
+        """Engine thread: when all that the model has enqueued by now is in the cache. None: it
         does."""
         ...
 
@@ -96,7 +96,7 @@ class StagingRoom(Room, Protocol):
 
     def copy(self, block_ids: Sequence[int], *, into_cache: bool) -> Event | None:
         """Begin to copy all of it into these blocks, or all of them to here; when that is through
-        (None: it is). Until then both stay as they are and nobody else's. DeviceError when the
+        (None: it is). Until then both stay as they are. DeviceError when the
         device fails."""
         ...
 

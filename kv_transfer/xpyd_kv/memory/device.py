@@ -18,7 +18,7 @@ from xpyd_core.errors import XpydError
 
 class DeviceError(XpydError):
     """The device or its driver refused or failed. After a failed kernel all further calls fail:
-    whoever owns the process ends it."""
+    the owner of the process ends it."""
 
 
 @dataclass(frozen=True, slots=True)

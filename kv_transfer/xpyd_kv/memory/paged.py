@@ -63,7 +63,7 @@ class PagedMemory(_Paged[memoryview]):
         self._tensors = tuple(tensors)
 
     def written(self) -> None:
-        """What the model wrote stands: its calls have returned."""
+        """What the model wrote is there: its calls have returned."""
 
 
 class DevicePagedMemory(_Paged[DeviceView]):
@@ -87,7 +87,7 @@ class DevicePagedMemory(_Paged[DeviceView]):
         self.region = region
 
     def written(self) -> Event:
-        """Engine thread: when all that the model has enqueued by now stands in the cache."""
+        """Engine thread: when all that the model has enqueued by now is in the cache."""
         return self.device.compute_stream().record()
 
 

@@ -45,7 +45,7 @@ class Late:
         self._waiting.append(_Late(event, give_back))
 
     def poll(self) -> None:
-        """Give back what is no longer copied. What stands behind an event that fails stays taken:
+        """Give back what is no longer copied. What comes after an event that fails stays taken:
         that device is lost."""
         while self._waiting:
             try:

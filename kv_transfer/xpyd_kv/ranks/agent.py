@@ -98,7 +98,7 @@ class StepSender:
                 self._ends.append(name)
 
     def layer_done(self, layer: int) -> None:
-        """Layer `layer` (index among the rank's) of all chunks stands in the cache. Hot path."""
+        """Layer `layer` (index among the rank's) of all chunks is in the cache. Hot path."""
         self._chunks.layer_done(layer)
 
     def step_done(self, *, failed: bool) -> None:

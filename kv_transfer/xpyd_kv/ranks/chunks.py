@@ -77,7 +77,7 @@ class StepChunks(Generic[Owner]):
             self._group_ends.setdefault(end_layer - 1, []).append(chunk)
 
     def layer_done(self, layer: int) -> None:
-        """Layer `layer` of all chunks stands in the cache. Hot path: called for each layer of each
+        """Layer `layer` of all chunks is in the cache. Hot path: called for each layer of each
         step, usually with nothing to hand over."""
         for chunk in self._group_ends.get(layer, ()):
             self._hand_over(chunk, layer + 1)

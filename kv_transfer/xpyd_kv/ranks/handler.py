@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 POLL_S = 0.0005
 """Steps take milliseconds; a layer group that leaves half a millisecond later loses nothing."""
 PURGE_S = 1.0
-"""Expired tombstones wake nobody: they are dropped by a tick that comes so long after the last."""
+"""Expired tombstones wake no thread: a tick that comes so long after the last drops them."""
 LIMIT_S = 30.0
 """A model that has not run in this time does not run any more."""
 
@@ -37,7 +37,7 @@ class _Waiting(NamedTuple):
 
 class ComputeGate:
     """Calls in the order in which they came; there are never more than the engine enqueues in
-    LIMIT_S. `clock` as the endpoint's; `lost`: told when the device has failed."""
+    LIMIT_S. `clock` as the endpoint's; `lost`: called when the device has failed."""
 
     def __init__(
         self,

@@ -114,7 +114,7 @@ class RankedCopies:
         )
         for post in self._posts:
             post(copy)
-        # Those that are through were taken by whoever waited for them.
+        # Those that are through were taken by those who waited for them.
         self._tickets = {n: t for n, t in self._tickets.items() if not t.is_done()}
         return ticket
 

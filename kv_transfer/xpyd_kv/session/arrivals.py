@@ -336,5 +336,5 @@ class Arrivals:
 
 def _is_kept(transfer: Incoming) -> bool:
     """A deferred OFFER stays while its request waits. One that the engine has not even looked at
-    does not: that engine stands still."""
+    does not: that engine does not run."""
     return transfer.expected and transfer.state is ReceiveState.DEFERRED

@@ -66,7 +66,7 @@ class ReceiveOffered(_OfTransfer, frozen=True):
 
 
 class ReceiveLanded(_OfTransfer, frozen=True):
-    """All bytes stand in the landing and agree with COMMIT. No write follows. `transport` has moved
+    """All bytes are in the landing and agree with COMMIT. No write follows. `transport` has moved
     them."""
 
     transport: str = ""

@@ -130,7 +130,7 @@ def _cuts_of(places: Sequence[ScatterSpan], lengths: Sequence[int]) -> tuple[lis
 
 
 class ReceiveState(StrEnum):
-    """Where a transfer stands on D."""
+    """The state of a transfer on D."""
 
     OFFERED = "waiting for the engine to reserve"
     DEFERRED = "P keeps its blocks until there is room"
@@ -156,7 +156,7 @@ RECEIVING = frozenset({_R.GRANTED, _R.STREAMING})
 
 
 class Ledger:
-    """Which frames stand in the landing of one transfer: every block of every layer exactly
+    """Which frames are in the landing of one transfer: every block of every layer exactly
     once. The blocks are P's."""
 
     def __init__(
@@ -167,7 +167,7 @@ class Ledger:
         self._width = end_block - first_block
         self._block_bytes = block_bytes
         self._covered = bytearray(num_layers * self._width)
-        # The checksums of those that stand.
+        # The checksums of those that are here.
         self._frames: dict[int, bytes] = {}
         self._writing: set[int] = set()
 
@@ -207,11 +207,11 @@ class Ledger:
             self._cover(header, 0)
 
     def missing(self, frames: int) -> list[int]:
-        """Which of the seqs [0, frames) do not stand here."""
+        """Which of the seqs [0, frames) are not here."""
         return [seq for seq in range(frames) if seq not in self._frames]
 
     def agrees(self, commit: wire.Commit) -> bool:
-        """Whether what stands here is all there is, byte by byte what COMMIT says; not while a
+        """Whether what is here is all there is, byte by byte what COMMIT says; not while a
         frame is being written, which covers its place already."""
         if self._writing or len(self._frames) != commit.frames or not all(self._covered):
             return False

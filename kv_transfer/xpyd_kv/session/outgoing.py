@@ -30,7 +30,7 @@ from xpyd_kv.wire.messages import Mode
 
 
 class ReadyArea(msgspec.Struct, frozen=True):
-    """An area that stands in the cache; `block_ids` are its blocks, `area.first_block` first."""
+    """An area that is in the cache; `block_ids` are its blocks, `area.first_block` first."""
 
     area: Area
     block_ids: tuple[int, ...]
@@ -57,7 +57,7 @@ class Source:
 
     def views(self, ready: ReadyArea, spill: Room | None) -> Sequence[View]:
         """The bytes of one frame (its layers are the pair's), in the order of a DATA body, where
-        they stand now: in the spill, where there is one."""
+        they are now: in the spill, where there is one."""
         area = ready.area
         layers = self._layers[area.first_layer : area.end_layer]
         if spill is None:
@@ -130,7 +130,7 @@ class Outbox:
 
 
 class SendState(StrEnum):
-    """Where a transfer stands on P, in all modes. DEFERRED at D is OFFERED here, with a lease as
+    """The state of a transfer on P, in all modes. DEFERRED at D is OFFERED here, with a lease as
     deadline."""
 
     INIT = "waiting for the connection"
@@ -175,7 +175,7 @@ class OfferRequest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Granted:
-    """What a rank that begins to send is told: the D process that has room (its `incarnation`, and
+    """What a rank that begins to send gets: the D process that has room (its `incarnation`, and
     the number of its rank), and what that has already."""
 
     incarnation: str

@@ -24,7 +24,7 @@ BURST_S = 1.0
 MAX_OPEN = 16
 _TOKENS = 2**32
 # For what ranks say to come here: over `probe_s`, after which each of them gives up.
-_TELL_S = 1.0
+_REPORT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Probes:
             self.peer_up(peer)
 
     def peer_up(self, peer: Peer) -> None:
-        """A connection stands: send what waited for it."""
+        """A connection is up: send what waited for it."""
         probe = None if peer.address is None else self._open.get(peer.address)
         if probe is not None and probe.peer is None:
             probe.peer = peer
@@ -177,7 +177,7 @@ class Probes:
             self._end(peer.address, replace(result, ok=False, reason="address"))
             return
         probe.result, probe.waiting = result, dict(pairs)
-        self._deadlines.set(peer.address, self._clock() + self._probe_s + _TELL_S)
+        self._deadlines.set(peer.address, self._clock() + self._probe_s + _REPORT_S)
 
     def _pair_ended(self, probe: _Probe, pair: tuple[int, int], result: ProbeResult) -> None:
         probe.pairs.append(PairProbe(*pair, probe.waiting.pop(pair), result))

@@ -49,7 +49,7 @@ from xpyd_kv.values import OfferedPrompt
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.frames import MAX_NACK_FRAMES
 
-# DATA of a transfer that is over: P is told, in case it does not know.
+# DATA of a transfer that is over: P gets a CANCEL, in case it does not know.
 _OVER = frozenset({"unknown", "stale", "finished", "released"})
 
 
@@ -229,7 +229,7 @@ class ReceiveSession(Handler):
                 raise ProtocolError(f"{type(message).__name__} to an instance that only takes KV")
 
     def data_begin(self, peer: Peer, header: wire.Data, length: int) -> Sequence[View] | None:
-        """Where the frame's bytes go. A late or wrong one goes nowhere, and P is told."""
+        """Where the frame's bytes go. A late or wrong one goes nowhere, and P may get a CANCEL."""
         key = TransferKey(header.uuid, header.prompt_index)
         self._bind(peer, key, header.epoch)
         transfer = self._arrivals.live.get(key)

@@ -261,7 +261,7 @@ class SendSession(Handler):
 
     def _keep_offer(self, transfer: Outgoing) -> None:
         """No request asks for this KV at D while it is computed: the lease begins anew, if more of
-        it stands than when it began."""
+        it is computed than when it began."""
         if transfer.state is not SendState.OFFERED or transfer.handed == transfer.handed_at_offer:
             return
         age_s = self._clock() - transfer.offered_s

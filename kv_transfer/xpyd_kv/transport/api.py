@@ -62,7 +62,7 @@ class Peer(Protocol):
 
 class Handler(Protocol):
     """What the session gives the Endpoint. Calls come one at a time, on the I/O thread. What a side
-    never needs does nothing: a D dials nobody, and to a P no DATA is stored."""
+    never needs does nothing: a D dials no address, and to a P no DATA is stored."""
 
     def peer_up(self, peer: Peer) -> None:
         """The handshake with it has succeeded."""

@@ -89,7 +89,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds. A dialled connection must stand after `connect_s` and be open `auth_s` later; an
+    """Seconds. A dialled connection must be up after `connect_s` and be open `auth_s` later; an
     accepted one must be open after both, since its dialler may still be connecting (a relay)."""
 
     connect_s: float = 2.0

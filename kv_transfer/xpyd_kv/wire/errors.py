@@ -13,7 +13,7 @@ import re
 
 from xpyd_core.errors import ProtocolError, XpydError
 
-# Reasons of a refusal, as they stand in REFUSE.
+# Reasons of a refusal, as they are in REFUSE.
 AUTH = "auth"
 VERSION = "version"
 ROLE = "role"

@@ -88,7 +88,7 @@ def fitting(source: Layout, destination: Layout, *, dialler: Hello, acceptor: He
 
 class Handshake:
     """One side's progress. `begin` and `receive` return the frames to send next; errors to be
-    raised after them stand in `refusal`."""
+    raised after them are in `refusal`."""
 
     def __init__(self, ours: Terms, *, dialler: bool) -> None:
         self._ours = ours

@@ -19,7 +19,7 @@ DEFAULT_MAX_DATA_BYTES = 64 * 2**20
 MAX_PROBE_BYTES = 64 * 1024
 CHECKSUM_BYTES = 8
 _Text = Annotated[str, msgspec.Meta(max_length=256)]
-# Printable ASCII: they stand in log lines.
+# Printable ASCII: they are in log lines.
 _Id = Annotated[str, msgspec.Meta(pattern=r"^[!-~]+\Z", max_length=64)]
 _Group = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]*\Z", max_length=64)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
@@ -171,7 +171,7 @@ class Commit(_OfTransfer, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Done(_OfTransfer, frozen=True, kw_only=True, omit_defaults=True):
-    """D -> P: all bytes stand and agree with COMMIT."""
+    """D -> P: all bytes are here and agree with COMMIT."""
 
 
 class Nack(_OfTransfer, frozen=True, kw_only=True, omit_defaults=True):
@@ -222,7 +222,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Shared(_Blocks, frozen=True, kw_only=True, omit_defaults=True):
-    """P -> D: what DATA is, but the bytes stand in P's memory. Body: where, in DATA's order, as
+    """P -> D: what DATA is, but the bytes are in P's memory. Body: where, in DATA's order, as
     runs (offset u64, length u32)."""
 
 

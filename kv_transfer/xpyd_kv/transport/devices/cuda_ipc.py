@@ -148,7 +148,7 @@ class EventFetch(Fetch):
 
 
 def runs_in(region: DeviceView, views: Sequence[View]) -> list[Span] | None:
-    """Where in `region` these bytes stand, neighbours joined; None when some stand elsewhere."""
+    """Where in `region` these bytes are, neighbours joined; None when some are elsewhere."""
     offsets: list[int] = []
     for view in views:
         if not isinstance(view, DeviceView) or view.device != region.device:

@@ -57,7 +57,7 @@ class Staging:
 
     @property
     def free_slabs(self) -> int:
-        """Slabs that nobody has."""
+        """Slabs that are free."""
         return len(self._free)
 
     def take(self) -> Slab | None:

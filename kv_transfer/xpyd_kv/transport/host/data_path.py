@@ -90,7 +90,7 @@ class Lender(Protocol):
         ...
 
     def places(self, views: Sequence[View], *, at_most: int) -> bytes | None:
-        """SHARED's body for these views, as at most `at_most` runs; None for views that stand
+        """SHARED's body for these views, as at most `at_most` runs; None for views that are
         elsewhere: then they go through the socket."""
         ...
 
@@ -135,7 +135,7 @@ class Borrower(Protocol):
 
     def prepare(self, body: bytes, length: int) -> Callable[[Sequence[View] | None], Fetch]:
         """SHARED has come, for `length` bytes: the function that begins to fetch them into views of
-        that length (None: nobody wants them). ProtocolError for a body that lies; nothing is
+        that length (None: they are not wanted). ProtocolError for a body that lies; nothing is
         fetched before it is checked."""
         ...
 

@@ -96,7 +96,7 @@ def copy_with(library: ctypes.CDLL | None) -> Copy:
                 len(addresses),
             )
         finally:
-            # An error keeps this frame: whoever handles it may want to close the memory.
+            # An error keeps this frame: its handler may want to close the memory.
             memory = begins = None
         if refused:
             raise ValueError(_REFUSED)
@@ -171,7 +171,7 @@ class SharedMemory:
         self._start = address_of(self.buffer)
 
     def runs_of(self, views: Iterable[View], *, at_most: int) -> list[Span] | None:
-        """Where these bytes stand, neighbours joined; None when some stand elsewhere, or in more
+        """Where these bytes are, neighbours joined; None when some are elsewhere, or in more
         than `at_most` places. Hot path: P does this for every block of every frame."""
         views = [view for view in views if len(view)]
         if not is_on_host(views):

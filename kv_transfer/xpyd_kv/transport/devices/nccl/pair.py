@@ -306,7 +306,7 @@ _POLL_S = 0.0001
 
 
 class Book:
-    """`give_up(reason)` is called, once, when a communicator cannot be ended: whoever owns the
+    """`give_up(reason)` is called, once, when a communicator cannot be ended: the owner of the
     process ends it, since the GPU may write into memory that was given back."""
 
     def __init__(

@@ -74,7 +74,7 @@ class Nixl:
         self.version = its_version
 
     def agent(self, *, has_progress_thread: bool) -> Agent:
-        """A new agent, under a name that nobody else has. NixlError when UCX cannot start."""
+        """A new agent, under a name of its own. NixlError when UCX cannot start."""
         return Agent(self._module, has_progress_thread=has_progress_thread)
 
 
@@ -101,7 +101,7 @@ class Transfer:
 
 
 class Agent:
-    """One NIXL agent with UCX. Its memory may be read by whoever gets its metadata. One thread at a
+    """One NIXL agent with UCX. Its memory may be read by all who get its metadata. One thread at a
     time; all methods raise NixlError, also after `close`."""
 
     def __init__(self, module: _Module, *, has_progress_thread: bool) -> None:

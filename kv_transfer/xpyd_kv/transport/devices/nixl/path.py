@@ -45,7 +45,7 @@ class NixlPath(DataPath):
         # As long as they are registered they must not go away.
         self._kept = tuple(lends_from)
         self.spare: memoryview | None = None
-        """Memory of a P that D's can read and nobody uses."""
+        """Memory of a P that D's can read and that is not used."""
         if lends_from and is_on_host(lends_from) and spare_bytes:
             units = -(-spare_bytes // unit_bytes)
             whole = memoryview(mmap.mmap(-1, units * unit_bytes))
