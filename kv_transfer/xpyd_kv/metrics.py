@@ -205,6 +205,8 @@ class MetricsDelta(Generic[C]):
             before = self._reported.get(name)
             if isinstance(now, int):
                 change = now - before if isinstance(before, int) else now
+            elif not now:
+                continue
             else:
                 then = before if isinstance(before, dict) else {}
                 change = {k: new for k, count in now.items() if (new := count - then.get(k, 0))}
