@@ -13,7 +13,7 @@ from xpyd_worker.kernels.api import Kernels, KvShape
 from xpyd_worker.kernels.plain import PlainKernels
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
-from xpyd_worker.model.registry import build_model, parse_config
+from xpyd_worker.model.registry import parse_config
 from xpyd_worker.runner.graphs import DecodeGraphs, padded_sizes
 from xpyd_worker.runner.kv_cache import KvCache, cache_bytes
 from xpyd_worker.runner.runner import ModelRunner
@@ -58,7 +58,7 @@ def make_model(
     config: ModelConfig, kernels: Kernels, device: torch.device, dtype: torch.dtype
 ) -> Decoder:
     """A loaded one; the same numbers on each device."""
-    decoder = build_model(config, dtype, kernels, device)
+    decoder = Decoder(config, dtype, kernels, device)
     for group in decoder.weight_groups():
         group.allocate(device)
         for name, stored in group.checkpoint_tensors().items():

@@ -15,7 +15,8 @@ from tests.gpu.conftest import Kit
 from xpyd_worker.kernels.api import Kernels, KvShape, Span
 from xpyd_worker.kernels.plain import PlainKernels
 from xpyd_worker.model.config import ModelConfig
-from xpyd_worker.model.registry import build_model, parse_config
+from xpyd_worker.model.decoder import Decoder
+from xpyd_worker.model.registry import parse_config
 
 BLOCK_SIZE = 16
 STEPS = 4
@@ -62,7 +63,7 @@ class Model:
     def logits(self, texts: Sequence[list[int]], *, extend: bool) -> Tensor:
         """[STEPS, texts, vocab] float32: what follows each prompt, then each further token. With
         `extend` the best token is appended to each text, else texts hold them."""
-        decoder = build_model(self.config, self.dtype, self.kernels, self.device)
+        decoder = Decoder(self.config, self.dtype, self.kernels, self.device)
         for group in decoder.weight_groups():
             group.allocate(self.device)
             for name, stored in group.checkpoint_tensors().items():

@@ -18,7 +18,8 @@ from xpyd_core.errors import UserError
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.kernels.plain import PlainKernels
 from xpyd_worker.model import loader
-from xpyd_worker.model.registry import build_model, load_config
+from xpyd_worker.model.decoder import Decoder
+from xpyd_worker.model.registry import load_config
 
 STORED = "model.safetensors"
 # Over 4 ranks and 2 KV heads. Of these dimensions a rank has a share, of all others all.
@@ -104,7 +105,7 @@ def test_a_rank_has_its_own_slices_and_nothing_of_the_others(folder: Path, rank:
     rewrite(folder, poison)
     config, kernels = load_config(folder), PlainKernels()
     parallel = connect(config, Sizes(tensor=4, pipeline=2))[rank]
-    model = build_model(config, torch.float32, kernels, CPU, parallel=parallel)
+    model = Decoder(config, torch.float32, kernels, CPU, parallel=parallel)
     groups = [Recorded(group) for group in model.weight_groups()]
     loader.load_weights(folder, groups, kernels=kernels, device=CPU, is_tied=False, known=stored)
     found = {name: tensor for group in groups for name, tensor in group.tensors.items()}

@@ -16,8 +16,9 @@ from tests.worker.runner_driver import tiny_checkpoint
 from xpyd_core.errors import UserError
 from xpyd_worker.kernels.api import Kernels
 from xpyd_worker.kernels.plain import PlainKernels
+from xpyd_worker.model.decoder import Decoder
 from xpyd_worker.model.loader import WeightGroup, load_weights
-from xpyd_worker.model.registry import build_model, load_config, resolve_checkpoint
+from xpyd_worker.model.registry import load_config, resolve_checkpoint
 from xpyd_worker.model.shards import Stored
 
 SINGLE = "model.safetensors"
@@ -51,7 +52,7 @@ class Recorded:
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """The model's weights by their checkpoint names."""
     config, kernels = load_config(folder), PlainKernels()
-    groups = [Recorded(group) for group in build_model(config, dtype, kernels, CPU).weight_groups()]
+    groups = [Recorded(group) for group in Decoder(config, dtype, kernels, CPU).weight_groups()]
     load_weights(
         folder,
         groups,

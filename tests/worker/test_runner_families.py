@@ -23,8 +23,9 @@ from tests.worker.runner_driver import (
 )
 from xpyd_worker.kernels.api import KvShape, Span
 from xpyd_worker.kernels.cpu.kernels import choose_kernels
+from xpyd_worker.model.decoder import Decoder
 from xpyd_worker.model.loader import load_weights
-from xpyd_worker.model.registry import build_model, load_config
+from xpyd_worker.model.registry import load_config
 
 YARN = {
     "rope_type": "yarn",
@@ -193,7 +194,7 @@ def logits(folder: Path, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
     config = load_config(folder)
     kernels = choose_kernels(vector_sizes=config.vector_sizes(), head_dim=config.head_dim)
     device = torch.device("cpu")
-    model = build_model(config, dtype, kernels, device)
+    model = Decoder(config, dtype, kernels, device)
     load_weights(
         folder,
         model.weight_groups(),

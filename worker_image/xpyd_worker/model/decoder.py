@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     # A forward needs no safetensors.
     from xpyd_worker.model.loader import WeightGroup
     from xpyd_worker.parallel.stages import IncomingHidden
+    from xpyd_worker.parallel.state import ParallelState
 
 
 class DecoderLayer:
@@ -118,11 +119,12 @@ class Decoder:
         kernels: Kernels,
         device: torch.device,
         *,
-        part: Part | None = None,
-        group: TensorGroup = NO_GROUP,
+        parallel: ParallelState | None = None,
     ) -> None:
-        """`part`: which layers (None: all); `group`: the ranks that share each of them."""
-        self.part = part or Part(layers=range(config.num_layers))
+        """`parallel`: which layers, and the ranks that share each of them; None: all of it."""
+        self.part, group = Part(layers=range(config.num_layers)), NO_GROUP
+        if parallel is not None:
+            self.part, group = parallel.part, parallel.tensor
         self._kernels = kernels
         self._ends = Ends(config, dtype, self.part, group)
         self._layers = [

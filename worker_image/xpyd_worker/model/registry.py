@@ -1,8 +1,8 @@
-"""The way from a checkpoint's address to its model: folder, configuration, family, decoder.
+"""The way from a checkpoint's address to what it is: its folder, its family, its configuration.
 
 An address is a folder, `file:///absolute/path` or `hf://organisation/name`. The hub's library is
-imported only here, and only when the address asks for it. All but the decoder is read before torch
-is imported: what is wrong with a checkpoint is said at once.
+imported only here, and only when the address asks for it. All this comes before torch is imported:
+what is wrong with a checkpoint is said at once.
 """
 
 from __future__ import annotations
@@ -10,20 +10,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from urllib.parse import unquote
 
 from xpyd_core.errors import UserError
 from xpyd_core.json_fields import Fields, Json
 from xpyd_worker.model.config import ModelConfig, token_ids
 from xpyd_worker.model.families import FAMILIES, Family
-
-if TYPE_CHECKING:
-    import torch
-
-    from xpyd_worker.kernels.api import Kernels
-    from xpyd_worker.model.decoder import Decoder
-    from xpyd_worker.parallel.state import ParallelState
 
 # What serving reads: weights, configuration, tokenizer, chat template.
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
@@ -94,23 +87,6 @@ def parse_config(config: Json, generation: Json) -> ModelConfig:
         return replace(model, eos_token_ids=family.default_eos_ids)
     ids = (*model.eos_token_ids, *token_ids(more, "eos_token_id"))
     return replace(model, eos_token_ids=tuple(dict.fromkeys(ids)))
-
-
-def build_model(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    kernels: Kernels,
-    device: torch.device,
-    *,
-    parallel: ParallelState | None = None,
-) -> Decoder:
-    """The model for `config` in `dtype`, without weights; those go to `device`. `parallel`: which
-    part of it, and the other ranks (None: all of it)."""
-    from xpyd_worker.model.decoder import Decoder
-
-    if parallel is None:
-        return Decoder(config, dtype, kernels, device)
-    return Decoder(config, dtype, kernels, device, part=parallel.part, group=parallel.tensor)
 
 
 def _family(fields: Fields) -> Family:

@@ -120,10 +120,10 @@ def _wrong_sums(
         count = torch.arange(size_bytes // dtype.itemsize) % _CYCLE
         wanted = (ranks * count + sum(range(ranks))).to(dtype)
         for _ in range(_TRIALS):
-            x = memory.put((count + memory.group.rank).to(dtype))
+            x = memory.device.put((count + memory.group.rank).to(dtype))
             assert made.takes(x), "a trial of what it takes"
             made.all_reduce(x)
-            if not memory.is_done(within_s):
+            if not memory.device.is_done(within_s):
                 raise GroupError(
                     f"the GPUs of group {memory.name} do not meet within {within_s:g} s; "
                     f"start with {FLAG}"

@@ -101,50 +101,42 @@ class PeerMemory:
 
     def __init__(self, device: GpuPeers, group: ProcessGroup, name: str) -> None:
         """Nothing yet."""
-        self._device, self.group, self.name = device, group, name
+        self.device, self.group, self.name = device, group, name
         self._own: DeviceView | None = None
         self._opened: dict[int, DeviceView] = {}
 
     def make(self, size_bytes: int) -> IpcHandle:
         """This rank's own, and how others open it."""
-        self._own = self._device.allocate(size_bytes)
-        return self._device.export(self._own)
+        self._own = self.device.allocate(size_bytes)
+        return self.device.export(self._own)
 
     def open(self, rank: int, handle: IpcHandle) -> None:
         """That of another, by its number in the group."""
-        lacks = self._device.lacks(handle.device_uuid)
+        lacks = self.device.lacks(handle.device_uuid)
         if lacks:
             raise NotReachableError(lacks)
-        self._opened[rank] = self._device.open_peer(handle)
+        self._opened[rank] = self.device.open_peer(handle)
 
     def table(self, room: int) -> Tensor:
         """Where each rank's begins, by rank in the group, in `room` numbers on the device."""
         assert self._own is not None, "make comes before"
         views = {**self._opened, self.group.rank: self._own}
         addresses = [views[rank].address for rank in range(len(views))]
-        return self.put(torch.tensor(addresses + [0] * (room - len(addresses))))
-
-    def put(self, x: Tensor) -> Tensor:
-        """A copy on the device."""
-        return self._device.put(x)
-
-    def is_done(self, within_s: float) -> bool:
-        """See GpuPeers."""
-        return self._device.is_done(within_s)
+        return self.device.put(torch.tensor(addresses + [0] * (room - len(addresses))))
 
     def close(self) -> None:
         """Give all back. What another rank may still use stays until this process ends."""
         own, self._own = self._own, None
         opened, self._opened = self._opened, {}
-        if not self._device.is_done(_SOON_S):
+        if not self.device.is_done(_SOON_S):
             _log.error("group %s: the GPU has not finished; memory stays mapped", self.name)
             return
         for memory in opened.values():
-            self._device.close_peer(memory)
+            self.device.close_peer(memory)
         # The driver does not want it freed while others have it.
         missing = self.group.meet(_SOON_S)
         if own is not None and not missing:
-            self._device.free(own)
+            self.device.free(own)
         elif missing:
             who = named(missing)
             _log.warning("group %s: %s may still have memory of this GPU", self.name, who)

@@ -24,7 +24,6 @@ from xpyd_worker.kernels.cpu.kernels import choose_kernels
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
 from xpyd_worker.model.loader import load_weights
-from xpyd_worker.model.registry import build_model
 from xpyd_worker.parallel.api import Part
 from xpyd_worker.runner.device import CPU, CudaDevice
 from xpyd_worker.runner.gpu_fit import GpuPart
@@ -174,10 +173,10 @@ def _load_model(
     device: torch.device,
     parallel: ParallelState | None,
 ) -> Decoder:
-    model = build_model(config, dtype, kernels, device, parallel=parallel)
+    model = Decoder(config, dtype, kernels, device, parallel=parallel)
     known = None
     if parallel is not None and parallel.part.ranks > 1:
-        everything = build_model(config, dtype, kernels, CPU).weight_groups()
+        everything = Decoder(config, dtype, kernels, CPU).weight_groups()
         known = {name for group in everything for name in group.checkpoint_tensors()}
     load_weights(
         folder,
