@@ -28,7 +28,7 @@ from xpyd_worker.engine.request import (
     SendTo,
 )
 from xpyd_worker.kv.cache import DeviceCache
-from xpyd_worker.kv.engine import Kv, KvParts, make_kv
+from xpyd_worker.kv.engine import HeldKv, Kv, KvParts, make_kv
 
 PATIENCE_S = 30.0
 KEY = b"the fleet's key, long enough"
@@ -54,8 +54,7 @@ class Instance:
         pool = BlockManager(executor.num_blocks, block_size=size, enable_prefix_caching=True)
         inbox = Inbox()
         parts = KvParts(
-            memory=memory,
-            cache=cache,
+            held=HeldKv(memory, cache, gpu=gpu),
             pool=pool,
             wake=inbox.wake,
             factors={"model": "m"},
@@ -63,7 +62,6 @@ class Instance:
             incarnation=f"incarnation-{config.role}",
             max_model_len=MODEL_LEN,
             buffer_bytes=config.buffer_bytes(0),
-            gpu=gpu,
         )
         self.kv: Kv = make_kv(config, parts)
         connector = self.kv.connector

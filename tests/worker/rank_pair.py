@@ -30,7 +30,7 @@ from xpyd_kv.ranks.engine import BookMemory, RankedEngine
 from xpyd_kv.values import KvLayout
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kv.cache import CacheMemory, DeviceCache, paged
-from xpyd_worker.kv.engine import KvParts, letter_of, make_kv
+from xpyd_worker.kv.engine import HeldKv, KvParts, letter_of, make_kv
 from xpyd_worker.kv.rank import RankKv, engine_layout, start_rank_kv
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
@@ -174,27 +174,24 @@ class DeviceSide(Side):
             on_device=self.host is not None,
         )
         size = BLOCKS * self.engine.held_bytes_per_block
-        common = {
-            "pool": self.pool,
-            "wake": lambda: None,
-            "factors": self.factors,
-            "keys": self.keys,
-            "incarnation": f"incarnation-{self.role}",
-            "max_model_len": MAX_TOKENS,
-            "buffer_bytes": self.config.buffer_bytes(size),
-        }
+        memory, cache = self.memories[0], self.caches[0]
+        held = HeldKv(memory, memory.regions, cache.shared, cache.gpu)
         if self.is_ranked:
-            return KvParts(
-                memory=BookMemory(ranked),
-                cache=(),
+            held = HeldKv(
+                BookMemory(ranked),
                 ranks=ranked,
                 rank_addresses=self.addresses,
                 rank_gpu=self.rank_kvs[0].transports.gpu,
-                **common,
             )
-        memory, cache = self.memories[0], self.caches[0]
         return KvParts(
-            memory=memory, cache=memory.regions, shared=cache.shared, gpu=cache.gpu, **common
+            held=held,
+            pool=self.pool,
+            wake=lambda: None,
+            factors=self.factors,
+            keys=self.keys,
+            incarnation=f"incarnation-{self.role}",
+            max_model_len=MAX_TOKENS,
+            buffer_bytes=self.config.buffer_bytes(size),
         )
 
     @property

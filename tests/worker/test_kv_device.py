@@ -21,7 +21,7 @@ from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.config import MIB, WorkerConfig
 from xpyd_worker.kv import transports
 from xpyd_worker.kv.cache import check, kv_overhead, open_cache, warm_up
-from xpyd_worker.kv.engine import Kv, KvParts, make_kv
+from xpyd_worker.kv.engine import HeldKv, Kv, KvParts, make_kv
 
 SHAPE = (6, 2, 16, 8)
 LAYER_BYTES = 6 * 2 * 16 * 8 * 4
@@ -55,8 +55,7 @@ def _kv_on(machine: Machine, settings: WorkerConfig) -> Kv:
     return make_kv(
         settings,
         KvParts(
-            memory=memory,
-            cache=memory.regions,
+            held=HeldKv(memory, memory.regions, gpu=gpu),
             pool=FakePool(6, 16),
             wake=lambda: None,
             factors={},
@@ -64,7 +63,6 @@ def _kv_on(machine: Machine, settings: WorkerConfig) -> Kv:
             incarnation="i",
             max_model_len=96,
             buffer_bytes=MIB,
-            gpu=gpu,
         ),
     )
 
@@ -162,8 +160,7 @@ def test_what_a_cache_on_a_gpu_cannot_do_is_refused_by_its_flag(fields, flag):
 @pytest.mark.parametrize("name", ["cuda_ipc", "nccl"])
 def test_a_cache_on_a_cpu_has_no_way_between_gpus(name):
     parts = KvParts(
-        memory=PagedMemory([torch.zeros(SHAPE) for _ in range(2)], layers=range(2)),
-        cache=(),
+        held=HeldKv(PagedMemory([torch.zeros(SHAPE) for _ in range(2)], layers=range(2))),
         pool=FakePool(6, 16),
         wake=lambda: None,
         factors={},

@@ -14,7 +14,6 @@ from xpyd_core.request_id import Address
 from xpyd_kv.connector.build import Connector, MakeStore, build, default_store
 from xpyd_kv.memory.api import KvMemory
 from xpyd_kv.memory.device import DeviceError, View
-from xpyd_kv.memory.paged import DevicePagedMemory
 from xpyd_kv.memory.store import LandingStore, StoreLimits
 from xpyd_kv.metrics import EndpointCounters
 from xpyd_kv.ranks.engine import RankedEngine, engine_wire_layout
@@ -24,18 +23,16 @@ from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.endpoint import TcpEndpoint
 from xpyd_kv.transport.host.shared_memory import SharedMemory
 from xpyd_kv.transport.settings import Identity
+from xpyd_kv.transport.stream.listeners import SocketFolder
 from xpyd_kv.values import BlockPool
 from xpyd_kv.wire.fit import wire_layout
 from xpyd_kv.wire.messages import Layout
 from xpyd_worker.config import Role, WorkerConfig
-from xpyd_worker.kv.transports import (
-    Transports,
-    transports_for_gpu,
-    transports_for_host,
-    transports_for_ranks,
-)
+from xpyd_worker.kv.transports import Transports, transports_for_cache, transports_for_ranks
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from xpyd_worker.kv.cache import DeviceCache
 
 ProbePeer = Callable[[Address, Callable[[ProbeResult], None]], None]
@@ -107,12 +104,39 @@ class Kv:
 
 
 @dataclass(frozen=True)
+class HeldKv:
+    """An engine's KV cache as the transfer gets to it: in memory of this process, or on `ranks`;
+    `memory` is a BookMemory then."""
+
+    memory: KvMemory
+    cache: Sequence[View] = ()
+    """All of `memory`."""
+    shared: SharedMemory | None = None
+    """What `memory` is part of, where peers may read it; its last MAX_PROBE_BYTES are for PROBEs.
+    Kv closes it."""
+    gpu: DeviceCache | None = None
+    """What `memory` is part of on a GPU. Kv closes it."""
+    ranks: RankedEngine | None = None
+    rank_gpu: str = ""
+    """The first one's, if they have GPUs."""
+    rank_addresses: tuple[Address, ...] = ()
+    """Where a D's ranks listen."""
+
+    def clear(self, socket_dir: Path | None) -> None:
+        """When the ranks are gone: take away the Unix sockets of those that were killed."""
+        if socket_dir is None or not self.rank_addresses:
+            return
+        folder = SocketFolder(socket_dir)
+        for address in self.rank_addresses:
+            folder.remove_dead(address)
+        folder.close()
+
+
+@dataclass(frozen=True, kw_only=True)
 class KvParts:
     """What the worker gives to the transfer. `wake` wakes the engine's loop, from any thread."""
 
-    memory: KvMemory
-    cache: Sequence[View]
-    """All of `memory`."""
+    held: HeldKv
     pool: BlockPool
     wake: Callable[[], None]
     factors: dict[str, str]
@@ -121,17 +145,6 @@ class KvParts:
     max_model_len: int
     buffer_bytes: int
     """Budget of the device buffer."""
-    shared: SharedMemory | None = None
-    """What `memory` is part of, where peers may read it; its last MAX_PROBE_BYTES are for PROBEs.
-    Kv closes it."""
-    gpu: DeviceCache | None = None
-    """What `memory` is part of on a GPU. Kv closes it."""
-    ranks: RankedEngine | None = None
-    """Who has the cache, where they are several; `memory` is a BookMemory then."""
-    rank_gpu: str = ""
-    """The first one's, if they have GPUs."""
-    rank_addresses: tuple[Address, ...] = ()
-    """Where a D's ranks listen."""
 
 
 def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None = None) -> Kv:
@@ -139,7 +152,7 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
 
     `make_store` replaces the store. UserError, naming the flag, for a host pool that cannot be had.
     """
-    role = letter_of(config)
+    role, held = letter_of(config), parts.held
     endpoints: list[TcpEndpoint] = []
     stores: list[LandingStore] = []
     loss = KvLoss()
@@ -147,7 +160,18 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
     def landings() -> list[View]:
         return [view for store in stores for view in store.regions]
 
-    transports = _transports(config, parts, landings, loss)
+    if held.ranks is not None:
+        transports = transports_for_ranks(config, gpu=held.rank_gpu)
+    else:
+        transports = transports_for_cache(
+            config,
+            held.memory,
+            held.cache,
+            shared=held.shared,
+            gpu=held.gpu,
+            landings=landings,
+            give_up=loss.give_up,
+        )
 
     def make_endpoint(handler: Handler) -> TcpEndpoint:
         endpoint = TcpEndpoint(
@@ -157,7 +181,7 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
             ),
             layout=_layout(parts, transports),
             keys=parts.keys,
-            takes="both" if parts.ranks is None else "engines",
+            takes="both" if held.ranks is None else "engines",
             listen=Address(config.host, config.kv_port) if role == "D" else None,
             source_host=config.host,
             transports=config.kv_transports,
@@ -174,12 +198,12 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
         connector = build(
             role,
             make_endpoint=make_endpoint,
-            memory=parts.memory,
+            memory=held.memory,
             pool=parts.pool,
             wake=parts.wake,
             settings=settings_of(config, transports, parts.buffer_bytes),
             make_store=make_store or default_store,
-            ranks=parts.ranks,
+            ranks=held.ranks,
         )
     except BaseException:
         # It holds sockets before it is started.
@@ -188,7 +212,7 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
         raise
     if connector.store is not None:
         stores.append(connector.store)
-    return Kv(connector, endpoints[0].counters, transports, parts.shared, parts.gpu, loss)
+    return Kv(connector, endpoints[0].counters, transports, held.shared, held.gpu, loss)
 
 
 def letter_of(config: WorkerConfig) -> Literal["P", "D"]:
@@ -222,29 +246,17 @@ def settings_of(config: WorkerConfig, transports: Transports, buffer_bytes: int)
 
 
 def _layout(parts: KvParts, transports: Transports) -> Layout:
-    if parts.ranks is not None:
+    held = parts.held
+    if held.ranks is not None:
         return engine_wire_layout(
-            parts.ranks,
+            held.ranks,
             factors=parts.factors,
             max_tokens=parts.max_model_len,
-            ranks=parts.rank_addresses,
+            ranks=held.rank_addresses,
         )
     return wire_layout(
-        parts.memory.layout,
+        held.memory.layout,
         factors=parts.factors,
         max_tokens=parts.max_model_len,
         max_data_bytes=transports.max_data_bytes,
     )
-
-
-def _transports(
-    config: WorkerConfig, parts: KvParts, landings: Callable[[], Sequence[View]], loss: KvLoss
-) -> Transports:
-    memory = parts.memory
-    if parts.ranks is not None:
-        return transports_for_ranks(config, gpu=parts.rank_gpu)
-    if parts.gpu is not None and isinstance(memory, DevicePagedMemory):
-        return transports_for_gpu(
-            config, memory, gpu=parts.gpu, landings=landings, give_up=loss.give_up
-        )
-    return transports_for_host(config, memory, parts.cache, shared=parts.shared, landings=landings)

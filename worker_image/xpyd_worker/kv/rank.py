@@ -29,7 +29,7 @@ from xpyd_kv.wire.fit import wire_layout
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kv.cache import CacheMemory
 from xpyd_worker.kv.engine import identity_of, letter_of, settings_of
-from xpyd_worker.kv.transports import Transports, transports_for_gpu, transports_for_host
+from xpyd_worker.kv.transports import Transports, transports_for_cache
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -124,15 +124,15 @@ def start_rank_kv(
     def landings() -> list[View]:
         return [view for one in spaces for view in one.regions]
 
-    if memory.gpu is not None and isinstance(cache, DevicePagedMemory):
-        transports = transports_for_gpu(
-            config, cache, gpu=memory.gpu, landings=landings, give_up=give_up
-        )
-    else:
-        shared = memory.shared
-        transports = transports_for_host(
-            config, cache, cache.regions, shared=shared, landings=landings
-        )
+    transports = transports_for_cache(
+        config,
+        cache,
+        cache.regions,
+        shared=memory.shared,
+        gpu=memory.gpu,
+        landings=landings,
+        give_up=give_up,
+    )
     factors = compat_factors(folder, model=model_name, revision="", kv_dtype=cache.layout.dtype)
 
     counters = EndpointCounters()

@@ -64,6 +64,22 @@ class Transports:
             close()
 
 
+def transports_for_cache(
+    config: WorkerConfig,
+    memory: KvMemory,
+    cache: Sequence[View],
+    *,
+    shared: SharedMemory | None,
+    gpu: DeviceCache | None,
+    landings: Callable[[], Sequence[View]],
+    give_up: Callable[[str], None],
+) -> Transports:
+    """For a cache that this process has, on its GPU or (None) in ordinary memory. See the two."""
+    if gpu is not None and isinstance(memory, DevicePagedMemory):
+        return transports_for_gpu(config, memory, gpu=gpu, landings=landings, give_up=give_up)
+    return transports_for_host(config, memory, cache, shared=shared, landings=landings)
+
+
 def transports_for_host(
     config: WorkerConfig,
     memory: KvMemory,

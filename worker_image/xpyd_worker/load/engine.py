@@ -28,8 +28,8 @@ from xpyd_worker.engine.core import Deliver, EngineCore
 from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.open_requests import StopRules
 from xpyd_worker.engine.request import EngineStats, SchedulerConfig
-from xpyd_worker.kv.engine import Kv, KvParts, make_kv
-from xpyd_worker.load.ready_model import RankedKv, ReadyModel, log_memory, ranks_memory_table
+from xpyd_worker.kv.engine import HeldKv, Kv, KvParts, make_kv
+from xpyd_worker.load.ready_model import ReadyModel, log_memory, ranks_memory_table
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.registry import load_config, own_name, resolve_checkpoint
 from xpyd_worker.ranks.executor import RankedExecutor
@@ -56,6 +56,8 @@ class LoadedEngine:
     ready: ReadyModel
     kv: Kv
     compatibility: str
+    socket_dir: Path | None
+    """Of Unix sockets, those of ranks among them."""
 
     @property
     def loss(self) -> Loss | None:
@@ -77,8 +79,8 @@ class LoadedEngine:
         instance = self.ready.instance
         if instance is not None:
             instance.close(in_order=instance.loss is None and not self.engine.is_running)
-        if self.ready.ranked_kv is not None:
-            self.ready.ranked_kv.clear()
+        if self.ready.kv is not None:
+            self.ready.kv.clear(self.socket_dir)
 
     def stats(self) -> EngineStats:
         """The engine's counters; what entered forwards as the runner counted it."""
@@ -169,41 +171,22 @@ def _assemble(
         enable_prefix_caching=config.prefix_caching,
     )
     inbox = Inbox()
-    kv = Kv()
-    ranked = ready.ranked_kv
-    if ranked is not None:
+    kv, held = Kv(), ready.kv
+    if held is not None:
+        ranked, size = held.ranks, ready.cache_bytes
+        if ranked is not None:
+            size = num_blocks * ranked.layout.held_bytes_per_block
         parts = KvParts(
-            memory=BookMemory(ranked.engine),
-            cache=(),
+            held=held,
             pool=pool,
             wake=inbox.wake,
             factors=factors,
             keys=keys,
             incarnation=incarnation,
             max_model_len=max_model_len,
-            buffer_bytes=config.buffer_bytes(
-                num_blocks * ranked.engine.layout.held_bytes_per_block
-            ),
-            ranks=ranked.engine,
-            rank_gpu=ranked.gpu,
-            rank_addresses=ranked.addresses,
+            buffer_bytes=config.buffer_bytes(size),
         )
-        kv = make_kv(config, parts)
-    elif ready.kv is not None:
-        parts = KvParts(
-            memory=ready.kv.memory,
-            cache=ready.kv.memory.regions,
-            pool=pool,
-            wake=inbox.wake,
-            factors=factors,
-            keys=keys,
-            incarnation=incarnation,
-            max_model_len=max_model_len,
-            buffer_bytes=config.buffer_bytes(ready.cache_bytes),
-            shared=ready.kv.shared,
-            gpu=ready.kv.gpu,
-        )
-        kv = make_kv(config, parts, make_store)
+        kv = make_kv(config, parts, make_store if ranked is None else None)
     give_back()
     log_memory(ready.memory())
     engine = EngineCore(
@@ -245,7 +228,7 @@ def _assemble(
     )
     # Asks every token of the vocabulary; now, not when the first long prompt waits for it.
     _ = model.max_token_bytes
-    return LoadedEngine(model, engine, ready, kv, compat_key(factors))
+    return LoadedEngine(model, engine, ready, kv, compat_key(factors), config.kv_socket_dir)
 
 
 def _make_ready(
@@ -276,7 +259,7 @@ def load_ranks(config: WorkerConfig, logs: Logs, incarnation: str) -> ReadyModel
         cache_bytes=sum(one.cache_bytes for one in ready),
         on_gpu=first.on_gpu,
         memory=lambda: ranks_memory_table(config, ready),
-        ranked_kv=_ranked_kv(config, instance, ready),
+        kv=_ranked_kv(instance, ready),
         instance=instance,
     )
 
@@ -293,25 +276,24 @@ def executor_of(config: WorkerConfig, instance: Instance, first: RankReady) -> R
     )
 
 
-def _ranked_kv(
-    config: WorkerConfig, instance: Instance, ready: Sequence[RankReady]
-) -> RankedKv | None:
+def _ranked_kv(instance: Instance, ready: Sequence[RankReady]) -> HeldKv | None:
     """None where KV does not move."""
     kv = ready[0].kv
     if kv is None:
         return None
+    ranks = RankedEngine(
+        layout=kv.engine,
+        channels=instance.channels,
+        dtype=ready[0].dtype,
+        head_dim=kv.head_dim,
+        on_device=ready[0].on_gpu,
+    )
     addresses = [one.kv.address for one in ready if one.kv is not None]
-    return RankedKv(
-        engine=RankedEngine(
-            layout=kv.engine,
-            channels=instance.channels,
-            dtype=ready[0].dtype,
-            head_dim=kv.head_dim,
-            on_device=ready[0].on_gpu,
-        ),
-        addresses=tuple(Address(*address) for address in addresses if address is not None),
-        gpu=kv.gpu,
-        socket_dir=config.kv_socket_dir,
+    return HeldKv(
+        BookMemory(ranks),
+        ranks=ranks,
+        rank_gpu=kv.gpu,
+        rank_addresses=tuple(Address(*address) for address in addresses if address is not None),
     )
 
 

@@ -8,20 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xpyd_core.request_id import Address
 from xpyd_core.sizes import format_bytes
-from xpyd_kv.memory.paged import DevicePagedMemory, PagedMemory
-from xpyd_kv.ranks.engine import RankedEngine
-from xpyd_kv.transport.host.shared_memory import SharedMemory
-from xpyd_kv.transport.stream.listeners import SocketFolder
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.executor import Executor
+from xpyd_worker.kv.engine import HeldKv
 
 if TYPE_CHECKING:
-    from xpyd_worker.kv.cache import DeviceCache
     from xpyd_worker.ranks.instance import Instance
     from xpyd_worker.ranks.start.messages import RankReady
     from xpyd_worker.runner.gpu_memory import GpuUse
@@ -30,39 +24,9 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class OwnKv:
-    """A KV cache in memory of this process. `shared` where other processes may read it,
-    `gpu` where KV moves from a GPU."""
-
-    memory: PagedMemory | DevicePagedMemory
-    shared: SharedMemory | None
-    gpu: DeviceCache | None
-
-
-@dataclass(frozen=True)
-class RankedKv:
-    """A KV cache that ranks have. `addresses`: where a D's listen. `gpu`: the first one's, if they
-    have GPUs. `socket_dir`: of Unix sockets."""
-
-    engine: RankedEngine
-    addresses: tuple[Address, ...]
-    gpu: str
-    socket_dir: Path | None
-
-    def clear(self) -> None:
-        """When the ranks are gone: take away the sockets of those that were killed."""
-        if self.socket_dir is None or not self.addresses:
-            return
-        folder = SocketFolder(self.socket_dir)
-        for address in self.addresses:
-            folder.remove_dead(address)
-        folder.close()
-
-
-@dataclass(frozen=True)
 class ReadyModel:
     """A model that can run steps. `dtype`: of weights and KV; `cache_bytes`: of all ranks. `kv` is
-    there where KV moves and the cache is this process'; `instance` where there are ranks."""
+    there where KV moves, `instance` where there are ranks."""
 
     executor: Executor
     dtype: str
@@ -70,9 +34,7 @@ class ReadyModel:
     on_gpu: bool
     memory: Callable[[], Sequence[MemoryUse]]
     """The table of what it takes."""
-    kv: OwnKv | None = None
-    ranked_kv: RankedKv | None = None
-    """Where KV moves and the cache is divided over ranks."""
+    kv: HeldKv | None = None
     instance: Instance | None = None
 
 
