@@ -13,7 +13,7 @@ from xpyd_core.openai import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
 )
-from xpyd_worker.server.openai.params import LogitRules, parse_chat, parse_completion
+from xpyd_worker.server.openai.params import Options, parse_chat, parse_completion
 
 
 def parse(endpoint: str, **fields: Any) -> Any:
@@ -27,10 +27,26 @@ def parse(endpoint: str, **fields: Any) -> Any:
 BOTH = pytest.mark.parametrize("endpoint", ["completions", "chat"])
 
 
+def rules_of(options: Options) -> tuple[Any, ...]:
+    """What changes the logits of a request's tokens."""
+    penalties = (
+        options.repetition_penalty,
+        options.presence_penalty,
+        options.frequency_penalty,
+    )
+    return (
+        options.min_p,
+        *penalties,
+        options.logit_bias,
+        options.allowed_token_ids,
+        options.bad_words,
+    )
+
+
 @BOTH
 def test_without_the_fields_nothing_is_changed(endpoint: str) -> None:
     options = parse(endpoint)
-    assert options.rules == LogitRules()
+    assert rules_of(options) == (0.0, 1.0, 0.0, 0.0, (), (), ())
     assert (options.prompt_logprobs, options.include_stop) == (None, False)
     assert (options.skip_special_tokens, options.spaces_between_special_tokens) == (True, True)
 
@@ -51,15 +67,14 @@ def test_every_field_is_taken(endpoint: str) -> None:
         skip_special_tokens=False,
         spaces_between_special_tokens=False,
     )
-    assert options.rules == LogitRules(
-        0.25, 1.5, -2.0, 0.5, ((5, 1.0), (7, -3.5)), (3, 1), ("no", "never")
-    )
+    biases, bad_words = ((5, 1.0), (7, -3.5)), ("no", "never")
+    assert rules_of(options) == (0.25, 1.5, -2.0, 0.5, biases, (3, 1), bad_words)
     assert (options.prompt_logprobs, options.include_stop) == (0, True)
     assert (options.skip_special_tokens, options.spaces_between_special_tokens) == (False, False)
 
 
 def test_a_bias_beyond_openais_range_counts_as_its_end() -> None:
-    bias = parse("chat", logit_bias={"1": 1e9, "2": -(10**30)}).rules.logit_bias
+    bias = parse("chat", logit_bias={"1": 1e9, "2": -(10**30)}).logit_bias
     assert bias == ((1, 100.0), (2, -100.0))
 
 

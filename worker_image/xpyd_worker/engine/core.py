@@ -25,7 +25,7 @@ from xpyd_kv.connector.consumer import KvConsumer
 from xpyd_kv.connector.producer import KvProducer
 from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.engine.block_manager import BlockManager
-from xpyd_worker.engine.executor import Executor, Running
+from xpyd_worker.engine.executor import Executor, Running, no_layer_done
 from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.open_requests import StopRules
 from xpyd_worker.engine.request import (
@@ -56,10 +56,6 @@ class _UnderWay:
     step: ScheduledStep
     running: Running
     begun_s: float
-
-
-def _no_layer_done(_layer: int) -> None:
-    """No KV is sent."""
 
 
 class EngineCore:
@@ -108,7 +104,7 @@ class EngineCore:
         # The oldest first, at most `_depth`.
         self._under_way: deque[_UnderWay] = deque()
         self._last_over_s = 0.0
-        self._layer_done = producer.layer_done if producer else _no_layer_done
+        self._layer_done = producer.layer_done if producer else no_layer_done
         self._stats = copy(self._scheduler.observe())
         self._recompute_log = RecomputeLog()
         self._is_quiet = True

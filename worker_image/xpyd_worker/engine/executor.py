@@ -136,6 +136,10 @@ class Finished:
         return self.output
 
 
+def no_layer_done(_layer: int) -> None:
+    """For `launch` where nothing is done when a layer's KV is there: none is sent."""
+
+
 class Executor(Protocol):
     """Runs steps on the model, in the order in which they are launched. One thread calls it."""
 

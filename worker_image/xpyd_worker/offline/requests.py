@@ -130,7 +130,7 @@ async def _prepare(
         options,
         [ids],
         default_max_tokens=None,
-        bad_words=await bad_word_ids(service, options.rules.bad_words),
+        bad_words=await bad_word_ids(service, options.bad_words),
     )
     return Request(text, options, job)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xpyd_core.errors import UserError, XpydError
 from xpyd_core.sizes import format_bytes
-from xpyd_worker.engine.executor import StepInput
+from xpyd_worker.engine.executor import StepInput, no_layer_done
 from xpyd_worker.kernels.api import KvShape, Plan
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
@@ -147,7 +147,7 @@ class GpuPart:
             return None
 
         def forward(token_ids: Tensor, positions: Tensor, plan: Plan) -> Tensor:
-            return self.model.forward(token_ids, positions, cache.layers, plan, _no_layer_done)
+            return self.model.forward(token_ids, positions, cache.layers, plan, no_layer_done)
 
         def plan_buffer(size: int) -> StaticPlan:
             return self.kernels.static_plan(
@@ -216,7 +216,7 @@ class GpuPart:
 
 
 def _run(runner: ModelRunner, step: StepInput) -> None:
-    runner.launch(step, _no_layer_done).wait()
+    runner.launch(step, no_layer_done).wait()
 
 
 def _tritons_errors() -> tuple[type[Exception], ...]:
@@ -224,7 +224,3 @@ def _tritons_errors() -> tuple[type[Exception], ...]:
     where it failed, it is imported."""
     module = sys.modules.get("triton.errors")
     return () if module is None else (cast("type[Exception]", module.TritonError),)
-
-
-def _no_layer_done(_layer: int) -> None:
-    """No report is needed."""

@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from xpyd_kv.ranks.agent import StepSender
-from xpyd_worker.engine.executor import Finished, Running, StepInput, StepOutput
+from xpyd_worker.engine.executor import (
+    Finished,
+    Running,
+    StepInput,
+    StepOutput,
+    no_layer_done,
+)
 from xpyd_worker.kernels.post_update import Sampled
 from xpyd_worker.ranks.compute.request_states import DeviceStates, RequestStates, Row, UnderWay
 from xpyd_worker.ranks.step.decoder import StepDecoder
@@ -168,7 +174,7 @@ class RankWork:
     def _run(self, step: StepInput) -> LaunchedStep:
         sender = self._kv_sender
         if sender is None:
-            return self._runner.launch(step, _no_layer_done)
+            return self._runner.launch(step, no_layer_done)
         sender.begin_step(step.kv)
         try:
             running = self._runner.launch(step, sender.layer_done)
@@ -283,7 +289,3 @@ def sampled_rows(step: StepInput, output: StepOutput) -> Sampled:
 def _rows(sampled: Sampled, places: list[int]) -> Sampled:
     """Of these sequences only."""
     return Sampled(*(one[torch.tensor(places)] for one in sampled))
-
-
-def _no_layer_done(_layer: int) -> None:
-    """No KV is sent."""

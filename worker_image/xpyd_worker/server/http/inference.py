@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ import orjson
 from quart import Response, request
 
 from xpyd_core.errors import ApiError
+from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.generation import ChoiceDelta, Generation, ending_of
 from xpyd_worker.server.http.admission import Admitted, Lifecycle, RequestGate
 from xpyd_worker.server.http.bodies import JSON, json_response, parsed_body
@@ -34,6 +35,7 @@ from xpyd_worker.server.openai.answers import (
 from xpyd_worker.server.openai.formats import ChatFormat, CompletionFormat
 from xpyd_worker.server.openai.jobs import COMPLETION_DEFAULT_TOKENS, Job, make_jobs, offered_ids
 from xpyd_worker.server.openai.params import (
+    ChatCall,
     CompletionCall,
     Options,
     parse_chat,
@@ -97,59 +99,36 @@ class Api:
     async def completions(self) -> Response:
         """POST /v1/completions."""
         call = self._enter("text_completion")
-        service, request_id = call.service, call.request_id
+        service = call.service
         parse = partial(parse_completion, max_model_len=service.model.max_model_len)
         body = await parsed_body(service.threads, parse)
-        options = body.options
-        model = service.model.name_for(options.model)
+        model = service.model.name_for(body.options.model)
         call.admitted.prepare(len(body.prompts))
-        jobs = await _completion_jobs(service, request_id, body)
-        generation = Generation(service, jobs, ending_of(service, options))
-        return await self._answer(
-            call,
-            options,
-            generation,
-            CompletionFormat(service.model.tokenizer, options, generation),
-            answer_id("cmpl", options, model, alone=request_id.alone),
-        )
+        jobs = await _completion_jobs(service, call.request_id, body)
+        head = answer_id("cmpl", body.options, model, alone=call.request_id.alone)
+        return await self._answer(call, body.options, jobs, CompletionFormat, head)
 
     async def chat(self) -> Response:
         """POST /v1/chat/completions."""
         call = self._enter("chat")
-        service, request_id = call.service, call.request_id
+        service = call.service
         body = await parsed_body(service.threads, parse_chat)
-        options = body.options
-        model = service.model.name_for(options.model)
+        model = service.model.name_for(body.options.model)
         call.admitted.prepare(1)
-        ids = offered_ids(service, request_id, options, 0)
-        if ids is None:
-            ids = await chat_ids(service, body.messages)
-        jobs = make_jobs(
-            service,
-            request_id,
-            options,
-            [ids],
-            default_max_tokens=None,
-            bad_words=await bad_word_ids(service, options.rules.bad_words),
-            name="messages",
-        )
-        generation = Generation(service, jobs, ending_of(service, options))
-        return await self._answer(
-            call,
-            options,
-            generation,
-            ChatFormat(service.model.tokenizer, options, generation),
-            answer_id("chatcmpl", options, model, alone=request_id.alone),
-        )
+        jobs = await _chat_jobs(service, call.request_id, body)
+        head = answer_id("chatcmpl", body.options, model, alone=call.request_id.alone)
+        return await self._answer(call, body.options, jobs, ChatFormat, head)
 
     async def _answer(
         self,
         call: _Call,
         options: Options,
-        generation: Generation,
-        format_: Format,
+        jobs: list[Job],
+        make_format: Callable[[Tokenizer, Options, Generation], Format],
         head: AnswerId,
     ) -> Response:
+        generation = Generation(call.service, jobs, ending_of(call.service, options))
+        format_ = make_format(call.service.model.tokenizer, options, generation)
         self._close_with_this_task(call, options, generation, head)
         generation.start()
         call.admitted.submitted()
@@ -230,8 +209,24 @@ async def _completion_jobs(
         options,
         prompts,
         default_max_tokens=COMPLETION_DEFAULT_TOKENS,
-        bad_words=await bad_word_ids(service, options.rules.bad_words),
+        bad_words=await bad_word_ids(service, options.bad_words),
         echo_texts=echo_texts,
+    )
+
+
+async def _chat_jobs(service: Service, request_id: RequestId, call: ChatCall) -> list[Job]:
+    options = call.options
+    ids = offered_ids(service, request_id, options, 0)
+    if ids is None:
+        ids = await chat_ids(service, call.messages)
+    return make_jobs(
+        service,
+        request_id,
+        options,
+        [ids],
+        default_max_tokens=None,
+        bad_words=await bad_word_ids(service, options.bad_words),
+        name="messages",
     )
 
 

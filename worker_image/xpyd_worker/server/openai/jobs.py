@@ -104,10 +104,10 @@ def make_jobs(
 
 
 def _check_ids(service: Service, options: Options) -> None:
-    model, rules = service.model, options.rules
+    model = service.model
     check_vocabulary(model, options.stop_token_ids, "stop_token_ids")
-    check_vocabulary(model, rules.allowed_token_ids, "allowed_token_ids")
-    check_vocabulary(model, [token for token, _ in rules.logit_bias], "logit_bias")
+    check_vocabulary(model, options.allowed_token_ids, "allowed_token_ids")
+    check_vocabulary(model, [token for token, _ in options.logit_bias], "logit_bias")
     for ids in options.kv.continue_from:
         check_vocabulary(model, ids, "kv_transfer_params.continue_from")
 
@@ -168,12 +168,12 @@ def _sampling(
         ignore_eos=options.ignore_eos,
         stop_token_ids=options.stop_token_ids,
         logprobs=options.logprobs,
-        min_p=options.rules.min_p,
-        repetition_penalty=options.rules.repetition_penalty,
-        presence_penalty=options.rules.presence_penalty,
-        frequency_penalty=options.rules.frequency_penalty,
-        logit_bias=options.rules.logit_bias,
-        allowed_token_ids=options.rules.allowed_token_ids,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        logit_bias=options.logit_bias,
+        allowed_token_ids=options.allowed_token_ids,
     )
 
 

@@ -45,19 +45,6 @@ _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
-class LogitRules:
-    """What changes the logits of a request's tokens; the defaults change nothing."""
-
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class KvParams:
     """Checked kv_transfer_params.
 
@@ -93,7 +80,8 @@ class Options:
     """What both endpoints take. `max_tokens` None: none was given. `logprobs` None: none wanted.
 
     `include_usage`: a last chunk with usage; `running_usage`: usage in every chunk (vLLM's
-    continuous_usage_stats). `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 are off. The lower
+    continuous_usage_stats). `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 are off,
+    as are `min_p` 0, `repetition_penalty` 1, and the other two penalties 0. The lower
     its `priority`, the earlier a request runs.
     `include_stop`: stop strings and stop tokens are part of the text.
     """
@@ -112,7 +100,13 @@ class Options:
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     include_stop: bool
-    rules: LogitRules
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    allowed_token_ids: tuple[int, ...]
+    bad_words: tuple[str, ...]
     logprobs: int | None
     prompt_logprobs: int | None
     skip_special_tokens: bool
@@ -230,7 +224,13 @@ def _options(
         stop=(own.stop,) if isinstance(own.stop, str) else tuple(own.stop or ()),
         stop_token_ids=tuple(own.stop_token_ids or ()),
         include_stop=bool(own.include_stop_str_in_output),
-        rules=_logit_rules(own),
+        min_p=own.min_p or 0.0,
+        repetition_penalty=1.0 if own.repetition_penalty is None else own.repetition_penalty,
+        presence_penalty=own.presence_penalty or 0.0,
+        frequency_penalty=own.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(own.logit_bias or {}),
+        allowed_token_ids=tuple(dict.fromkeys(own.allowed_token_ids or ())),
+        bad_words=tuple(dict.fromkeys(own.bad_words or ())),
         logprobs=logprobs,
         prompt_logprobs=own.prompt_logprobs,
         skip_special_tokens=own.skip_special_tokens is not False,
@@ -252,18 +252,6 @@ def _stream_usage(common: _Common) -> tuple[bool, bool]:
         raise refuse("stream_options", "needs stream to be true")
     include = bool(options.include_usage)
     return include, bool(options.continuous_usage_stats) and include
-
-
-def _logit_rules(own: _Own) -> LogitRules:
-    return LogitRules(
-        min_p=own.min_p or 0.0,
-        repetition_penalty=1.0 if own.repetition_penalty is None else own.repetition_penalty,
-        presence_penalty=own.presence_penalty or 0.0,
-        frequency_penalty=own.frequency_penalty or 0.0,
-        logit_bias=_logit_bias(own.logit_bias or {}),
-        allowed_token_ids=tuple(dict.fromkeys(own.allowed_token_ids or ())),
-        bad_words=tuple(dict.fromkeys(own.bad_words or ())),
-    )
 
 
 def _logit_bias(members: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
