@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from xpyd_worker import LLM, SamplingParams
-from xpyd_worker.runner.dtypes import cpu_is_fast_in
+from xpyd_worker.runner.device import cpu_is_fast_in
 from xpyd_worker.system import cpu_flags
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo-model"

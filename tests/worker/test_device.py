@@ -7,8 +7,7 @@ import torch
 
 from tests.gpu.fake_gpu import FakeMark
 from xpyd_core.errors import UserError, XpydError
-from xpyd_worker.runner.device import DeviceLostError, choose_device, reach
-from xpyd_worker.runner.dtypes import resolve_gpu_dtype
+from xpyd_worker.runner.device import DeviceLostError, choose_device, reach, resolve_gpu_dtype
 
 
 def chosen(asked: str, *, devices: int, triton: bool = True) -> str:

@@ -17,7 +17,7 @@ from xpyd_core.errors import UserError
 from xpyd_kv.memory.device import DeviceView
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.load import engine, one_rank
-from xpyd_worker.runner import dtypes
+from xpyd_worker.runner import device
 from xpyd_worker.runner.gpu_memory import GpuUse, Profile
 from xpyd_worker.runner.load import CpuFit, fit_on_cpu
 
@@ -50,7 +50,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return Part(fit_on_cpu(folder, config, dtype=torch.float32, kv_cache_bytes=CACHE_BYTES))
 
     monkeypatch.setattr(one_rank, "choose_device", lambda _: torch.device("cuda", 0))
-    monkeypatch.setattr(dtypes, "compute_capability", lambda _: (9, 0))
+    monkeypatch.setattr(device, "compute_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a fake")
     monkeypatch.setattr(one_rank, "part_on_gpu", part_on_gpu)
     return seen

@@ -19,7 +19,7 @@ from xpyd_worker.engine.executor import (
     StepOutput,
 )
 from xpyd_worker.kernels.api import KvShape
-from xpyd_worker.runner.dtypes import cpu_is_fast_in, resolve_dtype
+from xpyd_worker.runner.device import cpu_is_fast_in, resolve_dtype
 from xpyd_worker.runner.kv_cache import blocks_in_budget
 from xpyd_worker.runner.runner import ModelRunner
 

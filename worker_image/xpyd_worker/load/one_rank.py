@@ -12,8 +12,13 @@ from xpyd_worker.kv.engine import HeldKv
 from xpyd_worker.kv.transports import check_host
 from xpyd_worker.load.ready_model import ReadyModel, memory_table
 from xpyd_worker.model.config import ModelConfig
-from xpyd_worker.runner.device import CudaDevice, choose_device
-from xpyd_worker.runner.dtypes import cpu_dtype, dtype_name, gpu_dtype
+from xpyd_worker.runner.device import (
+    CudaDevice,
+    choose_device,
+    cpu_dtype,
+    dtype_name,
+    gpu_dtype,
+)
 from xpyd_worker.runner.gpu_memory import GpuUse
 from xpyd_worker.runner.load import fit_on_cpu, part_on_gpu
 from xpyd_worker.system import resident_bytes

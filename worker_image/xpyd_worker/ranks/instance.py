@@ -18,7 +18,7 @@ from xpyd_worker.config import WorkerConfig
 from xpyd_worker.ranks.link.frames import Frame, Kind
 from xpyd_worker.ranks.link.links import LinkChannel, Links
 from xpyd_worker.ranks.link.responses import Responses
-from xpyd_worker.ranks.link.ring import GivenUpError, NotReadError, RingFds
+from xpyd_worker.ranks.link.ring import GivenUpError, NotReadError
 from xpyd_worker.ranks.loss import (
     EXIT_POD_LOST,
     EXIT_STEP_STUCK,
@@ -42,7 +42,6 @@ from xpyd_worker.ranks.start.messages import (
     Meet,
     Opened,
     RankReady,
-    Start,
     WeightsLoaded,
     decode_from_rank,
 )
@@ -134,27 +133,13 @@ class Instance:
         host = _LOOPBACK if config.pods == 1 else config.host
         with listen(host, 0, "--host") as listener:
             address = listener.getsockname()[:2]
-            self._gather(Join(config, self.sizes, address, self._logs, self._incarnation))
+            join = Join(config, self.sizes, address, self._logs, self._incarnation)
+            self._gather(join)
 
-            def make_start(rank: int, ring: RingFds, responses: RingFds, beats: int) -> Start:
-                return Start(
-                    config=config,
-                    sizes=self.sizes,
-                    rank=rank,
-                    pod_rank=rank,
-                    pod_ranks=len(self._pod.ranks),
-                    rendezvous=address,
-                    address=host,
-                    listener=listener.fileno() if rank == 0 else None,
-                    ring=ring,
-                    responses=responses,
-                    beats=beats,
-                    logs=self._logs,
-                    engine_id=config.engine_id,
-                    incarnation=self._incarnation,
-                )
+            def spawn() -> None:
+                self._pod.spawn(join, config=config, address=host, listener=listener.fileno())
 
-            self._watch.start(make_start)
+            self._watch.start(spawn)
             self._collect(Opened)
         self._tell(Meet())
         self._collect(WeightsLoaded)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from xpyd_worker.ranks.loss import EXIT_RANK_ENDED, Loss
-from xpyd_worker.ranks.pods.pod import MakeStart, Pod
+from xpyd_worker.ranks.pods.pod import Pod
 from xpyd_worker.ranks.watch.beats import Beat
 from xpyd_worker.ranks.watch.judge import LOOK_S, Judge
 
@@ -43,10 +43,10 @@ class Watch:
         self._ends_in_order = False
         self._thread: threading.Thread | None = None
 
-    def start(self, make_start: MakeStart) -> None:
-        """Start the processes and watch them."""
+    def start(self, spawn: Callable[[], None]) -> None:
+        """Start the processes by `spawn`, on the watch's thread, and watch them."""
         self._thread = threading.Thread(
-            target=self._run, args=(make_start,), name="rank-watch", daemon=True
+            target=self._run, args=(spawn,), name="rank-watch", daemon=True
         )
         self._thread.start()
 
@@ -74,10 +74,10 @@ class Watch:
 
     # --- its thread
 
-    def _run(self, make_start: MakeStart) -> None:
+    def _run(self, spawn: Callable[[], None]) -> None:
         loss: Loss | None
         try:
-            self._pod.spawn(make_start)
+            spawn()
             loss = self._watch()
         except OSError as error:
             loss = Loss(f"a rank cannot be started: {error}", EXIT_RANK_ENDED)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from xpyd_core.distribution import Distribution
 from xpyd_core.errors import ApiError
@@ -184,14 +184,11 @@ def engine_gone() -> ApiError:
     return ApiError(500, "the engine failed; this instance is going down", code="engine_failed")
 
 
-class _Open:
+class _Open(NamedTuple):
     """A request in the engine: where its outputs go, and when they came."""
 
-    __slots__ = ("mailbox", "times")
-
-    def __init__(self, mailbox: Mailbox, times: RequestTimes) -> None:
-        self.mailbox = mailbox
-        self.times = times
+    mailbox: Mailbox
+    times: RequestTimes
 
 
 class EngineBridge:

@@ -247,7 +247,7 @@ class Generation:
         first = self._gained(self._prompts.values())
         if first:
             yield first
-        while not self._all_finished():
+        while not self.is_finished:
             touched: dict[_Prompt, None] = {}
             failure: ApiError | None = None
             for output in await self._taken():
@@ -266,9 +266,6 @@ class Generation:
         except ApiError:  # The engine is gone.
             self.failure = _FAILURES["internal"]
             raise
-
-    def _all_finished(self) -> bool:
-        return all(prompt.finished for prompt in self._prompts.values())
 
     def _gained(self, prompts: Iterable[_Prompt]) -> list[ChoiceDelta]:
         deltas = [choice.gained() for prompt in prompts for choice in prompt.choices]
@@ -316,7 +313,7 @@ class Generation:
     @property
     def is_finished(self) -> bool:
         """Whether every choice has ended."""
-        return self._all_finished()
+        return all(prompt.finished for prompt in self._prompts.values())
 
     @property
     def jobs(self) -> list[Job]:

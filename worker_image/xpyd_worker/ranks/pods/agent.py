@@ -30,12 +30,11 @@ from xpyd_core.pod_env import rendezvous_port
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.ranks.link.frames import Frame, Kind
 from xpyd_worker.ranks.link.links import Links
-from xpyd_worker.ranks.link.ring import NotReadError, RingError, RingFds, RingReader
+from xpyd_worker.ranks.link.ring import NotReadError, RingError, RingReader
 from xpyd_worker.ranks.loss import EXIT_POD_LOST
 from xpyd_worker.ranks.pods.handshake import JOIN_S, join_leader
 from xpyd_worker.ranks.pods.messages import Beats, Ended, Join, PodEnd, decode_pod, encode_pod
 from xpyd_worker.ranks.pods.pod import Pod
-from xpyd_worker.ranks.start.messages import Start
 from xpyd_worker.ranks.start.processes import COMMAND
 from xpyd_worker.ranks.watch.judge import LOOK_S, SILENT_LOOKS
 
@@ -73,7 +72,10 @@ class Agent:
         with the thread that started them."""
         end = PodEnd(False, "this pod failed")
         try:
-            self._pod.spawn(self._start)
+            # The address is this pod's own, and nothing else.
+            host = self._config.host
+            config = replace(self._join.config, host=host)
+            self._pod.spawn(self._join, config=config, address=host)
             self._pod.be_watched()
             self._publisher.start()
             end = self._relay()
@@ -94,26 +96,6 @@ class Agent:
         """At once. Any thread, and a signal's handler."""
         self._end = self._end or PodEnd(False, reason)
         os.eventfd_write(self._waker, 1)
-
-    def _start(self, rank: int, ring: RingFds, responses: RingFds, beats: int) -> Start:
-        pod, join = self._pod, self._join
-        return Start(
-            # The address is this pod's own, and nothing else.
-            config=replace(join.config, host=self._config.host),
-            sizes=join.sizes,
-            rank=rank,
-            pod_rank=rank - pod.ranks.start,
-            pod_ranks=len(pod.ranks),
-            rendezvous=join.rendezvous,
-            address=self._config.host,
-            listener=None,
-            ring=ring,
-            responses=responses,
-            beats=beats,
-            logs=join.logs,
-            engine_id=join.config.engine_id,
-            incarnation=join.incarnation,
-        )
 
     def _relay(self) -> PodEnd:
         poll = self._pod.ends

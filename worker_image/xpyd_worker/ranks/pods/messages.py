@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
-from xpyd_core.errors import ProtocolError
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.ranks.start.messages import Logs
+from xpyd_worker.ranks.start.messages import Logs, decode_path, decoded
 from xpyd_worker.ranks.watch.beats import Beat
 
 NONCE_BYTES = 32
@@ -79,13 +77,7 @@ class PodEnd(msgspec.Struct, frozen=True, tag="End"):
 PodMessage = Hello | Auth | Join | Beats | Ended | PodEnd
 
 
-def _path(kind: type, value: object) -> object:
-    if kind is Path:
-        return Path(str(value))
-    raise NotImplementedError(kind)
-
-
-_decoder = msgspec.msgpack.Decoder(PodMessage, dec_hook=_path)
+_decoder = msgspec.msgpack.Decoder(PodMessage, dec_hook=decode_path)
 
 
 def encode_pod(message: PodMessage) -> bytes:
@@ -95,10 +87,7 @@ def encode_pod(message: PodMessage) -> bytes:
 
 def decode_pod(data: bytes) -> PodMessage:
     """Raises ProtocolError."""
-    try:
-        return _decoder.decode(data)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"not a message of this version: {error}") from error
+    return decoded(_decoder, data)
 
 
 def pod_mac(key: bytes, *, who: Hello, to: Hello) -> bytes:

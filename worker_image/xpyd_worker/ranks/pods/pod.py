@@ -9,17 +9,16 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+from xpyd_worker.config import WorkerConfig
 from xpyd_worker.ranks.link.frames import Frame, Kind
 from xpyd_worker.ranks.link.links import Link, Links
 from xpyd_worker.ranks.link.responses import RESPONSE_RING_BYTES
-from xpyd_worker.ranks.link.ring import RingFds, RingWriter, make_ring
+from xpyd_worker.ranks.link.ring import RingWriter, make_ring
+from xpyd_worker.ranks.pods.messages import Join
 from xpyd_worker.ranks.start.messages import Start, ToRank, encode
 from xpyd_worker.ranks.start.preflight import prepare_files
 from xpyd_worker.ranks.start.processes import COMMAND, RankProcesses
 from xpyd_worker.ranks.watch.beats import Beat, BeatPage
-
-MakeStart = Callable[[int, RingFds, RingFds, int], Start]
-"""Rank, its ring, its responses, the beats' descriptor -> its first message."""
 
 
 class Pod:
@@ -45,8 +44,11 @@ class Pod:
         self.ends = self._processes.ends
         """Readable when a process has ended; the caller may add to it."""
 
-    def spawn(self, make_start: MakeStart) -> None:
-        """Start the processes. OSError when the system does not let us; `kill` then."""
+    def spawn(
+        self, join: Join, *, config: WorkerConfig, address: str, listener: int | None = None
+    ) -> None:
+        """Start the processes, with `join` and, of this pod, `config`; `address` and `listener`
+        (rank 0's): see Start. OSError when the system does not let us; `kill` then."""
         prepare_files(len(self.ranks))
         beats = self._page.descriptor
         inherited: dict[int, tuple[int, ...]] = {}
@@ -54,7 +56,22 @@ class Pod:
         with ExitStack() as stack:
             for index, rank in enumerate(self.ranks):
                 ring, responses = self._ring.of_reader(index), self.responses[index]
-                start = make_start(rank, ring, responses, beats)
+                start = Start(
+                    config=config,
+                    sizes=join.sizes,
+                    rank=rank,
+                    pod_rank=index,
+                    pod_ranks=len(self.ranks),
+                    rendezvous=join.rendezvous,
+                    address=address,
+                    listener=None if rank else listener,
+                    ring=ring,
+                    responses=responses,
+                    beats=beats,
+                    logs=join.logs,
+                    engine_id=join.config.engine_id,
+                    incarnation=join.incarnation,
+                )
                 starts.append(start)
                 ours, theirs = socket.socketpair()
                 stack.enter_context(theirs)

@@ -14,6 +14,7 @@ main ----Start-----> rank  what to load, and where its ring and the others are
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -23,6 +24,8 @@ from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.ranks.link.ring import RingFds
 from xpyd_worker.ranks.loss import Failure
+
+_T = TypeVar("_T")
 
 
 class Logs(msgspec.Struct, frozen=True):
@@ -117,7 +120,15 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 ToRank = Start | Meet | Measure | Agreed
 FromRank = Opened | WeightsLoaded | Fits | RankReady | Failed
 
-_to_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=lambda kind, value: _path(kind, value))
+
+def decode_path(kind: type, value: object) -> object:
+    """A hook for decoders of messages that hold a WorkerConfig."""
+    if kind is Path:
+        return Path(str(value))
+    raise NotImplementedError(kind)
+
+
+_to_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=decode_path)
 _from_rank = msgspec.msgpack.Decoder(FromRank)
 
 
@@ -128,21 +139,17 @@ def encode(message: ToRank | FromRank) -> bytes:
 
 def decode_to_rank(data: bytes) -> ToRank:
     """Raises ProtocolError."""
-    try:
-        return _to_rank.decode(data)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"not a message of this version: {error}") from error
+    return decoded(_to_rank, data)
 
 
 def decode_from_rank(data: bytes) -> FromRank:
     """Raises ProtocolError."""
+    return decoded(_from_rank, data)
+
+
+def decoded(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
+    """What it reads there. Raises ProtocolError."""
     try:
-        return _from_rank.decode(data)
+        return decoder.decode(data)
     except msgspec.DecodeError as error:
         raise ProtocolError(f"not a message of this version: {error}") from error
-
-
-def _path(kind: type, value: object) -> object:
-    if kind is Path:
-        return Path(str(value))
-    raise NotImplementedError(kind)

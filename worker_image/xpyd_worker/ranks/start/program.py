@@ -26,8 +26,14 @@ from xpyd_worker.ranks.compute.work import RankStep, RankWork
 from xpyd_worker.ranks.start.messages import KvReady, RankReady, Start
 from xpyd_worker.ranks.start.preflight import check_devices, look_at_network, look_at_waits
 from xpyd_worker.ranks.step.messages import slot_count
-from xpyd_worker.runner.device import CPU, CudaDevice, choose_device
-from xpyd_worker.runner.dtypes import cpu_dtype, dtype_name, gpu_dtype
+from xpyd_worker.runner.device import (
+    CPU,
+    CudaDevice,
+    choose_device,
+    cpu_dtype,
+    dtype_name,
+    gpu_dtype,
+)
 from xpyd_worker.runner.gpu_fit import GpuFit, GpuPart
 from xpyd_worker.runner.load import CpuFit, fit_on_cpu, open_gpu, part_on_gpu
 from xpyd_worker.runner.runner import ModelRunner

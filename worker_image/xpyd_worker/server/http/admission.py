@@ -37,16 +37,13 @@ class Lifecycle:
     def become(self, state: InstanceState) -> None:
         """Change the state; states never go back."""
         self.state = state
-        self._tell()
+        for listener in self._listeners:
+            listener()
 
     def fail(self) -> None:
         """The engine has ended by itself: nothing can be served any more."""
         self.failed = True
         self.become("Gone")
-
-    def _tell(self) -> None:
-        for listener in self._listeners:
-            listener()
 
     @property
     def is_serving(self) -> bool:
