@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from xpyd_core.request_id import Address
 from xpyd_kv.connector.build import Connector, MakeStore, build, default_store
 from xpyd_kv.memory.api import KvMemory
-from xpyd_kv.memory.device import DeviceError, View
+from xpyd_kv.memory.device import View
 from xpyd_kv.memory.store import LandingStore, StoreLimits
 from xpyd_kv.metrics import EndpointCounters
 from xpyd_kv.ranks.engine import RankedEngine, engine_wire_layout
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from xpyd_worker.kv.cache import DeviceCache
 
 ProbePeer = Callable[[Address, Callable[[ProbeResult], None]], None]
-_log = logging.getLogger(__name__)
 
 LETTER: dict[Role, Literal["P", "D", "A"]] = {
     "Prefill": "P",
@@ -90,15 +88,8 @@ class Kv:
         connector = self.connector
         if connector is None or not connector.endpoint.close(deadline_s):
             return
-        try:
-            if self.transports is not None:
-                self.transports.close()
-            if connector.store is not None:
-                connector.store.close(deadline_s)
-            if self.gpu is not None:
-                self.gpu.close(deadline_s)
-        except DeviceError as error:
-            _log.error("the GPU has failed: %s", error)
+        if self.transports is not None:
+            self.transports.close(connector.store, self.gpu, deadline_s=deadline_s)
         if self.shared is not None:
             self.shared.close()
 

@@ -6,7 +6,6 @@ of its GPU, over connections of its own; a D's listens on the port behind its nu
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 from xpyd_core.compat import compat_factors
 from xpyd_core.keys import fleet_keys
 from xpyd_core.request_id import Address
-from xpyd_kv.memory.device import DeviceError, View
+from xpyd_kv.memory.device import View
 from xpyd_kv.memory.paged import DevicePagedMemory, PagedMemory
 from xpyd_kv.memory.space import OwnSpace
 from xpyd_kv.metrics import EndpointCounters
@@ -34,7 +33,6 @@ from xpyd_worker.kv.transports import Transports, transports_for_cache
 if TYPE_CHECKING:
     from pathlib import Path
 
-_log = logging.getLogger(__name__)
 _CLOSE_S = 2.0
 
 
@@ -72,16 +70,9 @@ class RankKv:
         end of the process."""
         if not self.part.endpoint.close(_CLOSE_S):
             return
-        memory = self.memory
-        try:
-            self.transports.close()
-            self.part.space.close(_CLOSE_S)
-            if memory.gpu is not None:
-                memory.gpu.close(_CLOSE_S)
-        except DeviceError as error:
-            _log.error("the GPU has failed: %s", error)
-        if memory.shared is not None:
-            memory.shared.close()
+        self.transports.close(self.part.space, self.memory.gpu, deadline_s=_CLOSE_S)
+        if self.memory.shared is not None:
+            self.memory.shared.close()
 
 
 def engine_layout(

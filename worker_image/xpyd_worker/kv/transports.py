@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from xpyd_core.errors import UserError
 from xpyd_kv.memory.api import KvMemory
-from xpyd_kv.memory.device import View
+from xpyd_kv.memory.device import DeviceError, View
 from xpyd_kv.memory.paged import DevicePagedMemory
 from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.transport.devices.cuda_ipc import CudaIpcPath
@@ -42,6 +42,12 @@ _SLABS = 8 * AHEAD
 _PAGE_BYTES = 4096
 
 
+class Closable(Protocol):
+    """Memory that peers reach: a store, a rank's space, a GPU's cache."""
+
+    def close(self, deadline_s: float) -> object: ...
+
+
 @dataclass(frozen=True)
 class Transports:
     """See the parameters of TcpEndpoint. `host` and `gpu` are for HELLO, `max_data_bytes` for
@@ -58,10 +64,17 @@ class Transports:
     nccl: NcclMetrics | None = None
     closers: tuple[Callable[[], None], ...] = ()
 
-    def close(self) -> None:
-        """When no peer is left: give back what is theirs."""
-        for close in self.closers:
-            close()
+    def close(self, *memory: Closable | None, deadline_s: float) -> None:
+        """When no peer is left: give back what is theirs, then the `memory` that they reached. What
+        a GPU that has failed does not let go of is left to the end of the process."""
+        try:
+            for close in self.closers:
+                close()
+            for one in memory:
+                if one is not None:
+                    one.close(deadline_s)
+        except DeviceError as error:
+            _log.error("the GPU has failed: %s", error)
 
 
 def transports_for_cache(

@@ -115,21 +115,59 @@ def load(
     ranks in processes of their own log."""
     folder = resolve_checkpoint(config.model, config.revision)
     model_config = load_config(folder)
-    with _tokenizer(config, folder) as tokenizer, ExitStack() as stack:
+    with _tokenizer(config, folder) as load_tokenizer, ExitStack() as stack:
         ready = _make_ready(config, folder, model_config, logs, incarnation)
         if ready.instance is not None:
             stack.callback(ready.instance.close)
-        loaded = _assemble(
-            config,
-            folder,
-            model_config,
-            ready,
-            tokenizer(),
-            deliver=deliver,
-            keys=keys,
-            incarnation=incarnation,
-            make_store=make_store,
+        tokenizer = load_tokenizer()
+        max_model_len = _context(config, model_config, ready)
+        # Without a revision the weights' own fingerprint is in the key, which is what matters.
+        factors = compat_factors(
+            folder, model=own_name(config.model, folder), revision="", kv_dtype=ready.dtype
         )
+        pool = BlockManager(
+            ready.executor.num_blocks,
+            block_size=config.block_size,
+            enable_prefix_caching=config.prefix_caching,
+        )
+        inbox = Inbox()
+        kv, held = Kv(), ready.kv
+        if held is not None:
+            ranked, size = held.ranks, ready.cache_bytes
+            if ranked is not None:
+                size = ready.executor.num_blocks * ranked.layout.held_bytes_per_block
+            parts = KvParts(
+                held=held,
+                pool=pool,
+                wake=inbox.wake,
+                factors=factors,
+                keys=keys,
+                incarnation=incarnation,
+                max_model_len=max_model_len,
+                buffer_bytes=config.buffer_bytes(size),
+            )
+            kv = make_kv(config, parts, make_store if ranked is None else None)
+        give_back()
+        log_memory(ready.memory())
+        engine = EngineCore(
+            ready.executor,
+            pool=pool,
+            inbox=inbox,
+            config=SchedulerConfig(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.batched_tokens(on_gpu=ready.on_gpu),
+                recompute_without_kv=config.kv_recompute,
+                long_prefill_token_threshold=config.long_prefill_token_threshold,
+                policy=config.scheduling_policy,
+            ),
+            rules=StopRules(model_config.eos_token_ids, max_model_len),
+            deliver=deliver,
+            producer=kv.connector.producer if kv.connector else None,
+            consumer=kv.connector.consumer if kv.connector else None,
+        )
+        model = _served_model(config, folder, model_config, tokenizer, max_model_len)
+        key = compat_key(factors)
+        loaded = LoadedEngine(model, engine, ready, kv, key, config.kv_socket_dir)
         stack.pop_all()
     return loaded
 
@@ -144,67 +182,14 @@ def _tokenizer(config: WorkerConfig, folder: Path) -> Generator[Callable[[], Tok
         yield pool.submit(Tokenizer.load, folder).result
 
 
-def _assemble(
+def _served_model(
     config: WorkerConfig,
     folder: Path,
     model_config: ModelConfig,
-    ready: ReadyModel,
     tokenizer: Tokenizer,
-    *,
-    deliver: Deliver,
-    keys: tuple[bytes, ...],
-    incarnation: str,
-    make_store: MakeStore | None,
-) -> LoadedEngine:
-    num_blocks = ready.executor.num_blocks
-    by_share = ready.on_gpu and config.kv_cache_bytes is None
-    sizing = "--gpu-memory-utilization" if by_share else "--kv-cache-memory"
-    max_model_len = _context(config, model_config, num_blocks, sizing)
-    names = config.served_model_names or (own_name(config.model, folder),)
-    # Without a revision the weights' own fingerprint is in the key, which is what matters.
-    factors = compat_factors(
-        folder, model=own_name(config.model, folder), revision="", kv_dtype=ready.dtype
-    )
-    pool = BlockManager(
-        num_blocks,
-        block_size=config.block_size,
-        enable_prefix_caching=config.prefix_caching,
-    )
-    inbox = Inbox()
-    kv, held = Kv(), ready.kv
-    if held is not None:
-        ranked, size = held.ranks, ready.cache_bytes
-        if ranked is not None:
-            size = num_blocks * ranked.layout.held_bytes_per_block
-        parts = KvParts(
-            held=held,
-            pool=pool,
-            wake=inbox.wake,
-            factors=factors,
-            keys=keys,
-            incarnation=incarnation,
-            max_model_len=max_model_len,
-            buffer_bytes=config.buffer_bytes(size),
-        )
-        kv = make_kv(config, parts, make_store if ranked is None else None)
-    give_back()
-    log_memory(ready.memory())
-    engine = EngineCore(
-        ready.executor,
-        pool=pool,
-        inbox=inbox,
-        config=SchedulerConfig(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.batched_tokens(on_gpu=ready.on_gpu),
-            recompute_without_kv=config.kv_recompute,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
-            policy=config.scheduling_policy,
-        ),
-        rules=StopRules(model_config.eos_token_ids, max_model_len),
-        deliver=deliver,
-        producer=kv.connector.producer if kv.connector else None,
-        consumer=kv.connector.consumer if kv.connector else None,
-    )
+    max_model_len: int,
+) -> ServedModel:
+    """What the server has of the model."""
     knows_developer = _template_has(folder, "developer")
     files = TokenizerFiles(
         tokenizer=tokenizer.to_json(),
@@ -217,7 +202,7 @@ def _assemble(
         prefix_caching=config.prefix_caching,
     )
     model = ServedModel(
-        names=names,
+        names=config.served_model_names or (own_name(config.model, folder),),
         tokenizer=tokenizer,
         eos_token_ids=frozenset(model_config.eos_token_ids),
         vocab_size=model_config.vocab_size,
@@ -228,7 +213,7 @@ def _assemble(
     )
     # Asks every token of the vocabulary; now, not when the first long prompt waits for it.
     _ = model.max_token_bytes
-    return LoadedEngine(model, engine, ready, kv, compat_key(factors), config.kv_socket_dir)
+    return model
 
 
 def _make_ready(
@@ -303,10 +288,11 @@ def _template_has(folder: Path, role: str) -> bool:
     return any(path.exists() and role in path.read_text(errors="replace") for path in files)
 
 
-def _context(config: WorkerConfig, model: ModelConfig, num_blocks: int, sizing: str) -> int:
-    """Tokens of prompt and output together: what is asked, the model and the cache allow, whose
-    size the flag `sizing` decides."""
-    cache_tokens = num_blocks * config.block_size
+def _context(config: WorkerConfig, model: ModelConfig, ready: ReadyModel) -> int:
+    """Tokens of prompt and output together: what is asked, the model and the cache allow."""
+    by_share = ready.on_gpu and config.kv_cache_bytes is None
+    sizing = "--gpu-memory-utilization" if by_share else "--kv-cache-memory"
+    cache_tokens = ready.executor.num_blocks * config.block_size
     asked = config.max_model_len
     if asked is None:
         if cache_tokens < model.max_positions:
