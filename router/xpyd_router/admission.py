@@ -318,12 +318,11 @@ class Ticket:
             gives_back(self._cost, self._since_s)
 
 
+@dataclass(eq=False)
 class _Waiter(Entry):
-    def __init__(self, cost: Cost, priority: int, word: asyncio.Future[_Word]) -> None:
-        super().__init__(cost, priority)
-        self.word = word
-        """How the wait ended. Set only after the waiter was taken out of the queue."""
-        self.has_place = False
+    word: asyncio.Future[_Word]
+    """How the wait ended. Set only after the waiter was taken out of the queue."""
+    has_place: bool = False
 
 
 class Admission:

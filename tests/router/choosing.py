@@ -13,7 +13,7 @@ from xpyd_router.fleet.instances import InstanceKey, Snapshot
 from xpyd_router.fleet.loads import Load, LoadTable
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.policy.base import Want
-from xpyd_router.policy.pairs import Alone, Pair, PairPolicy, PolicyNames, build_policy
+from xpyd_router.policy.pairs import Alone, Pair, PairPolicy, build_policy
 
 _hosts = itertools.count(1)
 
@@ -42,10 +42,11 @@ def make_policy(
 ) -> PairPolicy:
     """As the router makes it; chance is seeded."""
     return build_policy(
-        PolicyNames(name, **names),
+        name,
         local_prefill_tokens=local_prefill_tokens,
         loads=LoadTable() if loads is None else loads,
         random=draw or random.Random(7).random,
+        **names,
     )
 
 

@@ -13,7 +13,7 @@ from xpyd_core.errors import UserError
 from xpyd_router.command import command, read_config
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.policy.base import Candidate, PolicyContext, Side, SidePolicy, Want
-from xpyd_router.policy.pairs import GROUP, Alone, Pair, PolicyNames, build_policy, installed
+from xpyd_router.policy.pairs import GROUP, Alone, Pair, build_policy, installed
 
 
 class Last(SidePolicy):
@@ -30,10 +30,9 @@ def half() -> float:
     return 0.5
 
 
-def build(**config: str):
+def build(policy: str = "RoundRobin", **config: str):
     known = {**installed(), "Last": EntryPoint("Last", f"{__name__}:Last", GROUP)}
-    names = PolicyNames(**{"policy": "RoundRobin", **config})
-    return build_policy(names, loads=LoadTable(), random=half, known=known)
+    return build_policy(policy, loads=LoadTable(), random=half, known=known, **config)
 
 
 def test_ours_are_installed_by_name() -> None:

@@ -182,11 +182,11 @@ class Api:
         self,
         find_login: Callable[[], Awaitable[Login]],
         *,
-        count: Count | None = None,
+        count: Count = lambda _verb, _resource, _code: None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._find_login = find_login
-        self._count: Count = count or _count_nothing
+        self._count = count
         self._sleep = sleep
         self._session: aiohttp.ClientSession | None = None
         self._server = ""
@@ -376,7 +376,3 @@ def _read(body: bytes) -> Obj:
     if not isinstance(parsed, dict):
         raise Unavailable("the API server's answer is not an object")
     return parsed  # pyright: ignore[reportUnknownVariableType]  # JSON: keys are strings
-
-
-def _count_nothing(verb: str, resource: str, code: str) -> None:
-    """No counters."""

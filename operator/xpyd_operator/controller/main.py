@@ -23,7 +23,6 @@ from xpyd_operator.controller.client import Api, Login, find_login
 from xpyd_operator.controller.decision.cache import (
     Cache,
     Feed,
-    FleetKey,
     Message,
     Missing,
     Unlisted,
@@ -43,32 +42,27 @@ class OperatorMetrics:
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
-        prefix = "xpyd_operator_"
-        self.reconciles = Counter(
-            f"{prefix}reconciles", "Turns of fleets that ended", ("result",), registry=registry
-        )
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"xpyd_operator_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"xpyd_operator_{name}", text, registry=registry)
+
+        self.reconciles = counter("reconciles", "Turns of fleets that ended", "result")
         self.reconcile_seconds = Histogram(
-            f"{prefix}reconcile_seconds",
+            "xpyd_operator_reconcile_seconds",
             "A turn, with its calls",
             registry=registry,
             buckets=_SECONDS,
         )
-        self._api_calls = Counter(
-            f"{prefix}api_calls",
-            "Requests to the API server",
-            ("verb", "resource", "code"),
-            registry=registry,
+        self._api_calls = counter(
+            "api_calls", "Requests to the API server", "verb", "resource", "code"
         )
-        self._watch_events = Counter(
-            f"{prefix}watch_events", "Changes heard of", ("kind",), registry=registry
-        )
-        self._queue_depth = Gauge(
-            f"{prefix}queue_depth", "Fleets that are due and wait for a worker", registry=registry
-        )
-        self._fleets = Gauge(f"{prefix}fleets", "Fleets there are", registry=registry)
-        self.events_dropped = Counter(
-            f"{prefix}events_dropped", "Events that were not posted", registry=registry
-        )
+        self._watch_events = counter("watch_events", "Changes heard of", "kind")
+        self._queue_depth = gauge("queue_depth", "Fleets that are due and wait for a worker")
+        self._fleets = gauge("fleets", "Fleets there are")
+        self.events_dropped = counter("events_dropped", "Events that were not posted")
 
     def count_call(self, verb: str, resource: str, code: str) -> None:
         """One request ended; code: HTTP status, or "error" where there was no answer."""
@@ -200,7 +194,7 @@ class Operator:
             settings=config.settings,
             clock=time.monotonic,
         )
-        self._feed = Feed(self._cache, self._wake)
+        self._feed = Feed(self._cache, lambda key, urgent: self._queue.wake(key, urgent=urgent))
         self._inbox = Inbox(self._receive)
         self._watchers: dict[tuple[Kind, ...], Watcher] = {}
         self._watched: set[Kind] = set()
@@ -330,9 +324,6 @@ class Operator:
                 self._feed.waive(kind)
             case _:
                 self._feed.receive(message)
-
-    def _wake(self, key: FleetKey, urgent: bool) -> None:
-        self._queue.wake(key, urgent=urgent)
 
     # Work
 

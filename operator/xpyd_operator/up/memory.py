@@ -16,7 +16,9 @@ from pathlib import Path
 
 from xpyd_core.errors import UserError
 from xpyd_core.sizes import format_bytes, parse_bytes
-from xpyd_operator.document.fleet import InferenceFleet, Pool
+from xpyd_operator.document.engines import Pool
+from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.up.control import table
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -140,11 +142,9 @@ class MemoryPlan:
             parts = (_fixed_bytes(e.ranks, 0), e.weights_bytes, *of_kv)
             counts = (str(e.engines), str(e.ranks))[: len(count)]
             rows.append((e.pool, *counts, *map(format_bytes, parts)))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         total = f"{format_bytes(self.total_bytes)} of {format_bytes(self.usable_bytes)} usable"
         each = "each rank" if has_ranks else "each"
-        return "\n".join([*lines, f"total {total}; {self.threads} CPU threads {each}"])
+        return f"{table(rows)}\ntotal {total}; {self.threads} CPU threads {each}"
 
 
 @dataclass(frozen=True)

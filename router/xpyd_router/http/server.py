@@ -31,7 +31,7 @@ from xpyd_router.fleet.view import FleetView
 from xpyd_router.http.app import build_app
 from xpyd_router.http.protocol import ClientProtocol
 from xpyd_router.policy.base import NO_SLO
-from xpyd_router.policy.pairs import PairPolicy, PolicyNames, build_policy
+from xpyd_router.policy.pairs import PairPolicy, build_policy
 from xpyd_router.request.flow import Flow
 from xpyd_router.request.objectives import Objectives
 from xpyd_router.request.releases import Releases
@@ -142,11 +142,7 @@ def trimmer() -> Callable[[], None] | None:
     except (OSError, AttributeError):
         return None
     trim.argtypes, trim.restype = (ctypes.c_size_t,), ctypes.c_int
-
-    def run() -> None:
-        trim(0)
-
-    return run
+    return partial(trim, 0)
 
 
 async def trim_after_bursts(
@@ -304,7 +300,9 @@ def make_policy(
 ) -> PairPolicy:
     """The policy that `config` names; it forgets instances that leave."""
     policy = build_policy(
-        PolicyNames(config.policy, config.prefill_policy, config.decode_policy),
+        config.policy,
+        prefill_policy=config.prefill_policy,
+        decode_policy=config.decode_policy,
         loads=loads,
         random=random.random,
         local_prefill_tokens=config.local_prefill_tokens,

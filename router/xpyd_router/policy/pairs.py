@@ -224,14 +224,6 @@ def _single(policy: SidePolicy, side: Side, want: Want) -> Alone | None:
 GROUP = "xpyd.router.policies"
 
 
-class PolicyNames(NamedTuple):
-    """Names of the group; None: as `policy`."""
-
-    policy: str
-    prefill_policy: str | None = None
-    decode_policy: str | None = None
-
-
 @cache
 def installed() -> Mapping[str, EntryPoint]:
     """The policies of all installed packages by name. Looked up once for a process: the metadata
@@ -240,15 +232,18 @@ def installed() -> Mapping[str, EntryPoint]:
 
 
 def build_policy(
-    names: PolicyNames,
+    policy: str,
     *,
+    prefill_policy: str | None = None,
+    decode_policy: str | None = None,
     loads: LoadTable,
     random: Callable[[], float],
     local_prefill_tokens: int = 0,
     first_turn: int = 0,
     known: Mapping[str, EntryPoint] | None = None,
 ) -> PairPolicy:
-    """The policy with these names; UserError for a name that no package has."""
+    """The policy of these names in the group; a side without one is as `policy`. UserError for a
+    name that no package has."""
     entries = installed() if known is None else known
 
     def make(kind: SideKind, flag: str, name: str) -> SidePolicy:
@@ -257,10 +252,10 @@ def build_policy(
         factory: SideFactory = entries[name].load()
         return factory(PolicyContext(kind, loads, random, first_turn))
 
-    aggregated = make("A", "--policy", names.policy)
+    aggregated = make("A", "--policy", policy)
     return PairPolicy(
-        prefill=make("P", "--prefill-policy", names.prefill_policy or names.policy),
-        decode=make("D", "--decode-policy", names.decode_policy or names.policy),
+        prefill=make("P", "--prefill-policy", prefill_policy or policy),
+        decode=make("D", "--decode-policy", decode_policy or policy),
         aggregated=aggregated,
         local_prefill_tokens=local_prefill_tokens,
         loads=loads,

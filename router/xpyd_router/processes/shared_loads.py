@@ -144,17 +144,11 @@ class SharedLoad(Load):
 
     def begin(self, prompt_tokens: int, output_tokens: int = 0) -> None:
         super().begin(prompt_tokens, output_tokens)
-        row, cell = self._row, self._cell
-        row[cell] = self._requests
-        row[cell + 1] = self._prompt_tokens
-        row[cell + 2] = self._output_tokens
+        self._write()
 
     def end(self, prompt_tokens: int, output_tokens: int = 0) -> None:
         super().end(prompt_tokens, output_tokens)
-        row, cell = self._row, self._cell
-        row[cell] = self._requests
-        row[cell + 1] = self._prompt_tokens
-        row[cell + 2] = self._output_tokens
+        self._write()
 
     def refresh(self, others: list[memoryview]) -> None:
         """Count what other processes have there now."""
@@ -174,6 +168,12 @@ class SharedLoad(Load):
         write(self._row, self._cell, Work())
         self.set_suspects(0)
         self._row, self._cell = [0, 0, 0, 0], 0
+
+    def _write(self) -> None:
+        row, cell = self._row, self._cell
+        row[cell] = self._requests
+        row[cell + 1] = self._prompt_tokens
+        row[cell + 2] = self._output_tokens
 
 
 class SharedLoadTable(LoadTable):

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from xpyd_core.errors import UserError
 from xpyd_router.metrics import RouterMetrics
@@ -45,16 +46,16 @@ _FORCED_S = 5.0
 _CLOSING_S = 2.0
 
 
+@dataclass(eq=False)
 class WorkerProcess:
     """One place for a worker, and the process in it now."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        """From 0: its row of counters."""
-        self.is_ready = False
-        self.channel: Channel[ToParent] | None = None
-        self.process: subprocess.Popen[bytes] | None = None
-        self.misses = 0
+    number: int
+    """From 0: its row of counters."""
+    is_ready: bool = False
+    channel: Channel[ToParent] | None = None
+    process: subprocess.Popen[bytes] | None = None
+    misses: int = 0
 
     @property
     def pid(self) -> int | None:
@@ -120,8 +121,7 @@ class WorkerProcesses:
     async def close(self) -> None:
         """Kill the processes that are left, and wait until all have ended."""
         self._ending.set()
-        for worker in self.workers:
-            worker.kill()
+        self._kill_all()
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._watching is not None:

@@ -254,7 +254,7 @@ def _read_layers(fields: Fields) -> tuple[ExpertFacts | None, tuple[LayerParams,
     attention = _attention(fields) + 2 * hidden  # the two norms
     mlps = 2 if fields.get("model_type") in _NOT_GATED else 3
     dense = LayerParams(attention + mlps * hidden * fields.whole("intermediate_size"))
-    name = next((name for name in _EXPERT_COUNTS if _is_many(fields.get(name))), None)
+    name = next((name for name in _EXPERT_COUNTS if _is_number(fields.get(name), 2)), None)
     if name is None:
         return None, (dense,) * count
     experts = fields.whole(name)
@@ -324,12 +324,8 @@ def _intermediate_sizes(fields: Fields, experts: ExpertFacts | None, layers: int
     return frozenset({size} | ({fields.whole("intermediate_size")} if is_mixed else set[int]()))
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _is_many(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 1
+def _is_number(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _architecture(fields: Fields) -> str:

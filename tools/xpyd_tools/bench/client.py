@@ -13,7 +13,7 @@ import contextlib
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 from urllib.parse import quote, urlsplit
 
@@ -190,16 +190,16 @@ def split_url(url: str) -> BaseUrl:
     return BaseUrl(parts.hostname or "", port or (443 if tls else 80), tls, prefix.rstrip("/"))
 
 
+@dataclass
 class _Times:
     """Takes the events of one answer."""
 
-    def __init__(self, sent_s: float, input_tokens: int) -> None:
-        self._sent_s = sent_s
-        self._arrivals: list[tuple[float, int]] = []
-        self._input_tokens = input_tokens
-        self._ids = 0
-        self._usage = 0
-        self._done = False
+    _sent_s: float
+    _input_tokens: int
+    _arrivals: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
+    _ids: int = 0
+    _usage: int = 0
+    _done: bool = False
 
     def take(self, data: bytes, now: float) -> None:
         """One event's data."""

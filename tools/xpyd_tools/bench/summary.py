@@ -173,13 +173,9 @@ def table(rows: Iterable[Sequence[str]]) -> str:
     lines = [list(row) for row in rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "".join(
-        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in _rest(line, widths))]) + "\n"
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) + "\n"
         for line in lines
     )
-
-
-def _rest(line: Sequence[str], widths: Sequence[int]) -> Iterable[tuple[str, int]]:
-    return zip(line[1:], widths[1:], strict=True)
 
 
 def serve_table(summary: Summary) -> str:

@@ -119,10 +119,10 @@ def paths() -> Json:
         },
         "/health": {"get": _read("health", "State", "Alive", _HEALTH)},
         "/readiness": {"get": _readiness()},
-        "/metrics": {"get": _metrics()},
+        "/metrics": {"get": _plain("metrics", *_METRICS, "text/plain", "string")},
         "/instances": {"get": _read("listInstances", "State", "Instances", _INSTANCES)},
         "/version": {"get": _read("version", "State", "Version", "The router's version.")},
-        "/openapi.json": {"get": _document()},
+        "/openapi.json": {"get": _plain("openapi", *_DOCUMENT, "application/json", "object")},
         "/admin/state": {
             "get": _admin("adminState", "AdminState", "The router, and all instances."),
         },
@@ -146,6 +146,8 @@ _HEALTH = "200 while the process works."
 _INSTANCES = "The registry. It shows engine addresses: do not expose it to clients."
 _CORDON = "The instance gets no new requests from this router; running ones go on."
 _UNCORDON = "The instance gets requests again."
+_METRICS = ("Prometheus' text format.", "The samples.")
+_DOCUMENT = ("This document.", "OpenAPI 3.1.")
 
 
 def _path(name: str, text: str) -> Json:
@@ -156,20 +158,19 @@ def _path(name: str, text: str) -> Json:
 _INSTANCE = _path("name", "The instance's HTTP address, or the name it gives itself.")
 
 
-def _header(name: str, text: str, schema: Json) -> Json:
-    return {"name": name, "in": "header", "description": text, "schema": schema}
+def _header(name: str, text: str) -> Json:
+    return {"name": name, "in": "header", "description": text, "schema": {"type": "string"}}
 
 
 _CLIENT_HEADERS = [
-    _header("X-Request-Id", "Returned, and used for nothing else.", {"type": "string"}),
-    _header("X-Session-Id", "The session, for --policy SessionAffinity.", {"type": "string"}),
+    _header("X-Request-Id", "Returned, and used for nothing else."),
+    _header("X-Session-Id", "The session, for --policy SessionAffinity."),
     _header(
         "X-Xpyd-Priority",
         "`High`, `Normal`, `Low` or a number; read where the router has limits.",
-        {"type": "string"},
     ),
-    _header("traceparent", "W3C trace context, for the engines.", {"type": "string"}),
-    _header("tracestate", "W3C trace state, sent with traceparent.", {"type": "string"}),
+    _header("traceparent", "W3C trace context, for the engines."),
+    _header("tracestate", "W3C trace state, sent with traceparent."),
 ]
 
 
@@ -204,17 +205,11 @@ def _readiness() -> Json:
     return made
 
 
-def _metrics() -> Json:
-    made = _read("metrics", "State", "Alive", "Prometheus' text format.")
-    content = {"text/plain": {"schema": {"type": "string"}}}
-    made["responses"]["200"] = {"description": "The samples.", "content": content}
-    return made
-
-
-def _document() -> Json:
-    made = _read("openapi", "State", "Alive", "This document.")
-    content = {"application/json": {"schema": {"type": "object"}}}
-    made["responses"]["200"] = {"description": "OpenAPI 3.1.", "content": content}
+def _plain(operation: str, text: str, answer: str, media: str, kind: str) -> Json:
+    """Of a GET whose answer is no struct of `shapes`."""
+    made = _read(operation, "State", "Alive", text)
+    content = {media: {"schema": {"type": kind}}}
+    made["responses"]["200"] = {"description": answer, "content": content}
     return made
 
 
