@@ -49,7 +49,7 @@ async def test_a_router_that_is_not_current_is_not_ready_and_serves() -> None:
         is_current = False
 
     async with pair() as (fleet_, _, d):
-        fleet_.router.state.control = Old()  # pyright: ignore[reportAttributeAccessIssue]
+        fleet_.router.state.control = Old()  # pyright: ignore[reportAttributeAccessIssue] - a part
         async with fleet_.http.get(f"{fleet_.base}/readiness") as response:
             assert response.status == 503
             assert await response.json() == {"status": "no word of the instances"}

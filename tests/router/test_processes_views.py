@@ -180,7 +180,7 @@ class History:
 
 
 def last_break(fleet: FleetView, key: InstanceKey) -> Break | None:
-    return fleet._health.poison._last.get(key)  # pyright: ignore[reportPrivateUsage]
+    return fleet._health.poison._last.get(key)  # pyright: ignore[reportPrivateUsage] - both views'
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -227,7 +227,7 @@ async def test_a_flood_of_commands_costs_as_much_as_one_of_messages(flood: bytes
 async def test_who_pings_and_does_not_read_is_cut() -> None:
     async with port(burst=10**9, per_second=1e9) as made:
         client = await made.client(HELLO)
-        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]  # of TCP
         ping = frame(b"\x04PING\x00\x64" + b"c" * 16, is_command=True)
         while not made.count("closed"):
             client.send(ping * 1000)

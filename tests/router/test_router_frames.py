@@ -69,7 +69,7 @@ class Stream:
         kind = DirectSink if is_framed else UnframedSink
         if is_framed and not takes_frames:
             kind = FramingSink
-        sink = kind(self.client)  # type: ignore[arg-type]
+        sink = kind(self.client)  # type: ignore[arg-type]  # what the sink uses of it
         self.trace = Trace("completions", 0.0)
         self.outlet = ClientStream(sink, [], self.trace, lambda: 1.0)
         attempt: Any = SimpleNamespace(
@@ -86,7 +86,7 @@ class Stream:
         self.taken = 0
         self.exchange = Exchange(None, loop, 10.0)
         self.engine = EngineConnection(lambda _: None, lambda _: None)
-        self.engine.connection_made(Wire())  # type: ignore[arg-type]
+        self.engine.connection_made(Wire())  # type: ignore[arg-type]  # no transport
         self.engine.send(self.exchange, b"POST", b"")
 
     def _take(self, frame: bytes) -> bool:

@@ -51,7 +51,7 @@ async def test_a_conversation_goes_where_it_began_until_that_one_leaves() -> Non
 async def test_what_a_cache_has_is_no_load_of_p_and_all_figures_end_at_nothing() -> None:
     async with fleet(policy="LeastLoaded", prefill_policy="PrefixAware") as fleet_:
         p, _ = await fleet_.engine("P"), await fleet_.engine("D")
-        loads = fleet_.router.state.fleet._loads  # pyright: ignore[reportPrivateUsage]
+        loads = fleet_.router.state.loads
         seen: list[int] = []
         serve = p.script
 

@@ -35,7 +35,7 @@ LAST = {
 
 def connections(made: Fleet) -> set[ClientProtocol]:
     """uvicorn's own list."""
-    state = made.router._server.server_state  # pyright: ignore[reportPrivateUsage]
+    state = made.router._server.server_state  # pyright: ignore[reportPrivateUsage] - uvicorn's
     return state.connections  # type: ignore[return-value]
 
 

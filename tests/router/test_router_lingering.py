@@ -102,7 +102,7 @@ async def test_a_connection_is_forgotten_when_its_client_ends_it(
 
     async with fleet() as made:
         # uvicorn's own list: what is in it is waited for when the router ends.
-        state = made.router._server.server_state  # pyright: ignore[reportPrivateUsage]
+        state = made.router._server.server_state  # pyright: ignore[reportPrivateUsage] - see above
         _, writer = await refused(made.router.http_port)
         assert len(state.connections) == 1
         if end == "resets":
@@ -129,7 +129,7 @@ async def test_what_follows_a_last_answer_is_not_begun(
     """The parser reads on behind an old client's request; that we close is told with the answer."""
     monkeypatch.setattr(protocol, "LINGER_S", 3600.0)
     began: list[str] = []
-    begin = ClientProtocol._start_asgi_task  # pyright: ignore[reportPrivateUsage]
+    begin = ClientProtocol._start_asgi_task  # pyright: ignore[reportPrivateUsage] - uvicorn's
 
     def note(self: ClientProtocol, cycle: RequestResponseCycle, app: Any) -> None:
         began.append(cycle.scope["path"])

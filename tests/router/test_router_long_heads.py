@@ -21,7 +21,8 @@ STARTS = {
 def heads_begun(made: Fleet) -> int:
     """Connections that have said a part of a head."""
     # uvicorn's own list; nothing else tells that a part of a head has been read.
-    connections = made.router._server.server_state.connections  # pyright: ignore[reportPrivateUsage]
+    server = made.router._server  # pyright: ignore[reportPrivateUsage] - see above
+    connections = server.server_state.connections
     return sum(getattr(c, "_is_in_head", False) for c in connections)
 
 

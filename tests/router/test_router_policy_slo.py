@@ -162,7 +162,7 @@ def test_without_an_objective_on_a_side_its_fastest_is_taken() -> None:
 def test_an_unknown_instance_gets_one_request_at_a_time() -> None:
     bench = Bench(3, 3, "SloAware")
     for one in (bench.p[0], bench.d[0]):
-        Known.learn(bench, one, 0.001, 0.00001)  # pyright: ignore[reportArgumentType]
+        Known.learn(bench, one, 0.001, 0.00001)  # pyright: ignore[reportArgumentType] - a Bench
     order: list[tuple[int, int]] = []
     for _ in range(6):
         order.append((bench.p_index(want(500, 0.5, 0.05)), bench.d_index(want(500, 0.5, 0.05))))

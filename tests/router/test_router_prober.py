@@ -97,7 +97,7 @@ async def test_want_of_files_or_ports_here_is_not_held_against_the_instance(numb
     async def no_more(*_: Any, **__: Any) -> None:
         raise OSError(number, "none left")
 
-    asyncio.get_running_loop().create_connection = no_more  # type: ignore[method-assign]
+    asyncio.get_running_loop().create_connection = no_more  # type: ignore[method-assign]  # of this loop
     assert await probe_http(Address("127.0.0.1", 9), 10.0) == "void"
 
 
