@@ -27,9 +27,9 @@ from tests.kv.transport_kit import (
 )
 from tests.kv.wire_samples import KEYS, LAYOUT, SAMPLES
 from xpyd_core.request_id import Address
+from xpyd_kv.transport.body import checksum
 from xpyd_kv.transport.host.sharing import NO_CHECKSUM
 from xpyd_kv.transport.settings import Deadlines
-from xpyd_kv.transport.stream.body import checksum
 from xpyd_kv.wire.errors import IllegalMoveError
 from xpyd_kv.wire.messages import Cancel, Goaway, Grant, Lease, Offer
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xpyd_kv.metrics import EndpointCounters, RateLimit
-from xpyd_kv.transport.stream.body import (
+from xpyd_kv.transport.body import (
     MAX_VIEWS_PER_CALL,
     TURN_BYTES,
     Cursor,

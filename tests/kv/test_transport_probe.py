@@ -14,9 +14,9 @@ from tests.kv.transport_kit import (
     send_data,
 )
 from xpyd_kv.spans import Span
+from xpyd_kv.transport.body import checksum
 from xpyd_kv.transport.host.data_path import pack
 from xpyd_kv.transport.host.shared_memory import SharedMemoryPath
-from xpyd_kv.transport.stream.body import checksum
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.handshake import LENT
 from xpyd_kv.wire.messages import MAX_PROBE_BYTES, Probe, Probed

@@ -28,11 +28,11 @@ from tests.kv.transport_kit import (
 )
 from xpyd_core.request_id import Address
 from xpyd_kv.spans import Span
+from xpyd_kv.transport.body import checksum
 from xpyd_kv.transport.host.data_path import pack
 from xpyd_kv.transport.host.sharing import shared_of
 from xpyd_kv.transport.host.striped import MAX_LINKS
 from xpyd_kv.transport.settings import Deadlines
-from xpyd_kv.transport.stream.body import checksum
 from xpyd_kv.wire.connection import Opened
 from xpyd_kv.wire.frames import DataEnd, encode
 from xpyd_kv.wire.messages import Auth, Copied, Probe, Probed, Region, Shared

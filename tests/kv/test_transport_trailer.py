@@ -24,8 +24,8 @@ from tests.kv.transport_kit import (
 )
 from tests.kv.wire_samples import LAYOUT
 from xpyd_core.request_id import Address
+from xpyd_kv.transport.body import TURN_BYTES, checksum
 from xpyd_kv.transport.devices.staging import Staging
-from xpyd_kv.transport.stream.body import TURN_BYTES, checksum
 from xpyd_kv.values import Landed
 from xpyd_kv.wire.messages import CHECKSUM_BYTES
 

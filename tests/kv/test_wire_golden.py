@@ -17,7 +17,7 @@ from tests.kv.wire_samples import (
     bytes_of,
     hex_text,
 )
-from xpyd_kv.transport.stream.body import checksum
+from xpyd_kv.transport.body import checksum
 from xpyd_kv.wire.connection import Connection, Opened
 from xpyd_kv.wire.frames import DataBegin, DataChunk, DataEnd, Decoder, Frame, Limits
 from xpyd_kv.wire.handshake import Terms, auth_mac

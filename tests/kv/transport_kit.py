@@ -24,6 +24,7 @@ from tests.kv.wire_samples import LAYOUT, SAMPLES
 from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address
 from xpyd_kv.memory.device import DeviceView
+from xpyd_kv.transport.body import checksum
 from xpyd_kv.transport.devices.cuda_ipc import CudaIpcPath
 from xpyd_kv.transport.devices.nccl.path import NcclPath
 from xpyd_kv.transport.devices.nixl.path import NixlPath
@@ -32,7 +33,6 @@ from xpyd_kv.transport.endpoint import TcpEndpoint
 from xpyd_kv.transport.host.data_path import DataPath
 from xpyd_kv.transport.host.shared_memory import SharedMemory, SharedMemoryPath
 from xpyd_kv.transport.settings import Bounds, Deadlines, Identity
-from xpyd_kv.transport.stream.body import checksum
 from xpyd_kv.transport.stream.sockets import usable
 from xpyd_kv.wire.connection import Connection, Opened
 from xpyd_kv.wire.frames import encode

@@ -25,7 +25,7 @@ from tests.kv.transport_kit import Puppet
 from xpyd_core.blocks import token_bytes
 from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address
-from xpyd_kv.transport.stream.body import checksum
+from xpyd_kv.transport.body import checksum
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.errors import IllegalMoveError
 from xpyd_kv.wire.frames import encode

@@ -21,12 +21,12 @@ from xpyd_core.request_id import Address
 from xpyd_kv.memory.device import View
 from xpyd_kv.metrics import EndpointCounters
 from xpyd_kv.transport.api import Done, Handler, Peer
+from xpyd_kv.transport.body import ProbeSource
 from xpyd_kv.transport.devices.staging import Staging
 from xpyd_kv.transport.host.data_path import DataPath
 from xpyd_kv.transport.host.striped import StripedPath
 from xpyd_kv.transport.settings import TRANSPORTS, Bounds, Deadlines, Identity, offered
 from xpyd_kv.transport.stream import sockets
-from xpyd_kv.transport.stream.body import ProbeSource
 from xpyd_kv.transport.stream.listeners import Listeners, SocketFolder
 from xpyd_kv.transport.stream.sockets import WakeableSelector
 from xpyd_kv.transport.stream.stream import Stream

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.memory.device import View
 from xpyd_kv.spans import Span
+from xpyd_kv.transport.body import Checksum, Cursor
 from xpyd_kv.transport.host.data_path import (
     Borrower,
     CorruptError,
@@ -28,7 +29,6 @@ from xpyd_kv.transport.host.data_path import (
     Lent,
     pack,
 )
-from xpyd_kv.transport.stream.body import Checksum, Cursor
 
 MAX_LINKS = 4
 _JOIN_S = 5.0

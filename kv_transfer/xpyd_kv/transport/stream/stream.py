@@ -20,12 +20,12 @@ from xpyd_kv.memory.device import View, is_on_host, on_host
 from xpyd_kv.metrics import EndpointCounters
 from xpyd_kv.plan.pairs import Pair
 from xpyd_kv.transport.api import Done, Handler
+from xpyd_kv.transport.body import Body, answer_of, checksum
 from xpyd_kv.transport.devices.staging import Into, Inward, Staging
 from xpyd_kv.transport.host.data_path import DataPath
 from xpyd_kv.transport.host.sharing import NO_CHECKSUM, Borrowing, data_of
 from xpyd_kv.transport.settings import Bounds
 from xpyd_kv.transport.stream import sockets
-from xpyd_kv.transport.stream.body import Body, answer_of, checksum
 from xpyd_kv.transport.stream.writer import SocketWriter
 from xpyd_kv.wire import errors
 from xpyd_kv.wire.connection import Connection, Event, Opened, Received

@@ -20,11 +20,11 @@ from typing import NamedTuple
 from xpyd_kv.memory.device import View, is_on_host, on_host
 from xpyd_kv.metrics import EndpointCounters
 from xpyd_kv.transport.api import Done
+from xpyd_kv.transport.body import TURN_BYTES, Cursor, Departure
 from xpyd_kv.transport.devices.staging import AHEAD, Outward, Staging
 from xpyd_kv.transport.host.data_path import Lender, Rights
 from xpyd_kv.transport.host.sharing import NO_CHECKSUM, Lending, shared_of
 from xpyd_kv.transport.settings import Bounds
-from xpyd_kv.transport.stream.body import TURN_BYTES, Cursor, Departure
 from xpyd_kv.wire.connection import Connection
 from xpyd_kv.wire.errors import IllegalMoveError
 from xpyd_kv.wire.messages import CHECKSUM_BYTES, Data, Probe, Region
