@@ -388,6 +388,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60, help="mutants (default 60)")
     parser.add_argument(
+        "--first", type=int, default=1, metavar="N", help="go on with the N-th of them (default 1)"
+    )
+    parser.add_argument(
         "--package", action="append", choices=PACKAGES, help="only of this; repeat it"
     )
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
@@ -397,14 +400,15 @@ def main() -> None:
     options = parser.parse_args()
     everything = list(all_mutants(options.package or list(PACKAGES)))
     mutants = chosen(everything, seed=options.seed, count=options.count)
+    numbered = list(enumerate(mutants, start=1))[options.first - 1 :]
     if options.list:
-        for mutant in mutants:
-            print(f"{mutant.file}:{mutant.line}  {mutant.kind}  {mutant.change}")
+        for number, mutant in numbered:
+            print(f"{number}  {mutant.file}:{mutant.line}  {mutant.kind}  {mutant.change}")
         return
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="xpyd-mutate-") as folder:
         copy = Copy(Path(folder), limit_s=options.limit, workers=options.workers)
-        for number, mutant in enumerate(mutants, start=1):
+        for number, mutant in numbered:
             result = copy.judge(mutant)
             results.append(result)
             place = f"{mutant.file}:{mutant.line}  {mutant.change}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from scripts import mutate
 from scripts.mutate import chosen, imports_of, module_of, mutants_of, ranked
 
 SOURCE = '''"""Text with 1 number and a < b."""
@@ -83,3 +86,16 @@ def test_a_module_has_the_name_that_imports_use() -> None:
     assert module_of("kv_transfer/xpyd_kv/memory/buddy.py") == "xpyd_kv.memory.buddy"
     assert module_of("router/xpyd_router/fleet/__init__.py") == "xpyd_router.fleet"
     assert module_of("tests/kv/kit.py") == "tests.kv.kit"
+
+
+def test_a_run_that_was_cut_off_goes_on_where_it_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def listed(*options: str) -> list[str]:
+        argv = ["mutate.py", "--package", "xpyd_core", "--count", "5", "--list", *options]
+        monkeypatch.setattr("sys.argv", argv)
+        mutate.main()
+        return capsys.readouterr().out.splitlines()
+
+    assert len(listed()) == 5
+    assert listed("--first", "4") == listed()[3:]
