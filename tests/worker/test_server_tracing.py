@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import subprocess
 import sys
@@ -11,11 +12,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from tests.ranks.kit.worker import started
 from tests.worker.server_fakes import FakeEngine, Running, run, say, serving
 from xpyd_core.errors import UserError
 from xpyd_worker.config import WorkerConfig, check_config
@@ -311,3 +314,14 @@ def test_a_collector_that_does_not_answer_keeps_nobody_from_ending() -> None:
         # The exporter itself would wait for 10 s.
         closing.join(5)
         assert not closing.is_alive()
+
+
+@pytest.mark.slow  # it starts a worker
+def test_a_worker_that_ends_sends_its_last_spans_before(tmp_path: Path) -> None:
+    with receiving() as receiver:
+        with started(tmp_path, f"--otlp-traces-endpoint={receiver.url}") as worker:
+            body = {"prompt": "The", "max_tokens": 1}
+            assert worker.client.post(PATH, json=body).status_code == 200
+            worker.process.send_signal(signal.SIGTERM)
+            assert worker.process.wait(60) == 0
+        assert {span.name.partition(" ")[0] for span in receiver.spans} >= {"text_completion"}
