@@ -29,6 +29,7 @@ from tests.kv.transport_kit import (
 from xpyd_core.request_id import Address
 from xpyd_kv.spans import Span
 from xpyd_kv.transport.body import checksum
+from xpyd_kv.transport.host import striped
 from xpyd_kv.transport.host.data_path import pack
 from xpyd_kv.transport.host.sharing import shared_of
 from xpyd_kv.transport.host.striped import MAX_LINKS
@@ -77,7 +78,10 @@ def refused(net, d, **hello):
     until(lambda: d.counters.refused.get("group", 0) == before + 1)
 
 
-def test_both_ends_use_the_further_connections_once_all_are_there(net):
+@pytest.mark.parametrize("step_bytes", [100, 2**20])
+def test_both_ends_use_the_further_connections_once_all_are_there(net, monkeypatch, step_bytes):
+    """`step_bytes`: of one call of the kernel."""
+    monkeypatch.setattr(striped, "_STEP_BYTES", step_bytes)
     (p, p_told, d_at_p), (d, d_told, p_at_d) = net.pair(connections=3)
     assert d_at_p.transport == p_at_d.transport == "striped"
     assert p.counters.connections == d.counters.connections == 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -21,6 +23,8 @@ from xpyd_operator.controller.decision.kinds import (
     kind_of,
     trim,
 )
+from xpyd_operator.controller.decision.state import DeleteObject
+from xpyd_operator.controller.reconcile import Executor
 
 CHAT = FleetKey("ns", "chat")
 CODE = FleetKey("ns", "code")
@@ -219,3 +223,18 @@ def test_other_objects_are_kept_whole_but_for_who_wrote_what() -> None:
         "spec": {"clusterIP": "None"},
     }
     assert {DEPLOYMENT.base, POOL.base} == {"/apis/apps/v1", "/apis/xpyd.dev/v1alpha1"}
+
+
+def test_what_the_executor_deletes_is_gone_before_the_watch_says_so() -> None:
+    cache, deleted = Cache(), []
+    cache.put(POD, pod())
+
+    async def delete(*what: Any, **preconditions: Any) -> None:
+        deleted.append((*what, preconditions))
+
+    write = DeleteObject(POD, "p", "uid-p", "1")
+    executor = Executor(cast("Any", SimpleNamespace(delete=delete)), cache)
+    outcome = asyncio.run(executor.execute(CHAT, cast("Any", None), [(write,)]))
+    assert outcome.done == [write]
+    assert deleted == [(POD, "ns", "p", {"uid": "uid-p", "resource_version": "1"})]
+    assert cache.find(POD, "ns", "p") is None

@@ -213,3 +213,8 @@ def test_a_model_path_starts_at_the_document(tmp_path):
     assert locate_model("hf://org/name", tmp_path) == "hf://org/name"
     with pytest.raises(UserError, match="no such folder"):
         locate_model("file://nowhere", tmp_path)
+
+
+def test_what_the_ranks_may_use_is_used():
+    found = plan(8 * GIB, replicas=(1, 1), parallelism={"tensor": 4})
+    assert 0.9 * found.usable_bytes < found.total_bytes <= found.usable_bytes

@@ -3,14 +3,15 @@ them, how they end. Real processes over Gloo."""
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import torch
 
-from tests.ranks.kit.groups import Seat, run_ranks
+from tests.ranks.kit.groups import HOST, PATIENCE_S, Seat, run_ranks
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.parallel import native
-from xpyd_worker.parallel.distributed import ProcessGroup
+from xpyd_worker.parallel.distributed import ProcessGroup, Rendezvous, Store
 from xpyd_worker.parallel.groups import group_by_name
 
 TP2_PP2 = Sizes(tensor=2, pipeline=2)
@@ -108,3 +109,13 @@ def test_each_group_is_one_on_the_device_and_one_on_the_host_and_they_end_the_la
         assert ended == made[::-1]
         assert not any(shared[kind] for kind in KINDS if kind != "tensor")
         assert shared["tensor"] == (native.library() is not None)
+
+
+def test_rank_0_listens_where_the_others_look_for_it() -> None:
+    with socket.create_server((HOST, 0)) as probe:
+        port = probe.getsockname()[1]
+    at = Rendezvous(host=HOST, port=port, address=HOST, connect_s=PATIENCE_S)
+    store = Store(at, 0, 1)
+    with socket.create_connection((HOST, port), timeout=PATIENCE_S):
+        store.put("a", b"b")
+    assert store.take("a", of=0, within_s=PATIENCE_S) == b"b"

@@ -127,3 +127,12 @@ def test_who_reads_more_than_there_is_is_found_out(fds: RingFds) -> None:
         writer.write(b"x" * 1000, within_s=0.01)
     with pytest.raises(RingError, match="has read more"):
         writer.write(b"x" * 1000, within_s=0.01)
+
+
+def test_a_closed_ring_leaves_no_descriptor_open() -> None:
+    made = make_ring(2, SIZE)
+    assert len(made.all()) == 5
+    made.close()
+    for descriptor in made.all():
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)

@@ -169,3 +169,14 @@ def test_a_closed_inbox_takes_nothing():
     inbox.put(_nothing)
     assert len(inbox.close()) == 1
     assert not inbox.put(_nothing)
+
+
+def test_a_wait_ends_by_what_comes_and_not_before():
+    inbox = Inbox()
+    waiting = threading.Thread(target=inbox.wait, args=(WAIT_S,), daemon=True)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    inbox.wake()
+    waiting.join(WAIT_S / 2)
+    assert not waiting.is_alive()
