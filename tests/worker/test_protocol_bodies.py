@@ -110,6 +110,11 @@ def test_defaults_are_openais() -> None:
         ("guided_json", {}),
         ("no_stop_trim", True),
         ("use_beam_search", True),
+        ("detokenize", False),
+        ("early_stopping", True),
+        ("length_penalty", True),
+        ("stop_regex", ["a+"]),
+        ("add_special_tokens", False),
         ("truncate_prompt_tokens", 5),
         ("priority", 1.5),
         ("priority", "high"),
@@ -139,6 +144,9 @@ def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
         ("reasoning_effort", "high"),
         ("modalities", ["audio"]),
         ("separate_reasoning", False),
+        ("add_special_tokens", True),
+        ("documents", [{"text": "a"}]),
+        ("functions", [{"name": "f"}]),
     ],
 )
 def test_a_wrong_value_of_a_chat_is_refused_by_name(field: str, value: Any) -> None:
@@ -184,14 +192,40 @@ HARMLESS = {
     "suffix": None,
     "user": "me",
     "lora_path": None,
+    "custom_params": {},
+    "detokenize": True,
+    "early_stopping": False,
+    "guided_choice": [],
+    "length_penalty": 1.0,
+    "logits_processors": [],
+    "request_id": "",
+    "return_tokens_as_token_ids": False,
+    "session_params": {},
+    "stop_regex": [],
+    "use_beam_search": False,
+    "vllm_xargs": {},
     "unknown_field": {"a": [1]},
     "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": None, "seed": None},
 }
 
 
 def test_values_that_change_nothing_are_accepted() -> None:
-    assert completion(**HARMLESS)
-    assert chat(**HARMLESS, tools=[], tool_choice="none", stream_options=None)
+    assert completion(**HARMLESS, add_special_tokens=True, prompt_embeds=[])
+    of_chat = {
+        "add_generation_prompt": True,
+        "add_special_tokens": False,
+        "chat_template_kwargs": {},
+        "documents": [],
+        "function_call": "auto",
+        "functions": [],
+        "mm_processor_kwargs": {},
+        "modalities": ["text"],
+        "stream_options": None,
+        "tool_choice": "none",
+        "tools": [],
+        "verbosity": "medium",
+    }
+    assert chat(**HARMLESS, **of_chat)
 
 
 def test_best_of_may_say_what_n_says() -> None:
