@@ -159,24 +159,43 @@ def test_a_module_that_is_said_to_run_a_block_reads_its_page(page: Path) -> None
             assert page.name in (ROOT / said[1]).read_text(), block.note
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
-def test_links_lead_to_files_that_exist(page: Path) -> None:
-    text = _FENCE.sub("", page.read_text())
-    for target in re.findall(r"\]\(([^)#\s]+)", text):
-        if "://" not in target:
-            assert (page.parent / target).exists(), target
+def _all_pages() -> list[Path]:
+    """Every Markdown file of the tree."""
+    listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "*.md")
+    return [ROOT / name for name in listed if (ROOT / name).is_file()]
+
+
+def _git(*arguments: str) -> list[str]:
+    """The lines that git prints."""
+    command = ["git", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+    return done.stdout.splitlines()
+
+
+def _anchors(page: Path) -> set[str]:
+    """The names by which a link reaches the headings of `page`."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_to_files_and_headings_that_exist() -> None:
+    pages = _all_pages()
+    assert len(pages) > len(PAGES)
+    broken: list[str] = []
+    for page in pages:
+        text = _FENCE.sub("", page.read_text())
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)", text):
+            if "://" in target:
+                continue
+            file = page.parent / target if target else page
+            if not file.exists() or (anchor and anchor not in _anchors(file)):
+                broken.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
+    assert broken == []
 
 
 def test_the_code_names_each_decision_that_it_follows() -> None:
-    listed = subprocess.run(
-        ["git", "grep", "-hoE", r"(adr/|ADR )0[0-9]{3}", "--", "*.py", "*.sh", ".ci"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=30,
-    )
-    named = {line[-4:] for line in listed.stdout.splitlines()}
+    listed = _git("grep", "-hoE", r"(adr/|ADR )0[0-9]{3}", "--", "*.py", "*.sh", ".ci")
+    named = {line[-4:] for line in listed}
     pages = {page.name[:4] for page in (ROOT / "docs/adr").glob("0*.md")}
     of_the_repository = {"0034", "0038"}  # words, and the time of a test run
     assert sorted(pages - named - of_the_repository) == []
