@@ -18,7 +18,7 @@ PREFILL, DECODE = Address("10.0.1.2", 21001), Address("10.0.1.3", 22001)
 ARTICLE_ID = f"cmpl-___prefill_addr_10.0.1.2:21001___decode_addr_10.0.1.3:22001_{UUID}-0"
 
 
-def test_the_articles_id_gives_both_addresses_the_uuid_and_the_index() -> None:
+def test_an_id_gives_both_addresses_the_uuid_and_the_index() -> None:
     assert parse_pair_id(ARTICLE_ID) == PairId(PREFILL, DECODE, UUID, 0)
 
 

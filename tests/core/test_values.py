@@ -121,7 +121,7 @@ def test_bad_beats_are_a_protocol_error(frame: bytes) -> None:
         messages.decode_heartbeat(frame)
 
 
-def test_the_articles_ports_are_the_defaults() -> None:  # Article facts 1, 4
+def test_the_default_ports() -> None:  # Article facts 1, 4
     assert (pod_env.ROUTER_HTTP_PORT, pod_env.DISCOVERY_PORT) == (10001, 30001)
     assert (pod_env.HTTP_PORT, pod_env.KV_PORT) == (20001, 21001)
 

@@ -193,6 +193,18 @@ def test_links_lead_to_files_and_headings_that_exist() -> None:
     assert broken == []
 
 
+def test_the_source_files_that_pages_name_exist() -> None:
+    tree = [f"/{name}" for name in _git("ls-files", "--cached", "--others", "--exclude-standard")]
+    old = ROOT / "docs/adr/0034-one-word-for-one-thing.md"  # the table of renames
+    gone: list[str] = []
+    for page in set(_all_pages()) - {old, ROOT / "CHANGELOG.md"}:
+        text = _FENCE.sub("", page.read_text())
+        for name in re.findall(r"`([\w./-]+\.(?:py|cpp|c|h|sh))`", text):
+            if not any(file.endswith(f"/{name.removeprefix('./')}") for file in tree):
+                gone.append(f"{page.relative_to(ROOT)}: {name}")
+    assert gone == []
+
+
 def test_the_code_names_each_decision_that_it_follows() -> None:
     listed = _git("grep", "-hoE", r"(adr/|ADR )0[0-9]{3}", "--", "*.py", "*.sh", ".ci")
     named = {line[-4:] for line in listed}

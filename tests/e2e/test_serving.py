@@ -25,7 +25,7 @@ def _client(fleet: Fleet) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{fleet.router.url}/v1", api_key="unused", max_retries=0)
 
 
-def test_the_articles_first_request_is_served(fleet_1p3d: Fleet) -> None:  # Article fact 5
+def test_a_completion_of_a_few_tokens_is_served(fleet_1p3d: Fleet) -> None:  # Article fact 5
     answer = fleet_1p3d.complete(prompt="San Francisco is a", max_tokens=10)
     assert answer["object"] == "text_completion"
     assert answer["choices"][0]["text"]

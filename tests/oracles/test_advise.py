@@ -132,7 +132,7 @@ def test_the_trees_differ_where_one_does_not_ask_what_the_other_asks() -> None:
     assert axes(sizing(nodes=4, stages=2), throughput=True) == {"DP": (1, 2, 2)}
 
 
-def test_template_1_llama_70b_on_one_node() -> None:
+def test_llama_70b_on_one_node_is_divided_by_tensor_over_its_gpus() -> None:
     """Article fact 65."""
     found = advice(facts(DENSE), devices(1, 8), context=8192, concurrency=128)
     assert found.layout == Layout(tensor=8)
@@ -140,7 +140,7 @@ def test_template_1_llama_70b_on_one_node() -> None:
     assert found.requests >= 128
 
 
-def test_template_2_deepseek_v3_on_two_nodes_which_tree_1_alone_does_not_give() -> None:
+def test_deepseek_v3_on_two_nodes_gets_expert_parallelism_from_the_second_tree() -> None:
     """Article fact 65."""
     found = advice(facts(MIXED), devices(2, 8), context=8192)
     assert found.layout == Layout(tensor=8, pipeline=2, expert=8)
@@ -149,14 +149,14 @@ def test_template_2_deepseek_v3_on_two_nodes_which_tree_1_alone_does_not_give() 
     assert [each.axis for each in found.decision.differences] == ["EP"]
 
 
-def test_template_3_four_copies_of_llama_8b_in_fp8() -> None:
+def test_llama_8b_in_fp8_gets_a_copy_on_each_of_four_gpus() -> None:
     """Article fact 65."""
     found = advice(facts("llama-8b", quantization="fp8"), devices(1, 4))
     assert found.layout == Layout(data=4)
     assert (found.pods, found.pod_gpus) == (1, 1)
 
 
-def test_template_4_405_gb_of_weights_in_640_gb() -> None:
+def test_405_gb_of_weights_fit_into_640_gb() -> None:
     """Article fact 65."""
     model, hardware = facts("llama-405b-fp8", params=405e9), devices(1, 8)
     assert model.weights_bytes == 405 * GB

@@ -46,7 +46,7 @@ def _one_p_three_d() -> Registry:
     return registry
 
 
-def test_the_ports_and_the_period_are_the_articles() -> None:
+def test_the_router_listens_on_10001_and_30001_and_beats_come_every_3_s() -> None:
     """Article fact 1."""
     config = RouterConfig()
     assert (ROUTER_HTTP_PORT, DISCOVERY_PORT, HEARTBEAT_PERIOD_S) == (10001, 30001, 3.0)
@@ -65,7 +65,7 @@ def test_the_registry_maps_http_addresses_to_kv_addresses() -> None:
     }
 
 
-def test_the_articles_id_parses() -> None:
+def test_an_id_as_engines_write_it_parses() -> None:
     """Article fact 2."""
     pair = parse_pair_id(ARTICLE_ID)
     assert pair is not None
@@ -103,7 +103,7 @@ def test_buffer_sizes_in_scientific_form_parse(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-def test_the_articles_engine_settings_are_accepted() -> None:
+def test_an_engine_takes_settings_of_a_decode_instance() -> None:
     """Article fact 4."""
     parser = argparse.ArgumentParser(exit_on_error=False)
     configure(parser)

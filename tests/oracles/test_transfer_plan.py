@@ -72,7 +72,7 @@ def test_in_96p144d_a_p_device_holds_144_communicators_and_a_d_device_96() -> No
         (LLAMA_8B, 10_000, 1_310_720_000),
     ],
 )
-def test_the_planned_bytes_of_a_prompt_are_the_articles_for_any_split(
+def test_the_planned_bytes_of_a_prompt_are_the_same_for_any_split(
     tp_p: int, pp_p: int, tp_d: int, pp_d: int, layers: int, tokens: int, prompt_bytes: int
 ) -> None:
     """Article facts 14 and 16."""

@@ -27,7 +27,7 @@ def flags(*argv: str) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def test_the_ports_and_periods_are_the_articles() -> None:
+def test_ports_and_periods_without_flags() -> None:
     config = read_config(flags("--kv-insecure"))
     assert (config.port, config.discovery_port) == (10001, 30001)
     assert (config.heartbeat_interval_s, config.missed_beats) == (3.0, 3)

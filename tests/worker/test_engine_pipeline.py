@@ -40,7 +40,7 @@ def shares(step: StepInput) -> dict[str, int]:
     ("stages", "batches", "bubble"),
     [(4, 1, 0.75), (4, 4, 0.429), (4, 8, 0.273), (4, 16, 0.158), (8, 1, 0.875)],
 )
-def test_the_bubble_is_the_articles(stages: int, batches: int, bubble: float):
+def test_the_bubble_is_the_share_that_filling_the_stages_takes(stages: int, batches: int, bubble: float):
     """A prompt of so many chunks: all stages have done them after stages + batches - 1 turns.
 
     Article fact 46.
@@ -53,7 +53,7 @@ def test_the_bubble_is_the_articles(stages: int, batches: int, bubble: float):
     bench.assert_as_alone("r")
 
 
-def test_stages_work_at_the_times_of_the_article():
+def test_a_stage_begins_each_batch_as_soon_as_the_stage_before_is_done():
     """Article fact 46."""
     bench, executor = timed(4, budget=8)
     submit(bench, length=32, max_tokens=1)

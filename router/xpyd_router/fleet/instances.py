@@ -64,7 +64,7 @@ class Instance:
     name: str = field(init=False)
     """What people call it: the name it gives itself, else its HTTP address."""
     is_continuing: bool = field(init=False)
-    """Whether it understands `continue_from` (DECISIONS: continuation 1 in its beat)."""
+    """Whether it understands `continue_from`: its beat says continuation 1 (docs/adr/0002)."""
 
     def __post_init__(self) -> None:
         # Read for every request: so they are no properties. The value is frozen.

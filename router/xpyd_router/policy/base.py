@@ -1,7 +1,7 @@
 """What policies work with: what a request wants, its candidates, what a policy must offer. Pure.
 
-`request.attempt` asks a Policy once per attempt. The one that is built is `pairs.PairPolicy`: it
-knows which instances may work together, and leaves to a SidePolicy which one of a side is taken.
+`request.attempt` asks `pairs.PairPolicy` once per attempt: it knows which instances may work
+together, and leaves to a SidePolicy which one of a side is taken.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class Tokens:
         except (FetchFailed, TimeoutError) as failure:
             self._failed(wish, "fetch", str(failure) or "no answer in time")
         except ChildEnded:
-            self._loads.labels("ended").inc()  # the shelf hears of it when the next is started
+            self._loads.labels("ended").inc()  # `WantedFiles` learns of it when the next is started
         else:
             if error:
                 self._failed(wish, "unreadable", error)

@@ -1,4 +1,7 @@
-"""Where a router breaks the contract of DECISIONS.md 1.3: what the called engine sees. Pure."""
+"""Where a router breaks the contract of docs/adr/0002 in what it asks of P and D. Pure.
+
+The called engine sees it: seed, continue_from and emit_from, which limits P gets, what D gets of P.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What an engine of ours says on the wire, to the byte: bodies and chunks of P, of D, and of one
-that serves alone (DECISIONS.md 1.3, 1.5). Pure. tests/router/test_mock_engine.py compares it with
-the real server.
+that serves alone (docs/adr/0002). Pure. tests/router/test_mock_engine.py compares it with the real
+server.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The rotary embedding of a config.json: its base, and how it is stretched for long contexts.
 
 Two generations of field names are read: `rope_parameters` (transformers 5), `rope_theta` and
-`rope_scaling` before. Values only: `rotary` computes with them. It must not know torch.
+`rope_scaling` before. Values only: `layers` computes with them. It must not know torch.
 """
 
 from __future__ import annotations
