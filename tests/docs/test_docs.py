@@ -199,9 +199,9 @@ def test_the_source_files_that_pages_name_exist() -> None:
     gone: list[str] = []
     for page in set(_all_pages()) - {old, ROOT / "CHANGELOG.md"}:
         text = _FENCE.sub("", page.read_text())
-        for name in re.findall(r"`([\w./-]+\.(?:py|cpp|c|h|sh))`", text):
-            if not any(file.endswith(f"/{name.removeprefix('./')}") for file in tree):
-                gone.append(f"{page.relative_to(ROOT)}: {name}")
+        names = re.findall(r"`([\w./-]+\.(?:py|cpp|c|h|sh))`", text)
+        missing = [one for one in names if not any(f.endswith(f"/{one}") for f in tree)]
+        gone += [f"{page.relative_to(ROOT)}: {one}" for one in missing]
     assert gone == []
 
 

@@ -40,7 +40,7 @@ def shares(step: StepInput) -> dict[str, int]:
     ("stages", "batches", "bubble"),
     [(4, 1, 0.75), (4, 4, 0.429), (4, 8, 0.273), (4, 16, 0.158), (8, 1, 0.875)],
 )
-def test_the_bubble_is_the_share_that_filling_the_stages_takes(stages: int, batches: int, bubble: float):
+def test_the_bubble_is_the_time_to_fill_the_stages(stages: int, batches: int, bubble: float):
     """A prompt of so many chunks: all stages have done them after stages + batches - 1 turns.
 
     Article fact 46.

@@ -1,4 +1,4 @@
-"""PairPolicy, the policy of a router: pairs by compatibility, or one instance where no KV should move. Pure.
+"""PairPolicy: pairs by compatibility, or one instance where no KV should move. Pure.
 
 From a snapshot it builds the sides that policies choose on, once per snapshot and model; a second
 attempt, which excludes instances, builds its own. D is chosen first, among the Ds of all groups: a

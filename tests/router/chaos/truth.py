@@ -2,8 +2,8 @@
 
 A token is a function of (prompt, seed, choice, position) alone, as docs/adr/0002 asks of random
 numbers: P, D and the engine that continues for a dead D draw alike, and the judge draws the same
-without any of them. Text machine and stop strings are the engine's own. Token texts are chosen to be awkward:
-halves of characters, bytes that look like the stream's own framing, texts of no length.
+without any of them. Text machine and stop strings are the engine's own. Token texts are chosen to
+be awkward: halves of characters, bytes that look like the stream's own framing, texts of no length.
 """
 
 from __future__ import annotations
