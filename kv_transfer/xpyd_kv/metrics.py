@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Generic, TypeVar
 
 from xpyd_core.distribution import Distribution
@@ -18,10 +18,10 @@ OTHER = "other"
 
 
 class Names(Counter[str]):
-    """Counts by name, where a peer may have chosen the name: over MAX_NAMES it becomes `other`."""
+    """Counts by name, where a peer may have chosen the name: names over MAX_NAMES are `other`."""
 
     def add(self, name: str, count: int = 1) -> None:
-        """`count` more under `name`."""
+        """Count `count` more under `name`."""
         if name not in self and len(self) >= MAX_NAMES:
             name = OTHER
         self[name] += count
@@ -31,7 +31,7 @@ _MAX_KEYS = 256
 
 
 class RateLimit:
-    """One per `interval_s`."""
+    """Lets one log line through per `interval_s`."""
 
     def __init__(self, interval_s: float = 5.0) -> None:
         self._interval_s = interval_s
@@ -39,7 +39,7 @@ class RateLimit:
         self._left_out = 0
 
     def take(self, now: float) -> int | None:
-        """How many were left out since the last one, or None: leave this one out too."""
+        """The number of lines left out since the last one; None: leave this one out too."""
         if now < self._next:
             self._left_out += 1
             return None
@@ -49,14 +49,14 @@ class RateLimit:
 
 
 class RateLimits:
-    """One per `interval_s` for each key; of more than 256 keys the oldest is forgotten."""
+    """Lets one log line through per `interval_s` and key; of 257 keys the oldest is forgotten."""
 
     def __init__(self, interval_s: float = 60.0) -> None:
         self._interval_s = interval_s
         self._limits: dict[object, RateLimit] = {}
 
     def take(self, key: object, now: float) -> int | None:
-        """As RateLimit's, for `key`."""
+        """See RateLimit.take."""
         limit = self._limits.pop(key, None) or RateLimit(self._interval_s)
         while len(self._limits) >= _MAX_KEYS:
             del self._limits[next(iter(self._limits))]
@@ -65,24 +65,35 @@ class RateLimits:
 
 
 @dataclass
-class KvMetrics:
-    """Exported by the server as `xpyd_kv_*` (docs/metrics.md).
+class RankCounters:
+    """Counted by each rank, for what it sends and receives, on its I/O thread.
 
-    Written on the I/O thread: bytes and frames sent and received, `overlapped_bytes` (sent before
-    P's prefill had ended), transfers{outcome}, failed{reason}, `open_transfers` (now),
-    `leases_expired`, `grant_wait`, `transfer_s` (from GRANT until all had arrived, by transport),
-    `after_prefill_s` (from the end of P's prefill to DONE), refused_data{reason},
-    checksum_mismatches. On the engine's: landings{where}, skipped_tokens, not_received{reason} (a
-    request got no KV), pressure_cancels, spilled{where} and spilled_bytes (KV that P moved out of
-    its blocks), held_s (P's steps waited for D). On the I/O thread again:
-    probes{outcome}.
+    Ranks report every field of this class, and the engine's KvMetrics has their sum.
     """
 
     sent_bytes: int = 0
     sent_frames: int = 0
     overlapped_bytes: int = 0
+    """Sent before P's prefill had ended."""
     received_bytes: int = 0
     received_frames: int = 0
+    checksum_mismatches: int = 0
+    refused_data: Counter[str] = field(default_factory=Counter[str])
+    """By reason."""
+
+
+@dataclass
+class KvMetrics(RankCounters):
+    """Exported by the server as `xpyd_kv_*` (docs/metrics.md).
+
+    The engine's I/O thread writes transfers{outcome}, failed{reason}, `open_transfers` (now),
+    `leases_expired`, `grant_wait`, `transfer_s` (from GRANT until all had arrived, by transport),
+    `after_prefill_s` (from the end of P's prefill to DONE) and probes{outcome}. The engine's thread
+    writes landings{where}, skipped_tokens, not_received{reason} (a request got no KV),
+    pressure_cancels, spilled{where} and spilled_bytes (KV that P moved out of its blocks), held_s
+    (P's steps waited for D).
+    """
+
     transfers: Counter[str] = field(default_factory=Counter[str])
     failed: Names = field(default_factory=Names)
     open_transfers: int = 0
@@ -90,8 +101,6 @@ class KvMetrics:
     grant_wait: Distribution = field(default_factory=Distribution)
     transfer_s: dict[str, Distribution] = field(default_factory=dict[str, Distribution])
     after_prefill_s: Distribution = field(default_factory=Distribution)
-    refused_data: Counter[str] = field(default_factory=Counter[str])
-    checksum_mismatches: int = 0
     landings: Counter[str] = field(default_factory=Counter[str])
     skipped_tokens: int = 0
     not_received: Counter[str] = field(default_factory=Counter[str])
@@ -116,21 +125,24 @@ class KvMetrics:
 
 @dataclass
 class EndpointCounters:
-    """Since the start, but for `connections` and `strangers`, which are now."""
+    """Counted by one endpoint since its start; `connections` and `strangers` are of now.
+
+    Ranks report every field of this class.
+    """
 
     connections: int = 0
     """Open peers now."""
     connections_by: dict[str, int] = field(default_factory=dict[str, int])
-    """The same, by the transport agreed on."""
+    """Open peers now, by the transport agreed on."""
     opened: dict[str, int] = field(default_factory=dict[str, int])
     """Peers that came up, by the transport agreed on."""
     strangers: int = 0
     """Accepted connections now that have not proved themselves."""
     sent_bytes: int = 0
     received_bytes: int = 0
-    """Whole streams, DATA and all."""
+    """All bytes of the streams, those of DATA too."""
     shared_bytes: int = 0
-    """KV bytes that moved beside the peers' first connections: lent, or fetched by us."""
+    """KV bytes that moved outside the peers' first connections: lent, or fetched by us."""
     auth_failed: int = 0
     """Handshakes in which one side did not show a key of the fleet, seen from this side."""
     junk_connections: int = 0
@@ -149,26 +161,14 @@ class EndpointCounters:
     """Handshakes refused, by factor (`incompatible`) or by reason (`auth`, `version`, ...)."""
 
 
-Counters = KvMetrics | EndpointCounters
+Counters = RankCounters | EndpointCounters
 C = TypeVar("C", bound=Counters)
 Counts = dict[str, int | dict[str, int]]
-"""What was counted, by the fields of KvMetrics or of EndpointCounters: numbers, and counts by
-name."""
-
-RANK_COUNTS = (
-    "sent_bytes",
-    "sent_frames",
-    "overlapped_bytes",
-    "received_bytes",
-    "received_frames",
-    "checksum_mismatches",
-    "refused_data",
-)
-"""What of KvMetrics the ranks count, each for itself."""
+"""Counts by the fields of RankCounters or of EndpointCounters: numbers, and counts by name."""
 
 
 def add(counters: Counters, counts: Mapping[str, int | Mapping[str, int]]) -> None:
-    """Count these, too: all that others have counted, or what that has changed by."""
+    """Add `counts`, a whole or a change, to `counters`."""
     for name, more in counts.items():
         own = getattr(counters, name)
         if isinstance(more, int):
@@ -182,7 +182,7 @@ def add(counters: Counters, counts: Mapping[str, int | Mapping[str, int]]) -> No
 
 
 def together(parts: Iterable[EndpointCounters]) -> EndpointCounters:
-    """Their sum."""
+    """The sum of the counters of several endpoints."""
     total = EndpointCounters()
     for part in parts:
         add(total, vars(part))
@@ -190,15 +190,18 @@ def together(parts: Iterable[EndpointCounters]) -> EndpointCounters:
 
 
 class MetricsDelta(Generic[C]):
-    """What of these fields of `counters` a rank has not reported yet. On its I/O thread."""
+    """The counts of a rank that it has not reported yet. Owned by its I/O thread.
 
-    def __init__(self, counters: C, names: Iterable[str]) -> None:
+    `counters` has the fields of `kind`, and maybe others, which are not reported.
+    """
+
+    def __init__(self, counters: C, kind: type[Counters]) -> None:
         self.counters = counters
         self._reported: Counts = {}
-        self._names = tuple(names)
+        self._names = tuple(field.name for field in fields(kind))
 
     def take(self) -> Counts:
-        """What has changed since the last call."""
+        """The changes since the last call."""
         more: Counts = {}
         for name in self._names:
             now: int | dict[str, int] = getattr(self.counters, name)
@@ -217,12 +220,14 @@ class MetricsDelta(Generic[C]):
 
 
 REPORT_S = 1.0
-"""Far under the period in which anybody scrapes."""
+"""Far under the period in which Prometheus scrapes."""
 
 
 class MetricsReporter:
-    """Calls `report` with what has changed, of the rank and of its endpoint, at most once in
-    REPORT_S. The Handler's tick asks it."""
+    """Reports the changes of a rank's and its endpoint's counters, at most once in REPORT_S.
+
+    The Handler's tick calls it.
+    """
 
     def __init__(
         self,
@@ -231,7 +236,7 @@ class MetricsReporter:
         report: Callable[[Counts, Counts], None],
     ) -> None:
         self._counted = counted
-        self._endpoint = MetricsDelta(counters, vars(counters))
+        self._endpoint = MetricsDelta(counters, EndpointCounters)
         self._report = report
         self._next_s = float("-inf")
 

@@ -493,8 +493,8 @@ class World:
         assert self.p_pool.num_free == self.p_pool.num_blocks
         assert self.d_pool.num_free == self.d_pool.num_blocks
         for side in (self.p, self.d):
-            figures = side.store.metrics() if side.store else StoreMetrics()
-            assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (0, 0, 0)
+            metrics = side.store.metrics() if side.store else StoreMetrics()
+            assert (metrics.leases, metrics.buffer_used_bytes, metrics.pool_used_bytes) == (0, 0, 0)
 
 
 __all__ = ["D_ADDRESS", "NoKv", "World"]

@@ -215,13 +215,13 @@ class _Child:
 
     def state(self) -> dict[str, Any]:
         gc.collect()
-        figures = None if self.pod.kv.store is None else self.pod.kv.store.metrics()
+        metrics = None if self.pod.kv.store is None else self.pod.kv.store.metrics()
         return {
             "threads": sorted(thread.name for thread in threading.enumerate()),
             "free_blocks": self.pod.pool.num_free,
-            "leases": 0 if figures is None else figures.leases,
-            "buffer": 0 if figures is None else figures.buffer_used_bytes,
-            "pool": 0 if figures is None else figures.pool_used_bytes,
+            "leases": 0 if metrics is None else metrics.leases,
+            "buffer": 0 if metrics is None else metrics.buffer_used_bytes,
+            "pool": 0 if metrics is None else metrics.pool_used_bytes,
             "objects": sys.getallocatedblocks(),
             **self.peers(),
         }

@@ -49,8 +49,8 @@ def test_the_bytes_arrive_over_tcp_in_every_landing(where: str, store: StoreLimi
         assert p.kv.producer.status(expected[0][0]).decode_incarnation == "incarnation-D"
         assert (p.pool.num_free, d.pool.num_free) == (64, 64)
         assert d.kv.store is not None
-        figures = d.kv.store.metrics()
-        assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (0, 0, 0)
+        metrics = d.kv.store.metrics()
+        assert (metrics.leases, metrics.buffer_used_bytes, metrics.pool_used_bytes) == (0, 0, 0)
 
 
 def test_the_death_of_p_over_tcp_is_known_at_once() -> None:

@@ -27,8 +27,8 @@ BUFFER = StoreLimits(1.0, 6 * UNIT, 0)
 def held(world: World) -> tuple[int, int]:
     """Bytes that D's buffer and pool hold."""
     assert world.d.store is not None
-    figures = world.d.store.metrics()
-    return figures.buffer_used_bytes, figures.pool_used_bytes
+    metrics = world.d.store.metrics()
+    return metrics.buffer_used_bytes, metrics.pool_used_bytes
 
 
 def offered(world: World, blocks: int) -> Sent:

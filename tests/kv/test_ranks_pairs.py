@@ -82,8 +82,8 @@ def test_every_byte_arrives_for_any_pair_of_layouts(name: str) -> None:
         assert d.kv.metrics.transfers == {"done": 3}
         # With replicas on D each layer and head goes there more than once.
         once = 3 * 6 * d.engine.replicas * p.engine.bytes_per_block
-        until(lambda: p.kv.metrics.sent_bytes == once, "P's figures")
-        until(lambda: d.kv.metrics.received_bytes == once, "D's figures")
+        until(lambda: p.kv.metrics.sent_bytes == once, "P's metrics")
+        until(lambda: d.kv.metrics.received_bytes == once, "D's metrics")
 
 
 @layouts
@@ -123,8 +123,8 @@ def test_every_landing(name: str, where: str, store: StoreLimits) -> None:
         assert d.kv.store is not None
         d.kv.consumer.poll(time.monotonic())
         assert is_back(d.pool)
-        figures = d.kv.store.metrics()
-        assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (0, 0, 0)
+        metrics = d.kv.store.metrics()
+        assert (metrics.leases, metrics.buffer_used_bytes, metrics.pool_used_bytes) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("name", ["tp2-pp2", "tp2xpp2-tp1", "tp1-tp4 of 2 heads"])
@@ -138,7 +138,7 @@ def test_what_d_has_cached_is_not_sent(name: str, sizes: tuple[int, int]) -> Non
         step = max(sizes)
         assert again.skipped_tokens == (len(IDS) - 1) // step * step
         assert d.holds(again.block_ids, IDS[0], len(IDS))
-        until(lambda: 0 < p.kv.metrics.sent_bytes - sent < sent, "figures of what was left")
+        until(lambda: 0 < p.kv.metrics.sent_bytes - sent < sent, "metrics of what was left")
 
 
 @pytest.mark.parametrize("name", ["tp2-pp2", "tp1-tp4 of 2 heads", "tp4-tp2", "pp3-tp1"])

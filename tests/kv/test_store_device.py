@@ -81,9 +81,9 @@ def test_a_landing_of_own_blocks_or_of_the_buffer_is_device_memory_and_of_the_po
         landing_size = sum(map(len, views))
         assert landing_size == 2 * UNIT
     assert kinds == {"direct": {DeviceView}, "buffer": {DeviceView}, "pool": {memoryview}}
-    figures = world.store.metrics()
-    assert (figures.buffer_bytes, figures.buffer_used_bytes) == (3 * UNIT, 2 * UNIT)
-    assert (figures.pool_bytes, figures.pool_used_bytes) == (2 * UNIT, 2 * UNIT)
+    metrics = world.store.metrics()
+    assert (metrics.buffer_bytes, metrics.buffer_used_bytes) == (3 * UNIT, 2 * UNIT)
+    assert (metrics.pool_bytes, metrics.pool_used_bytes) == (2 * UNIT, 2 * UNIT)
 
 
 @pytest.mark.parametrize("kind", ["buffer", "pool"])
@@ -105,8 +105,8 @@ def test_adopted_blocks_are_the_callers_when_the_copy_has_run(machine, kind):
     blocks = landing.adopt()
     assert not landing.is_copying
     assert world.holds(blocks, 5)
-    figures = world.store.metrics()
-    assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (0, 0, 0)
+    metrics = world.store.metrics()
+    assert (metrics.leases, metrics.buffer_used_bytes, metrics.pool_used_bytes) == (0, 0, 0)
     world.close()
 
 
@@ -196,8 +196,8 @@ def test_accounting_returns_to_zero_after_any_mix_of_ends(machine):
     for landing, _ in held:
         landing.free()
     world.store.close(1.0)
-    figures = world.store.metrics()
-    assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (0, 0, 0)
+    metrics = world.store.metrics()
+    assert (metrics.leases, metrics.buffer_used_bytes, metrics.pool_used_bytes) == (0, 0, 0)
     assert world.pool.num_free == 30
     world.gpu.free(world.region)
     machine.check()

@@ -103,8 +103,8 @@ def test_adopted_blocks_hold_what_was_written_and_are_the_callers(kind: str) -> 
     assert blocks is not None
     assert memory.holds(blocks, 5)
     assert [pool.references[b] for b in blocks] == [1] * 7
-    figures = store.metrics()
-    assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (0, 0, 0)
+    metrics = store.metrics()
+    assert (metrics.leases, metrics.buffer_used_bytes, metrics.pool_used_bytes) == (0, 0, 0)
     pool.release(blocks)
     assert pool.num_free == 20
 
@@ -184,19 +184,19 @@ def test_accounting_returns_to_zero_after_any_mix_of_ends(seed: int) -> None:
             blocks, number = adopted.pop(rng.randrange(len(adopted)))
             assert memory.holds(blocks, number)
             pool.release(blocks)
-        figures = store.metrics()
-        assert figures.leases == len(held)
+        metrics = store.metrics()
+        assert metrics.leases == len(held)
         of_kind = {
             kind: sum(x.size_bytes for x, _ in held if x.kind == kind)
             for kind in ("buffer", "pool")
         }
-        assert figures.buffer_used_bytes == of_kind["buffer"] <= figures.buffer_bytes
-        assert figures.pool_used_bytes == of_kind["pool"] <= figures.pool_high_water_bytes
+        assert metrics.buffer_used_bytes == of_kind["buffer"] <= metrics.buffer_bytes
+        assert metrics.pool_used_bytes == of_kind["pool"] <= metrics.pool_high_water_bytes
     for landing, _ in held:
         landing.free()
     for blocks, number in adopted:
         assert memory.holds(blocks, number)
         pool.release(blocks)
-    figures = store.metrics()
-    assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (0, 0, 0)
+    metrics = store.metrics()
+    assert (metrics.leases, metrics.buffer_used_bytes, metrics.pool_used_bytes) == (0, 0, 0)
     assert pool.num_free == 30

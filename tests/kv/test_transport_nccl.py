@@ -60,7 +60,7 @@ def nccl_path(net, role, **limits):
     return path
 
 
-def figures(net, role):
+def metrics(net, role):
     return net.nccl.books[role].metrics
 
 
@@ -84,8 +84,8 @@ def test_a_pair_makes_one_communicator_at_first_use_and_uses_it_again(net):
     for seq in range(5):
         move(net, p, d, seq)
     assert net.nccl.world.made == 2
-    assert (figures(net, "P").made, figures(net, "D").made) == (1, 1)
-    assert figures(net, "P").communicators == 1
+    assert (metrics(net, "P").made, metrics(net, "D").made) == (1, 1)
+    assert metrics(net, "P").communicators == 1
     assert net.nccl.world.channels == [8, 8]
 
 
@@ -94,9 +94,9 @@ def test_a_communicator_ends_with_its_connection(net):
     move(net, p, d)
     run(p[0], lambda: p[0].disconnect(p[2], "test"))
     until(lambda: net.nccl.world.alive == 0)
-    until(lambda: figures(net, "P").communicators == figures(net, "D").communicators == 0)
-    until(lambda: figures(net, "P").ended == {"closed": 1})
-    assert figures(net, "P").memory_bytes == 0
+    until(lambda: metrics(net, "P").communicators == metrics(net, "D").communicators == 0)
+    until(lambda: metrics(net, "P").ended == {"closed": 1})
+    assert metrics(net, "P").memory_bytes == 0
 
 
 def test_an_idle_one_is_ended_on_both_sides_and_the_next_frame_makes_another(net):
@@ -105,7 +105,7 @@ def test_an_idle_one_is_ended_on_both_sides_and_the_next_frame_makes_another(net
     move(net, p, d)
     until(lambda: net.nccl.world.alive == 0)
     # Each side counts a moment after its communicator is gone.
-    until(lambda: figures(net, "P").ended == figures(net, "D").ended == {"idle": 1})
+    until(lambda: metrics(net, "P").ended == metrics(net, "D").ended == {"idle": 1})
     move(net, p, d, seq=1)
     assert net.nccl.world.made == 4
     assert p[1].all("down") == []
@@ -125,7 +125,7 @@ def test_a_restarted_peer_is_another_communicator(net):
 def test_the_memory_of_all_communicators_is_bounded_and_counted(net):
     p, d = connected(net, p_limits={"max_communicators": 1, "channels": 16})
     move(net, p, d)
-    assert figures(net, "P").memory_bytes == 100_000_000
+    assert metrics(net, "P").memory_bytes == 100_000_000
     assert NcclLimits(channels=16, max_communicators=10).most_bytes == 1_000_000_000
     # The idle one makes room; until it is gone there is none.
     end_idle_one(net)
@@ -136,7 +136,7 @@ def end_idle_one(net):
     book = net.nccl.books["P"]
     until(lambda: not any(pair.has_frames for pair in book._pairs))
     assert book.open(bytes(ID_BYTES), 0) is None
-    until(lambda: figures(net, "P").ended == {"idle": 1})
+    until(lambda: metrics(net, "P").ended == {"idle": 1})
 
 
 def test_p_goes_on_when_there_is_room_again(net):
@@ -145,7 +145,7 @@ def test_p_goes_on_when_there_is_room_again(net):
     pair = book.open(bytes(ID_BYTES), 0)
     assert pair is not None
     book.end(pair, "closed")
-    until(lambda: figures(net, "P").communicators == 0)
+    until(lambda: metrics(net, "P").communicators == 0)
     move(net, p, d)
 
 
@@ -179,7 +179,7 @@ def test_what_nobody_wants_is_received_too_and_what_follows_is_right(net):
     assert p[1].wait("done") == (0, True)
     move(net, p, d, seq=1)
     # One message at a time may stand in scratch memory.
-    assert figures(net, "D").memory_bytes == communicator_bytes(8) + UNIT
+    assert metrics(net, "D").memory_bytes == communicator_bytes(8) + UNIT
 
 
 def test_bytes_for_the_host_pool_and_for_parts_of_blocks_come_through_scratch_memory(net):
@@ -195,7 +195,7 @@ def test_bytes_for_the_host_pool_and_for_parts_of_blocks_come_through_scratch_me
     send_data(p[0], p[1], p[2], [net.share(FRAME)], seq=1)
     d[1].wait("end", 2)
     assert net.read(*rooms) == FRAME
-    assert figures(net, "D").memory_bytes == communicator_bytes(8) + len(FRAME)
+    assert metrics(net, "D").memory_bytes == communicator_bytes(8) + len(FRAME)
     device.free_pinned(pinned)
 
 
@@ -235,7 +235,7 @@ def test_a_peer_that_does_not_join_ends_the_connection_in_time(net):
     d_told.on["begin"] = lambda *_: [room]
     puppet = announced(net, d, [Span(1, UNIT)] * (len(FRAME) // UNIT))
     assert d_told.wait("down")[1] == "refused:transport"
-    until(lambda: figures(net, "D").ended == {"failed": 1})
+    until(lambda: metrics(net, "D").ended == {"failed": 1})
     assert d_told.all("end") == []
     assert net.nccl.given_up == []
     puppet.sock.close()
@@ -264,7 +264,7 @@ def test_a_transfer_that_cannot_end_is_aborted_and_nothing_lands_after(net, faul
     assert d[1].wait("down")[1] == "refused:transport"
     assert p[1].wait("done", 2) == (1, False)
     world.machine.is_stalled, world.machine.broken = False, ""
-    until(lambda: figures(net, "D").communicators == figures(net, "P").communicators == 0)
+    until(lambda: metrics(net, "D").communicators == metrics(net, "P").communicators == 0)
     assert len(d[1].all("end")) == 1
     assert was_over == [True]
     if fault in ("async error", "mismatched"):
@@ -286,7 +286,7 @@ def test_an_abort_that_does_not_end_is_said_loudly_and_the_worker_is_given_up(ne
     until(lambda: len(net.nccl.given_up) == 2)
     assert "NCCL" in net.nccl.given_up[0]
     assert any(record.levelname == "CRITICAL" for record in caplog.records)
-    until(lambda: figures(net, "P").ended == figures(net, "D").ended == {"hung": 1})
+    until(lambda: metrics(net, "P").ended == metrics(net, "D").ended == {"hung": 1})
     d[1].wait("down")
     world.let_go.set()
     forget_streams(world.machine)

@@ -20,7 +20,7 @@ from xpyd_kv.connector.prompts import AnnouncedChunks, Prompt
 from xpyd_kv.memory.api import KvMemory
 from xpyd_kv.memory.space import OwnSpace
 from xpyd_kv.memory.store import LandingStore, StoreLimits
-from xpyd_kv.metrics import RANK_COUNTS, EndpointCounters, KvMetrics, MetricsDelta
+from xpyd_kv.metrics import EndpointCounters, KvMetrics, MetricsDelta, RankCounters
 from xpyd_kv.ranks import remote
 from xpyd_kv.ranks.build import Parts
 from xpyd_kv.ranks.chunks import StepChunks
@@ -117,7 +117,7 @@ def build(
         remote.listen(ranks.channels, hear_later)
     else:
         # The grant has waited for what the model may still read.
-        own, heard = MetricsDelta(KvMetrics(), RANK_COUNTS), partial(hear_later, 0)
+        own, heard = MetricsDelta(KvMetrics(), RankCounters), partial(hear_later, 0)
         posts = [parts.rank(role, heard, counts=own, written=lambda: None).do]
     store = None
     # In the other modes a P has no KV that would wait long for D alone.

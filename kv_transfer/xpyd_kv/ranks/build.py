@@ -18,7 +18,13 @@ from xpyd_kv.memory.api import KvMemory
 from xpyd_kv.memory.device import Event
 from xpyd_kv.memory.space import OwnSpace
 from xpyd_kv.memory.store import StoreLimits
-from xpyd_kv.metrics import RANK_COUNTS, EndpointCounters, KvMetrics, MetricsDelta, MetricsReporter
+from xpyd_kv.metrics import (
+    EndpointCounters,
+    KvMetrics,
+    MetricsDelta,
+    MetricsReporter,
+    RankCounters,
+)
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.ranks.agent import RankAgent, StepSender
 from xpyd_kv.ranks.engine import Channel
@@ -142,7 +148,7 @@ def build_rank(
         clock=clock,
         lost=give_up,
     )
-    counts = MetricsDelta(parts.metrics, RANK_COUNTS)
+    counts = MetricsDelta(parts.metrics, RankCounters)
 
     def post(message: pairs.FromRank) -> None:
         channel.post(encode(message))

@@ -4,7 +4,7 @@ at the moment   DONE only over right bytes; no DATA begun for a landing that was
                 no landing given back while DATA for it is on its way; adopted once
                 (reads, writes, bytes: memory.py, prefill.py, decode.py)
 at all times    no transfer, landing or request stands still for longer than its deadlines add
-                up to; the store's figures are those of the landings that are out
+                up to; the store's metrics are those of the landings that are out
 at the end      every request is answered, every block and byte is back, every map is empty
 """
 
@@ -187,12 +187,12 @@ class Watch:
             held_s = process.idle_s(engine.held_since)
             assert held_s <= limits.hold_s + SLACK_S, f"a step of {process} is held for ever"
         if self._pulls:
-            figures, used = process.store.metrics(), dict.fromkeys(("buffer", "pool"), 0)
+            metrics, used = process.store.metrics(), dict.fromkeys(("buffer", "pool"), 0)
             for spill in process.store.spills:
                 used[spill.kind] += spill.size_bytes
-            assert (figures.buffer_used_bytes, figures.pool_used_bytes) == (
+            assert (metrics.buffer_used_bytes, metrics.pool_used_bytes) == (
                 used["buffer"], used["pool"],
-            ), "the figures of P's store"  # fmt: skip
+            ), "the metrics of P's store"  # fmt: skip
         longest = max(limits.dial_s, limits.offer_s, limits.lease_s, limits.done_s)
         for key in process.prefill.unsettled:
             idle_s = process.idle_s(process.activity[key])
@@ -201,7 +201,7 @@ class Watch:
     def _look_at_d(self, process: Process) -> None:
         limits, store, engine = self._world.plan.settings.limits, process.store, process.decode
         assert engine is not None
-        figures = store.metrics()
+        metrics = store.metrics()
         used = dict.fromkeys(("direct", "buffer", "pool"), 0)
         for landing in store.out:
             used[landing.kind] += landing.size_bytes
@@ -209,9 +209,9 @@ class Watch:
                 idle_s = process.idle_s(process.activity[landing.owner])
                 held_s = limits.lease_s + limits.cancel_s + SLACK_S
                 assert idle_s <= held_s, f"{landing.owner} is held past its lease"
-        assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (
+        assert (metrics.leases, metrics.buffer_used_bytes, metrics.pool_used_bytes) == (
             len(store.out), used["buffer"], used["pool"],
-        ), "the store's figures"  # fmt: skip
+        ), "the store's metrics"  # fmt: skip
         engine.excuse()
         for key, request in engine.waiting.items():
             granted_at = self._granted_at.get((process.incarnation, key), 0.0)

@@ -375,8 +375,8 @@ class Streams:
             self.end(older, "replaced")
         self._count()
         name = stream.transport
-        for figures in (context.counters.opened, context.counters.connections_by):
-            figures[name] = figures.get(name, 0) + 1
+        for counts in (context.counters.opened, context.counters.connections_by):
+            counts[name] = counts.get(name, 0) + 1
         _log.info("KV peer %s at %s is up over %s", stream.hello.engine_id, stream.remote, name)
         stream.is_up = True
         context.session.handler.peer_up(stream)
