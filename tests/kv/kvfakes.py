@@ -26,7 +26,7 @@ def with_block_size(block_size: int, layout: KvLayout = LAYOUT) -> KvLayout:
     return replace(layout, block_size=block_size, block_bytes=block_bytes)
 
 
-class FakeMemory:
+class FakeKvMemory:
     """KvMemory over one piece of memory, layer after layer: a bytearray, or what `memory` is."""
 
     def __init__(

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from itertools import count
 from typing import Any
 
-from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
+from tests.kv.kvfakes import LAYOUT, FakeKvMemory, FakePool
 from tests.kv.simulation.memory import TargetView, WatchedStore
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.build import Connector, build
@@ -43,7 +43,7 @@ class Clock:
         return self.now
 
 
-class SessionBench:
+class SessionDriver:
     """One session between an endpoint that writes down what was sent and an engine's side that
     writes down what was reported."""
 
@@ -136,7 +136,7 @@ class Link:
     orders: count[int] = field(default_factory=count)
 
 
-class SimEndpoint:
+class SteppedEndpoint:
     def __init__(self, handler: Handler, world: World, name: str) -> None:
         self.handler = handler
         self.world = world
@@ -227,11 +227,11 @@ class World:
         self.starts = 0
         base = settings or KvSettings()
         self.settings = KvSettings(base.limits, base.frames, store or base.store, base.mode)
-        self.p_memory, self.p_pool = FakeMemory(p_blocks), FakePool(p_blocks)
+        self.p_memory, self.p_pool = FakeKvMemory(p_blocks), FakePool(p_blocks)
         self.d_layout = d_layout
-        self.d_memory = FakeMemory(d_blocks, d_layout)
+        self.d_memory = FakeKvMemory(d_blocks, d_layout)
         self.d_pool = FakePool(d_blocks, d_layout.block_size)
-        self.endpoints: dict[str, SimEndpoint] = {}
+        self.endpoints: dict[str, SteppedEndpoint] = {}
         self.p = self._side("P", self.p_memory, self.p_pool)
         self.d = self._side("D", self.d_memory, self.d_pool)
         assert self.p.producer is not None
@@ -241,7 +241,7 @@ class World:
 
     def _side(self, role: Any, memory: KvMemory, pool: FakePool) -> Connector:
         def make(handler: Handler) -> Any:
-            self.endpoints[role] = SimEndpoint(handler, self, role)
+            self.endpoints[role] = SteppedEndpoint(handler, self, role)
             return self.endpoints[role]
 
         return build(

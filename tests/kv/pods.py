@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
+from tests.kv.kvfakes import LAYOUT, FakeKvMemory, FakePool
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.build import Connector, build
 from xpyd_kv.session.settings import KvSettings
@@ -41,7 +41,7 @@ class Pod:
         shared: SharedMemory | None = None,
         **options: Any,
     ) -> None:
-        self.memory = FakeMemory(blocks, layout, shared.buffer if shared is not None else None)
+        self.memory = FakeKvMemory(blocks, layout, shared.buffer if shared is not None else None)
         self.pool = FakePool(blocks, layout.block_size)
         self.lost: list[str] = []
         name = name or f"pod-{role}"

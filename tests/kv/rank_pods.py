@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.kv.kvfakes import FakeMemory, FakePool
+from tests.kv.kvfakes import FakeKvMemory, FakePool
 from tests.kv.pods import KEY, MAX_TOKENS
 from xpyd_core.blocks import blocks_for
 from xpyd_core.request_id import Address, TransferKey
@@ -105,7 +105,7 @@ class RankedSide:
         self.engine = engine
         self.pool = FakePool(blocks, engine.block_size)
         self.is_ranked = engine.num_ranks > 1
-        self.memories: list[FakeMemory] = []
+        self.memories: list[FakeKvMemory] = []
         self.parts: list[RankPart] = []
 
     def connector(
@@ -189,7 +189,7 @@ class Side(RankedSide):
         self._options: dict[str, Any] = {"transports": transports, "socket_dir": folder}
         self.shared = [self._share(rank, blocks) for rank in range(engine.num_ranks)]
         self.memories = [
-            FakeMemory(blocks, layout_of(engine, rank), shared and shared.buffer)
+            FakeKvMemory(blocks, layout_of(engine, rank), shared and shared.buffer)
             for rank, shared in enumerate(self.shared)
         ]
         self.given_up: list[str] = []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tests.kv.kvfakes import FakeMemory
+from tests.kv.kvfakes import FakeKvMemory
 from tests.kv.rank_pods import RankedSide, layout_of
 from xpyd_core.request_id import Address
 from xpyd_kv.plan.engine_layout import EngineLayout
@@ -130,7 +130,7 @@ class SimSide(RankedSide):
         super().__init__(role, engine, blocks)
         self.sim = sim
         self.memories = [
-            FakeMemory(blocks, layout_of(engine, rank)) for rank in range(engine.num_ranks)
+            FakeKvMemory(blocks, layout_of(engine, rank)) for rank in range(engine.num_ranks)
         ]
         self.nodes: list[Node] = []
         self.ends: list[tuple[End, End]] = []

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
+from tests.kv.kvfakes import LAYOUT, FakeKvMemory, FakePool
 from tests.kv.pods import PATIENCE_S, admitted, pods, send, until
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.memory.store import StoreLimits
@@ -83,7 +83,7 @@ def test_an_offer_over_ds_limit_does_not_cost_the_connection() -> None:
         assert p.kv.producer is not None
         assert d.kv.consumer is not None
         p.pool = FakePool(400)
-        p.memory = FakeMemory(400)
+        p.memory = FakeKvMemory(400)
         too_long = TransferKey("a" * 32, 0)
         ids = tuple(range(1001))
         p.kv.producer.offer(

@@ -50,7 +50,7 @@ class Session:
         self.report(SendEnded(KEY, 0, reason))
 
 
-class Bench:
+class Driver:
     def __init__(self) -> None:
         self.sessions: list[Session] = []
         self.reports: list[FromRank] = []
@@ -77,50 +77,50 @@ class Bench:
 
 
 def test_what_stood_before_the_grant_goes_to_every_target_and_so_does_the_rest() -> None:
-    bench = Bench()
-    bench.rank.ready(KEY, 0, [FIRST])
-    bench.send()
-    bench.rank.ready(KEY, 0, [SECOND])
-    bench.rank.complete(KEY, 0)
+    driver = Driver()
+    driver.rank.ready(KEY, 0, [FIRST])
+    driver.send()
+    driver.rank.ready(KEY, 0, [SECOND])
+    driver.rank.complete(KEY, 0)
     rest = [("ready", FIRST), ("ready", SECOND), ("complete",)]
-    assert [s.said for s in bench.sessions] == [
+    assert [s.said for s in driver.sessions] == [
         [("begin", address, rank, 4), *rest] for rank, address in enumerate((D0, D1))
     ]
-    bench.sessions[1].report(SendFlushed(KEY, 0, 2))
-    bench.sessions[0].report(SendEnded(KEY, 0, ""))
-    assert bench.reports == [flushed(1, 2), ended(0, "")]
+    driver.sessions[1].report(SendFlushed(KEY, 0, 2))
+    driver.sessions[0].report(SendEnded(KEY, 0, ""))
+    assert driver.reports == [flushed(1, 2), ended(0, "")]
 
 
 def test_a_prompt_that_was_computed_before_its_grant_is_complete_at_once() -> None:
-    bench = Bench()
-    bench.rank.ready(KEY, 0, [FIRST])
-    bench.rank.complete(KEY, 0)
-    bench.send()
-    assert [s.said[-1] for s in bench.sessions] == [("complete",)] * 2
+    driver = Driver()
+    driver.rank.ready(KEY, 0, [FIRST])
+    driver.rank.complete(KEY, 0)
+    driver.send()
+    assert [s.said[-1] for s in driver.sessions] == [("complete",)] * 2
 
 
 def test_what_a_runner_says_of_a_forgotten_transfer_is_late_and_kept_nowhere() -> None:
-    bench = Bench()
-    bench.rank.do(Forget(key=KEY, epoch=0))
-    bench.rank.ready(KEY, 0, [FIRST])
-    bench.send()
-    assert bench.reports == [ended(rank, "cancelled") for rank in (0, 1)]
-    assert not bench.sessions
+    driver = Driver()
+    driver.rank.do(Forget(key=KEY, epoch=0))
+    driver.rank.ready(KEY, 0, [FIRST])
+    driver.send()
+    assert driver.reports == [ended(rank, "cancelled") for rank in (0, 1)]
+    assert not driver.sessions
     # Offered anew it is another transfer.
-    bench.rank.ready(KEY, 1, [SECOND])
-    bench.send(epoch=1)
-    assert [s.said[1:] for s in bench.sessions] == [[("ready", SECOND)]] * 2
+    driver.rank.ready(KEY, 1, [SECOND])
+    driver.send(epoch=1)
+    assert [s.said[1:] for s in driver.sessions] == [[("ready", SECOND)]] * 2
 
 
 def test_a_rank_of_d_that_is_not_there_leaves_nothing_behind() -> None:
-    bench = Bench()
-    bench.send()
-    bench.rank.dial_failed(D0, "unreachable")
-    assert bench.reports == [ended(0, "unreachable")]
-    bench.rank.ready(KEY, 0, [FIRST])
-    bench.rank.do(Cancel(key=KEY, epoch=0, reason="aborted"))
-    assert [len(s.said) for s in bench.sessions] == [2, 4]
+    driver = Driver()
+    driver.send()
+    driver.rank.dial_failed(D0, "unreachable")
+    assert driver.reports == [ended(0, "unreachable")]
+    driver.rank.ready(KEY, 0, [FIRST])
+    driver.rank.do(Cancel(key=KEY, epoch=0, reason="aborted"))
+    assert [len(s.said) for s in driver.sessions] == [2, 4]
     # Its session is gone: the next transfer makes another.
-    bench.rank.do(Forget(key=KEY, epoch=0))
-    bench.send(epoch=1)
-    assert len(bench.sessions) == 3
+    driver.rank.do(Forget(key=KEY, epoch=0))
+    driver.send(epoch=1)
+    assert len(driver.sessions) == 3

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kv import receive_bench, send_bench
+from tests.kv import receive_driver, send_driver
 from tests.kv.kvfakes import LAYOUT
-from tests.kv.receive_bench import LAYERS as D_LAYERS
-from tests.kv.send_bench import KEY, LAYERS, REF
+from tests.kv.receive_driver import LAYERS as D_LAYERS
+from tests.kv.send_driver import KEY, LAYERS, REF
 from xpyd_kv.wire import messages as wire
 
 
 @pytest.fixture
-def p() -> send_bench.Bench:
-    return send_bench.Bench()
+def p() -> send_driver.Driver:
+    return send_driver.Driver()
 
 
 @pytest.fixture
-def d() -> receive_bench.Bench:
-    return receive_bench.Bench()
+def d() -> receive_driver.Driver:
+    return receive_driver.Driver()
 
 
 def test_p_tells_what_left_before_the_prefills_end_from_what_left_after(
-    p: send_bench.Bench,
+    p: send_driver.Driver,
 ) -> None:
     p.offer()
     p.clock.now += 0.02
@@ -46,7 +46,7 @@ def test_p_tells_what_left_before_the_prefills_end_from_what_left_after(
 
 
 def test_p_counts_why_transfers_failed_and_leases_that_ran_out(
-    p: send_bench.Bench,
+    p: send_driver.Driver,
 ) -> None:
     p.offer()
     p.grant()
@@ -57,7 +57,7 @@ def test_p_counts_why_transfers_failed_and_leases_that_ran_out(
     assert p.metrics.open_transfers == 0
 
 
-def test_an_offer_without_answer_is_no_lease(p: send_bench.Bench) -> None:
+def test_an_offer_without_answer_is_no_lease(p: send_driver.Driver) -> None:
     p.offer()
     p.pass_time(6)
     p.answer(wire.Cancelled(**REF))
@@ -65,7 +65,7 @@ def test_an_offer_without_answer_is_no_lease(p: send_bench.Bench) -> None:
     assert p.metrics.leases_expired == 0
 
 
-def test_d_counts_frames_seconds_and_its_end(d: receive_bench.Bench) -> None:
+def test_d_counts_frames_seconds_and_its_end(d: receive_driver.Driver) -> None:
     d.granted()
     assert d.metrics.open_transfers == 1
     d.clock.now += 0.5
@@ -74,12 +74,12 @@ def test_d_counts_frames_seconds_and_its_end(d: receive_bench.Bench) -> None:
     assert d.metrics.received_frames == D_LAYERS
     assert d.metrics.transfer_s["tcp"].sum == pytest.approx(0.5)
     assert d.metrics.open_transfers == 1
-    d.session.finish(receive_bench.KEY, "adopted")
+    d.session.finish(receive_driver.KEY, "adopted")
     assert d.metrics.open_transfers == 0
     assert d.metrics.failed == {}
 
 
-def test_d_counts_orphans_whose_lease_ran_out(d: receive_bench.Bench) -> None:
+def test_d_counts_orphans_whose_lease_ran_out(d: receive_driver.Driver) -> None:
     d.granted()
     d.clock.now += 31
     d.session.tick(d.clock.now)

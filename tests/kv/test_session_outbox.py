@@ -7,7 +7,7 @@ from functools import partial
 from xpyd_kv.session.outgoing import Outbox
 
 
-class Bench:
+class Driver:
     def __init__(self, ahead_bytes: int) -> None:
         self.given: list[str] = []
         self.outbox = Outbox(ahead_bytes)
@@ -17,37 +17,37 @@ class Bench:
 
 
 def test_no_more_than_its_bytes_are_with_the_endpoint_in_order() -> None:
-    bench = Bench(10)
+    driver = Driver(10)
     for name in "abcd":
-        bench.put(name, 4)
-    assert bench.given == ["a", "b"]
-    bench.outbox.done(4)
-    assert bench.given == ["a", "b", "c"]
-    bench.outbox.done(4)
-    bench.outbox.done(4)
-    bench.outbox.done(4)
-    assert bench.given == ["a", "b", "c", "d"]
+        driver.put(name, 4)
+    assert driver.given == ["a", "b"]
+    driver.outbox.done(4)
+    assert driver.given == ["a", "b", "c"]
+    driver.outbox.done(4)
+    driver.outbox.done(4)
+    driver.outbox.done(4)
+    assert driver.given == ["a", "b", "c", "d"]
 
 
 def test_of_longer_frames_two_are_there() -> None:
-    bench = Bench(10)
+    driver = Driver(10)
     for name in "abcd":
-        bench.put(name, 50)
-    assert bench.given == ["a", "b"]
-    bench.outbox.done(50)
-    assert bench.given == ["a", "b", "c"]
+        driver.put(name, 50)
+    assert driver.given == ["a", "b"]
+    driver.outbox.done(50)
+    assert driver.given == ["a", "b", "c"]
 
 
 def test_dropped_frames_are_never_given_and_counted() -> None:
-    bench = Bench(8)
-    bench.put("a1", 4, "a")
-    bench.put("b1", 4, "b")
-    bench.put("a2", 4, "a")
-    bench.put("b2", 4, "b")
-    assert bench.outbox.drop("a") == 1
-    assert bench.given == ["a1", "b1"]
-    bench.outbox.done(4)
-    bench.outbox.done(4)
-    bench.outbox.done(4)
-    assert bench.given == ["a1", "b1", "b2"]
-    assert bench.outbox.drop("a") == 0
+    driver = Driver(8)
+    driver.put("a1", 4, "a")
+    driver.put("b1", 4, "b")
+    driver.put("a2", 4, "a")
+    driver.put("b2", 4, "b")
+    assert driver.outbox.drop("a") == 1
+    assert driver.given == ["a1", "b1"]
+    driver.outbox.done(4)
+    driver.outbox.done(4)
+    driver.outbox.done(4)
+    assert driver.given == ["a1", "b1", "b2"]
+    assert driver.outbox.drop("a") == 0

@@ -31,7 +31,7 @@ class Ranks:
         return self.pairs
 
 
-class Bench:
+class Driver:
     probe_bytes = 100
 
     def __init__(self, ranks: Ranks | None = None) -> None:
@@ -75,165 +75,165 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Bench:
-    return Bench()
+def driver() -> Driver:
+    return Driver()
 
 
-def test_it_dials_sends_and_compares(bench: Bench) -> None:
-    bench.ask()
-    assert (bench.dialled, bench.sent) == ([ADDRESS], [])
-    bench.clock.now += 0.5
-    peer = bench.up()
-    assert bench.sent == [(peer, 1)]
-    bench.clock.now += 0.25
-    bench.answer(peer, 1)
-    assert bench.only() == ProbeResult(
+def test_it_dials_sends_and_compares(driver: Driver) -> None:
+    driver.ask()
+    assert (driver.dialled, driver.sent) == ([ADDRESS], [])
+    driver.clock.now += 0.5
+    peer = driver.up()
+    assert driver.sent == [(peer, 1)]
+    driver.clock.now += 0.25
+    driver.answer(peer, 1)
+    assert driver.only() == ProbeResult(
         ok=True, transport="uds", num_bytes=100, seconds=0.75, digest_matches=True
     )
-    assert bench.outcomes == {"ok": 1}
-    assert bench.probes.tick(bench.clock.now) is None
+    assert driver.outcomes == {"ok": 1}
+    assert driver.probes.tick(driver.clock.now) is None
 
 
-def test_a_connection_that_stands_is_used(bench: Bench) -> None:
+def test_a_connection_that_stands_is_used(driver: Driver) -> None:
     peer = SimPeer(ADDRESS, HELLO)
-    bench.connected = [peer]
-    bench.ask()
-    assert bench.sent == [(peer, 1)]
+    driver.connected = [peer]
+    driver.ask()
+    assert driver.sent == [(peer, 1)]
 
 
-def test_another_digest_is_a_failure_with_its_name(bench: Bench) -> None:
-    bench.ask()
-    bench.answer(bench.up(), 1, b"x" * 32)
-    result = bench.only()
+def test_another_digest_is_a_failure_with_its_name(driver: Driver) -> None:
+    driver.ask()
+    driver.answer(driver.up(), 1, b"x" * 32)
+    result = driver.only()
     assert (result.ok, result.digest_matches, result.reason) == (False, False, "digest")
     assert result.transport == "uds"
 
 
 @pytest.mark.parametrize("reason", ["unreachable", "auth", "incompatible:model", "timeout"])
-def test_a_dial_that_fails_says_why(bench: Bench, reason: str) -> None:
-    bench.ask()
-    bench.probes.dial_failed(ADDRESS, reason)
-    assert (bench.only().ok, bench.only().reason) == (False, reason)
+def test_a_dial_that_fails_says_why(driver: Driver, reason: str) -> None:
+    driver.ask()
+    driver.probes.dial_failed(ADDRESS, reason)
+    assert (driver.only().ok, driver.only().reason) == (False, reason)
 
 
-def test_a_connection_that_ends_meanwhile_says_why(bench: Bench) -> None:
-    bench.ask()
-    peer = bench.up()
-    bench.probes.peer_down(SimPeer(ADDRESS, HELLO), "closed")  # type: ignore[arg-type]
-    assert not bench.results
-    bench.probes.peer_down(peer, "protocol")
-    assert bench.only().reason == "protocol"
+def test_a_connection_that_ends_meanwhile_says_why(driver: Driver) -> None:
+    driver.ask()
+    peer = driver.up()
+    driver.probes.peer_down(SimPeer(ADDRESS, HELLO), "closed")  # type: ignore[arg-type]
+    assert not driver.results
+    driver.probes.peer_down(peer, "protocol")
+    assert driver.only().reason == "protocol"
 
 
 @pytest.mark.parametrize("is_up", [False, True])
-def test_it_has_a_deadline_and_what_comes_later_changes_nothing(bench: Bench, is_up: bool) -> None:
-    bench.ask()
-    peer = bench.up() if is_up else SimPeer(ADDRESS, HELLO)
-    assert bench.probes.tick(bench.clock.now) == bench.clock.now + 5
-    bench.clock.now += 5
-    bench.probes.tick(bench.clock.now)
-    assert (bench.only().reason, bench.only().seconds) == ("timeout", 5.0)
-    bench.answer(peer, 1)
-    bench.probes.peer_up(peer)  # type: ignore[arg-type]
-    assert len(bench.results) == 1
-    assert len(bench.sent) == is_up
+def test_it_has_a_deadline_and_a_late_answer_changes_nothing(driver: Driver, is_up: bool) -> None:
+    driver.ask()
+    peer = driver.up() if is_up else SimPeer(ADDRESS, HELLO)
+    assert driver.probes.tick(driver.clock.now) == driver.clock.now + 5
+    driver.clock.now += 5
+    driver.probes.tick(driver.clock.now)
+    assert (driver.only().reason, driver.only().seconds) == ("timeout", 5.0)
+    driver.answer(peer, 1)
+    driver.probes.peer_up(peer)  # type: ignore[arg-type]
+    assert len(driver.results) == 1
+    assert len(driver.sent) == is_up
 
 
-def test_a_late_answer_is_not_taken_for_the_next_probes(bench: Bench) -> None:
+def test_a_late_answer_is_not_taken_for_the_next_probes(driver: Driver) -> None:
     peer = SimPeer(ADDRESS, HELLO)
-    bench.connected = [peer]
-    bench.ask()
-    bench.clock.now += 5
-    bench.probes.tick(bench.clock.now)
-    bench.ask()
-    bench.answer(peer, 1)
-    assert len(bench.results) == 1
-    bench.answer(peer, 2)
-    assert [result.ok for result in bench.results] == [False, True]
+    driver.connected = [peer]
+    driver.ask()
+    driver.clock.now += 5
+    driver.probes.tick(driver.clock.now)
+    driver.ask()
+    driver.answer(peer, 1)
+    assert len(driver.results) == 1
+    driver.answer(peer, 2)
+    assert [result.ok for result in driver.results] == [False, True]
 
 
-def test_one_for_each_address_few_at_once_and_not_too_often(bench: Bench) -> None:
-    bench.ask()
-    bench.ask()
-    assert bench.only().reason == "busy"
+def test_one_for_each_address_few_at_once_and_not_too_often(driver: Driver) -> None:
+    driver.ask()
+    driver.ask()
+    assert driver.only().reason == "busy"
     for port in range(2000, 2020):
-        bench.ask(Address("127.0.0.9", port))
+        driver.ask(Address("127.0.0.9", port))
     # Ten in a second.
-    assert len(bench.dialled) == 10
+    assert len(driver.dialled) == 10
     for port in range(3000, 3020):
-        bench.clock.now += INTERVAL_S
-        bench.ask(Address("127.0.0.9", port))
-    assert len(bench.dialled) == MAX_OPEN
-    assert {result.reason for result in bench.results} == {"busy"}
-    assert bench.outcomes == {}
+        driver.clock.now += INTERVAL_S
+        driver.ask(Address("127.0.0.9", port))
+    assert len(driver.dialled) == MAX_OPEN
+    assert {result.reason for result in driver.results} == {"busy"}
+    assert driver.outcomes == {}
 
 
-def between_ranks() -> tuple[Bench, Ranks, Any]:
+def between_ranks() -> tuple[Driver, Ranks, Any]:
     """A probe whose connection is well, so that ranks were asked; D takes no DATA there."""
     ranks = Ranks()
-    bench = Bench(ranks)
-    bench.ask()
-    peer = bench.up()
+    driver = Driver(ranks)
+    driver.ask()
+    peer = driver.up()
     peer.pair = None
-    bench.answer(peer, 1)
+    driver.answer(peer, 1)
     assert ranks.asked == [1]
-    assert not bench.results
-    return bench, ranks, peer
+    assert not driver.results
+    return driver, ranks, peer
 
 
 def test_where_ranks_send_the_answer_waits_for_each_pair() -> None:
-    bench, _, peer = between_ranks()
+    driver, _, peer = between_ranks()
     well = ProbeResult(ok=True, transport="shm", num_bytes=100, digest_matches=True)
-    bench.probes.pair_probed(1, (1, 0), well)
-    bench.answer(peer, 1)
-    bench.probes.pair_probed(2, (0, 0), well)
-    bench.probes.pair_probed(1, (7, 7), well)
-    assert not bench.results
-    bench.probes.pair_probed(1, (0, 0), well)
+    driver.probes.pair_probed(1, (1, 0), well)
+    driver.answer(peer, 1)
+    driver.probes.pair_probed(2, (0, 0), well)
+    driver.probes.pair_probed(1, (7, 7), well)
+    assert not driver.results
+    driver.probes.pair_probed(1, (0, 0), well)
     address = Address("127.0.0.9", 21002)
     pairs = (PairProbe(0, 0, address, well), PairProbe(1, 0, address, well))
-    assert (bench.only().ok, bench.only().transport, bench.only().pairs) == (True, "uds", pairs)
-    bench.probes.pair_probed(1, (0, 0), well)
-    assert bench.outcomes == {"ok": 1}
+    assert (driver.only().ok, driver.only().transport, driver.only().pairs) == (True, "uds", pairs)
+    driver.probes.pair_probed(1, (0, 0), well)
+    assert driver.outcomes == {"ok": 1}
 
 
 def test_a_rank_that_says_nothing_has_a_deadline_of_its_own() -> None:
-    bench, _, _ = between_ranks()
-    bench.probes.pair_probed(1, (0, 0), ProbeResult(ok=True))
-    due = bench.probes.tick(bench.clock.now)
+    driver, _, _ = between_ranks()
+    driver.probes.pair_probed(1, (0, 0), ProbeResult(ok=True))
+    due = driver.probes.tick(driver.clock.now)
     assert due is not None
-    assert bench.clock.now + 5 < due <= bench.clock.now + 7, "after the rank itself gave up"
-    bench.clock.now = due
-    assert bench.probes.tick(due) is None
-    assert (bench.only().ok, bench.only().reason) == (False, "timeout")
-    assert [pair.result.reason for pair in bench.only().pairs] == ["", "timeout"]
-    bench.probes.pair_probed(1, (1, 0), ProbeResult(ok=True))
-    assert len(bench.results) == 1
+    assert driver.clock.now + 5 < due <= driver.clock.now + 7, "after the rank itself gave up"
+    driver.clock.now = due
+    assert driver.probes.tick(due) is None
+    assert (driver.only().ok, driver.only().reason) == (False, "timeout")
+    assert [pair.result.reason for pair in driver.only().pairs] == ["", "timeout"]
+    driver.probes.pair_probed(1, (1, 0), ProbeResult(ok=True))
+    assert len(driver.results) == 1
 
 
 def test_what_fails_between_engines_asks_no_ranks() -> None:
     ranks = Ranks()
-    bench = Bench(ranks)
-    bench.ask()
-    peer = bench.up()
+    driver = Driver(ranks)
+    driver.ask()
+    peer = driver.up()
     peer.pair = None
-    bench.answer(peer, 1, b"other" * 6)
-    assert bench.only().reason == "digest"
+    driver.answer(peer, 1, b"other" * 6)
+    assert driver.only().reason == "digest"
     assert not ranks.asked
 
 
 def test_a_d_whose_ranks_have_no_addresses_fails_the_probe() -> None:
     ranks = Ranks()
     ranks.pairs = None
-    bench = Bench(ranks)
-    bench.ask()
-    peer = bench.up()
+    driver = Driver(ranks)
+    driver.ask()
+    peer = driver.up()
     peer.pair = None
-    bench.answer(peer, 1)
-    assert (bench.only().ok, bench.only().reason) == (False, "address")
+    driver.answer(peer, 1)
+    assert (driver.only().ok, driver.only().reason) == (False, "address")
 
 
 def test_a_connection_that_ends_while_ranks_probe_ends_the_probe() -> None:
-    bench, _, peer = between_ranks()
-    bench.probes.peer_down(peer, "closed")
-    assert (bench.only().ok, bench.only().reason) == (False, "closed")
+    driver, _, peer = between_ranks()
+    driver.probes.peer_down(peer, "closed")
+    assert (driver.only().ok, driver.only().reason) == (False, "closed")

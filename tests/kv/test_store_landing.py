@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool, expected_bytes
+from tests.kv.kvfakes import LAYOUT, FakeKvMemory, FakePool, expected_bytes
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.build import default_store
 from xpyd_kv.memory.api import Landing
@@ -20,8 +20,8 @@ UNIT = LAYOUT.bytes_per_block
 
 def make(
     blocks: int = 20, *, direct_free: float = 0.1, buffer: int = 0, pool: int = 0
-) -> tuple[LandingStore, FakeMemory, FakePool]:
-    memory, block_pool = FakeMemory(blocks), FakePool(blocks)
+) -> tuple[LandingStore, FakeKvMemory, FakePool]:
+    memory, block_pool = FakeKvMemory(blocks), FakePool(blocks)
     limits = StoreLimits(direct_free, buffer * UNIT, pool * UNIT)
     return default_store(limits, memory, block_pool), memory, block_pool
 
@@ -152,7 +152,7 @@ def test_a_landing_is_given_back_once(kind: str, first: str, second: str) -> Non
 
 
 def test_a_pool_that_is_no_multiple_of_a_block_uses_the_whole_blocks() -> None:
-    memory, pool = FakeMemory(4), FakePool(4)
+    memory, pool = FakeKvMemory(4), FakePool(4)
     store = default_store(StoreLimits(1.0, 0, 3 * UNIT + 5), memory, pool)
     assert store.metrics().pool_bytes == 3 * UNIT
 

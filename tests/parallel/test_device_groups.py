@@ -39,7 +39,7 @@ class FakeWork:
         self.waits.append(within)
 
 
-class FakeNccl:
+class FakeBackend:
     """A backend. As NCCL's, a call on the current stream gives nothing to wait for."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ def _group(backend: Any, within_s: float | None) -> ProcessGroup:
 
 
 def test_nccl_runs_on_the_current_stream_and_the_host_waits_for_nothing() -> None:
-    backend = FakeNccl()
+    backend = FakeBackend()
     group = _group(backend, None)
     group.all_reduce(torch.ones(2))
     group.all_gather(torch.ones(2, 2), torch.ones(2))
@@ -92,7 +92,7 @@ def test_nccl_runs_on_the_current_stream_and_the_host_waits_for_nothing() -> Non
 
 
 def test_gloo_has_a_deadline_for_each_wait() -> None:
-    backend = FakeNccl()
+    backend = FakeBackend()
     group = _group(backend, 3.0)
     group.all_reduce(torch.ones(2))
     group.send(torch.ones(1), 1).wait()
@@ -102,7 +102,7 @@ def test_gloo_has_a_deadline_for_each_wait() -> None:
 
 @pytest.mark.parametrize(("within_s", "ends"), [(None, "abort"), (3.0, "shutdown")])
 def test_a_group_that_failed_waits_for_no_kernel(within_s: float | None, ends: str) -> None:
-    backend = FakeNccl()
+    backend = FakeBackend()
     backend.fails = True
     with pytest.raises(GroupError) as error:
         _group(backend, within_s).all_reduce(torch.ones(2))
@@ -111,7 +111,7 @@ def test_a_group_that_failed_waits_for_no_kernel(within_s: float | None, ends: s
     assert str(error.value) == said
 
 
-class FakeMemory:
+class FakePeerMemory:
     """Of a group of some ranks."""
 
     def __init__(self, ranks: int) -> None:
@@ -125,8 +125,8 @@ class FakeMemory:
         self.is_open = False
 
 
-def _coordinator(ranks: int) -> tuple[GroupCoordinator, FakeNccl, list[int], FakeMemory]:
-    backend, launched, memory = FakeNccl(), list[int](), FakeMemory(ranks)
+def _coordinator(ranks: int) -> tuple[GroupCoordinator, FakeBackend, list[int], FakePeerMemory]:
+    backend, launched, memory = FakeBackend(), list[int](), FakePeerMemory(ranks)
 
     def launch(x: Tensor, table: Tensor, **_: Any) -> None:
         launched.append(x.numel())
@@ -185,7 +185,7 @@ def test_gathers_stay_with_nccl_and_a_groups_end_gives_the_memory_back() -> None
 def test_what_is_captured_uses_memory_that_was_there_before() -> None:
     """Article fact 34: a graph holds the tensor and the table of memory opened at the start."""
     held: list[tuple[int, int]] = []
-    memory: Any = FakeMemory(2)
+    memory: Any = FakePeerMemory(2)
 
     def launch(x: Tensor, table: Tensor, **_: Any) -> None:
         held.append((x.data_ptr(), table.data_ptr()))

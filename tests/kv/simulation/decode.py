@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tests.kv.kvfakes import FakeMemory
+from tests.kv.kvfakes import FakeKvMemory
 from tests.kv.simulation.prefill import PromptPlan
 from xpyd_core.blocks import blocks_for
 from xpyd_core.request_id import TransferKey
@@ -36,7 +36,7 @@ class Request:
 class DecodeEngine:
     """One D's."""
 
-    def __init__(self, process: Process, memory: FakeMemory) -> None:
+    def __init__(self, process: Process, memory: FakeKvMemory) -> None:
         self.process = process
         self.world = process.world
         assert process.connector.consumer is not None

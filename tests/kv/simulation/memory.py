@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.kv.kvfakes import FakeMemory, FakePool, is_expected
+from tests.kv.kvfakes import FakeKvMemory, FakePool, is_expected
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.memory.api import KvMemory, Landing
 from xpyd_kv.memory.space import OwnSpace
@@ -36,7 +36,7 @@ class SourceMemory:
     """KvMemory of a P; what it hands out checks each read."""
 
     def __init__(self, num_blocks: int, pool: FakePool) -> None:
-        self.bytes = FakeMemory(num_blocks)
+        self.bytes = FakeKvMemory(num_blocks)
         self.layout = self.bytes.layout
         self.device = None
         self._pool = pool

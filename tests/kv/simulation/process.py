@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from tests.kv.kvfakes import FakeMemory, FakePool
+from tests.kv.kvfakes import FakeKvMemory, FakePool
 from tests.kv.simulation.decode import DecodeEngine
 from tests.kv.simulation.endpoint import SimEndpoint
 from tests.kv.simulation.memory import SourceMemory, WatchedStore
@@ -44,7 +44,7 @@ class Process:
         self.pool = FakePool(blocks, layout.block_size)
         self.endpoint: SimEndpoint
         is_p = self.role == "P"
-        memory: Any = SourceMemory(blocks, self.pool) if is_p else FakeMemory(blocks, layout)
+        memory: Any = SourceMemory(blocks, self.pool) if is_p else FakeKvMemory(blocks, layout)
         self.connector = build(
             self.role,
             make_endpoint=self._make_endpoint,

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
-from tests.kv.kvsim import SessionBench, SimPeer
+from tests.kv.kvfakes import LAYOUT, FakeKvMemory, FakePool
+from tests.kv.kvsim import SessionDriver, SimPeer
 from xpyd_core.blocks import token_bytes
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.build import default_store
@@ -36,14 +36,14 @@ def checksum_of(seq: int) -> bytes:
     return seq.to_bytes(8, "little")
 
 
-class Bench(SessionBench):
+class Driver(SessionDriver):
     """The session with an endpoint that writes down what was sent, and a P written by hand."""
 
     def __init__(self, *, on_device: bool = False) -> None:
         super().__init__()
         self.peer: Any = SimPeer(None, HELLO)
         limits = StoreLimits(1.0, 100 * LAYOUT.bytes_per_block)
-        memory = FakeMemory(8)
+        memory = FakeKvMemory(8)
         self.store = default_store(limits, memory, FakePool(8))
         self.session = ReceiveSession(
             self.context(memory, on_device=on_device), self.events.append, metrics=self.metrics

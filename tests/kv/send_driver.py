@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.kv.kvfakes import LAYOUT, FakeMemory
-from tests.kv.kvsim import SessionBench, SimPeer
+from tests.kv.kvfakes import LAYOUT, FakeKvMemory
+from tests.kv.kvsim import SessionDriver, SimPeer
 from xpyd_core.blocks import token_bytes
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.plan.frames import Area
@@ -27,7 +27,7 @@ HELLO = wire.Hello(
 )  # fmt: skip
 
 
-class Bench(SessionBench):
+class Driver(SessionDriver):
     """The session with an endpoint that keeps frames until the test lets them go."""
 
     def __init__(self, *, connected: bool = True, mode: Mode = "put_async") -> None:
@@ -38,7 +38,7 @@ class Bench(SessionBench):
         self.dialled: list[Address] = []
         self.queue: list[tuple[Any, list[memoryview], Done]] = []
         self.headers: list[wire.Data] = []
-        self.memory = FakeMemory(8)
+        self.memory = FakeKvMemory(8)
         self.memory.fill(BLOCKS, 1)
         self.session = SendSession(
             self.context(self.memory), self.events.append, metrics=self.metrics
