@@ -36,7 +36,7 @@ class Piece(NamedTuple):
     length: int
 
 
-class Segment(NamedTuple):
+class CopyRun(NamedTuple):
     """`length` bytes from address `source` to address `target`."""
 
     target: int
@@ -86,10 +86,10 @@ def locate(starts: Sequence[int], start: int, length: int) -> Iterator[Piece]:
         start, length, index = start + size, length - size, index + 1
 
 
-def segments(targets: Sequence[Span], sources: Sequence[Span]) -> list[Segment]:
+def copy_runs(targets: Sequence[Span], sources: Sequence[Span]) -> list[CopyRun]:
     """Where each piece of the one list comes from in the other; neighbours are joined. ValueError
     when the lengths differ."""
-    found: list[Segment] = []
+    found: list[CopyRun] = []
     for piece in cut([span.length for span in targets], [span.length for span in sources]):
         target = targets[piece.target].start + piece.target_offset
         source = sources[piece.source].start + piece.source_offset
@@ -101,5 +101,5 @@ def segments(targets: Sequence[Span], sources: Sequence[Span]) -> list[Segment]:
         ):
             found[-1] = last._replace(length=last.length + piece.length)
         else:
-            found.append(Segment(target, source, piece.length))
+            found.append(CopyRun(target, source, piece.length))
     return found

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from tests.kv.device_order import Allocation, Clock, Touch, intervals, merge
 from xpyd_kv.memory.device import DeviceError, DeviceView, IpcHandle, View
-from xpyd_kv.spans import Span, segments
+from xpyd_kv.spans import Span, copy_runs
 
 _POISON = b"\xdd"
 _SCRIBBLED_BYTES = 2**20
@@ -180,7 +180,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """See xpyd_kv.memory.device.Stream."""
+    """See xpyd_kv.memory.device.DeviceStream."""
 
     def __init__(self, device: FakeDevice, *, is_compute: bool = False) -> None:
         self.device = device
@@ -201,7 +201,7 @@ class FakeStream:
                 raise machine.fault("a transfer on the model's stream")
             self.copies += 1
             place = device.place_of
-            pieces = segments([place(view) for view in targets], [place(view) for view in sources])
+            pieces = copy_runs([place(view) for view in targets], [place(view) for view in sources])
             moves = [
                 (device.bytes_of(Span(target, size)), device.bytes_of(Span(source, size)))
                 for target, source, size in pieces

@@ -6,8 +6,8 @@ from typing import Any
 
 from tests.kv.gpu_kit import FakeGpus, Gpus
 from tests.kv.nccl_fake import FakeNccl, World
+from xpyd_kv.transport.devices.nccl.communicators import Communicators
 from xpyd_kv.transport.devices.nccl.library import NcclLimits, load
-from xpyd_kv.transport.devices.nccl.pair import Book
 from xpyd_kv.transport.devices.nccl.path import NcclPath
 
 
@@ -18,7 +18,7 @@ class NcclWorld:
         self.gpus = gpus
         self.world = World(gpus.machine) if isinstance(gpus, FakeGpus) else None
         self.given_up: list[str] = []
-        self.books: dict[str, Book] = {}
+        self.communicators: dict[str, Communicators] = {}
 
     def nccl(self, device: Any) -> Any:
         if self.world is None:
@@ -27,6 +27,7 @@ class NcclWorld:
 
     def path(self, role: str, *, unit_bytes: int, **limits: Any) -> NcclPath:
         device: Any = self.gpus.p if role == "P" else self.gpus.d
-        book = Book(self.nccl(device), device, NcclLimits(**limits), give_up=self.given_up.append)
-        self.books[role] = book
-        return NcclPath(book, unit_bytes=unit_bytes, lends=role == "P")
+        limits_ = NcclLimits(**limits)
+        made = Communicators(self.nccl(device), device, limits_, give_up=self.given_up.append)
+        self.communicators[role] = made
+        return NcclPath(made, unit_bytes=unit_bytes, lends=role == "P")

@@ -27,7 +27,7 @@ from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.session.settings import KvLimits, KvSettings
 from xpyd_kv.transport.host.shared_memory import SharedMemory
-from xpyd_kv.transport.settings import Deadlines
+from xpyd_kv.transport.settings import Timeouts
 from xpyd_kv.values import Landed, Wait
 
 _POLL_S = 0.01
@@ -103,7 +103,7 @@ class PodProcess:
 
 @contextmanager
 def pod_process(role: str, **settings: Any) -> Iterator[PodProcess]:
-    """`settings`: `mode`; `blocks`; `store`, `limits`, `frames`, `deadlines` as dicts of their
+    """`settings`: `mode`; `blocks`; `store`, `limits`, `frames`, `timeouts` as dicts of their
     fields; `sockets`, a folder for Unix sockets; `shared_bytes`, a P's memory that others may read;
     `name`, the engine_id; `keys`, the fleet's; `spare_address_bytes`, how much more it may map."""
     popen = subprocess.Popen(
@@ -128,7 +128,7 @@ class _Child:
         )
         sockets = settings.get("sockets")
         options: dict[str, Any] = {} if sockets is None else {"socket_dir": Path(sockets)}
-        options["deadlines"] = Deadlines(**settings.get("deadlines", {}))
+        options["timeouts"] = Timeouts(**settings.get("timeouts", {}))
         if "shared_bytes" in settings:
             options["shared"] = SharedMemory(settings["shared_bytes"])
         if "keys" in settings:

@@ -22,7 +22,7 @@ from xpyd_kv.connector.build import Connector, build
 from xpyd_kv.metrics import EndpointCounters
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.ranks.build import RankPart, build_rank
-from xpyd_kv.ranks.engine import BookMemory, RankedEngine, engine_wire_layout
+from xpyd_kv.ranks.engine import RankedEngine, RankedMemory, engine_wire_layout
 from xpyd_kv.session.settings import KvSettings
 from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.endpoint import TcpEndpoint
@@ -130,7 +130,7 @@ class RankedSide:
         return build(
             self.role,
             make_endpoint=make_endpoint,
-            memory=BookMemory(ranked) if self.is_ranked else self.memories[0],
+            memory=RankedMemory(ranked) if self.is_ranked else self.memories[0],
             pool=self.pool,
             wake=lambda: None,
             ranks=ranked if self.is_ranked else None,

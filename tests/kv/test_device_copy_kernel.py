@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from xpyd_kv.memory import copy_kernel
-from xpyd_kv.spans import Segment, Span, segments
+from xpyd_kv.spans import CopyRun, Span, copy_runs
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_pieces_of_any_alignment_are_copied_as_integers_of_the_longest_word(
     order = list(range(200))
     random.Random(2).shuffle(order)
     pieces = [
-        Segment(target.data_ptr() + to * unit * 2, source.data_ptr() + at * unit * 3, unit)
+        CopyRun(target.data_ptr() + to * unit * 2, source.data_ptr() + at * unit * 3, unit)
         for at, to in enumerate(order)
     ]
     assert copy(interpreted, pieces) == word
@@ -72,7 +72,7 @@ def test_a_piece_longer_than_one_program_and_a_short_one_in_one_launch(interpret
     source, target = noise(size + 8, 3), torch.zeros(size + 64, dtype=torch.uint8)
     at = target.data_ptr()
     copy(
-        interpreted, [Segment(at + 32, source.data_ptr(), size), Segment(at, source.data_ptr(), 8)]
+        interpreted, [CopyRun(at + 32, source.data_ptr(), size), CopyRun(at, source.data_ptr(), 8)]
     )
     assert torch.equal(target[32:-32], source[:size])
     assert torch.equal(target[:8], source[:8])
@@ -87,8 +87,8 @@ def test_bit_patterns_that_floats_would_change_stay_as_they_are(interpreted):
     target = torch.zeros_like(source)
     half = len(source) // 2
     pieces = [
-        Segment(target.data_ptr(), source.data_ptr() + half, half),
-        Segment(target.data_ptr() + half, source.data_ptr(), half),
+        CopyRun(target.data_ptr(), source.data_ptr() + half, half),
+        CopyRun(target.data_ptr() + half, source.data_ptr(), half),
     ]
     copy(interpreted, pieces)
     assert torch.equal(target, torch.cat([source[half:], source[:half]]))
@@ -114,7 +114,7 @@ def test_the_kernel_compiles_for_a_gpu(word, monkeypatch, tmp_path):
     assert compiled.asm["cubin"]
 
 
-# --- segments
+# --- copy_runs
 
 
 @settings(deadline=None)
@@ -134,7 +134,7 @@ def test_two_lists_of_pieces_are_cut_where_either_is_cut(sizes, cuts):
         targets.append(Span(room, end - first))
         room += end - first + 5
     landed = bytearray(room)
-    for target, start, length in segments(targets, sources):
+    for target, start, length in copy_runs(targets, sources):
         assert length > 0
         landed[target : target + length] = memory[start : start + length]
     assert b"".join(landed[span.start :][: span.length] for span in targets) == source
@@ -142,9 +142,9 @@ def test_two_lists_of_pieces_are_cut_where_either_is_cut(sizes, cuts):
 
 def test_neighbours_are_one_segment():
     spans = [Span(64 * block, 64) for block in (0, 1, 2, 5)]
-    assert segments([Span(1000, 256)], spans) == [Segment(1000, 0, 192), Segment(1192, 320, 64)]
+    assert copy_runs([Span(1000, 256)], spans) == [CopyRun(1000, 0, 192), CopyRun(1192, 320, 64)]
 
 
 def test_lists_of_unequal_length_are_refused():
     with pytest.raises(ValueError, match="differ in length"):
-        segments([Span(0, 3)], [Span(0, 4)])
+        copy_runs([Span(0, 3)], [Span(0, 4)])

@@ -136,9 +136,9 @@ def test_a_broken_frame_is_sent_again_once_and_then_the_prompt_is_computed() -> 
 def test_a_quarantine_ends_by_time_and_holds_nobody_else() -> None:
     times = {"quarantine_s": 0.3, "failed_auth_s": 0.1}
     with (
-        pod_process("P", deadlines=times) as p,
+        pod_process("P", timeouts=times) as p,
         pod_process("P", name="other") as other,
-        pod_process("D", deadlines=times) as d,
+        pod_process("D", timeouts=times) as d,
         spoiler(d.address) as network,
     ):
         network.spoil = 10

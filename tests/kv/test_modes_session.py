@@ -131,7 +131,7 @@ def spill_of(driver: Driver) -> tuple[StagedLanding, LandingStore]:
     """KV of the driver's prompt beside its blocks, whose bytes are then others'."""
     limits = StoreLimits(1.0, 0, 10 * LAYOUT.bytes_per_block)
     store = default_store(limits, driver.memory, FakePool(8))
-    spill = store.take_beside(KEY, len(BLOCKS))
+    spill = store.take_staged(KEY, len(BLOCKS))
     assert spill is not None
     assert spill.fill(BLOCKS) is None
     return spill, store

@@ -8,21 +8,21 @@ from typing import Any
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.plan.frames import Area
 from xpyd_kv.ranks.sends import RankSends
+from xpyd_kv.session import pairs
 from xpyd_kv.session.events import SendEnded, SendEvent, SendFlushed
 from xpyd_kv.session.outgoing import ReadyArea
-from xpyd_kv.session.pairs import Cancel, Ended, Flushed, Forget, FromRank, Send, Target
 
 KEY = TransferKey(f"{1:032x}", 0)
 D0, D1 = Address("127.0.0.2", 21002), Address("127.0.0.2", 21003)
 FIRST, SECOND = (ReadyArea(Area(0, 1, at, at + 1), (at,)) for at in range(2))
 
 
-def flushed(destination: int, areas: int) -> Flushed:
-    return Flushed(key=KEY, epoch=0, destination=destination, areas=areas)
+def flushed(destination: int, areas: int) -> pairs.Flushed:
+    return pairs.Flushed(key=KEY, epoch=0, destination=destination, areas=areas)
 
 
-def ended(destination: int, reason: str) -> Ended:
-    return Ended(key=KEY, epoch=0, destination=destination, reason=reason)
+def ended(destination: int, reason: str) -> pairs.Ended:
+    return pairs.Ended(key=KEY, epoch=0, destination=destination, reason=reason)
 
 
 class Session:
@@ -53,7 +53,7 @@ class Session:
 class Driver:
     def __init__(self) -> None:
         self.sessions: list[Session] = []
-        self.reports: list[FromRank] = []
+        self.reports: list[pairs.FromRank] = []
         self.now = 100.0
 
         def make(report: Callable[[SendEvent], None]) -> Any:
@@ -69,9 +69,9 @@ class Driver:
 
     def send(self, epoch: int = 0) -> None:
         self.rank.do(
-            Send(
+            pairs.Send(
                 key=KEY, epoch=epoch, tokens=8, skip_tokens=4, mode="put", incarnation="d",
-                targets=(Target(0, D0), Target(1, D1)),
+                targets=(pairs.Target(0, D0), pairs.Target(1, D1)),
             )
         )  # fmt: skip
 
@@ -101,7 +101,7 @@ def test_a_prompt_that_was_computed_before_its_grant_is_complete_at_once() -> No
 
 def test_what_a_runner_says_of_a_forgotten_transfer_is_late_and_kept_nowhere() -> None:
     driver = Driver()
-    driver.rank.do(Forget(key=KEY, epoch=0))
+    driver.rank.do(pairs.Forget(key=KEY, epoch=0))
     driver.rank.ready(KEY, 0, [FIRST])
     driver.send()
     assert driver.reports == [ended(rank, "cancelled") for rank in (0, 1)]
@@ -118,9 +118,9 @@ def test_a_rank_of_d_that_is_not_there_leaves_nothing_behind() -> None:
     driver.rank.dial_failed(D0, "unreachable")
     assert driver.reports == [ended(0, "unreachable")]
     driver.rank.ready(KEY, 0, [FIRST])
-    driver.rank.do(Cancel(key=KEY, epoch=0, reason="aborted"))
+    driver.rank.do(pairs.Cancel(key=KEY, epoch=0, reason="aborted"))
     assert [len(s.said) for s in driver.sessions] == [2, 4]
     # Its session is gone: the next transfer makes another.
-    driver.rank.do(Forget(key=KEY, epoch=0))
+    driver.rank.do(pairs.Forget(key=KEY, epoch=0))
     driver.send(epoch=1)
     assert len(driver.sessions) == 3

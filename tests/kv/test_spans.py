@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import pytest
 
-from xpyd_kv.spans import Span, cut, join, locate, segments
+from xpyd_kv.spans import Span, copy_runs, cut, join, locate
 
 
 def _lengths(rng: random.Random, total: int) -> list[int]:
@@ -72,5 +72,5 @@ def test_a_place_is_found_in_elements_laid_end_to_end(seed: int) -> None:
 
 def test_segments_join_what_is_next_to_each_other_on_both_sides() -> None:
     targets, sources = [Span(0, 4), Span(4, 4)], [Span(10, 2), Span(12, 6)]
-    assert segments(targets, sources) == [(0, 10, 8)]
-    assert segments([Span(0, 4), Span(8, 4)], sources) == [(0, 10, 4), (8, 14, 4)]
+    assert copy_runs(targets, sources) == [(0, 10, 8)]
+    assert copy_runs([Span(0, 4), Span(8, 4)], sources) == [(0, 10, 4), (8, 14, 4)]

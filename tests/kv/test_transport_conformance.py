@@ -29,7 +29,7 @@ from tests.kv.wire_samples import KEYS, LAYOUT, SAMPLES
 from xpyd_core.request_id import Address
 from xpyd_kv.transport.body import checksum
 from xpyd_kv.transport.host.sharing import NO_CHECKSUM
-from xpyd_kv.transport.settings import Deadlines
+from xpyd_kv.transport.settings import Timeouts
 from xpyd_kv.wire.errors import IllegalMoveError
 from xpyd_kv.wire.messages import Cancel, Goaway, Grant, Lease, Offer
 
@@ -198,7 +198,7 @@ def test_two_peers_are_served_side_by_side(net):
 
 def test_frames_follow_each_other_without_the_help_of_a_timer(net):
     """What P may lend is bounded: the next frame leaves when D has copied one, not with a PING."""
-    (p, p_told, d_at_p), (_, d_told, _) = net.pair(deadlines=Deadlines(ping_s=60.0))
+    (p, p_told, d_at_p), (_, d_told, _) = net.pair(timeouts=Timeouts(ping_s=60.0))
     view = net.share(bytes(4_000 * BLOCK_BYTES))
     room = net.room(len(view))
     d_told.on["begin"] = lambda *_: [room]

@@ -23,7 +23,7 @@ from xpyd_kv.transport.devices.cuda_ipc import CudaIpcPath, runs_in
 from xpyd_kv.transport.host.data_path import check_runs, pack, unpack
 from xpyd_kv.transport.host.shared_memory import host_token
 from xpyd_kv.transport.host.sharing import shared_of
-from xpyd_kv.transport.settings import Deadlines
+from xpyd_kv.transport.settings import Timeouts
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.messages import Copied, Region
 
@@ -187,7 +187,7 @@ def test_the_peers_memory_is_closed_with_the_connection_and_with_its_incarnation
 
 
 def test_a_gpu_that_hangs_ends_the_connection_by_its_deadline(net, machine):
-    d, d_told = net.endpoint("D", deadlines=Deadlines(fetch_s=0.1))
+    d, d_told = net.endpoint("D", timeouts=Timeouts(fetch_s=0.1))
     p, p_told = net.endpoint("P")
     run(p, lambda: p.connect(d.listen_address))
     room = net.room(BLOCK_BYTES)

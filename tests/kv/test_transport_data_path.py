@@ -15,7 +15,7 @@ from xpyd_kv.spans import Span
 from xpyd_kv.transport.host.data_path import pack
 from xpyd_kv.transport.host.shared_memory import SharedMemoryBorrower, SharedMemoryPath
 from xpyd_kv.transport.host.sharing import WINDOW_BYTES, WINDOW_FRAMES, shared_of
-from xpyd_kv.transport.settings import Deadlines
+from xpyd_kv.transport.settings import Timeouts
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.messages import Region
 
@@ -63,7 +63,7 @@ net = networks("shm")
 
 def slow_pair(net, **times):
     path = SlowPath()
-    d, d_told = net.endpoint("D", paths=[path], deadlines=Deadlines(**times))
+    d, d_told = net.endpoint("D", paths=[path], timeouts=Timeouts(**times))
     p, p_told = net.endpoint("P", paths=[SharedMemoryPath(SHARED)])
     p.call(lambda: p.connect(d.listen_address))
     return p, p_told, p_told.wait("up")[0], d_told, path

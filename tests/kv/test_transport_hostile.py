@@ -31,7 +31,7 @@ from tests.kv.transport_kit import (
     send_data,
 )
 from tests.kv.wire_samples import KEYS, SAMPLES
-from xpyd_kv.transport.settings import Bounds, Deadlines
+from xpyd_kv.transport.settings import Bounds, Timeouts
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.messages import Cancel, Done, Ping, Refuse
 
@@ -79,7 +79,7 @@ def test_junk_costs_its_connection_only(net, junk):
 
 
 def test_half_a_message_and_silence_is_closed_at_the_deadline(net):
-    d, d_told = net.endpoint("D", deadlines=QUICK)
+    d, d_told = net.endpoint("D", timeouts=QUICK)
     hello = net.raw("hello_dialler")
     for beginning in (b"", b"XKV", hello[:40], hello):
         stranger = net.connect(d.listen_address)
@@ -271,7 +271,7 @@ def test_pings_keep_a_quiet_connection(net):
 
 
 def test_an_acceptor_that_says_nothing_is_a_timeout(net):
-    p, p_told = net.endpoint("P", deadlines=QUICK)
+    p, p_told = net.endpoint("P", timeouts=QUICK)
     listener = net.listener()
     run(p, lambda: p.connect(address_of(listener)))
     assert p_told.wait("failed") == (address_of(listener), "timeout")
@@ -383,7 +383,7 @@ def test_close_ends_dials_and_strangers_too(net):
 
 
 def test_a_process_out_of_descriptors_accepts_again_later(net, caplog):
-    d, d_told = net.endpoint("D", deadlines=Deadlines(listen_pause_s=0.05))
+    d, d_told = net.endpoint("D", timeouts=Timeouts(listen_pause_s=0.05))
     client = net.unconnected()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     next_free = os.dup(0)

@@ -61,7 +61,7 @@ def nccl_path(net, role, **limits):
 
 
 def metrics(net, role):
-    return net.nccl.books[role].metrics
+    return net.nccl.communicators[role].metrics
 
 
 def move(net, p, d, seq=0, body=FRAME):
@@ -133,18 +133,18 @@ def test_the_memory_of_all_communicators_is_bounded_and_counted(net):
 
 def end_idle_one(net):
     """P's only communicator ends for another, when P too is through with what D has."""
-    book = net.nccl.books["P"]
-    until(lambda: not any(pair.has_frames for pair in book._pairs))
-    assert book.open(bytes(ID_BYTES), 0) is None
+    communicators = net.nccl.communicators["P"]
+    until(lambda: not any(pair.has_frames for pair in communicators._communicators))
+    assert communicators.open(bytes(ID_BYTES), 0) is None
     until(lambda: metrics(net, "P").ended == {"idle": 1})
 
 
 def test_p_goes_on_when_there_is_room_again(net):
     p, d = connected(net, p_limits={"max_communicators": 1})
-    book = net.nccl.books["P"]
-    pair = book.open(bytes(ID_BYTES), 0)
+    communicators = net.nccl.communicators["P"]
+    pair = communicators.open(bytes(ID_BYTES), 0)
     assert pair is not None
-    book.end(pair, "closed")
+    communicators.end(pair, "closed")
     until(lambda: metrics(net, "P").communicators == 0)
     move(net, p, d)
 
@@ -152,11 +152,11 @@ def test_p_goes_on_when_there_is_room_again(net):
 def test_a_frame_through_the_socket_is_itself_whatever_a_communicator_has_moved_before(net):
     p, d = connected(net, p_limits={"max_communicators": 1}, is_staged=True)
     move(net, p, d, body=b"1" * UNIT)
-    staging, book = net.stagings[-1], net.nccl.books["P"]
+    staging, communicators = net.stagings[-1], net.nccl.communicators["P"]
     assert staging.free_slabs == 3, "a frame that a communicator moves is copied to a slab, too"
     # The idle one ends for another, so that the next frame finds no room for one.
     end_idle_one(net)
-    assert book.open(bytes(ID_BYTES), 0) is not None
+    assert communicators.open(bytes(ID_BYTES), 0) is not None
     move(net, p, d, seq=1, body=b"2" * UNIT)
     assert net.nccl.world.made == 3
     assert p[0].counters.shared_bytes == UNIT

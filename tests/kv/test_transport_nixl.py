@@ -29,7 +29,7 @@ from xpyd_kv.transport.devices.nixl.path import NixlPath
 from xpyd_kv.transport.devices.nixl.regions import (
     HOST,
     Described,
-    Region,
+    NixlRegion,
     Row,
     cuts,
     joined,
@@ -48,7 +48,7 @@ PATIENCE_S = 60
 def row_of(lengths):
     start, regions = GAP, []
     for length in lengths:
-        regions.append(Region(start, length, HOST))
+        regions.append(NixlRegion(start, length, HOST))
         start += length + GAP
     return Row(regions)
 
@@ -62,7 +62,7 @@ def test_bytes_are_found_in_a_row_and_back(lengths, data):
     total = sum(lengths)
     addresses = [region.address + i for region in row.regions for i in range(region.length)]
     chosen = data.draw(st.lists(st.integers(0, total - 1), min_size=1, max_size=20))
-    runs = row.runs_of([Region(addresses[i], 1, HOST) for i in chosen], at_most=len(chosen))
+    runs = row.runs_of([NixlRegion(addresses[i], 1, HOST) for i in chosen], at_most=len(chosen))
     assert runs is not None
     assert [offset + i for offset, length in runs for i in range(length)] == chosen
     spans = row.spans_of(runs)
@@ -81,8 +81,8 @@ def test_bytes_that_are_not_in_the_row_are_not_found():
         (first.address, 1, 0),
         (first.address + 100, 1, HOST),
     ):
-        assert row.runs_of([Region(address, length, device)], at_most=9) is None
-    two = [Region(first.address, 1, HOST), Region(first.address + 2, 1, HOST)]
+        assert row.runs_of([NixlRegion(address, length, device)], at_most=9) is None
+    two = [NixlRegion(first.address, 1, HOST), NixlRegion(first.address + 2, 1, HOST)]
     assert row.runs_of(two, at_most=1) is None
 
 
@@ -94,7 +94,7 @@ def test_two_lists_are_cut_where_either_is_cut(targets, sources):
         regions, left, at = [], size, base
         for length in lengths:
             length = min(length, left)
-            regions.append(Region(at, length, HOST))
+            regions.append(NixlRegion(at, length, HOST))
             at, left = at + length + 1, left - length
         return regions
 
@@ -112,8 +112,8 @@ def test_whole_units_have_numbers_and_parts_have_none():
 
 
 def test_neighbours_of_one_device_are_joined():
-    regions = [Region(0, 5, 0), Region(5, 5, 0), Region(10, 0, 0), Region(10, 5, 1)]
-    assert joined(regions) == [Region(0, 10, 0), Region(10, 5, 1)]
+    regions = [NixlRegion(0, 5, 0), NixlRegion(5, 5, 0), NixlRegion(10, 0, 0), NixlRegion(10, 5, 1)]
+    assert joined(regions) == [NixlRegion(0, 10, 0), NixlRegion(10, 5, 1)]
 
 
 # --- REGION
@@ -242,7 +242,7 @@ def test_a_p_that_lends_what_it_has_not_ends_its_own_connection_only(net, what):
     if what == "metadata":
         metadata = b"junk" * 50
     else:
-        row = Row([Region(whole.address + 2 * whole.length, whole.length, HOST)])
+        row = Row([NixlRegion(whole.address + 2 * whole.length, whole.length, HOST)])
     puppet = Puppet(net.connect(d.listen_address), "P", transports=("nixl",)).open()
     body = region_body.pack(Described(row, BLOCK_BYTES, metadata))
     puppet.sock.sendall(encode(RegionFrame(size_bytes=row.size_bytes), len(body)) + body)

@@ -18,7 +18,7 @@ from tests.kv.transport_kit import (
     send_data,
 )
 from xpyd_kv.transport.host.shared_memory import SharedMemoryBorrower, SharedMemoryPath
-from xpyd_kv.transport.settings import Deadlines
+from xpyd_kv.transport.settings import Timeouts
 from xpyd_kv.transport.stream.registry import MISMATCHES, Quarantine
 
 net = networks(*KINDS)
@@ -66,7 +66,7 @@ def test_it_counts_broken_frames_of_a_bounded_number_of_peers():
 
 def test_a_p_whose_frames_come_broken_is_closed_and_refused_for_a_minute(net, caplog):
     now = [1000.0]
-    d, d_told = net.endpoint("D", clock=lambda: now[0], deadlines=Deadlines(ping_s=1e6))
+    d, d_told = net.endpoint("D", clock=lambda: now[0], timeouts=Timeouts(ping_s=1e6))
     d_told.on["begin"] = lambda *_: [memoryview(bytearray(BLOCK_BYTES))]
 
     def puppet():
@@ -98,9 +98,9 @@ def test_a_p_in_quarantine_does_not_dial_for_a_while(net):
     now = [1000.0]
     d, _ = net.endpoint("D")
     # A PROBE's bytes are summed up once: what becomes of them then is broken on the way.
-    room, patient = bytearray(100), Deadlines(ping_s=1e6)
+    room, patient = bytearray(100), Timeouts(ping_s=1e6)
     probed = memoryview(room)
-    p, p_told = net.endpoint("P", clock=lambda: now[0], deadlines=patient, probe_room=probed)
+    p, p_told = net.endpoint("P", clock=lambda: now[0], timeouts=patient, probe_room=probed)
     peer = dial(p, p_told, d.listen_address)
     room[0] ^= 1
     for token in range(MISMATCHES):
@@ -153,7 +153,7 @@ def test_what_d_cannot_open_or_read_is_done_without_and_tried_again_later(shm, c
     both = ("shm", "uds")
     d, d_told = shm.endpoint("D", transports=both, paths=[BrokenPath(breaks=breaks)])
     p, p_told = shm.endpoint(
-        "P", transports=both, clock=lambda: now[0], deadlines=Deadlines(ping_s=1e6)
+        "P", transports=both, clock=lambda: now[0], timeouts=Timeouts(ping_s=1e6)
     )
     room = bytearray(BLOCK_BYTES)
     d_told.on["begin"] = lambda *_: [memoryview(room)]

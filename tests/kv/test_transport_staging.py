@@ -23,7 +23,7 @@ from tests.kv.transport_kit import (
 from tests.kv.wire_samples import KEYS
 from xpyd_core.errors import UserError
 from xpyd_kv.transport.devices.staging import Staging
-from xpyd_kv.transport.settings import Deadlines
+from xpyd_kv.transport.settings import Timeouts
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.messages import Cancel, Commit
 
@@ -115,8 +115,8 @@ def test_p_sends_a_frame_when_its_copy_is_done(net, machine):
 
 def test_frames_that_the_device_has_copied_at_once_leave_at_once(net, machine):
     machine.latest = 0
-    quiet = Deadlines(ping_s=60.0)  # Nothing else would look at the queue.
-    (p, p_told, peer), (_, d_told, _) = net.pair(deadlines=quiet)
+    quiet = Timeouts(ping_s=60.0)  # Nothing else would look at the queue.
+    (p, p_told, peer), (_, d_told, _) = net.pair(timeouts=quiet)
     rooms = rooms_for(net, d_told, 12)
     bodies = [body_of(1, seed) for seed in range(12)]
     views = [[net.share(body)] for body in bodies]
@@ -152,8 +152,8 @@ def test_with_all_slabs_taken_frames_wait_and_all_arrive(net, machine):
 
 
 def test_a_connection_that_finds_no_slab_is_not_read_and_not_taken_for_dead(net, machine):
-    times = Deadlines(ping_s=0.05)
-    d, d_told = net.endpoint("D", staging=net.staging("D", slabs=2), deadlines=times)
+    times = Timeouts(ping_s=0.05)
+    d, d_told = net.endpoint("D", staging=net.staging("D", slabs=2), timeouts=times)
     machine.is_stalled = True
     rooms = [net.room(BLOCK_BYTES) for _ in range(3)]
     d_told.on["begin"] = lambda *_: [rooms[len(d_told.all("begin")) - 1]]
@@ -194,9 +194,9 @@ def answer_pings(puppet):
 
 
 def test_a_gpu_that_hangs_ends_the_connection_on_either_side(net, machine):
-    times = Deadlines(fetch_s=0.1)
-    d, d_told = net.endpoint("D", deadlines=times)
-    p, p_told = net.endpoint("P", deadlines=times)
+    times = Timeouts(fetch_s=0.1)
+    d, d_told = net.endpoint("D", timeouts=times)
+    p, p_told = net.endpoint("P", timeouts=times)
     peer = dial(p, p_told, d.listen_address)
     machine.is_stalled = True
     send_data(p, p_told, peer, [net.share(body_of(1))])

@@ -33,7 +33,7 @@ from xpyd_kv.transport.host import striped
 from xpyd_kv.transport.host.data_path import pack
 from xpyd_kv.transport.host.sharing import shared_of
 from xpyd_kv.transport.host.striped import MAX_LINKS
-from xpyd_kv.transport.settings import Deadlines
+from xpyd_kv.transport.settings import Timeouts
 from xpyd_kv.wire.connection import Opened
 from xpyd_kv.wire.frames import DataEnd, encode
 from xpyd_kv.wire.messages import Auth, Copied, Probe, Probed, Region, Shared
@@ -326,7 +326,7 @@ def _is_shared(p, p_told, peer, main):
 
 def test_a_slow_network_is_no_dead_one(net):
     """What counts is that something comes, not that a frame is through in time."""
-    d, d_told = net.endpoint("D", deadlines=Deadlines(fetch_s=0.8))
+    d, d_told = net.endpoint("D", timeouts=Timeouts(fetch_s=0.8))
     main = puppet(net, d)
     d_told.wait("up")
     link = puppet(net, d, link=1).sock
@@ -348,7 +348,7 @@ def test_a_slow_network_is_no_dead_one(net):
 
 
 def test_further_connections_that_say_nothing_end_the_peer(net):
-    d, d_told = net.endpoint("D", deadlines=Deadlines(fetch_s=0.2))
+    d, d_told = net.endpoint("D", timeouts=Timeouts(fetch_s=0.2))
     main = puppet(net, d)
     d_told.wait("up")
     link = puppet(net, d, link=1).sock

@@ -100,7 +100,7 @@ class Run:
 def _scene(transport: str, mode: str, folder: Path, seed: int) -> Iterator[Run]:
     settings = {
         "mode": mode,
-        "deadlines": {"failed_auth_s": REMEMBERED_S},
+        "timeouts": {"failed_auth_s": REMEMBERED_S},
         "limits": {"lease_s": 2.0, "tombstone_s": REMEMBERED_S},
         "frames": {"group_bytes": 1},
         "sockets": str(folder),

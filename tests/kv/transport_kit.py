@@ -32,7 +32,7 @@ from xpyd_kv.transport.devices.staging import Staging
 from xpyd_kv.transport.endpoint import TcpEndpoint
 from xpyd_kv.transport.host.data_path import DataPath
 from xpyd_kv.transport.host.shared_memory import SharedMemory, SharedMemoryPath
-from xpyd_kv.transport.settings import Bounds, Deadlines, Identity
+from xpyd_kv.transport.settings import Bounds, Identity, Timeouts
 from xpyd_kv.transport.stream.sockets import usable
 from xpyd_kv.wire.connection import Connection, Opened
 from xpyd_kv.wire.frames import encode
@@ -41,7 +41,7 @@ from xpyd_kv.wire.messages import CHECKSUM_BYTES, MAX_PROBE_BYTES, Data, Hello, 
 
 UUID = "0123456789abcdef" * 2
 BLOCK_BYTES = LAYOUT.block_bytes
-QUICK = Deadlines(connect_s=0.2, auth_s=0.2, ping_s=30.0, failed_auth_s=30.0)
+QUICK = Timeouts(connect_s=0.2, auth_s=0.2, ping_s=30.0, failed_auth_s=30.0)
 KINDS = ("tcp", "uds", "shm")
 """Transports of host memory."""
 NIXL = nixl_kit.library()

@@ -12,8 +12,8 @@ import pytest
 
 from tests.kv.device_fake import Machine
 from tests.kv.nccl_fake import FakeNccl, World
+from xpyd_kv.transport.devices.nccl.communicators import Communicators
 from xpyd_kv.transport.devices.nccl.library import RECEIVER, SENDER, NcclLimits, communicator_bytes
-from xpyd_kv.transport.devices.nccl.pair import Book
 from xpyd_kv.transport.devices.nccl.path import NcclPath
 
 UNIT = 64
@@ -21,9 +21,9 @@ GB = 10**9
 PATIENCE_S = 30.0
 
 
-def _book(world: World, name: str) -> Book:
+def _communicators(world: World, name: str) -> Communicators:
     device = world.machine.device(name, gpu=name)
-    return Book(FakeNccl(world, device), device, NcclLimits(), give_up=_unexpected)
+    return Communicators(FakeNccl(world, device), device, NcclLimits(), give_up=_unexpected)
 
 
 def _unexpected(reason: str) -> None:
@@ -45,24 +45,28 @@ def test_one_communicator_for_each_pair_of_ranks_and_none_for_a_second_transfer(
 ) -> None:
     """Article fact 7."""
     world = World(Machine(latest=0))
-    p_books = [_book(world, f"p{i}") for i in range(p * tp)]
-    d_books = [_book(world, f"d{i}") for i in range(d * tp)]
-    views = {book: book.device.allocate(UNIT) for book in (*p_books, *d_books)}
+    p_side = [_communicators(world, f"p{i}") for i in range(p * tp)]
+    d_side = [_communicators(world, f"d{i}") for i in range(d * tp)]
+    views = {
+        communicators: communicators.device.allocate(UNIT) for communicators in (*p_side, *d_side)
+    }
     for sender, receiver in itertools.product(range(p * tp), range(d * tp)):
         if sender % tp == receiver % tp:
-            _transfer_twice(p_books[sender], d_books[receiver], views)
+            _transfer_twice(p_side[sender], d_side[receiver], views)
     tp_groups = p + d if tp > 1 else 0
     assert len(world.comms) + tp_groups == groups
     assert all(sorted(comm) == [SENDER, RECEIVER] for comm in world.comms.values())
-    assert [book.metrics.communicators for book in p_books] == [d] * (p * tp)
-    assert [book.metrics.communicators for book in d_books] == [p] * (d * tp)
-    for book in (*p_books, *d_books):
-        book.close()
-        book.device.free(views[book])
+    assert [communicators.metrics.communicators for communicators in p_side] == [d] * (p * tp)
+    assert [communicators.metrics.communicators for communicators in d_side] == [p] * (d * tp)
+    for communicators in (*p_side, *d_side):
+        communicators.close()
+        communicators.device.free(views[communicators])
     world.machine.check()
 
 
-def _transfer_twice(sender: Book, receiver: Book, views: dict[Book, object]) -> None:
+def _transfer_twice(
+    sender: Communicators, receiver: Communicators, views: dict[Communicators, object]
+) -> None:
     lender = NcclPath(sender, unit_bytes=UNIT, lends=True).lender()
     borrower = NcclPath(receiver, unit_bytes=UNIT, lends=False).borrower()
     lent = lender.lent()

@@ -26,7 +26,7 @@ from xpyd_core.keys import fleet_keys
 from xpyd_core.request_id import Address
 from xpyd_kv.memory.device import DeviceView
 from xpyd_kv.plan.engine_layout import EngineLayout
-from xpyd_kv.ranks.engine import BookMemory, RankedEngine
+from xpyd_kv.ranks.engine import RankedEngine, RankedMemory
 from xpyd_kv.values import KvLayout
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kv.cache import CacheMemory, DeviceCache, paged
@@ -178,7 +178,7 @@ class DeviceSide(Side):
         held = HeldKv(memory, memory.regions, cache.shared, cache.gpu)
         if self.is_ranked:
             held = HeldKv(
-                BookMemory(ranked),
+                RankedMemory(ranked),
                 ranks=ranked,
                 rank_addresses=self.addresses,
                 rank_gpu=self.rank_kvs[0].transports.gpu,

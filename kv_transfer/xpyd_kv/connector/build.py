@@ -84,7 +84,7 @@ def build(
 
     `wake` is called on the I/O thread when the engine's loop should poll. `clock` must be the
     engine's and the endpoint's own clock. `ranks`: they have the cache and move it themselves, so
-    that `memory` is their BookMemory, and the store is theirs.
+    that `memory` is their RankedMemory, and the store is theirs.
     """
     copies = None if ranks is None else remote.RankedCopies(ranks.channels, wake)
     parts = Parts(

@@ -52,7 +52,7 @@ class Expectation:
 
 
 @dataclass
-class Offer:
+class OpenOffer:
     """One prompt that P offered and that is not adopted."""
 
     key: TransferKey
@@ -117,7 +117,7 @@ class KvConsumer:
         self._gate = parts.gate
         self._metrics = parts.metrics
         self._expected: dict[TransferKey, Expectation] = {}
-        self._offers: dict[TransferKey, Offer] = {}
+        self._offers: dict[TransferKey, OpenOffer] = {}
         # What the session may still write into, or what waits to be adopted.
         self._held: dict[_Ref, Held] = {}
         # Pulled, or being pulled, and not adopted.
@@ -239,7 +239,7 @@ class KvConsumer:
     def _on_offered(self, event: ReceiveOffered, now: float) -> None:
         key = event.key
         self._drop_offer(key)
-        offer = Offer(
+        offer = OpenOffer(
             key,
             event.epoch,
             event.prompt,
@@ -284,10 +284,10 @@ class KvConsumer:
 
     # --- reserve and adopt
 
-    def _blocks_of(self, offer: Offer) -> int:
+    def _blocks_of(self, offer: OpenOffer) -> int:
         return blocks_for(len(offer.token_ids), self._pool.block_size)
 
-    def _match(self, offer: Offer, max_tokens: int) -> list[int]:
+    def _match(self, offer: OpenOffer, max_tokens: int) -> list[int]:
         """Blocks of the prefix cache, up to where blocks of both sides begin."""
         step = offer.alignment_tokens
         whole = max_tokens // step * step
@@ -299,7 +299,7 @@ class KvConsumer:
         return found
 
     def _grant(
-        self, offer: Offer, landing: Landing, prefix: list[int], now: float, *, where: str
+        self, offer: OpenOffer, landing: Landing, prefix: list[int], now: float, *, where: str
     ) -> None:
         skip = len(prefix) * self._pool.block_size
         self._metrics.landings[where] += 1
@@ -319,7 +319,7 @@ class KvConsumer:
         self.session.finish(key, "device_failed")
         grant()
 
-    def _grant_deferred(self, offer: Offer, now: float) -> Admission:
+    def _grant_deferred(self, offer: OpenOffer, now: float) -> Admission:
         prefix = self._match(offer, len(offer.token_ids) - 1)
         need = self._blocks_of(offer) - len(prefix)
         landing = self._store.take_direct(offer.key, need)
@@ -334,7 +334,7 @@ class KvConsumer:
         self._grant(offer, landing, prefix, now, where=where)
         return _WAIT
 
-    def _adopt(self, offer: Offer) -> Admission:
+    def _adopt(self, offer: OpenOffer) -> Admission:
         held = self._held[offer.key, offer.epoch]
         if held.prefix is None:
             prefix = self._match(offer, held.skip_tokens)
@@ -351,7 +351,7 @@ class KvConsumer:
         self._finish(offer.key, "adopted")
         return Landed((*held.prefix, *block_ids), len(offer.token_ids), held.skip_tokens)
 
-    def _reclaim_prefix(self, needy: Offer) -> bool:
+    def _reclaim_prefix(self, needy: OpenOffer) -> bool:
         """Unpin the prefix of the youngest other landing beside the cache; False when there is
         none.
 
@@ -390,7 +390,7 @@ class KvConsumer:
         if offer.state is OfferState.LANDED:
             self._free_held(key, offer.epoch)
 
-    def _forget_prompt(self, offer: Offer) -> None:
+    def _forget_prompt(self, offer: OpenOffer) -> None:
         # The I/O thread may have put the prompt of a later epoch there.
         if self._prompts.get(offer.key) is offer.prompt:
             self._prompts.pop(offer.key, None)

@@ -144,7 +144,7 @@ class Pressure:
         prompt = next((p for p in waiting if not (p.granted or p.stays)), None)
         if prompt is None or self._store is None:
             return None
-        spill = self._store.take_beside(prompt.key, prompt.num_blocks)
+        spill = self._store.take_staged(prompt.key, prompt.num_blocks)
         if spill is None:
             return None
         prompt.spill = spill

@@ -115,7 +115,7 @@ class Space(Protocol):
         """These blocks of the paged cache."""
         ...
 
-    def beside(self, kind: SpillKind, extents: Sequence[Extent]) -> StagingRoom:
+    def staging_room(self, kind: SpillKind, extents: Sequence[Extent]) -> StagingRoom:
         """These units of the device buffer or of the host pool."""
         ...
 

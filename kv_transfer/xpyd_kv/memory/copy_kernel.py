@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from xpyd_kv.spans import Segment
+from xpyd_kv.spans import CopyRun
 
 WORDS_PER_PROGRAM = 2048
 # A grid's second axis takes 65,535; in single bytes that is 128 MiB.
@@ -35,7 +35,7 @@ def _copy_pieces(table, word: tl.constexpr, words_per_program: tl.constexpr) -> 
     tl.store(target + at, tl.load(source + at, mask=inside, other=0), mask=inside)
 
 
-def word_bytes(pieces: Iterable[Segment]) -> int:
+def word_bytes(pieces: Iterable[CopyRun]) -> int:
     """The longest word (8, 4 or 1 bytes) that all addresses and lengths are multiples of."""
     together = 0
     for piece in pieces:
@@ -43,7 +43,7 @@ def word_bytes(pieces: Iterable[Segment]) -> int:
     return next(size for size in _WORD_BYTES if together % size == 0)
 
 
-def rows_of(pieces: Iterable[Segment], word: int) -> list[tuple[int, int, int]]:
+def rows_of(pieces: Iterable[CopyRun], word: int) -> list[tuple[int, int, int]]:
     """The table for words of this length."""
     return [(piece.target, piece.source, piece.length // word) for piece in pieces]
 

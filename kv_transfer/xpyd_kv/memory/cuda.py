@@ -23,8 +23,8 @@ import torch
 
 from xpyd_core.errors import UserError
 from xpyd_kv.memory import copy_kernel
-from xpyd_kv.memory.device import DeviceError, DeviceView, Event, IpcHandle, Stream, View
-from xpyd_kv.spans import Segment, Span, segments
+from xpyd_kv.memory.device import DeviceError, DeviceStream, DeviceView, Event, IpcHandle, View
+from xpyd_kv.spans import CopyRun, Span, copy_runs
 
 HANDLE_BYTES = 64
 _OUT_OF_MEMORY = 2
@@ -173,7 +173,7 @@ class _Table:
 
 
 class CudaStream:
-    """See xpyd_kv.memory.device.Stream."""
+    """See xpyd_kv.memory.device.DeviceStream."""
 
     def __init__(self, device: CudaDevice, stream: torch.cuda.Stream, *, is_ours: bool) -> None:
         self._device = device
@@ -189,7 +189,7 @@ class CudaStream:
         if not self._is_ours:
             raise DeviceError("a transfer on the model's stream")
         span = self._device.span_of
-        pieces = segments([span(view) for view in targets], [span(view) for view in sources])
+        pieces = copy_runs([span(view) for view in targets], [span(view) for view in sources])
         if len(pieces) < _LEAST_FOR_KERNEL:
             with self._device.current():
                 for piece in pieces:
@@ -212,7 +212,7 @@ class CudaStream:
             with self._device.current():
                 self._device.runtime.stream_destroy(self.handle)
 
-    def _launch(self, pieces: list[Segment]) -> None:
+    def _launch(self, pieces: list[CopyRun]) -> None:
         word = copy_kernel.word_bytes(pieces)
         rows = copy_kernel.rows_of(pieces, word)
         with torch.cuda.stream(self._stream):
@@ -302,13 +302,13 @@ class CudaDevice:
         with self.current():
             self.runtime.free_host(address)
 
-    def stream(self) -> Stream:
+    def stream(self) -> DeviceStream:
         with self.current():
             handle = self.runtime.stream_create()
         outer = torch.cuda.ExternalStream(handle, device=self.torch_device)
         return CudaStream(self, outer, is_ours=True)
 
-    def compute_stream(self) -> Stream:
+    def compute_stream(self) -> DeviceStream:
         return CudaStream(self, torch.cuda.current_stream(self.torch_device), is_ours=False)
 
     def can_reach(self, device_uuid: str) -> bool:

@@ -3,8 +3,8 @@
 What an operation enqueues runs later, in the order of its stream, beside the other streams; only
 Events say what has run. So: enqueue, `record`, poll the event, and then (not before) read,
 overwrite or free what the operation touched. Nothing here waits without a deadline, and nothing is
-enqueued on the default stream. A Device may be used by any thread, a Stream by one at a time. Every
-call may raise DeviceError.
+enqueued on the default stream. A Device may be used by any thread, a DeviceStream by one at a time.
+Every call may raise DeviceError.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Event(Protocol):
         ...
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """A queue of operations of one device."""
 
     @property
@@ -144,11 +144,11 @@ class Device(Protocol):
         """Give back what `allocate_pinned` gave, as `free`; no view of it may be used any more."""
         ...
 
-    def stream(self) -> Stream:
+    def stream(self) -> DeviceStream:
         """A new stream, which orders itself after nothing but the events it waits for."""
         ...
 
-    def compute_stream(self) -> Stream:
+    def compute_stream(self) -> DeviceStream:
         """The stream that the calling thread's model runs on. To `record` and `wait`; never to copy
         on, never to close."""
         ...

@@ -109,7 +109,7 @@ class BlockRoom(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Piece:
+class ExtentMemory:
     """Memory of `num_blocks` blocks of all layers: layer after layer, its blocks side by side."""
 
     memory: View
@@ -117,11 +117,11 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class PieceRoom:
+class ExtentRoom:
     """Pieces one after another: see StagingRoom. `memory` is the cache that they stand beside."""
 
     memory: KvMemory
-    pieces: Sequence[Piece]
+    pieces: Sequence[ExtentMemory]
     copier: Copier
 
     @property
@@ -199,24 +199,24 @@ class OwnSpace:
         """See Space."""
         return BlockRoom(self._memory, block_ids)
 
-    def beside(self, kind: SpillKind, extents: Sequence[Extent]) -> PieceRoom:
+    def staging_room(self, kind: SpillKind, extents: Sequence[Extent]) -> ExtentRoom:
         """See Space."""
         arena = self._arenas.get(kind)
         if arena is not None:
-            pieces = [Piece(arena.view(extent), extent.units) for extent in extents]
+            pieces = [ExtentMemory(arena.view(extent), extent.units) for extent in extents]
         else:
             units = sum(extent.units for extent in extents)
-            pieces = [Piece(memoryview(bytearray(units * self.unit_bytes)), units)]
-        return PieceRoom(self._memory, pieces, self._copier)
+            pieces = [ExtentMemory(memoryview(bytearray(units * self.unit_bytes)), units)]
+        return ExtentRoom(self._memory, pieces, self._copier)
 
     def room(self, place: Place) -> Room:
         """What a place in the engine's books is here. XpydError for what is not here."""
-        return self.blocks(place.blocks) if place.where == "blocks" else self._beside(place)
+        return self.blocks(place.blocks) if place.where == "blocks" else self._staging_room(place)
 
     def copy(self, place: Place, block_ids: Sequence[int], *, into_cache: bool) -> Event | None:
         """Begin to copy between the place and blocks of the cache; when that is through (None: it
         is). DeviceError."""
-        return self._beside(place).copy(block_ids, into_cache=into_cache)
+        return self._staging_room(place).copy(block_ids, into_cache=into_cache)
 
     @property
     def regions(self) -> Sequence[View]:
@@ -233,7 +233,7 @@ class OwnSpace:
             else:
                 self._device.free_pinned(cast("memoryview", arena.memory))
 
-    def _beside(self, place: Place) -> PieceRoom:
+    def _staging_room(self, place: Place) -> ExtentRoom:
         if place.where == "blocks" or place.where not in self._arenas:
             raise XpydError(f"this rank has no {place.where}")
-        return self.beside(place.where, [Extent(*extent) for extent in place.extents])
+        return self.staging_room(place.where, [Extent(*extent) for extent in place.extents])

@@ -248,7 +248,7 @@ class LandingStore:
             landing = self.take_direct(owner, num_blocks)
             if landing is not None:
                 return landing
-        return self.take_beside(owner, num_blocks)
+        return self.take_staged(owner, num_blocks)
 
     def take_direct(self, owner: TransferKey, num_blocks: int) -> Landing | None:
         """Own blocks, whatever stays free: the request is about to run. None: not enough."""
@@ -264,7 +264,7 @@ class LandingStore:
             on_end=self._lease(),
         )
 
-    def take_beside(self, owner: TransferKey, num_blocks: int) -> StagedLanding | None:
+    def take_staged(self, owner: TransferKey, num_blocks: int) -> StagedLanding | None:
         """Memory in the device buffer, else in the host pool. None: neither has room."""
         for kind, book in self._books.items():
             extents = book.take(num_blocks)
@@ -272,7 +272,7 @@ class LandingStore:
                 continue
             return StagedLanding(
                 owner,
-                self._space.beside(kind, extents),
+                self._space.staging_room(kind, extents),
                 kind=kind,
                 num_blocks=num_blocks,
                 unit_bytes=self._space.unit_bytes,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from xpyd_kv.plan.engine_layout import EngineLayout, LayoutError
 from xpyd_kv.plan.frames import Area
 from xpyd_kv.plan.transfers import Segment, runs, segment_between, units
-from xpyd_kv.spans import segments
+from xpyd_kv.spans import copy_runs
 
 
 class Part(NamedTuple):
@@ -120,7 +120,7 @@ def _parts(
             first_token=unit.destination_token,
             tokens=unit.tokens,
         )
-        for piece in segments(writes, reads):
+        for piece in copy_runs(writes, reads):
             part = Part(unit.destination_block - begin, piece.target, piece.length)
             found.append((piece.source, part))
     return [part for _, part in sorted(found)]

@@ -41,7 +41,7 @@ class RankedEngine:
     on_device: bool = False
 
 
-class BookMemory:
+class RankedMemory:
     """A KvMemory of numbers only: what all ranks hold together, each layer and head once."""
 
     device = None

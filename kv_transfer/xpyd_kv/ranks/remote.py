@@ -155,7 +155,7 @@ class RankedSpace:
         """See Space."""
         return _RankedRoom(Place("blocks", blocks=tuple(block_ids)), self._copies)
 
-    def beside(self, kind: SpillKind, extents: Sequence[Extent]) -> _RankedRoom:
+    def staging_room(self, kind: SpillKind, extents: Sequence[Extent]) -> _RankedRoom:
         """See Space."""
         place = Place(kind, extents=tuple((e.offset, e.units) for e in extents))
         return _RankedRoom(place, self._copies)

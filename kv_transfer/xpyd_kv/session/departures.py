@@ -52,7 +52,7 @@ _TIMEOUTS = {
 
 
 @dataclass(frozen=True)
-class _Way:
+class _SendPath:
     """To a peer that is up. `source`: where frames to it are read; None: our ranks send."""
 
     outbox: Outbox
@@ -82,7 +82,7 @@ class Departures:
         self._ranks = tuple(ranks)
         self._open: dict[TransferKey, Outgoing] = {}
         self._deadlines: Deadlines[TransferKey] = Deadlines(context.alarm)
-        self._ways: dict[Peer, _Way] = {}
+        self._paths: dict[Peer, _SendPath] = {}
         # DONE transfers whose KV may still be withdrawn: epoch and peer.
         self._done: Remembered[TransferKey, tuple[int, Peer]] = Remembered(limits.tombstone_s)
 
@@ -136,8 +136,8 @@ class Departures:
         """Only what the endpoint has is still in flight, and what our ranks have."""
         self.move(transfer, SendState.CANCELLING)
         self.arm(transfer, self._limits.cancel_s)
-        if transfer.peer in self._ways:
-            transfer.in_flight -= self._ways[transfer.peer].outbox.drop(transfer)
+        if transfer.peer in self._paths:
+            transfer.in_flight -= self._paths[transfer.peer].outbox.drop(transfer)
         key, epoch, reason = transfer.request.key, transfer.request.epoch, transfer.reason
         for source in sorted({source for source, _ in transfer.pairs}):
             self._ranks[source](pairs.Cancel(key=key, epoch=epoch, reason=reason))
@@ -183,14 +183,14 @@ class Departures:
         done = self._done.get(key, self._clock())
         if done is not None and done[0] == epoch:
             self._done.drop(key)
-            if done[1] in self._ways:
+            if done[1] in self._paths:
                 self._endpoint.send(done[1], cancel_of(key, epoch, reason))
 
     # --- peers and deadlines
 
     def peer_up(self, peer: Peer) -> None:
         """Frames may go there."""
-        self._ways[peer] = _Way(
+        self._paths[peer] = _SendPath(
             Outbox(self._limits.ahead_bytes),
             None if peer.pair is None else Source(self._memory, peer.pair),
             min(self._frames.max_frame_bytes, peer.layout.max_data_bytes),
@@ -198,7 +198,7 @@ class Departures:
 
     def peer_down(self, peer: Peer) -> None:
         """Nothing of ours is read for this peer any more."""
-        self._ways.pop(peer, None)
+        self._paths.pop(peer, None)
         for transfer in [one for one in self._open.values() if one.peer is peer]:
             transfer.in_flight = 0
             transfer.reason = transfer.reason or "peer_lost"
@@ -233,7 +233,7 @@ class Departures:
     def meet(self, transfer: Outgoing, peer: Peer) -> None:
         """Its peer is up."""
         transfer.peer = peer
-        transfer.source = self._ways[peer].source
+        transfer.source = self._paths[peer].source
 
     def grant(self, transfer: Outgoing, skip_tokens: int) -> None:
         """D has room for what follows the first `skip_tokens`."""
@@ -277,9 +277,9 @@ class Departures:
             return
         assert transfer.peer is not None
         assert transfer.source is not None
-        way = self._ways[transfer.peer]
+        path = self._paths[transfer.peer]
         join_bytes = self._frames.join_bytes
-        seqs = cut(transfer, transfer.source, way.max_frame_bytes, join_bytes=join_bytes)
+        seqs = cut(transfer, transfer.source, path.max_frame_bytes, join_bytes=join_bytes)
         if seqs:
             if transfer.state is SendState.GRANTED:
                 self.move(transfer, SendState.STREAMING)
@@ -302,7 +302,7 @@ class Departures:
 
     def _send_frames(self, transfer: Outgoing, seqs: Sequence[int]) -> None:
         assert transfer.peer is not None
-        outbox = self._ways[transfer.peer].outbox
+        outbox = self._paths[transfer.peer].outbox
         # All of them count before the first is sent: `done` may be called at once.
         transfer.in_flight += len(seqs)
         for seq in seqs:
@@ -318,8 +318,8 @@ class Departures:
 
         def done(checksum: bytes | None) -> None:
             self._frame_done(transfer, frame, checksum)
-            if peer in self._ways:
-                self._ways[peer].outbox.done(frame.length)
+            if peer in self._paths:
+                self._paths[peer].outbox.done(frame.length)
 
         assert transfer.source is not None
         views = transfer.source.views(frame.ready, transfer.spill)

@@ -15,7 +15,8 @@ from itertools import accumulate
 
 from xxhash import xxh3_64
 
-from xpyd_kv.wire.messages import MAX_PROBE_BYTES, Probe, Probed
+from xpyd_kv.wire import messages as wire
+from xpyd_kv.wire.messages import MAX_PROBE_BYTES
 
 
 class Checksum:
@@ -188,15 +189,15 @@ class ProbeSource:
         self.digest = sha256(view).digest()
         self._checksum = checksum(self.views)
 
-    def header(self, token: int) -> Callable[[], Probe]:
+    def header(self, token: int) -> Callable[[], wire.Probe]:
         """Makes the header when the frame's turn has come."""
         size = len(self.views[0])
-        return partial(Probe, token=token, size_bytes=size, checksum=self._checksum)
+        return partial(wire.Probe, token=token, size_bytes=size, checksum=self._checksum)
 
 
-def answer_of(probe: Probe, views: Iterable[memoryview], transport: str) -> Probed:
+def answer_of(probe: wire.Probe, views: Iterable[memoryview], transport: str) -> wire.Probed:
     """What D says of the bytes that it has read, moved by `transport`."""
     digest = sha256()
     for view in views:
         digest.update(view)
-    return Probed(token=probe.token, digest=digest.digest(), transport=transport)
+    return wire.Probed(token=probe.token, digest=digest.digest(), transport=transport)

@@ -25,7 +25,7 @@ from xpyd_kv.transport.body import ProbeSource
 from xpyd_kv.transport.devices.staging import Staging
 from xpyd_kv.transport.host.data_path import DataPath
 from xpyd_kv.transport.host.striped import StripedPath
-from xpyd_kv.transport.settings import TRANSPORTS, Bounds, Deadlines, Identity, offered
+from xpyd_kv.transport.settings import TRANSPORTS, Bounds, Identity, Timeouts, offered
 from xpyd_kv.transport.stream import sockets
 from xpyd_kv.transport.stream.listeners import Listeners, SocketFolder
 from xpyd_kv.transport.stream.sockets import WakeableSelector
@@ -87,7 +87,7 @@ class TcpEndpoint:
         staging: Staging | None = None,
         connections: int = 0,
         probe_room: memoryview | None = None,
-        deadlines: Deadlines | None = None,
+        timeouts: Timeouts | None = None,
         bounds: Bounds | None = None,
         counters: EndpointCounters | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -109,7 +109,7 @@ class TcpEndpoint:
         )
         self._socket_dir = socket_dir if set(OVER_UNIX) & set(self._transports) else None
         self._folder: SocketFolder | None = None
-        self._deadlines = deadlines or Deadlines()
+        self._timeouts = timeouts or Timeouts()
         self._bounds = bounds or Bounds()
         longest = max(layout.max_data_bytes, layout.block_bytes) + self._bounds.scratch_bytes
         if staging is not None and identity.role != DIALLER_ROLE and staging.slab_bytes < longest:
@@ -138,7 +138,7 @@ class TcpEndpoint:
             session=self._session,
             selector=self._selector,
             counters=self.counters,
-            deadlines=self._deadlines,
+            timeouts=self._timeouts,
             bounds=self._bounds,
             clock=clock,
             paths=by_name,
@@ -151,7 +151,7 @@ class TcpEndpoint:
             self._selector,
             lambda sock, now, remote: self._streams.add(sock, now, remote=remote),
             per_turn=self._bounds.accepts_per_turn,
-            pause_s=self._deadlines.listen_pause_s,
+            pause_s=self._timeouts.listen_pause_s,
         )
         self._thread: threading.Thread | None = None
         self._ident = 0  # The thread's, while it runs.
@@ -231,7 +231,7 @@ class TcpEndpoint:
     ) -> None:
         stream = self._stream(peer)
         if stream.closing is not None:
-            self._session.later(partial(done, None))
+            self._session.run_later(partial(done, None))
             return
         if sum(map(len, views)) > stream.protocol.max_data_bytes:
             raise IllegalMoveError("DATA over the peer's limit")
@@ -308,7 +308,7 @@ class TcpEndpoint:
             self._streams.add(sock, now, remote=str(address), address=address, data=data)
 
     def _report_dial(self, address: Address, reason: str) -> None:
-        self._session.later(partial(self._session.handler.dial_failed, address, reason))
+        self._session.run_later(partial(self._session.handler.dial_failed, address, reason))
 
     # --- the end
 

@@ -88,7 +88,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Deadlines:
+class Timeouts:
     """Seconds. A dialled connection must be up after `connect_s` and be open `auth_s` later; an
     accepted one must be open after both, since its dialler may still be connecting (a relay)."""
 

@@ -187,9 +187,9 @@ class WatchedStore(LandingStore):
         self.on_spilled: Callable[[], None] = lambda: None
         self.on_given_back: Callable[[WatchedLanding], None] = lambda landing: None
 
-    def take_beside(self, owner: TransferKey, num_blocks: int) -> Any:
+    def take_staged(self, owner: TransferKey, num_blocks: int) -> Any:
         """Of a P, which alone asks for it, a spill."""
-        inner = super().take_beside(owner, num_blocks)
+        inner = super().take_staged(owner, num_blocks)
         return WatchedSpill(inner, owner, self) if inner is not None and self._is_p else inner
 
     def take(self, owner: TransferKey, num_blocks: int) -> Landing | None:

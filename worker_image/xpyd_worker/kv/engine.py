@@ -97,7 +97,7 @@ class Kv:
 @dataclass(frozen=True)
 class HeldKv:
     """An engine's KV cache as the transfer gets to it: in memory of this process, or on `ranks`;
-    `memory` is a BookMemory then."""
+    `memory` is a RankedMemory then."""
 
     memory: KvMemory
     cache: Sequence[View] = ()

@@ -18,8 +18,8 @@ from xpyd_kv.memory.device import DeviceError, View
 from xpyd_kv.memory.paged import DevicePagedMemory
 from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.transport.devices.cuda_ipc import CudaIpcPath
+from xpyd_kv.transport.devices.nccl.communicators import Communicators
 from xpyd_kv.transport.devices.nccl.library import NcclLimits, NcclMetrics
-from xpyd_kv.transport.devices.nccl.pair import Book
 from xpyd_kv.transport.devices.nccl.path import NcclPath
 from xpyd_kv.transport.devices.nixl.library import load as load_nixl
 from xpyd_kv.transport.devices.nixl.library import version as nixl_version
@@ -149,7 +149,7 @@ def transports_for_gpu(
     give_up: Callable[[str], None],
 ) -> Transports:
     """For a cache on a GPU. Paths whose library is missing or fails are left out, with a line in
-    the log; UserError where it is the only one that was asked for. `give_up`: see Book."""
+    the log; UserError where it is the only one that was asked for. `give_up`: see Communicators."""
     is_p = config.role == "Prefill"
     device = memory.device
     host = host_token()
@@ -160,10 +160,10 @@ def transports_for_gpu(
     if nixl is not None:
         paths.append(nixl)
         closers.append(nixl.close)
-    book = None
+    communicators = None
     if config.kv_transports == ("nccl",):
-        book = Book(gpu.load_nccl(), device, NcclLimits(), give_up=give_up)
-        nccl = NcclPath(book, unit_bytes=memory.layout.block_bytes, lends=is_p)
+        communicators = Communicators(gpu.load_nccl(), device, NcclLimits(), give_up=give_up)
+        nccl = NcclPath(communicators, unit_bytes=memory.layout.block_bytes, lends=is_p)
         paths.append(nccl)
         closers.append(nccl.close)
     frames = FrameLimits(group_bytes=config.kv_group_bytes)
@@ -177,7 +177,7 @@ def transports_for_gpu(
         host=host,
         gpu=device.uuid,
         max_data_bytes=longest,
-        nccl=None if book is None else book.metrics,
+        nccl=None if communicators is None else communicators.metrics,
         closers=(*closers, staging.close),
     )
 

@@ -21,7 +21,7 @@ from xpyd_core.parallel.checks import check_parallel
 from xpyd_core.request_id import Address
 from xpyd_core.tokenizer_files import TokenizerFiles
 from xpyd_kv.connector.build import MakeStore
-from xpyd_kv.ranks.engine import BookMemory, RankedEngine
+from xpyd_kv.ranks.engine import RankedEngine, RankedMemory
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import Deliver, EngineCore
@@ -275,7 +275,7 @@ def _ranked_kv(instance: Instance, ready: Sequence[RankReady]) -> HeldKv | None:
     )
     addresses = [one.kv.address for one in ready if one.kv is not None]
     return HeldKv(
-        BookMemory(ranks),
+        RankedMemory(ranks),
         ranks=ranks,
         rank_gpu=kv.gpu,
         rank_addresses=tuple(Address(*address) for address in addresses if address is not None),

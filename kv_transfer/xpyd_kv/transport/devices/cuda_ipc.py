@@ -11,7 +11,15 @@ import logging
 from collections.abc import Callable, Sequence
 
 from xpyd_core.errors import ProtocolError
-from xpyd_kv.memory.device import Device, DeviceError, DeviceView, Event, IpcHandle, Stream, View
+from xpyd_kv.memory.device import (
+    Device,
+    DeviceError,
+    DeviceStream,
+    DeviceView,
+    Event,
+    IpcHandle,
+    View,
+)
 from xpyd_kv.spans import Span, join
 from xpyd_kv.transport.devices.staging import CLOSE_S, DeviceFailedError, is_done, started
 from xpyd_kv.transport.host.data_path import (
@@ -44,7 +52,7 @@ class CudaIpcPath(DataPath):
         self._host = host
         self._region = region
         self._handle: IpcHandle | None = None
-        self._stream: Stream | None = None
+        self._stream: DeviceStream | None = None
 
     @property
     def lends(self) -> bool:
@@ -88,7 +96,7 @@ class CudaIpcLender(Lender):
 
 
 class CudaIpcBorrower(Borrower):
-    def __init__(self, device: Device, stream: Stream) -> None:
+    def __init__(self, device: Device, stream: DeviceStream) -> None:
         self._device = device
         self._stream = stream
         self._region: DeviceView | None = None

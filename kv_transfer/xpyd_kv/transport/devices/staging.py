@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from xpyd_core.errors import UserError
-from xpyd_kv.memory.device import Device, DeviceError, Event, Stream, View
+from xpyd_kv.memory.device import Device, DeviceError, DeviceStream, Event, View
 from xpyd_kv.transport.host.sharing import FetchTimeoutError
 
 _log = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ class Inward:
         self.rest()
 
 
-def started(stream: Stream, targets: Sequence[View], sources: Sequence[View]) -> Event:
+def started(stream: DeviceStream, targets: Sequence[View], sources: Sequence[View]) -> Event:
     """Begin to copy on this stream. DeviceFailedError."""
     try:
         stream.copy(targets, sources)

@@ -19,7 +19,8 @@ from xpyd_core.errors import ProtocolError
 from xpyd_kv.memory.device import View
 from xpyd_kv.transport.api import Done
 from xpyd_kv.transport.host.data_path import Borrower, CorruptError, Fetch, Lender, Linked
-from xpyd_kv.wire.messages import CHECKSUM_BYTES, Data, Probe, Region, Shared
+from xpyd_kv.wire import messages as wire
+from xpyd_kv.wire.messages import CHECKSUM_BYTES
 
 NO_CHECKSUM = bytes(CHECKSUM_BYTES)
 """Stands for that of bytes that did not go through the socket."""
@@ -85,14 +86,14 @@ class Fetched(NamedTuple):
     """A frame that is through. `views`: where its bytes went; None: nowhere. `intact`: they are
     what P sent."""
 
-    header: Data | Probe
+    header: wire.Data | wire.Probe
     length: int
     views: Sequence[View] | None
     intact: bool
 
 
 class _Fetching(NamedTuple):
-    header: Data | Probe
+    header: wire.Data | wire.Probe
     length: int
     views: Sequence[View] | None
     fetch: Fetch
@@ -138,7 +139,7 @@ class Borrowing:
             raise ProtocolError("more than one descriptor")
         return count
 
-    def open(self, region: Region, body: bytes) -> None:
+    def open(self, region: wire.Region, body: bytes) -> None:
         """REGION: open what it lends. ProtocolError when it comes again, or is not right;
         PathError."""
         if self._is_open and not self._borrower.reopens:
@@ -162,7 +163,7 @@ class Borrowing:
 
     def begin(
         self,
-        header: Data | Probe,
+        header: wire.Data | wire.Probe,
         length: int,
         views: Sequence[View] | None,
         start: Callable[[Sequence[View] | None], Fetch],
@@ -217,13 +218,13 @@ class Borrowing:
                 os.close(fd)
 
 
-def shared_of(header: Data | Probe) -> Shared | Probe:
+def shared_of(header: wire.Data | wire.Probe) -> wire.Shared | wire.Probe:
     """The header that stands for this one where the bytes are lent."""
-    if isinstance(header, Probe):
+    if isinstance(header, wire.Probe):
         return msgspec.structs.replace(header, shared=True, checksum=NO_CHECKSUM)
-    return Shared(**msgspec.structs.asdict(header))
+    return wire.Shared(**msgspec.structs.asdict(header))
 
 
-def data_of(header: Shared) -> Data:
+def data_of(header: wire.Shared) -> wire.Data:
     """And back: what the session sees."""
-    return Data(**msgspec.structs.asdict(header))
+    return wire.Data(**msgspec.structs.asdict(header))

@@ -28,9 +28,10 @@ from xpyd_kv.transport.settings import Bounds
 from xpyd_kv.transport.stream import sockets
 from xpyd_kv.transport.stream.writer import SocketWriter
 from xpyd_kv.wire import errors
+from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.connection import Connection, Event, Opened, Received
 from xpyd_kv.wire.frames import DataBegin, DataChunk, DataEnd
-from xpyd_kv.wire.messages import CHECKSUM_BYTES, Copied, Data, Hello, Layout, Probe, Region, Shared
+from xpyd_kv.wire.messages import CHECKSUM_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +44,8 @@ class Stream:
     """A Peer, once `protocol` is open."""
 
     # Set when it opens: what the session reads often.
-    hello: Hello
-    layout: Layout
+    hello: wire.Hello
+    layout: wire.Layout
     is_data = False
     pair: Pair | None = None
     transport = ""
@@ -253,7 +254,7 @@ class Stream:
         """At once, not with what the rest of the read makes: P lends the next frame meanwhile."""
         frames = self._borrowing.take_copied() if self._borrowing is not None else 0
         if frames:
-            self.writer.queue_control(self.protocol.encode(Copied(frames=frames)))
+            self.writer.queue_control(self.protocol.encode(wire.Copied(frames=frames)))
             if not self.wants_write:
                 # A P that has gone may have said more, which is read first; the next write ends it.
                 with contextlib.suppress(ConnectionError):
@@ -286,10 +287,10 @@ class Stream:
 
     def _handle(self, event: Event, now: float) -> None:
         if isinstance(event, Received):
-            if isinstance(event.message, Region | Shared | Copied):
+            if isinstance(event.message, wire.Region | wire.Shared | wire.Copied):
                 self._handle_shared(event.message, event.body, now)
                 return
-            if isinstance(event.message, Probe):
+            if isinstance(event.message, wire.Probe):
                 self._handle_probe(event.message, event.body, now)
                 return
             if self._inward is None:
@@ -323,9 +324,11 @@ class Stream:
                 self._inward.reserve()
             self._opened(self)
 
-    def _handle_shared(self, message: Region | Shared | Copied, body: bytes, now: float) -> None:
+    def _handle_shared(
+        self, message: wire.Region | wire.Shared | wire.Copied, body: bytes, now: float
+    ) -> None:
         """What stands in for DATA bodies that move beside the socket."""
-        if isinstance(message, Copied):
+        if isinstance(message, wire.Copied):
             lending = self.writer.lending
             assert lending is not None
             for done in lending.copied(message.frames):
@@ -333,7 +336,7 @@ class Stream:
             return
         borrowing = self._borrowing
         assert borrowing is not None
-        if isinstance(message, Region):
+        if isinstance(message, wire.Region):
             borrowing.open(message, body)
             return
         length = self.protocol.data_bytes(message)
@@ -350,7 +353,7 @@ class Stream:
             stored = views is not None
             if stored:
                 self._copied_bytes += length
-            if isinstance(header, Probe):
+            if isinstance(header, wire.Probe):
                 self._answer_probe(header, views or (), self.transport)
             else:
                 self._counters.shared_bytes += length if stored else 0
@@ -359,7 +362,7 @@ class Stream:
             if not intact:
                 self._count_broken(now)
 
-    def _handle_probe(self, probe: Probe, body: bytes, now: float) -> None:
+    def _handle_probe(self, probe: wire.Probe, body: bytes, now: float) -> None:
         """Bytes that P wants the digest of. They take DATA's way, and end here."""
         if not probe.shared:
             views = [memoryview(body)]
@@ -375,17 +378,17 @@ class Stream:
         borrowing.begin(probe, probe.size_bytes, room, start, now)
         self._end_fetches(now)
 
-    def _answer_probe(self, probe: Probe, views: Sequence[View], transport: str) -> None:
+    def _answer_probe(self, probe: wire.Probe, views: Sequence[View], transport: str) -> None:
         self.writer.queue_control(self.protocol.encode(answer_of(probe, on_host(views), transport)))
 
-    def _room_for(self, header: Data, length: int) -> Sequence[View] | None:
+    def _room_for(self, header: wire.Data, length: int) -> Sequence[View] | None:
         views = self._handler.data_begin(self, header, length)
         room = length if views is None else sum(map(len, views))
         if room != length:
             raise ValueError(f"the session gave {room} bytes of room for {length}")
         return views
 
-    def _begin_data(self, header: Data, length: int) -> None:
+    def _begin_data(self, header: wire.Data, length: int) -> None:
         views = self._room_for(header, length)
         if views is None:
             return

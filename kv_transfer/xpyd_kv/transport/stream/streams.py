@@ -22,7 +22,7 @@ from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.devices.staging import Staging
 from xpyd_kv.transport.host.data_path import DataPath
 from xpyd_kv.transport.host.sharing import PathError
-from xpyd_kv.transport.settings import Bounds, Deadlines
+from xpyd_kv.transport.settings import Bounds, Timeouts
 from xpyd_kv.transport.stream import registry as links
 from xpyd_kv.transport.stream import sockets
 from xpyd_kv.transport.stream.registry import MISMATCHES, Quarantine, Registry
@@ -111,7 +111,7 @@ class SessionCalls:
             except Exception:
                 _log.exception("the session has failed in a call")
 
-    def later(self, function: Callable[[], None]) -> None:
+    def run_later(self, function: Callable[[], None]) -> None:
         """Call it when what runs now has returned."""
         self.calls_later.append(function)
 
@@ -141,7 +141,7 @@ class Context:
     session: SessionCalls
     selector: WakeableSelector
     counters: EndpointCounters
-    deadlines: Deadlines
+    timeouts: Timeouts
     bounds: Bounds
     clock: Callable[[], float]
     paths: Mapping[str, DataPath]
@@ -157,7 +157,7 @@ class Streams:
     """The I/O thread's connections."""
 
     def __init__(self, context: Context) -> None:
-        times = context.deadlines
+        times = context.timeouts
         self.registry = Registry(times.failed_auth_s, times.path_retry_s)
         self._quarantine = Quarantine(window_s=times.mismatch_window_s, for_s=times.quarantine_s)
         self._context = context
@@ -188,7 +188,7 @@ class Streams:
     ) -> None:
         """A new connection: accepted, or being dialled to `address` (`data`: as one rank does
         another); the further one of this `number` of `main`."""
-        context, times = self._context, self._context.deadlines
+        context, times = self._context, self._context.timeouts
         without = self.registry.avoided(address, now) if address is not None else ()
         terms = context.terms(sockets.usable(sock), without, data)
         protocol = Connection(
@@ -419,7 +419,7 @@ class Streams:
             return False
         self._context.counters.quarantines += 1
         text = "KV peer %s at %s is refused for %g s: %d frames of it came broken"
-        for_s = self._context.deadlines.quarantine_s
+        for_s = self._context.timeouts.quarantine_s
         _log.warning(text, engine_id, stream.remote, for_s, MISMATCHES)
         return True
 
@@ -450,7 +450,7 @@ class Streams:
             self.registry.avoid(address, path, now)
             self._context.counters.paths_failed.add(path)
             text = "KV peer at %s cannot use %s; done without for %g s"
-            _log.warning(text, address, path, self._context.deadlines.path_retry_s)
+            _log.warning(text, address, path, self._context.timeouts.path_retry_s)
 
     def _log_end(self, stream: Stream, error: Exception, reason: str) -> None:
         now, refused = self._context.clock(), isinstance(error, RefusedError)

@@ -25,9 +25,10 @@ from xpyd_kv.transport.devices.staging import AHEAD, Outward, Staging
 from xpyd_kv.transport.host.data_path import Lender, Rights
 from xpyd_kv.transport.host.sharing import NO_CHECKSUM, Lending, shared_of
 from xpyd_kv.transport.settings import Bounds
+from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.connection import Connection
 from xpyd_kv.wire.errors import IllegalMoveError
-from xpyd_kv.wire.messages import CHECKSUM_BYTES, Data, Probe, Region
+from xpyd_kv.wire.messages import CHECKSUM_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class DataFrame(NamedTuple):
     """A DATA frame in the queue: see Endpoint.send_data. Or a PROBE, whose header has its bytes'
     checksum."""
 
-    make_header: Callable[[], Data | Probe | None]
+    make_header: Callable[[], wire.Data | wire.Probe | None]
     views: Sequence[View]
     done: Done
 
@@ -74,7 +75,7 @@ class SocketWriter:
         self._has_lent = False
         self._is_shared = False
         self._is_kv = False
-        self._unlogged: Data | None = None
+        self._unlogged: wire.Data | None = None
         # Where device memory goes through the socket.
         self._outward = Outward(staging) if staging is not None else None
 
@@ -199,17 +200,17 @@ class SocketWriter:
                 self._end_staged()
                 frame.done(None)
                 continue
-            self._is_kv = isinstance(header, Data)
+            self._is_kv = isinstance(header, wire.Data)
             if places is not None:
                 prefix = self._protocol.encode(shared_of(header), len(places))
                 self._sending = Cursor([memoryview(prefix + places)])
-            elif isinstance(header, Data):
+            elif isinstance(header, wire.Data):
                 prefix = self._protocol.encode(header, length + CHECKSUM_BYTES)
                 self._sending = Departure(prefix, on_host(views))
             else:
                 prefix = self._protocol.encode(header, length)
                 self._sending = Cursor([memoryview(prefix), *on_host(views)])
-            if isinstance(header, Data) and _log.isEnabledFor(logging.DEBUG):
+            if isinstance(header, wire.Data) and _log.isEnabledFor(logging.DEBUG):
                 self._unlogged = header
             return self._sending
         return None
@@ -260,7 +261,7 @@ class SocketWriter:
     def _next_region(self, lender: Lender) -> Cursor:
         self._has_lent = True
         lent = lender.lent()
-        prefix = self._protocol.encode(Region(size_bytes=lent.size_bytes), len(lent.body))
+        prefix = self._protocol.encode(wire.Region(size_bytes=lent.size_bytes), len(lent.body))
         self._sending, self._rights = Cursor([memoryview(prefix + lent.body)]), lent.rights
         return self._sending
 
@@ -277,7 +278,7 @@ class SocketWriter:
             return
         frame.done(sent.digest() if isinstance(sent, Departure) else NO_CHECKSUM)
 
-    def _log_sent(self, header: Data) -> None:
+    def _log_sent(self, header: wire.Data) -> None:
         self._unlogged = None
         extra = {
             "request": header.uuid,

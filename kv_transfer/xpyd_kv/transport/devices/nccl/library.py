@@ -100,7 +100,7 @@ class _Id(ctypes.Structure):
     _fields_ = (("internal", c_char * ID_BYTES),)
 
 
-class _Config(ctypes.Structure):
+class _NcclConfig(ctypes.Structure):
     """ncclConfig_t of 2.17; `size` tells a later NCCL which one it is."""
 
     _fields_ = (
@@ -162,8 +162,8 @@ class Nccl:
     def init(self, comm_id: bytes, rank: int, *, channels: int) -> int:
         """Begin to make this rank of a 2-rank communicator with at most `channels` channels, on our
         GPU: its handle."""
-        config = _Config(
-            size=ctypes.sizeof(_Config),
+        config = _NcclConfig(
+            size=ctypes.sizeof(_NcclConfig),
             magic=_MAGIC,
             version=_OLDEST,
             blocking=0,

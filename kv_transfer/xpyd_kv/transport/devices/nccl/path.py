@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.memory.device import DeviceView, View
 from xpyd_kv.spans import Span
+from xpyd_kv.transport.devices.nccl.communicators import Communicator, Communicators, NcclFrame
 from xpyd_kv.transport.devices.nccl.library import (
     ID_BYTES,
     RECEIVER,
@@ -21,7 +22,6 @@ from xpyd_kv.transport.devices.nccl.library import (
     NcclError,
     communicator_bytes,
 )
-from xpyd_kv.transport.devices.nccl.pair import Book, Frame, Pair
 from xpyd_kv.transport.host.data_path import Borrower, DataPath, Fetch, Lender, Lent, pack, unpack
 
 NAME = "nccl"
@@ -32,12 +32,12 @@ _RETRY_S = 1.0
 
 class NcclPath(DataPath):
     """`unit_bytes`: one block of one layer; `lends`: whether we are a P with its
-    cache on the book's GPU. Close it when no peer is left."""
+    cache on the GPU of `communicators`. Close it when no peer is left."""
 
     name = NAME
 
-    def __init__(self, book: Book, *, unit_bytes: int, lends: bool) -> None:
-        self._book = book
+    def __init__(self, communicators: Communicators, *, unit_bytes: int, lends: bool) -> None:
+        self._communicators = communicators
         self._unit_bytes = unit_bytes
         self._lends = lends
 
@@ -46,44 +46,46 @@ class NcclPath(DataPath):
         return self._lends
 
     def lender(self) -> NcclLender:
-        return NcclLender(self._book, self._unit_bytes)
+        return NcclLender(self._communicators, self._unit_bytes)
 
     def borrower(self) -> NcclBorrower:
-        return NcclBorrower(self._book)
+        return NcclBorrower(self._communicators)
 
     def close(self) -> None:
         """End all communicators."""
-        self._book.close()
+        self._communicators.close()
 
 
 class NcclLender(Lender):
-    def __init__(self, book: Book, unit_bytes: int) -> None:
-        self._book = book
+    def __init__(self, communicators: Communicators, unit_bytes: int) -> None:
+        self._communicators = communicators
         self._unit_bytes = unit_bytes
-        self._pair: Pair | None = None
+        self._communicator: Communicator | None = None
         self._number = 0
         self._retry_at = -math.inf
         self._messages: list[DeviceView] = []
 
     @property
     def has_news(self) -> bool:
-        now = self._book.clock()
-        if self._pair is None:
+        now = self._communicators.clock()
+        if self._communicator is None:
             return now >= self._retry_at
-        return not self._pair.keep(now)
+        return not self._communicator.keep(now)
 
     def lent(self) -> Lent:
-        book = self._book
-        comm_id = book.nccl.new_id()
-        self._pair = book.open(comm_id, SENDER)
-        self._number += self._pair is not None
-        self._retry_at = book.clock() + _RETRY_S
-        body = b"" if self._pair is None else _HEAD.pack(book.nccl.version) + comm_id
-        return Lent(communicator_bytes(book.limits.channels), body)
+        communicators = self._communicators
+        comm_id = communicators.nccl.new_id()
+        self._communicator = communicators.open(comm_id, SENDER)
+        self._number += self._communicator is not None
+        self._retry_at = communicators.clock() + _RETRY_S
+        body = (
+            b"" if self._communicator is None else _HEAD.pack(communicators.nccl.version) + comm_id
+        )
+        return Lent(communicator_bytes(communicators.limits.channels), body)
 
     def places(self, views: Sequence[View], *, at_most: int) -> bytes | None:
-        pair, device = self._pair, self._book.device.index
-        if pair is None:
+        communicator, device = self._communicator, self._communicators.device.index
+        if communicator is None:
             return None
         whole: list[DeviceView] = []
         for view in views:
@@ -101,69 +103,69 @@ class NcclLender(Lender):
         return pack(Span(self._number, message.length) for message in messages)
 
     def sent(self) -> None:
-        assert self._pair is not None
-        self._book.post(self._pair, Frame(self._messages))
+        assert self._communicator is not None
+        self._communicators.post(self._communicator, NcclFrame(self._messages))
 
     def close(self) -> None:
-        if self._pair is not None:
+        if self._communicator is not None:
             # What is being read may be overwritten: nobody will use what comes of it.
-            self._book.end(self._pair, "closed")
+            self._communicators.end(self._communicator, "closed")
 
 
 class NcclBorrower(Borrower):
     reopens = True
 
-    def __init__(self, book: Book) -> None:
-        self._book = book
-        self._pair: Pair | None = None
+    def __init__(self, communicators: Communicators) -> None:
+        self._communicators = communicators
+        self._communicator: Communicator | None = None
         self._number = 0
 
     def open(self, size_bytes: int, body: bytes, descriptors: Sequence[int]) -> None:
         if descriptors or len(body) not in (0, _HEAD.size + ID_BYTES):
             raise ProtocolError("REGION does not name a communicator")
-        if self._pair is not None and self._pair.has_frames:
+        if self._communicator is not None and self._communicator.has_frames:
             raise ProtocolError("REGION while messages come through the one before")
         self.close()
         if not body:
             return
         (version,) = _HEAD.unpack_from(body)
-        ours = self._book.nccl.version
+        ours = self._communicators.nccl.version
         if version != ours:
             raise NcclError(f"NCCL {version} of the peer and {ours} here do not mix")
         self._number += 1
-        self._pair = self._book.open(body[_HEAD.size :], RECEIVER)
-        if self._pair is None:
+        self._communicator = self._communicators.open(body[_HEAD.size :], RECEIVER)
+        if self._communicator is None:
             raise NcclError("as many communicators as there may be")
 
     def prepare(self, body: bytes, length: int) -> Callable[[Sequence[View] | None], _Coming]:
-        pair = self._pair
+        communicator = self._communicator
         numbers, lengths = unpack(body)
-        if pair is None or {*numbers} != {self._number} or not all(lengths):
+        if communicator is None or {*numbers} != {self._number} or not all(lengths):
             raise ProtocolError("SHARED names another communicator, or an empty message")
         if sum(lengths) != length:
             raise ProtocolError(f"messages of other than {length} bytes")
 
         def start(views: Sequence[View] | None) -> _Coming:
-            device = self._book.device.index
-            frame = Frame(lengths) if views is None else place(lengths, views, device)
-            self._book.post(pair, frame)
-            return _Coming(pair, frame)
+            device = self._communicators.device.index
+            frame = NcclFrame(lengths) if views is None else place(lengths, views, device)
+            self._communicators.post(communicator, frame)
+            return _Coming(communicator, frame)
 
         return start
 
     def close(self) -> None:
-        pair, self._pair = self._pair, None
-        if pair is not None:
-            self._book.end_and_wait(pair)
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            self._communicators.end_and_wait(communicator)
 
 
 class _Coming(Fetch):
-    def __init__(self, pair: Pair, frame: Frame) -> None:
-        self._pair = pair
+    def __init__(self, communicator: Communicator, frame: NcclFrame) -> None:
+        self._communicator = communicator
         self._frame = frame
 
     def poll(self) -> bool:
-        return self._pair.is_through(self._frame)
+        return self._communicator.is_through(self._frame)
 
 
 def _append(views: list[DeviceView], view: DeviceView) -> None:
@@ -175,7 +177,7 @@ def _append(views: list[DeviceView], view: DeviceView) -> None:
         views.append(view)
 
 
-def place(lengths: Sequence[int], views: Sequence[View], device: int) -> Frame:
+def place(lengths: Sequence[int], views: Sequence[View], device: int) -> NcclFrame:
     """Where messages of these lengths go, which fill `views` one after another: straight there
     where one lies in one view of our GPU, else through scratch memory."""
     rest = [view for view in views if len(view)]
@@ -197,4 +199,4 @@ def place(lengths: Sequence[int], views: Sequence[View], device: int) -> Frame:
             left -= len(part)
             if len(part) < len(view):
                 rest.append(view[len(part) :])
-    return Frame(messages, spill)
+    return NcclFrame(messages, spill)

@@ -27,7 +27,7 @@ from xpyd_kv.transport.devices.nixl.library import (
 )
 from xpyd_kv.transport.devices.nixl.regions import (
     Described,
-    Region,
+    NixlRegion,
     Row,
     cuts,
     joined,
@@ -47,9 +47,9 @@ class Landings(NamedTuple):
     unit_bytes: int
 
 
-def landings(regions: Iterable[Region], unit_bytes: int) -> Landings:
+def landings(regions: Iterable[NixlRegion], unit_bytes: int) -> Landings:
     """Regions of any devices."""
-    found: dict[int, list[Region]] = {}
+    found: dict[int, list[NixlRegion]] = {}
     for region in regions:
         found.setdefault(region.device, []).append(region)
     return Landings({device: Row(its) for device, its in found.items()}, unit_bytes)
@@ -111,7 +111,7 @@ class _Opened:
             return None
         return self.agent.read_units(units, ours, self._their_units, theirs)
 
-    def read(self, targets: Sequence[Region], runs: Sequence[Span]) -> Transfer:
+    def read(self, targets: Sequence[NixlRegion], runs: Sequence[Span]) -> Transfer:
         """Begin to read any bytes into memory of one device that is registered."""
         pairs = list(cuts(targets, self.theirs.spans_of(runs)))
         to, sources = zip(*pairs, strict=True)
@@ -172,7 +172,7 @@ class _Read(Fetch):
         # The views are kept: what is read into them must not go away before.
         self._views = views
         self._transfer: Transfer | None = None
-        self._guests: list[Region] = []
+        self._guests: list[NixlRegion] = []
 
     def poll(self) -> bool:
         opened = self._opening.opened()

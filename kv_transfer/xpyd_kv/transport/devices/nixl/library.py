@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xpyd_core.errors import UserError
-from xpyd_kv.transport.devices.nixl.regions import HOST, Region, Row
+from xpyd_kv.transport.devices.nixl.regions import HOST, NixlRegion, Row
 
 PIP = "pip install 'xpyd[nixl]'"
 """What brings it."""
@@ -116,13 +116,13 @@ class Agent:
             self._agent = module.nixlAgent(f"xpyd-{os.urandom(16).hex()}", config)
             self._backends = [self._agent.createBackend(_BACKEND, {})]
 
-    def register(self, regions: Sequence[Region]) -> None:
+    def register(self, regions: Sequence[NixlRegion]) -> None:
         """Let peers read these, and read into them ourselves. Takes long for much memory."""
         for region in regions:
             with _translated("registerMem"):
                 self._live().registerMem(self._registration(region), self._backends)
 
-    def deregister(self, regions: Sequence[Region]) -> None:
+    def deregister(self, regions: Sequence[NixlRegion]) -> None:
         """Their opposite; nothing may be under way."""
         for region in regions:
             with _translated("deregisterMem"):
@@ -168,7 +168,7 @@ class Agent:
         return self._post(handle)
 
     def read(
-        self, targets: Sequence[Region], sources: Sequence[Region], remote: Remote
+        self, targets: Sequence[NixlRegion], sources: Sequence[NixlRegion], remote: Remote
     ) -> Transfer:
         """Begin to read any bytes: each of `sources` into its place in `targets`, which has its
         length and is registered. The regions of a side are of one device."""
@@ -212,14 +212,14 @@ class Agent:
         with _translated("releaseXferReq"):
             self._live().releaseXferReq(transfer.handle)
 
-    def _kind(self, region: Region) -> object:
+    def _kind(self, region: NixlRegion) -> object:
         return self._module.DRAM_SEG if region.device == HOST else self._module.VRAM_SEG
 
-    def _registration(self, region: Region) -> object:
+    def _registration(self, region: NixlRegion) -> object:
         row = (region.address, region.length, max(0, region.device), "")
         return self._module.nixlRegDList(self._kind(region), [row])
 
-    def _descriptors(self, regions: Sequence[Region]) -> object:
+    def _descriptors(self, regions: Sequence[NixlRegion]) -> object:
         rows = [(region.address, region.length, max(0, region.device)) for region in regions]
         return self._module.nixlXferDList(self._kind(regions[0]), _array(rows))
 
@@ -245,7 +245,7 @@ def _array(rows: Sequence[tuple[int, ...]]) -> NDArray[np.uint64]:
 # --- what we use of the bindings
 
 
-class _Config(Protocol):
+class _NixlConfig(Protocol):
     useProgThread: bool
     useListenThread: bool
     pthrDelay: int
@@ -292,7 +292,7 @@ class _Module(Protocol):
     DRAM_SEG: object
     VRAM_SEG: object
 
-    def nixlAgentConfig(self) -> _Config: ...
-    def nixlAgent(self, name: str, config: _Config) -> _Agent: ...
+    def nixlAgentConfig(self) -> _NixlConfig: ...
+    def nixlAgent(self, name: str, config: _NixlConfig) -> _Agent: ...
     def nixlRegDList(self, kind: object, rows: list[tuple[int, int, int, str]]) -> object: ...
     def nixlXferDList(self, kind: object, rows: NDArray[np.uint64]) -> object: ...

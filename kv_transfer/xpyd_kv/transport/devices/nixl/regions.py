@@ -23,7 +23,7 @@ HOST = -1
 """`device` of memory that the CPU sees."""
 
 
-class Region(NamedTuple):
+class NixlRegion(NamedTuple):
     """`length` bytes from `address` on; of GPU `device`, or HOST."""
 
     address: int
@@ -34,7 +34,7 @@ class Region(NamedTuple):
 class Row:
     """Regions one behind another. They do not overlap."""
 
-    def __init__(self, regions: Sequence[Region]) -> None:
+    def __init__(self, regions: Sequence[NixlRegion]) -> None:
         self.regions = tuple(sorted(regions))
         self._starts = [region.address for region in self.regions]
         self._offsets = [0, *accumulate(region.length for region in self.regions)]
@@ -49,7 +49,7 @@ class Row:
         """Whether each region is whole units long."""
         return unit > 0 and all(not region.length % unit for region in self.regions)
 
-    def offset_of(self, span: Region) -> int | None:
+    def offset_of(self, span: NixlRegion) -> int | None:
         """Where in the row these bytes are; None when some are not in it."""
         index = bisect_right(self._starts, span.address) - 1
         if index < 0:
@@ -60,7 +60,7 @@ class Row:
             return None
         return self._offsets[index] + inside
 
-    def runs_of(self, spans: Iterable[Region], *, at_most: int) -> list[Span] | None:
+    def runs_of(self, spans: Iterable[NixlRegion], *, at_most: int) -> list[Span] | None:
         """Where these bytes are, neighbours joined; None when some are not in the row, or in more
         than `at_most` places."""
         offsets: list[int] = []
@@ -76,32 +76,32 @@ class Row:
         runs = join(offsets, lengths)
         return runs if len(runs) <= at_most else None
 
-    def spans_of(self, runs: Iterable[Span]) -> list[Region]:
+    def spans_of(self, runs: Iterable[Span]) -> list[NixlRegion]:
         """The addresses of runs that lie inside of the row."""
-        spans: list[Region] = []
+        spans: list[NixlRegion] = []
         for run in runs:
             for index, inside, length in locate(self._offsets, *run):
                 region = self.regions[index]
-                spans.append(Region(region.address + inside, length, region.device))
+                spans.append(NixlRegion(region.address + inside, length, region.device))
         return spans
 
 
-def region_of(view: View) -> Region:
+def region_of(view: View) -> NixlRegion:
     """Where a view's bytes are. TypeError for a read-only memoryview."""
     if isinstance(view, DeviceView):
-        return Region(view.address, view.length, view.device)
+        return NixlRegion(view.address, view.length, view.device)
     if not len(view):
-        return Region(0, 0, HOST)
-    return Region(address_of(view), len(view), HOST)
+        return NixlRegion(0, 0, HOST)
+    return NixlRegion(address_of(view), len(view), HOST)
 
 
-def joined(regions: Iterable[Region]) -> list[Region]:
+def joined(regions: Iterable[NixlRegion]) -> list[NixlRegion]:
     """The same bytes in the same order, neighbours joined."""
-    found: list[Region] = []
+    found: list[NixlRegion] = []
     for device, group in groupby(regions, key=attrgetter("device")):
         its = list(group)
         spans = join((one.address for one in its), (one.length for one in its))
-        found += [Region(*span, device) for span in spans]
+        found += [NixlRegion(*span, device) for span in spans]
     return found
 
 
@@ -116,7 +116,9 @@ def unit_numbers(places: Iterable[Span], unit: int) -> list[int] | None:
     return numbers
 
 
-def cuts(targets: Sequence[Region], sources: Sequence[Region]) -> Iterator[tuple[Region, Region]]:
+def cuts(
+    targets: Sequence[NixlRegion], sources: Sequence[NixlRegion]
+) -> Iterator[tuple[NixlRegion, NixlRegion]]:
     """Two lists of equal length in all, cut where either is cut: where to, where from."""
     for piece in cut([one.length for one in targets], [one.length for one in sources]):
         yield (
@@ -125,8 +127,8 @@ def cuts(targets: Sequence[Region], sources: Sequence[Region]) -> Iterator[tuple
         )
 
 
-def _part(region: Region, offset: int, length: int) -> Region:
-    return Region(region.address + offset, length, region.device)
+def _part(region: NixlRegion, offset: int, length: int) -> NixlRegion:
+    return NixlRegion(region.address + offset, length, region.device)
 
 
 _HEAD = struct.Struct("<II")
@@ -160,7 +162,7 @@ def unpack(body: bytes, size_bytes: int) -> Described:
     end = _HEAD.size + count * _REGION.size
     if not 0 < unit <= _MAX_UNIT_BYTES or not count or end >= len(body):
         raise ProtocolError("REGION with an impossible unit or number of regions")
-    regions = [Region(*fields) for fields in _REGION.iter_unpack(body[_HEAD.size : end])]
+    regions = [NixlRegion(*fields) for fields in _REGION.iter_unpack(body[_HEAD.size : end])]
     if any(not _is_possible(region) for region in regions):
         raise ProtocolError("REGION with an impossible region")
     row = Row(regions)
@@ -169,6 +171,6 @@ def unpack(body: bytes, size_bytes: int) -> Described:
     return Described(row, unit, body[end:])
 
 
-def _is_possible(region: Region) -> bool:
+def _is_possible(region: NixlRegion) -> bool:
     fits = 0 < region.length <= _MAX_ADDRESS - region.address <= _MAX_ADDRESS
     return fits and HOST <= region.device <= _MAX_DEVICE

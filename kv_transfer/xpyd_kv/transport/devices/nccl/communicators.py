@@ -1,10 +1,10 @@
 """Communicators of one GPU, and the thread that makes, drives and ends them step by step.
 
-The I/O thread queues frames and asks how they stand; it calls nothing of NCCL. A frame is one
-group. After its group comes what has to be copied out of scratch memory, then an event, on a stream
-that is the pair's own: neither the default stream nor the model's. The thread exists from the first
-communicator on. Nothing that the I/O thread calls here waits for NCCL but the end of a connection
-into whose memory messages are still coming (ADR 0017).
+The I/O thread queues frames and polls them; it makes no call of NCCL. A frame is one group. After
+its group come the copies out of scratch memory, then an event, on the communicator's own stream:
+neither the default stream nor the model's. The thread starts with the first communicator. No call
+of the I/O thread waits for NCCL here, except the end of a connection into whose memory messages are
+still coming (ADR 0017).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from xpyd_kv.memory.device import Device, DeviceError, DeviceView, Event, Stream, View
+from xpyd_kv.memory.device import Device, DeviceError, DeviceStream, DeviceView, Event, View
 from xpyd_kv.transport.devices.nccl.library import (
     RECEIVER,
     Buffer,
@@ -32,15 +32,15 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class Frame:
+class NcclFrame:
     """The messages of one frame, in order: memory of our GPU, or None for scratch memory.
 
-    `spill`: the views that the messages without memory go to, one after another; () where nobody
-    wants them, and then all of them may overwrite each other.
+    `spill`: the views to which the messages without memory are copied, one after another; () where
+    the messages are discarded and may overwrite each other.
     """
 
     messages: Sequence[DeviceView | int]
-    """A message's memory, or only its length."""
+    """The memory of each message, or only its length."""
     spill: Sequence[View] = ()
     deadline: float = 0.0
     event: Event | None = None
@@ -48,13 +48,13 @@ class Frame:
 
     @property
     def scratch_bytes(self) -> int:
-        """Scratch memory that it needs."""
+        """Scratch memory that the frame needs."""
         lengths = [message for message in self.messages if isinstance(message, int)]
         return sum(lengths) if self.spill else max(lengths, default=0)
 
 
-class Pair:
-    """One rank of one communicator."""
+class Communicator:
+    """This process' rank of one NCCL communicator."""
 
     def __init__(
         self,
@@ -67,13 +67,13 @@ class Pair:
         now: float,
     ) -> None:
         self.fault = ""
-        """Why nothing goes through it any more, or ''."""
+        """The reason why it moves no frame any more, or ''."""
         self.is_made = False
         self.is_hung = False
         self.reason = ""
-        """Why it is being ended, or ''."""
+        """The reason why it is being ended, or ''."""
         self.is_gone = threading.Event()
-        """Nothing of it touches any memory any more."""
+        """Set when NCCL touches no memory of this communicator any more."""
         self.scratch_bytes = 0
         self._nccl = nccl
         self._device = device
@@ -83,13 +83,13 @@ class Pair:
         self._make_by = now + limits.make_s
         self._last_use = now
         self._lock = threading.Lock()
-        self._queue: deque[Frame] = deque()
+        self._queue: deque[NcclFrame] = deque()
         self._open_frames = 0
         # The driver's.
-        self._stream: Stream | None = None
+        self._stream: DeviceStream | None = None
         self._comm: int | None = None
-        self._posting: Frame | None = None
-        self._under_way: deque[Frame] = deque()
+        self._posting: NcclFrame | None = None
+        self._under_way: deque[NcclFrame] = deque()
         self._scratch: DeviceView | None = None
         self._abort: _Abort | None = None
         self._end_by = 0.0
@@ -99,17 +99,17 @@ class Pair:
 
     @property
     def has_frames(self) -> bool:
-        """Whether frames are not through."""
+        """Whether some frames are still under way."""
         return self._open_frames > 0
 
     def keep(self, now: float) -> bool:
-        """Put off its end for idleness; False when it has been decided."""
+        """Restart the idle time; False when the communicator is already being ended."""
         with self._lock:
             self._last_use = now
             return not (self.reason or self.fault)
 
-    def post(self, frame: Frame, now: float) -> None:
-        """NcclError when it is being ended."""
+    def post(self, frame: NcclFrame, now: float) -> None:
+        """Queue a frame. NcclError when the communicator is being ended."""
         with self._lock:
             if self.reason or self.fault:
                 raise NcclError(self.fault or "the communicator has been ended")
@@ -118,21 +118,21 @@ class Pair:
             self._open_frames += 1
             self._queue.append(frame)
 
-    def is_through(self, frame: Frame) -> bool:
-        """NcclError when it will not be."""
+    def is_through(self, frame: NcclFrame) -> bool:
+        """Whether the frame has moved. NcclError when it will not move."""
         if not frame.is_through and (self.fault or self.reason):
             raise NcclError(self.fault or "the communicator has been ended")
         return frame.is_through
 
     def end(self, reason: str) -> None:
-        """No more frames; the driver does the rest."""
+        """Refuse frames from now on; the driver's thread aborts the communicator."""
         with self._lock:
             self.reason = self.reason or reason
 
     # --- the driver's thread
 
     def step(self, now: float) -> bool:
-        """Whether it wants the next step soon."""
+        """Do one step; True when the next one is due soon."""
         if self._abort is not None or self.is_gone.is_set():
             return self._go_on_ending(now)
         try:
@@ -147,7 +147,7 @@ class Pair:
 
     @property
     def due(self) -> float:
-        """When it will be idle for long enough to be ended."""
+        """The time at which the communicator ends for idleness."""
         return self._last_use + self._patience_s
 
     @property
@@ -196,7 +196,7 @@ class Pair:
         )
         self._posting = frame
 
-    def _buffers(self, frame: Frame) -> list[Buffer]:
+    def _buffers(self, frame: NcclFrame) -> list[Buffer]:
         start = self._scratch.address if self._scratch is not None else 0
         offset, buffers = 0, list[Buffer]()
         for message in frame.messages:
@@ -208,7 +208,7 @@ class Pair:
         return buffers
 
     def _posted(self) -> None:
-        """The group is on the stream: so is what comes after it."""
+        """Enqueue the copies and the event that follow the group, which is on the stream."""
         frame, self._posting = self._posting, None
         if frame is None:
             return
@@ -272,7 +272,7 @@ class Pair:
 
 
 class _Abort:
-    """ncclCommAbort on a thread of its own: it is known to hang."""
+    """Runs ncclCommAbort on a thread of its own, because the call may hang."""
 
     def __init__(self, nccl: Nccl, comm: int | None) -> None:
         self._nccl = nccl
@@ -286,7 +286,7 @@ class _Abort:
             self._thread.start()
 
     def has_ended(self) -> bool:
-        """NcclError when it failed."""
+        """Whether the abort has returned. NcclError when it failed."""
         if self._thread is not None and self._thread.is_alive():
             return False
         if self._error is not None:
@@ -305,9 +305,12 @@ class _Abort:
 _POLL_S = 0.0001
 
 
-class Book:
-    """`give_up(reason)` is called, once, when a communicator cannot be ended: the owner of the
-    process ends it, since the GPU may write into memory that was given back."""
+class Communicators:
+    """The communicators of one GPU, and the thread that drives them.
+
+    `give_up(reason)` is called, once, when a communicator cannot be ended: the owner of the process
+    ends the process, since the GPU may write into memory that was given back.
+    """
 
     def __init__(
         self,
@@ -325,24 +328,24 @@ class Book:
         self.clock = clock
         self._give_up = give_up
         self._has_given_up = False
-        self._pairs: list[Pair] = []
+        self._communicators: list[Communicator] = []
         self._news = threading.Condition()
         self._has_news = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
-    def open(self, comm_id: bytes, rank: int) -> Pair | None:
-        """Begin with a communicator; None when there are as many as there may be. The one that was
-        idle for longest makes room."""
+    def open(self, comm_id: bytes, rank: int) -> Communicator | None:
+        """Begin to make a communicator; None at the limit, where the one that was idle for longest
+        is ended to make room."""
         with self._news:
-            alive = [pair for pair in self._pairs if not (pair.reason or pair.fault)]
-            if len(self._pairs) >= self.limits.max_communicators:
-                idle = [pair for pair in alive if not pair.has_frames and pair.is_made]
-                if len(self._pairs) == len(alive) and idle:
-                    min(idle, key=lambda pair: pair.due).end("idle")
+            alive = [one for one in self._communicators if not (one.reason or one.fault)]
+            if len(self._communicators) >= self.limits.max_communicators:
+                idle = [one for one in alive if not one.has_frames and one.is_made]
+                if len(self._communicators) == len(alive) and idle:
+                    min(idle, key=lambda one: one.due).end("idle")
                     self._wake()
                 return None
-            pair = Pair(
+            communicator = Communicator(
                 self.nccl,
                 self.device,
                 self.limits,
@@ -350,40 +353,40 @@ class Book:
                 rank=rank,
                 now=self.clock(),
             )
-            self._pairs.append(pair)
+            self._communicators.append(communicator)
             self._count()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="xpyd-kv-nccl", daemon=True)
                 self._thread.start()
             self._wake()
-            return pair
+            return communicator
 
-    def post(self, pair: Pair, frame: Frame) -> None:
+    def post(self, communicator: Communicator, frame: NcclFrame) -> None:
         """Send or receive a frame. NcclError when the communicator is being ended."""
-        pair.post(frame, self.clock())
+        communicator.post(frame, self.clock())
         with self._news:
             self._wake()
 
-    def end(self, pair: Pair, reason: str) -> None:
-        """The communicator is of no use any more."""
-        pair.end(reason)
+    def end(self, communicator: Communicator, reason: str) -> None:
+        """End the communicator."""
+        communicator.end(reason)
         with self._news:
             self._wake()
 
-    def end_and_wait(self, pair: Pair) -> None:
-        """The same; when this returns nothing comes into its frames' memory any more, or the
-        process is given up."""
-        expects = pair.has_frames
-        self.end(pair, "closed")
-        if expects and not pair.is_gone.wait(self.limits.abort_s + 1):
+    def end_and_wait(self, communicator: Communicator) -> None:
+        """End the communicator; when this returns, NCCL writes no memory of its frames any more, or
+        the process is given up."""
+        expects = communicator.has_frames
+        self.end(communicator, "closed")
+        if expects and not communicator.is_gone.wait(self.limits.abort_s + 1):
             self._say_given_up("a connection's communicator does not end")
 
     def close(self) -> None:
-        """End all of them, and the thread."""
+        """End all communicators and the thread."""
         with self._news:
             self._is_closed = True
-            for pair in self._pairs:
-                pair.end("closed")
+            for communicator in self._communicators:
+                communicator.end("closed")
             self._wake()
         if self._thread is not None:
             self._thread.join(self.limits.abort_s + 1)
@@ -396,49 +399,49 @@ class Book:
         while True:
             with self._news:
                 self._has_news = False
-                pairs = list(self._pairs)
-                if self._is_closed and not pairs:
+                communicators = list(self._communicators)
+                if self._is_closed and not communicators:
                     self._thread = None
                     return
             wants_more = False
-            for pair in pairs:
-                wants_more |= self._step(pair)
-            self._forget(pairs)
+            for communicator in communicators:
+                wants_more |= self._step(communicator)
+            self._forget(communicators)
             with self._news:
-                is_over = self._is_closed and not self._pairs
+                is_over = self._is_closed and not self._communicators
                 if not (self._has_news or is_over):
                     self._news.wait(_POLL_S if wants_more else self._pause_s())
 
-    def _step(self, pair: Pair) -> bool:
-        was_made = pair.is_made
+    def _step(self, communicator: Communicator) -> bool:
+        was_made = communicator.is_made
         try:
-            wants_more = pair.step(self.clock())
-        except Exception:  # A defect: this pair ends, the thread lives.
+            wants_more = communicator.step(self.clock())
+        except Exception:  # A defect: this communicator ends, the thread lives.
             _log.exception("driving a communicator has failed")
-            pair.fault = "internal"
-            pair.end("failed")
+            communicator.fault = "internal"
+            communicator.end("failed")
             wants_more = True
-        self.metrics.made += pair.is_made and not was_made
-        if pair.is_hung:
-            self._say_given_up(pair.fault)
+        self.metrics.made += communicator.is_made and not was_made
+        if communicator.is_hung:
+            self._say_given_up(communicator.fault)
         return wants_more
 
-    def _forget(self, pairs: list[Pair]) -> None:
+    def _forget(self, communicators: list[Communicator]) -> None:
         with self._news:
-            for pair in pairs:
-                if pair.is_gone.is_set() or pair.is_hung:
-                    self._pairs.remove(pair)
-                    self.metrics.ended.add("hung" if pair.is_hung else pair.reason)
+            for communicator in communicators:
+                if communicator.is_gone.is_set() or communicator.is_hung:
+                    self._communicators.remove(communicator)
+                    self.metrics.ended.add("hung" if communicator.is_hung else communicator.reason)
             self._count()
 
     def _pause_s(self) -> float | None:
-        due = min((pair.due for pair in self._pairs), default=math.inf)
+        due = min((one.due for one in self._communicators), default=math.inf)
         return None if due == math.inf else max(_POLL_S, due - self.clock())
 
     def _count(self) -> None:
         each = communicator_bytes(self.limits.channels)
-        self.metrics.communicators = len(self._pairs)
-        self.metrics.memory_bytes = sum(each + pair.scratch_bytes for pair in self._pairs)
+        self.metrics.communicators = len(self._communicators)
+        self.metrics.memory_bytes = sum(each + one.scratch_bytes for one in self._communicators)
 
     def _say_given_up(self, reason: str) -> None:
         with self._news:
