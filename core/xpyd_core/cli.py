@@ -13,12 +13,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from typing import TypeVar
 
 from xpyd_core import __version__
 from xpyd_core.errors import UserError
 
 GROUP = "xpyd.commands"
 EXIT_USAGE = 2
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,14 @@ def load_command(entry: EntryPoint) -> Command:
         return entry.load()
     except ImportError as error:
         return _missing_extra(entry, error)
+
+
+def parse_flag(name: str, parse: Callable[[str], _T], text: str) -> _T:
+    """`parse(text)`; a UserError gets the name of the flag or argument that the text is from."""
+    try:
+        return parse(text)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):

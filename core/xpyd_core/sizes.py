@@ -32,10 +32,10 @@ def clipped(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-def parse_bytes(text: str | int, *, of: int | None = None, flag: str = "") -> int:
+def parse_bytes(text: str | int, *, of: int | None = None) -> int:
     """A size in bytes, rounded down. `of` is what a percentage is taken of; None refuses one.
 
-    Raises UserError that names `flag`, where it is given, and says what is allowed.
+    Raises UserError that says what is allowed.
     """
     text = str(text)
     if (percent := _PERCENT.fullmatch(text)) and of is not None:
@@ -43,10 +43,8 @@ def parse_bytes(text: str | int, *, of: int | None = None, flag: str = "") -> in
     match = _SIZE.fullmatch(text)
     if match is None:
         more = ", 10%" if of is not None else ""
-        where = f"{flag}: " if flag else ""
         raise UserError(
-            f"{where}{clipped(text)!r} is not a size; "
-            f"write bytes like 1073741824, 8e9, 4Gi or 500M{more}"
+            f"{clipped(text)!r} is not a size; write bytes like 1073741824, 8e9, 4Gi or 500M{more}"
         )
     number, exponent, unit = match.groups()
     factor = 10 ** int(exponent) if exponent else _UNITS[unit or ""]

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from types import FrameType
 
-from xpyd_core.cli import Command
+from xpyd_core.cli import Command, parse_flag
 from xpyd_core.errors import UserError
 from xpyd_core.keys import check_keys_given
 from xpyd_core.logs import add_logging_arguments, set_up_logging
@@ -225,12 +225,12 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         request_timeout_s=args.request_timeout,
         prefill_timeout_s=args.prefill_timeout,
         max_tries=args.max_tries,
-        max_body_bytes=parse_bytes(args.max_body_bytes, flag="--max-body-bytes"),
+        max_body_bytes=parse_flag("--max-body-bytes", parse_bytes, args.max_body_bytes),
         limits=AdmissionLimits(
             requests=args.max_concurrent_requests,
             tokens=args.max_concurrent_tokens,
             queue_entries=args.queue_size,
-            queue_bytes=parse_bytes(args.queue_bytes, flag="--queue-bytes"),
+            queue_bytes=parse_flag("--queue-bytes", parse_bytes, args.queue_bytes),
             queue_timeout_s=args.queue_timeout_seconds,
         ),
         pair_wait_s=args.queue_timeout_seconds,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import MISSING, fields
 from typing import Any
 
 import pytest
@@ -12,7 +15,11 @@ from xpyd_core.openai import (
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
+    Generation,
+    body_schema,
 )
+from xpyd_worker import SamplingParams as UserParams
+from xpyd_worker.engine.request import SamplingParams as EngineParams
 from xpyd_worker.server.openai.params import Options, parse_chat, parse_completion
 
 
@@ -41,6 +48,23 @@ def rules_of(options: Options) -> tuple[Any, ...]:
         options.allowed_token_ids,
         options.bad_words,
     )
+
+
+@BOTH
+def test_all_descriptions_of_a_field_have_one_default(endpoint: str) -> None:
+    """The API's is compared with the engine's, the users' and what the OpenAPI document says."""
+    options = vars(parse(endpoint))
+    engine = {one.name: one.default for one in fields(EngineParams) if one.default is not MISSING}
+    assert engine == {name: options[name] for name in engine}
+    user = {one.name: one.default for one in fields(UserParams) if one.default is not None}
+    del user["max_tokens"], user["include_stop_str_in_output"]  # the API's are other ones
+    assert user == {name: options[name] for name in user}
+    schemas = body_schema(Generation)["properties"]
+    texts = {name: one.get("description", "") for name, one in schemas.items()}
+    said = {name: re.search(r"Default: (\w+)", text) for name, text in texts.items()}
+    shown = {name: json.loads(found[1]) for name, found in said.items() if found}
+    assert "temperature" in shown
+    assert shown == {name: options[name] for name in shown}
 
 
 @BOTH

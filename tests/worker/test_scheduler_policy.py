@@ -148,7 +148,7 @@ def test_with_a_threshold_a_second_prompt_runs_beside_a_long_one():
 
 def test_a_threshold_below_nothing_is_refused():
     with pytest.raises(ValueError, match="threshold"):
-        SchedulerConfig(long_prefill_token_threshold=-1)
+        SchedulerConfig(8, 32, long_prefill_token_threshold=-1)
 
 
 # --- the prefix cache

@@ -31,6 +31,10 @@ def config(*flags: str, env: PodEnv = POD) -> WorkerConfig:
     return read_config(parser.parse_args(["--model", "m", *flags]), env)
 
 
+def test_flags_that_are_not_given_leave_the_defaults_of_the_configuration() -> None:
+    assert config(env=PodEnv()) == WorkerConfig(model="m")
+
+
 def test_the_pods_environment_gives_the_defaults() -> None:
     found = config()
     assert (found.role, found.host, found.port) == ("Decode", "127.1.0.3", 20005)

@@ -10,7 +10,7 @@ from functools import partial
 from ipaddress import ip_address
 from typing import cast
 
-from xpyd_core.cli import Command
+from xpyd_core.cli import Command, parse_flag
 from xpyd_core.errors import UserError
 from xpyd_core.logs import add_logging_arguments, set_up_logging
 from xpyd_core.pod_env import PodEnv, parse_discovery, read_pod_env
@@ -18,7 +18,7 @@ from xpyd_core.request_id import parse_address
 from xpyd_core.sizes import parse_bytes
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.config import Role, WorkerConfig, check_config
-from xpyd_worker.flags import GROUPS, add_flags, engine_fields, parsed
+from xpyd_worker.flags import GROUPS, add_flags, engine_fields
 from xpyd_worker.ranks.start.messages import Logs
 
 _EPILOG = """examples:
@@ -40,7 +40,7 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
     """Flags and environment as one checked value; UserError names the flag that is wrong."""
     env = read_pod_env() if env is None else env
     cache = args.kv_cache_memory
-    cache_bytes = None if cache is None else parsed("--kv-cache-memory", parse_bytes, cache)
+    cache_bytes = None if cache is None else parse_flag("--kv-cache-memory", parse_bytes, cache)
     buffer_bytes, buffer_percent = _buffer(args.kv_buffer_size)
     config = WorkerConfig(
         **engine_fields({**vars(args), "kv_cache_memory": cache_bytes}),
@@ -53,7 +53,7 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         kv_port=env.kv_port if args.kv_port is None else args.kv_port,
         kv_advertise=None
         if args.kv_advertise is None
-        else parsed("--kv-advertise", parse_address, args.kv_advertise),
+        else parse_flag("--kv-advertise", parse_address, args.kv_advertise),
         kv_key_file=args.kv_key_file or env.kv_key_file,
         kv_mode=args.kv_mode.replace("-", "_"),
         kv_insecure=args.kv_insecure,
@@ -62,9 +62,9 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         kv_direct_free=args.kv_direct_free,
         kv_buffer_bytes=buffer_bytes,
         kv_buffer_percent=buffer_percent,
-        kv_host_pool_bytes=parsed("--kv-host-pool-size", parse_bytes, args.kv_host_pool_size),
+        kv_host_pool_bytes=parse_flag("--kv-host-pool-size", parse_bytes, args.kv_host_pool_size),
         kv_connections=args.kv_connections,
-        kv_group_bytes=parsed("--kv-group-bytes", parse_bytes, args.kv_group_bytes),
+        kv_group_bytes=parse_flag("--kv-group-bytes", parse_bytes, args.kv_group_bytes),
         kv_wait_s=args.kv_wait_seconds,
         kv_lease_s=args.kv_lease_seconds,
         kv_recompute=args.kv_on_failure == "recompute",
@@ -73,7 +73,7 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         leader_address=env.leader_address,
         discovery=env.discovery
         if args.discovery is None
-        else parsed("--discovery", parse_discovery, args.discovery),
+        else parse_flag("--discovery", parse_discovery, args.discovery),
         heartbeat_period_s=args.heartbeat_period_ms / 1000,
         drain_timeout_s=args.drain_timeout,
         fleet=env.fleet,
@@ -88,7 +88,7 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
 
 def _buffer(text: str) -> tuple[int | None, int]:
     """Bytes, or None and a percentage of a cache whose size may not be known yet."""
-    size = parsed("--kv-buffer-size", partial(parse_bytes, of=100), text)
+    size = parse_flag("--kv-buffer-size", partial(parse_bytes, of=100), text)
     return (None, size) if text.endswith("%") else (size, 0)
 
 

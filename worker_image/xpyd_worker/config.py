@@ -122,16 +122,16 @@ class WorkerConfig:
     """Size of the instance's host pool, likewise; its memory is taken when first used."""
     kv_group_bytes: int = 4 * MIB
     """Layers are sent in groups of at least this many bytes."""
-    kv_wait_s: float = 10.0
+    kv_wait_s: float = 10
     """How long a Decode's request waits for KV, and in mode put a Prefill's step for a Decode."""
-    kv_lease_s: float = 30.0
+    kv_lease_s: float = 30
     kv_recompute: bool = True
     """False: a request whose KV does not come fails instead of being computed here."""
 
     discovery: tuple[Address, ...] = ()
     """Routers; a name with several addresses means all of them."""
     heartbeat_period_s: float = HEARTBEAT_PERIOD_S
-    drain_timeout_s: float = 300.0
+    drain_timeout_s: float = 300
     """How long SIGTERM waits for requests and transfers to finish."""
     otlp_traces_endpoint: str | None = None
     """URL that spans are posted to; None: no tracing."""

@@ -2,22 +2,20 @@
 table. `engine_fields` makes their part of the configuration of it.
 
 A row has a flag, its argparse options (type, default, choices, help) and the programs besides
-`xpyd worker` that take it. The table of docs/engine.md is generated from this one (`make
-generate`), and a test compares the arguments of LLM() with it. Bounds that depend on other values
-are in config.check_config. Values only: this module must not know what a flag does. See
-docs/adr/0037.
+`xpyd worker` that take it. A default is that of WorkerConfig. The table of docs/engine.md is
+generated from this one (`make generate`), and a test compares the arguments of LLM() with it.
+Bounds that depend on other values are in config.check_config. Values only: this module must not
+know what a flag does. See docs/adr/0037.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
-from xpyd_core.errors import UserError
 from xpyd_core.parallel.checks import PIPELINE, SHORT_NAMES, TENSOR
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT, ROLES
 from xpyd_core.sizes import format_bytes
@@ -29,12 +27,13 @@ from xpyd_worker.config import (
     BLOCK_SIZES,
     CPU_CACHE_BYTES,
     DTYPES,
+    GIB,
+    MIB,
     WorkerConfig,
 )
 from xpyd_worker.engine.request import POLICIES
 
 Program = Literal["bench", "LLM"]
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ MODEL_FLAGS = (
     _flag(
         "--device",
         programs=_BOTH,
-        default="auto",
+        default=WorkerConfig.device,
         metavar="DEVICE",
         help="cpu, cuda (the first GPU) or cuda:N; auto: a GPU where torch finds one and triton is "
         "installed, else the CPU (default: %(default)s)",
@@ -106,7 +105,7 @@ MODEL_FLAGS = (
         "--dtype",
         programs=_BOTH,
         choices=DTYPES,
-        default="auto",
+        default=WorkerConfig.dtype,
         help="of weights and KV; auto: the checkpoint's, but float32 where the CPU is slow in 16 "
         "bits, and float16 for bfloat16 on a GPU that has none (default: %(default)s)",
     ),
@@ -140,7 +139,7 @@ MODEL_FLAGS = (
         SHORT_NAMES[TENSOR],
         programs=_BOTH,
         type=int,
-        default=1,
+        default=WorkerConfig.tensor_parallel_size,
         metavar="N",
         help="ranks that share each layer (default: %(default)s)",
     ),
@@ -149,7 +148,7 @@ MODEL_FLAGS = (
         SHORT_NAMES[PIPELINE],
         programs=_BOTH,
         type=int,
-        default=1,
+        default=WorkerConfig.pipeline_parallel_size,
         metavar="N",
         help="stages that hold the layers one behind the other; how many each: "
         "VLLM_PP_LAYER_PARTITION, e.g. 5,6,6,5 (default: %(default)s)",
@@ -168,7 +167,7 @@ BATCH_FLAGS = (
         "--max-num-seqs",
         programs=_BOTH,
         type=int,
-        default=256,
+        default=WorkerConfig.max_num_seqs,
         metavar="N",
         help="sequences that run at once (default: %(default)s)",
     ),
@@ -187,7 +186,7 @@ BATCH_FLAGS = (
         "--long-prefill-token-threshold",
         programs=_LLM,
         type=int,
-        default=0,
+        default=WorkerConfig.long_prefill_token_threshold,
         metavar="TOKENS",
         help="tokens of one prompt in one forward, so that others have room, too, e.g. 256; 0: no "
         "bound (default: %(default)s)",
@@ -196,7 +195,7 @@ BATCH_FLAGS = (
         "--scheduling-policy",
         programs=_LLM,
         choices=POLICIES,
-        default="fcfs",
+        default=WorkerConfig.scheduling_policy,
         help="which request goes first; fcfs: the one that came first; priority: the one with the "
         "lower number in its field priority, then the one that came first (default: %(default)s)",
     ),
@@ -211,7 +210,7 @@ BATCH_FLAGS = (
         "--gpu-memory-utilization",
         programs=_BOTH,
         type=float,
-        default=0.9,
+        default=WorkerConfig.gpu_memory_utilization,
         metavar="SHARE",
         help="above 0, at most 1: of the GPU's whole memory, for weights, the largest step, CUDA "
         "graphs and KV cache together; a step of that size is run at the start, and the KV cache "
@@ -229,14 +228,14 @@ BATCH_FLAGS = (
         programs=_BOTH,
         type=int,
         choices=BLOCK_SIZES,
-        default=DEFAULT_BLOCK_SIZE,
+        default=WorkerConfig.block_size,
         help="tokens of a KV block; P's and D's may differ (default: %(default)s)",
     ),
     _flag(
         "--enable-prefix-caching",
         programs=_LLM,
         action=argparse.BooleanOptionalAction,
-        default=True,
+        default=WorkerConfig.prefix_caching,
         help="keep the KV of prompts and reuse it for the next with the same beginning; without: "
         "compute every prompt whole, e.g. for benchmarks (default: on)",
     ),
@@ -269,14 +268,14 @@ PLACE_FLAGS = (
     _flag(
         "--heartbeat-period-ms",
         type=int,
-        default=3000,
+        default=round(1000 * WorkerConfig.heartbeat_period_s),
         metavar="MS",
         help="50 to 60000 (default: %(default)s)",
     ),
     _flag(
         "--drain-timeout",
         type=float,
-        default=300,
+        default=WorkerConfig.drain_timeout_s,
         metavar="SECONDS",
         help="how long SIGTERM and POST /drain wait for requests (default: %(default)s)",
     ),
@@ -317,7 +316,7 @@ KV_FLAGS = (
     _flag(
         "--kv-mode",
         choices=[name.replace("_", "-") for name in MODES],
-        default="put-async",
+        default=WorkerConfig.kv_mode.replace("_", "-"),
         help="when a Prefill instance sends; put-async: while it computes; put: after each step, "
         "which waits; get: when Decode asks. Decode does what Prefill says "
         "(default: %(default)s)",
@@ -339,21 +338,21 @@ KV_FLAGS = (
     _flag(
         "--kv-direct-free",
         type=float,
-        default=0.1,
+        default=WorkerConfig.kv_direct_free,
         metavar="SHARE",
         help="KV lands in D's own blocks while more than this share of them stays free; 1: never "
         "(default: %(default)s)",
     ),
     _flag(
         "--kv-buffer-size",
-        default="10%",
+        default=f"{WorkerConfig.kv_buffer_percent}%",
         metavar="SIZE",
         help="device buffer of D, and of P in mode get, for KV that waits: a size, e.g. 8e9, or a "
         "percentage of the KV cache. Of the instance: ranks share it (default: %(default)s)",
     ),
     _flag(
         "--kv-host-pool-size",
-        default="4Gi",
+        default=f"{WorkerConfig.kv_host_pool_bytes // GIB}Gi",
         metavar="SIZE",
         help="host pool of D, and of P in mode get, for what the buffer has no room for. Of the "
         "instance: ranks share it (default: %(default)s)",
@@ -361,21 +360,21 @@ KV_FLAGS = (
     _flag(
         "--kv-connections",
         type=int,
-        default=1,
+        default=WorkerConfig.kv_connections,
         metavar="N",
         help="TCP connections that KV of a pair of instances goes over, at most 4; from 2 on each "
         "has a thread on both sides (default: %(default)s)",
     ),
     _flag(
         "--kv-group-bytes",
-        default="4Mi",
+        default=f"{WorkerConfig.kv_group_bytes // MIB}Mi",
         metavar="SIZE",
         help="layers are sent in groups of at least this many bytes (default: %(default)s)",
     ),
     _flag(
         "--kv-wait-seconds",
         type=float,
-        default=10,
+        default=WorkerConfig.kv_wait_s,
         metavar="S",
         help="how long a request on D waits for its KV, and in mode put a step of P for D "
         "(default: %(default)s)",
@@ -383,14 +382,14 @@ KV_FLAGS = (
     _flag(
         "--kv-lease-seconds",
         type=float,
-        default=30,
+        default=WorkerConfig.kv_lease_s,
         metavar="S",
         help="how long KV stays that no request asks for (default: %(default)s)",
     ),
     _flag(
         "--kv-on-failure",
         choices=("recompute", "fail"),
-        default="recompute",
+        default="recompute" if WorkerConfig.kv_recompute else "fail",
         help="what a request does whose KV does not come (default: %(default)s)",
     ),
 )
@@ -417,14 +416,6 @@ def engine_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     found["custom_all_reduce"] = not found.pop("disable_custom_all_reduce")
     found["prefix_caching"] = found.pop("enable_prefix_caching")
     return found
-
-
-def parsed(name: str, parse: Callable[[str], _T], text: str) -> _T:
-    """What `parse` makes of the text of the flag or argument `name`, which its UserError names."""
-    try:
-        return parse(text)
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from error
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, flags: Iterable[Flag]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote
 
-from xpyd_core.cli import Command
+from xpyd_core.cli import Command, parse_flag
 from xpyd_core.errors import UserError
 from xpyd_core.json_fields import Json
 from xpyd_core.sizes import parse_bytes
@@ -169,7 +169,7 @@ def _memory(in_gpus: str | None, gpu_memory: str | None) -> int:
     if in_gpus and gpu_memory:
         raise UserError(f"--gpu-memory: --gpus says {in_gpus} of each already; leave one out")
     flag, text = ("--gpus", in_gpus) if in_gpus else ("--gpu-memory", gpu_memory or _GPU_MEMORY)
-    size = parse_bytes(text, flag=flag)
+    size = parse_flag(flag, parse_bytes, text)
     if not size:
         raise UserError(f"{flag}: {text!r}; expected a memory above 0 bytes")
     return size
@@ -196,7 +196,7 @@ def _wishes(args: argparse.Namespace, facts: ModelFacts) -> Wishes:
         context=context,
         concurrency=args.concurrency,
         utilization=args.utilization,
-        reserve_bytes=parse_bytes(args.reserve, flag="--reserve"),
+        reserve_bytes=parse_flag("--reserve", parse_bytes, args.reserve),
         prefill_tokens=args.prefill_tokens,
         peers=args.peers,
         high_availability=args.high_availability,

@@ -244,8 +244,8 @@ class SchedulerConfig:
     their own number first, lower before higher.
     """
 
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 512
+    max_num_seqs: int
+    max_num_batched_tokens: int
     max_waiting: int = 4096
     recompute_without_kv: bool = True
     long_prefill_token_threshold: int = 0

@@ -17,12 +17,13 @@ from typing import Any, Self, cast
 from tqdm import tqdm
 
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
+from xpyd_core.cli import parse_flag
 from xpyd_core.errors import UserError
 from xpyd_core.parallel.partition import PARTITION_VARIABLE, parse_override
 from xpyd_core.sizes import parse_bytes
 from xpyd_worker.config import WorkerConfig, check_config
 from xpyd_worker.engine.request import Policy
-from xpyd_worker.flags import engine_fields, parsed
+from xpyd_worker.flags import engine_fields
 from xpyd_worker.offline.outputs import RequestOutput
 from xpyd_worker.offline.requests import (
     Ask,
@@ -82,7 +83,7 @@ class LLM:
         given = locals()
         size = kv_cache_memory
         if isinstance(size, str):
-            size = parsed("kv_cache_memory", parse_bytes, size)
+            size = parse_flag("kv_cache_memory", parse_bytes, size)
         config = WorkerConfig(
             **engine_fields({**given, "model": str(model), "kv_cache_memory": size}),
             layer_partition=_layer_partition(pipeline_parallel_size),
