@@ -214,6 +214,19 @@ def test_the_code_names_each_decision_that_it_follows() -> None:
     assert sorted(named - pages) == []
 
 
+def test_the_new_words_of_the_table_of_renames_are_in_the_code() -> None:
+    sources = [name for name in _git("ls-files", "*.py") if not name.startswith("tests/")]
+    texts = [(ROOT / name).read_text() for name in sources if (ROOT / name).is_file()]
+    words = set(re.findall(r"\w+", " ".join([*texts, *sources])))
+    table = (
+        (ROOT / "docs/adr/0034-one-word-for-one-thing.md").read_text().partition("## Renames")[2]
+    )
+    new = [line.split("|")[2] for line in table.splitlines() if line.startswith("| ")]
+    named = [word for cell in new for word in re.findall(r"`([\w./]+)(?:\(\))?`", cell)]
+    assert len(named) > 100
+    assert [one for one in named if not set(re.findall(r"\w+", one)) <= words] == []
+
+
 def test_contributing_names_files_that_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     paths = [path for path in re.findall(r"`([\w./-]+)`", text) if "/" in path]
