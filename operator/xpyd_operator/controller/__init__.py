@@ -6,4 +6,5 @@
 
 Only this package knows kopf and kubernetes. `decision` is its pure half and decides, with
 xpyd_operator.plan, .manifests and .status; the modules here move bytes and keep time.
+See journey 3 of docs/architecture.md.
 """

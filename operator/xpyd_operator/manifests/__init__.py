@@ -5,4 +5,5 @@
 
 Objects are plain JSON-able maps with apiVersion and kind. Each call makes new ones, so the caller
 may change them. The shell (`controller`) decides what is applied and when.
+See journey 3 of docs/architecture.md.
 """

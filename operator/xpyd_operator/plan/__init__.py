@@ -6,5 +6,5 @@
 A shell observes, calls these, applies the actions and calls again. No I/O, no clock, no randomness:
 time comes in as an argument. Applying a plan twice changes nothing the second time.
 
-See docs/adr/0004.
+See docs/adr/0004, and journey 3 of docs/architecture.md.
 """

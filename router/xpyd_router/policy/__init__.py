@@ -1,1 +1,1 @@
-"""Which instances serve a request. Pure."""
+"""Which instances serve a request. Pure. See journey 1 of docs/architecture.md."""

@@ -4,5 +4,5 @@
 
 `kinds` has the API's objects, `errors` what a call may end in, `cache` the latest objects of
 each fleet, `state` what a turn sees, `history` what earlier turns left, `decide` and `report` the
-writes.
+writes. See journey 3 of docs/architecture.md.
 """

@@ -1,1 +1,2 @@
-"""HTTP: the app and its server, routes, admission, bodies and request ids."""
+"""HTTP: the app and its server, routes, admission, bodies and request ids.
+See journey 4 of docs/architecture.md."""

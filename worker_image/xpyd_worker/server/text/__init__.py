@@ -1,1 +1,2 @@
-"""Texts: prompts to token ids, and token ids to the text of an answer."""
+"""Texts: prompts to token ids, and token ids to the text of an answer.
+See journey 4 of docs/architecture.md."""
