@@ -33,7 +33,9 @@ def table(files: Iterable[str]) -> str:
 
 def sums(files: dict[str, int], least: Calls) -> str:
     lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
-    return f"{len(files)} files ({lines:,} lines), {least.functions} functions, {len(least):,} calls"
+    return (
+        f"{len(files)} files ({lines:,} lines), {least.functions} functions, {len(least):,} calls"
+    )
 
 
 def section(text: str, name: str) -> str:
