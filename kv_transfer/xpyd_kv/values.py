@@ -58,11 +58,12 @@ class BlockPool(Protocol):
         ...
 
     def retain(self, block_ids: Sequence[int]) -> None:
-        """One more reference on each."""
+        """Add a reference to each block."""
         ...
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """One reference less on each; at 0 a block is free, its cached content can still be hit."""
+        """Drop a reference to each block; at 0 a block is free, its cached content can still be
+        hit."""
         ...
 
 
@@ -81,7 +82,7 @@ class SendStatus(msgspec.Struct, frozen=True):
 
 
 class OfferedPrompt(msgspec.Struct, frozen=True):
-    """What P announced: all offered ids (prompt, then continue_from), and how many are the
+    """A prompt that P announced: all offered ids (prompt, then continue_from), and how many are the
     prompt's."""
 
     token_ids: tuple[int, ...]

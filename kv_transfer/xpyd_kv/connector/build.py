@@ -40,7 +40,8 @@ MakeStore = Callable[[StoreLimits, KvMemory, BlockPool], LandingStore]
 
 @dataclass(frozen=True)
 class Connector:
-    """One role's half. Start and close `endpoint`; give `producer` or `consumer` to the engine."""
+    """The connector of one role, P or D. Start and close `endpoint`; give `producer` or `consumer`
+    to the engine."""
 
     endpoint: Endpoint
     metrics: KvMetrics
@@ -49,7 +50,7 @@ class Connector:
     consumer: KvConsumer | None = None
     store: LandingStore | None = None
     rank_counters: EndpointCounters = field(default_factory=EndpointCounters)
-    """What the endpoints of the engine's ranks have counted together, where each has its own."""
+    """The sum of the counters of the ranks' endpoints, where each rank has its own endpoint."""
 
     def probe(self, address: Address, done: Callable[[ProbeResult], None]) -> None:
         """Any thread, on P only: see Probes.ask. `done` is called on the I/O thread."""
@@ -98,7 +99,7 @@ def build(
     rank_counters = EndpointCounters()
 
     def hear(rank: int, message: pairs.FromRank) -> None:
-        """On the I/O thread."""
+        """Handle a message of a rank, on the I/O thread."""
         if isinstance(message, pairs.Counted):
             counts.add(parts.metrics, message.counts)
             counts.add(rank_counters, message.endpoint)
@@ -106,7 +107,8 @@ def build(
             session.hear(rank, message)
 
     def hear_later(rank: int, message: pairs.FromRank) -> None:
-        """On any thread. A session must not be called inside one of its own calls either."""
+        """Pass a message of a rank, from any thread, to the I/O thread's next turn: a session must
+        not be called inside one of its own calls."""
         if isinstance(message, pairs.Copied) and copies is not None:
             copies.on_copied(message)
         else:

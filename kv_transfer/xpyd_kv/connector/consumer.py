@@ -53,7 +53,7 @@ class Expectation:
 
 @dataclass
 class OpenOffer:
-    """One prompt that P offered and that is not adopted."""
+    """An offered prompt that no request has adopted yet."""
 
     key: TransferKey
     epoch: int
@@ -149,7 +149,7 @@ class KvConsumer:
             self._lost.purge(now)
 
     def offered(self, key: TransferKey) -> OfferedPrompt | None:
-        """What was offered under `key`. Callable from any thread."""
+        """Return the prompt that P offered under `key`. Callable from any thread."""
         return self._prompts.get(key)
 
     def expect(self, key: TransferKey, *, wait_s: float, now: float) -> None:
@@ -230,7 +230,7 @@ class KvConsumer:
     # --- what the session reports
 
     def _on_event(self, event: ReceiveEvent) -> None:
-        """On the I/O thread."""
+        """Queue an event of the session for the engine's thread. Runs on the I/O thread."""
         if isinstance(event, ReceiveOffered):
             self._prompts[event.key] = event.prompt
         self._events.append(event)

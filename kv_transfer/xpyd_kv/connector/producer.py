@@ -264,7 +264,7 @@ class KvProducer:
         self._when_written(prompt, partial(self.session.ready, prompt.key, prompt.epoch, areas))
 
     def _when_written(self, prompt: Prompt, call: Callable[[], None]) -> None:
-        """To the session, when the blocks that the model writes are written."""
+        """Make a call to the session when the model has written the blocks that it is writing."""
         self._call_after(self._memory.written(), prompt, call)
 
     def _call_after(self, event: Event | None, prompt: Prompt, call: Callable[[], None]) -> None:
@@ -274,7 +274,7 @@ class KvProducer:
         self._call(call)
 
     def _on_event(self, event: SendEvent) -> None:
-        """On the I/O thread."""
+        """Queue an event of the session for the engine's thread. Runs on the I/O thread."""
         self._events.append(event)
         self._wake()
 

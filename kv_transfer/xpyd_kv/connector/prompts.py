@@ -30,7 +30,7 @@ from xpyd_kv.values import BlockPool
 
 @dataclass(eq=False)
 class Prompt:
-    """One offered prompt that is not settled."""
+    """An offered prompt whose transfer is not over."""
 
     key: TransferKey
     epoch: int
@@ -78,7 +78,7 @@ class Hold:
 
 
 class Settled(msgspec.Struct, frozen=True):
-    """What is remembered of a prompt that is over."""
+    """The record of a prompt whose transfer is over."""
 
     epoch: int
     state: str
@@ -86,8 +86,8 @@ class Settled(msgspec.Struct, frozen=True):
 
 
 class Pressure:
-    """Keeps the bound. `store` None: there is no memory beside the cache to move to. `call_after`:
-    to the session, for that prompt, when a device is through with what the event says."""
+    """Keeps the number of held blocks under its bound. `store` None: no memory outside the cache
+    takes spills. `call_after` makes a call to the session for a prompt when the event is done."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Pressure:
             holders -= Counter(leaving.held)
 
     def on_spilled(self, prompt: Prompt, *, taken: bool) -> None:
-        """The session's answer."""
+        """Handle the session's answer to a spill."""
         if taken:
             held, prompt.held = prompt.held, []
             self._pool.release(held)
@@ -155,7 +155,8 @@ class Pressure:
 
 
 class AnnouncedChunks:
-    """`ready` counts: the areas that it gets name all layers and no blocks."""
+    """Collects the chunks of steps that ranks send. `ready` gets areas that name all layers and no
+    blocks, for counting."""
 
     def __init__(
         self, *, layers: int, ready: Callable[[Prompt, Sequence[ReadyArea]], None]
@@ -176,7 +177,7 @@ class AnnouncedChunks:
         self._announce(owner, first, block_ids, is_cached=False)
 
     def layer_done(self, layer: int) -> None:
-        """The ranks see to it."""
+        """Do nothing: the ranks send the layer."""
 
     def message(self) -> bytes:
         """The ranks' chunks of the step that is launched next, which begins here."""
@@ -186,7 +187,7 @@ class AnnouncedChunks:
         return encode_chunks(announced)
 
     def end(self, *, failed: bool) -> Sequence[Chunk[Prompt]]:
-        """The oldest step is over: its chunks."""
+        """End the oldest step and return its chunks."""
         chunks = self._steps.popleft()
         for chunk in () if failed else chunks:
             area = Area(0, self._layers, chunk.first_block, chunk.end_block)

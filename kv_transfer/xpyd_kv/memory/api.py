@@ -92,7 +92,7 @@ class Room(Protocol):
 
 
 class StagingRoom(Room, Protocol):
-    """Room that is no block of the paged cache, and what copies between the two."""
+    """Memory outside the paged cache, with copies between it and the cache."""
 
     def copy(self, block_ids: Sequence[int], *, into_cache: bool) -> Event | None:
         """Begin to copy all of it into these blocks, or all of them to here; when that is through
@@ -102,21 +102,21 @@ class StagingRoom(Room, Protocol):
 
 
 class Space(Protocol):
-    """The memory of a store, in this process or on the ranks; the store's books say what of it is
-    whose. Engine thread only."""
+    """The memory of a store, in this process or on the ranks. The store decides which transfer uses
+    what of it. Engine thread only."""
 
     @property
     def unit_bytes(self) -> int:
-        """One block of all layers, of all ranks: what the books count in. A landing is a whole
-        number of units, so nothing is wasted."""
+        """The size of one block of all layers of all ranks, in which the store counts. A landing is
+        a whole number of units, so no memory is wasted."""
         ...
 
     def blocks(self, block_ids: Sequence[int]) -> Room:
-        """These blocks of the paged cache."""
+        """Return a room made of these blocks of the paged cache."""
         ...
 
     def staging_room(self, kind: SpillKind, extents: Sequence[Extent]) -> StagingRoom:
-        """These units of the device buffer or of the host pool."""
+        """Return a room made of these units of the device buffer or of the host pool."""
         ...
 
     @property

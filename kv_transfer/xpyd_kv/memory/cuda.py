@@ -133,7 +133,7 @@ _Result = TypeVar("_Result")
 
 
 class CudaProcess:
-    """What all CudaDevices of this process share."""
+    """The state that all CudaDevices of this process share."""
 
     def __init__(self) -> None:
         self.token = os.urandom(16)
@@ -229,7 +229,8 @@ class CudaStream:
             table.busy_until = self.record()
 
     def _table(self, rows: int) -> _Table:
-        """One that no launch reads any more; the oldest comes first."""
+        """Return a table of at least `rows` rows that no launch reads: the oldest one, or a new
+        one."""
         table = self._tables[0] if self._tables else None
         is_free = table is not None and table.busy_until is not None and table.busy_until.is_done()
         if table is None or not is_free or table.rows < rows:
@@ -376,7 +377,7 @@ def _uuid_of(index: int) -> str:
 
 
 def _index_of(device_uuid: str) -> int | None:
-    """Its number in this process, where it is seen here."""
+    """Return the number of that GPU in this process, or None where this process does not see it."""
     found = (i for i in range(torch.cuda.device_count()) if _uuid_of(i) == device_uuid)
     return next(found, None)
 

@@ -58,11 +58,9 @@ def on_host(views: Sequence[View]) -> Sequence[memoryview]:
 
 @dataclass(frozen=True)
 class IpcHandle:
-    """What another process of this machine opens device memory with.
-
-    `handle` is the driver's, 64 bytes, for the whole allocation of `size_bytes`; `device_uuid` says
-    which GPU it is, `process` in which process it is at home (16 random bytes).
-    """
+    """A handle by which another process of this machine opens device memory. `handle` is the
+    driver's, 64 bytes, for the whole allocation of `size_bytes`; `device_uuid` says which GPU it
+    is, `process` in which process it is at home (16 random bytes)."""
 
     handle: bytes
     size_bytes: int
@@ -78,7 +76,7 @@ class Event(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> bool:
-        """The same, once it is done or `timeout_s` (finite) has passed. For the end of things, not
+        """Wait at most `timeout_s` (finite); whether the event is done. For the end of things, not
         for the hot path."""
         ...
 
@@ -117,7 +115,7 @@ class Device(Protocol):
 
     @property
     def index(self) -> int:
-        """As in DeviceView."""
+        """The number of the device, as in DeviceView."""
         ...
 
     @property

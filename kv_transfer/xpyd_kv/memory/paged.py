@@ -42,7 +42,8 @@ class _Paged(Generic[V]):
         return self.regions[layer][block_id * size : (block_id + 1) * size]
 
     def views(self, layers: Sequence[int], block_ids: Sequence[int]) -> list[V]:
-        """These blocks of these layers, layer after layer, neighbours joined."""
+        """Return the bytes of these blocks of these layers, layer after layer, with neighbours
+        joined."""
         size = self.layout.block_bytes
         spans = join((block_id * size for block_id in block_ids), repeat(size))
         ranges = [(start, start + length) for start, length in spans]
@@ -63,7 +64,7 @@ class PagedMemory(_Paged[memoryview]):
         self._tensors = tuple(tensors)
 
     def written(self) -> None:
-        """What the model wrote is there: its calls have returned."""
+        """Return None: the calls of a CPU model have returned when it has written."""
 
 
 class DevicePagedMemory(_Paged[DeviceView]):

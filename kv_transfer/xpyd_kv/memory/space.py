@@ -53,7 +53,7 @@ def _memory_of(kind: SpillKind, size_bytes: int, device: Device | None) -> View:
 
 
 def _map(size_bytes: int) -> memoryview:
-    """Its pages come from the system when they are first touched."""
+    """Allocate memory whose pages the system supplies at the first access."""
     return memoryview(mmap.mmap(-1, size_bytes))
 
 
@@ -103,7 +103,7 @@ class BlockRoom(msgspec.Struct, frozen=True):
     def views(
         self, first_layer: int, end_layer: int, first_block: int, end_block: int
     ) -> Sequence[View]:
-        """As the memory gives them: neighbours may be one."""
+        """See Room. Neighbouring blocks may share one view."""
         blocks = self.block_ids[first_block:end_block]
         return self.memory.views(range(first_layer, end_layer), blocks)
 
@@ -118,7 +118,8 @@ class ExtentMemory:
 
 @dataclass(frozen=True)
 class ExtentRoom:
-    """Pieces one after another: see StagingRoom. `memory` is the cache that they stand beside."""
+    """A room of several extents, in order: see StagingRoom. `memory` is the paged cache that it
+    copies from and to."""
 
     memory: KvMemory
     pieces: Sequence[ExtentMemory]
@@ -151,7 +152,7 @@ class ExtentRoom:
         return self.copier.copy(self._in_blocks(here), blocks)
 
     def _in_blocks(self, views: Sequence[View]) -> list[View]:
-        """The same bytes, a view for each block."""
+        """Cut the views into one for each block."""
         size = self.memory.layout.block_bytes
         return [view[at : at + size] for view in views for at in range(0, len(view), size)]
 
@@ -210,7 +211,8 @@ class OwnSpace:
         return ExtentRoom(self._memory, pieces, self._copier)
 
     def room(self, place: Place) -> Room:
-        """What a place in the engine's books is here. XpydError for what is not here."""
+        """Return the memory of this rank at a place that the engine names. XpydError for a place
+        that the rank does not have."""
         return self.blocks(place.blocks) if place.where == "blocks" else self._staging_room(place)
 
     def copy(self, place: Place, block_ids: Sequence[int], *, into_cache: bool) -> Event | None:

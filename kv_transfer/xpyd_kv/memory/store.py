@@ -35,7 +35,7 @@ class _Late(NamedTuple):
 
 
 class Late:
-    """In the order of the copies."""
+    """Gives memory back when copies from it are done, in the order of the copies."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Late] = deque()
@@ -65,7 +65,8 @@ _Room = TypeVar("_Room", bound=Room)
 
 
 class _Lease(Generic[_Room]):
-    """What both kinds have in common. The room is let go at the end: it may be memory."""
+    """The base of both kinds of landing. It drops its room at the end, because the room may own
+    memory."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class _Lease(Generic[_Room]):
 
     @property
     def room(self) -> _Room:
-        """What is leased. LeaseError after the end."""
+        """The leased room. LeaseError after the end."""
         if self._room is None:
             raise LeaseError(f"landing of {self.owner} is used after its end")
         return self._room
@@ -92,11 +93,11 @@ class _Lease(Generic[_Room]):
     def views(
         self, first_layer: int, end_layer: int, first_block: int, end_block: int
     ) -> Sequence[View]:
-        """As the room gives them."""
+        """See Room."""
         return self.room.views(first_layer, end_layer, first_block, end_block)
 
     def _end(self) -> Callable[[], None]:
-        """Not leased any more; what is left to call."""
+        """End the lease; return the call that counts its end."""
         _ = self.room
         self._room = None
         return self._on_end
@@ -136,8 +137,8 @@ class DirectLanding(_Lease[Room]):
 
 
 class StagedLanding(_Lease[StagingRoom]):
-    """Room beside the paged cache: in the device buffer, or in the host pool. A Landing, or a
-    spill, which is given back exactly once, by `free`."""
+    """A landing or a spill outside the paged cache: in the device buffer or in the host pool. It is
+    given back exactly once, by `free`."""
 
     def __init__(
         self,
@@ -211,7 +212,7 @@ class StagedLanding(_Lease[StagingRoom]):
 
 @dataclass(frozen=True)
 class StoreLimits:
-    """What transfers may take.
+    """Bounds of the memory that transfers use.
 
     `direct_free`: a transfer lands in D's own blocks while, after that, more than this share of
     them stays free; 1 means never. `buffer_bytes`: size of the device buffer, `pool_bytes` of the
@@ -223,7 +224,8 @@ class StoreLimits:
     pool_bytes: int = 0
 
     def units(self, unit_bytes: int) -> tuple[int, int]:
-        """Whole units of buffer and pool: books and memory reckon alike."""
+        """Return the whole units of buffer and pool. The engine's store and each rank's memory both
+        count with this."""
         return self.buffer_bytes // unit_bytes, self.pool_bytes // unit_bytes
 
 
@@ -299,7 +301,7 @@ class LandingStore:
         return self._space.regions
 
     def metrics(self) -> StoreMetrics:
-        """Its gauges."""
+        """Return the gauges of the store."""
         # `take` leaves more than this free.
         kept = self._limits.direct_free * self._pool.num_blocks
         direct = max(0, math.ceil(self._pool.num_free - kept) - 1)
@@ -318,7 +320,7 @@ class LandingStore:
     def _lease(
         self, book: Buddy | None = None, extents: tuple[Extent, ...] = ()
     ) -> Callable[[], None]:
-        """One more; what ends it."""
+        """Count one more lease; return the call that ends it."""
         self._leases += 1
 
         def end() -> None:

@@ -92,13 +92,13 @@ class EngineLayout:
 
     @property
     def bytes_per_block(self) -> int:
-        """One block of all layers and heads, each once."""
+        """The bytes of one block of all layers and heads, without replicas."""
         layers = sum(map(len, self.stages))
         return layers * self.heads * self.block_size * self.row_bytes
 
     @property
     def held_bytes_per_block(self) -> int:
-        """One block of all layers on all ranks: replicas count."""
+        """The bytes of one block of all layers on all ranks, with replicas."""
         return sum(map(len, self.stages)) * self.tp * self.block_bytes
 
     @property

@@ -52,7 +52,7 @@ class Scatter:
     destination_size: int
     """Tokens of a D block."""
     block_bytes: int
-    """Of a D block of one layer."""
+    """The bytes of a D block of one layer."""
     parts: tuple[tuple[Part, ...], ...]
 
     def destination_blocks(self, first_block: int, end_block: int) -> tuple[int, int]:
@@ -81,7 +81,7 @@ class Scatter:
 
 
 def scatter_of(source: EngineLayout, destination: EngineLayout, segment: Segment) -> Scatter:
-    """For what `segment` says of the blocks of its two ranks."""
+    """Return the Scatter between the blocks of the two ranks of `segment`."""
     period = max(1, destination.block_size // source.block_size)
     return Scatter(
         source.block_size,
@@ -144,7 +144,8 @@ class Pair:
     source_head: int
     heads: int
     scatter: Scatter | None
-    """None: a block of P's is a block of D's, byte for byte."""
+    """The Scatter between the blocks of both sides; None where a block of P is a block of D, byte
+    for byte."""
 
     @property
     def layers(self) -> int:
@@ -153,7 +154,7 @@ class Pair:
 
     @property
     def block_bytes(self) -> int:
-        """What DATA holds of a P block of one layer."""
+        """The bytes of one P block of one layer in DATA."""
         return self.heads * self._head_bytes
 
     @property
@@ -165,7 +166,8 @@ class Pair:
         return slice(first, first + self.block_bytes)
 
     def area_of(self, area: Area) -> Area | None:
-        """What of an area of P's rank this pair moves, in the pair's layers; None: nothing."""
+        """Return the share of an area of P's rank that this pair moves, in the pair's layers; None
+        where it moves none."""
         first = bisect_left(self.source_layers, area.first_layer)
         end = bisect_left(self.source_layers, area.end_layer)
         return area._replace(first_layer=first, end_layer=end) if first < end else None

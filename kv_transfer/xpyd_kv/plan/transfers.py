@@ -50,17 +50,17 @@ class Segment:
 
 
 def transfer_salt(key: TransferKey) -> int:
-    """What spreads transfers over replicas. Both sides know it; the prompts of one request differ
-    in it."""
+    """Return the number that spreads transfers over replicas. Both sides know it; the prompts of
+    one request differ in it."""
     return int(key.uuid, 16) + key.prompt_index
 
 
 def plan_segments(
     source: EngineLayout, destination: EngineLayout, *, salt: int = 0
 ) -> tuple[Segment, ...]:
-    """What moves from P's ranks to D's for one transfer, but for its tokens. It is the same for
-    salts that are equal modulo the source's `replicas`, so a pair of engines needs as many plans
-    and no more. Each rank of D gets something; where other replicas send, a rank of P sends
+    """Return the segments that one transfer moves from P's ranks to D's, for any tokens. It is the
+    same for salts that are equal modulo the source's `replicas`, so a pair of engines needs as many
+    plans and no more. Each rank of D gets something; where other replicas send, a rank of P sends
     nothing. LayoutError names the factor by which the two do not fit."""
     check_fit(source, destination)
     return tuple(
@@ -91,9 +91,10 @@ def pairs_between(
 def segment_between(
     source: EngineLayout, destination: EngineLayout, *, source_rank: int, destination_rank: int
 ) -> Segment | None:
-    """What the one rank sends the other in each transfer in which it sends anything; None where it
-    never does. The salt only chooses among pairs: what moves between two ranks is always the same,
-    since replicas hold one head. LayoutError as in `plan_segments`, or for a rank that is none."""
+    """Return the segment that the one rank sends the other in each transfer in which it sends
+    anything; None where it never does. The salt only chooses among pairs: what moves between two
+    ranks is always the same, since replicas hold one head. LayoutError as in `plan_segments`, or
+    for a rank that is none."""
     check_fit(source, destination)
     for name, rank, engine in (("P", source_rank, source), ("D", destination_rank, destination)):
         if not 0 <= rank < engine.num_ranks:
@@ -164,8 +165,9 @@ def _segments_of(
     layers: tuple[int, ...],
     salt: int,
 ) -> Iterator[Segment]:
-    """What one destination rank gets of these layers from the source stage whose first rank is
-    `source_base`: its heads in ascending order, adjacent ones of one source rank together."""
+    """Yield the segments that one destination rank gets of these layers from the source stage whose
+    first rank is `source_base`: its heads in ascending order, adjacent ones of one source rank
+    together."""
     wanted = destination.heads_of(rank)
     replica = _source_replica(
         rank % destination.replicas, ours=source.replicas, theirs=destination.replicas, salt=salt
@@ -187,8 +189,8 @@ def _segments_of(
 
 
 def _source_replica(wanted_by: int, *, ours: int, theirs: int, salt: int) -> int:
-    """Which of P's `ours` replicas of a head sends it to replica `wanted_by` of D's `theirs`. The
-    module's docstring has the rule and its reasons."""
+    """Return which of P's `ours` replicas of a head sends it to replica `wanted_by` of D's
+    `theirs`. The module's docstring has the rule and its reasons."""
     if theirs % ours == 0:
         return wanted_by % ours
     if ours % theirs == 0:

@@ -45,7 +45,7 @@ class RankAgent:
         self._give_up = give_up
 
     def do(self, message: pairs.ToRank) -> None:
-        """Do it."""
+        """Handle a message of the engine."""
         if isinstance(message, pairs.Copy):
             self._copy(message)
         else:
@@ -67,7 +67,7 @@ class RankAgent:
 
 
 class StepSender:
-    """A rank's part of sending, as its runner sees it. On the runner's thread."""
+    """The runner's side of a sending rank. Runs on the runner's thread."""
 
     def __init__(
         self,
@@ -87,7 +87,8 @@ class StepSender:
         self._ends: list[_Name] = []
 
     def begin_step(self, chunks: bytes) -> None:
-        """Before the forward: what the engine's producer said of this step (StepInput.kv)."""
+        """Stage the chunks of a step, before its forward: what the engine's producer said of this
+        step (StepInput.kv)."""
         for chunk in pairs.decode_chunks(chunks):
             name = (chunk.key, chunk.epoch)
             if chunk.is_cached:
@@ -102,7 +103,7 @@ class StepSender:
         self._chunks.layer_done(layer)
 
     def step_done(self, *, failed: bool) -> None:
-        """After the forward."""
+        """End the oldest step, after its forward."""
         self._chunks.end(failed=failed)
         ends, self._ends = self._ends, []
         for name in () if failed else ends:

@@ -41,7 +41,7 @@ from xpyd_kv.transport.api import Endpoint, MakeEndpoint
 
 
 class Parts:
-    """What the sessions of one process have in common: see SessionContext. `lost`: the device has
+    """The parts that the sessions of one process share: see SessionContext. `lost`: the device has
     failed."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Parts:
 
 
 def _report(post: pairs.Report, counts: MetricsDelta[KvMetrics], message: pairs.FromRank) -> None:
-    """What was counted goes before what ends a pair."""
+    """Report the counts before each message that ends a pair."""
     if isinstance(message, pairs.Ended | pairs.Landed | pairs.Lost):
         post(pairs.Counted(counts=counts.take()))
     post(message)

@@ -83,11 +83,12 @@ class StepChunks(Generic[Owner]):
             self._hand_over(chunk, layer + 1)
 
     def message(self) -> bytes:
-        """Nobody else has to know."""
+        """Return no message: no other process needs the chunks."""
         return b""
 
     def end(self, *, failed: bool) -> Sequence[Chunk[Owner]]:
-        """The step is over: its chunks, what was left of them handed over, unless it failed."""
+        """End the step and return its chunks: what was left of them handed over, unless
+        it failed."""
         chunks, self._chunks = self._chunks, []
         self._group_ends = {}
         for chunk in () if failed else chunks:

@@ -58,15 +58,15 @@ class RankedMemory:
         )
 
     def block_view(self, layer: int, block_id: int) -> View:
-        """Not in this process."""
-        raise XpydError("the bytes stand on the ranks")
+        """Raise XpydError: the bytes are in the processes of the ranks."""
+        raise XpydError("the bytes are on the ranks")
 
     def views(self, layers: Sequence[int], block_ids: Sequence[int]) -> Sequence[View]:
-        """Not in this process."""
-        raise XpydError("the bytes stand on the ranks")
+        """Raise XpydError: the bytes are in the processes of the ranks."""
+        raise XpydError("the bytes are on the ranks")
 
     def written(self) -> None:
-        """The ranks see to it."""
+        """Return None: each rank waits for its own model."""
 
 
 def engine_of(layout: KvLayout, *, is_mla: bool = False) -> EngineLayout:
@@ -88,7 +88,8 @@ def engine_wire_layout(
     max_tokens: int,
     ranks: tuple[Address, ...] = (),
 ) -> wire.Layout:
-    """What the engine's process says: its first rank's cache, and how all of it is divided."""
+    """Return the LAYOUT of the engine's process: its first rank's cache, and how all of it is
+    divided."""
     layout = engine.layout
     of_first = KvLayout(
         layers=layout.layers_of(0),

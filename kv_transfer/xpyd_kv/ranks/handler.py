@@ -59,7 +59,7 @@ class ComputeGate:
             self._alarm.at = min(self._alarm.at, at)
 
     def poll(self) -> float | None:
-        """Make the calls whose time has come; when to ask again (None: nothing waits)."""
+        """Make the calls whose event is done; return when to poll again (None: no call waits)."""
         while self._waiting:
             oldest = self._waiting[0]
             try:
@@ -84,8 +84,9 @@ class ComputeGate:
 
 
 class ProcessHandler:
-    """See Handler. `session` None: a rank's process, whose `reporter` reports to its engine what it
-    counts. `rank` None: a process that only has an engine."""
+    """The Handler of one process: it passes each call to the engine's session or to the rank.
+    `session` None: a rank's process, whose `reporter` reports to its engine what it counts. `rank`
+    None: a process that only has an engine."""
 
     session: Handler | None = None
     rank: Handler | None = None

@@ -19,7 +19,7 @@ from xpyd_kv.transport.api import Handler, Peer
 from xpyd_kv.wire import messages as wire
 
 MakeSession = Callable[[Callable[[ReceiveEvent], None]], ReceiveSession]
-"""A session that tells this function what becomes of its transfers."""
+"""Makes a session that reports its events to this function."""
 
 
 class RankReceives(Handler):
@@ -43,7 +43,7 @@ class RankReceives(Handler):
         self._sessions: dict[int, ReceiveSession] = {}
 
     def do(self, message: pairs.ToRank) -> None:
-        """Do what the engine says."""
+        """Handle a message of the engine."""
         if isinstance(message, pairs.Open):
             self._open(message)
         elif isinstance(message, pairs.Stop):
@@ -89,11 +89,11 @@ class RankReceives(Handler):
     # --- Handler, of connections that ranks of P have dialled
 
     def peer_up(self, peer: Peer) -> None:
-        """A rank of P is there."""
+        """Handle the connection of a rank of P."""
         self._session_of(peer.hello.rank).peer_up(peer)
 
     def peer_down(self, peer: Peer, reason: str) -> None:
-        """A rank of P is gone."""
+        """Handle the end of the connection of a rank of P."""
         self._session_of(peer.hello.rank).peer_down(peer, reason)
 
     def message(self, peer: Peer, message: wire.Message, body: bytes) -> None:
@@ -112,6 +112,6 @@ class RankReceives(Handler):
         session.data_end(peer, header, checksum, stored=stored, intact=intact)
 
     def tick(self, now: float) -> float | None:
-        """Deadlines of all pairs."""
+        """Tick the sessions of all pairs; return the next deadline."""
         times = [session.tick(now) for session in self._sessions.values()]
         return min((time for time in times if time is not None), default=None)

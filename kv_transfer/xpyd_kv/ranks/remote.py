@@ -24,7 +24,7 @@ from xpyd_kv.session import pairs
 
 
 def _place_of(room: object) -> Place:
-    """What goes on a Channel for a lease of the engine's store."""
+    """Return the place that a Channel carries for a lease of the engine's store."""
     leased = room.room if isinstance(room, DirectLanding | StagedLanding) else room
     if not isinstance(leased, _RankedRoom):
         raise XpydError("a room that ranks know nothing of")
@@ -36,7 +36,7 @@ _FROM_RANK: msgspec.msgpack.Decoder[pairs.FromRank] = msgspec.msgpack.Decoder(pa
 
 
 def encode(message: pairs.ToRank | pairs.FromRank) -> bytes:
-    """For the Channel."""
+    """Encode a message for the Channel."""
     return _ENCODER.encode(message)
 
 
@@ -73,7 +73,7 @@ def listen(channels: Sequence[Channel], hear: Callable[[int, pairs.FromRank], No
 
 
 class _Ticket:
-    """One copy on all ranks: an Event."""
+    """An Event: one copy on all ranks."""
 
     def __init__(self, ranks: int) -> None:
         self._done = threading.Event()
@@ -97,7 +97,8 @@ class _Ticket:
 
 
 class RankedCopies:
-    """Copies between the cache and memory beside it, on every rank. `wake`: one is through."""
+    """Copies between the cache and other memory, on every rank. `wake` is called when a rank has
+    finished a copy."""
 
     def __init__(self, channels: Sequence[Channel], wake: Callable[[], None]) -> None:
         self._posts = [post_to(channel) for channel in channels]
@@ -136,8 +137,8 @@ class _RankedRoom:
     def views(
         self, first_layer: int, end_layer: int, first_block: int, end_block: int
     ) -> Sequence[View]:
-        """Not in this process."""
-        raise XpydError("the bytes stand on the ranks")
+        """Raise XpydError: the bytes are in the processes of the ranks."""
+        raise XpydError("the bytes are on the ranks")
 
     def copy(self, block_ids: Sequence[int], *, into_cache: bool) -> _Ticket:
         """See StagingRoom."""
@@ -162,8 +163,8 @@ class RankedSpace:
 
     @property
     def regions(self) -> Sequence[View]:
-        """None in this process."""
+        """Return no region: the ranks have the memory."""
         return ()
 
     def close(self, deadline_s: float) -> None:
-        """Nothing here is memory."""
+        """Do nothing: the ranks have the memory."""

@@ -22,7 +22,7 @@ from xpyd_kv.transport.api import Handler, Peer
 from xpyd_kv.wire import messages as wire
 
 MakeSession = Callable[[Callable[[SendEvent], None]], SendSession]
-"""A session that tells this function what becomes of its transfers."""
+"""Makes a session that reports its events to this function."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class RankSends(Handler):
     # --- from the engine
 
     def do(self, message: pairs.ToRank) -> None:
-        """Do what the engine says."""
+        """Handle a message of the engine."""
         match message:
             case pairs.Send():
                 self._send(message)
@@ -108,7 +108,7 @@ class RankSends(Handler):
                 session.complete(sending.key, sending.epoch)
 
     def ready(self, key: TransferKey, epoch: int, areas: Sequence[ReadyArea]) -> None:
-        """These areas are in the cache. Also from this rank's runner."""
+        """Send areas that are in the cache now. This rank's runner calls it, too."""
         part = self._part(key, epoch)
         if part is None:
             return
@@ -118,7 +118,7 @@ class RankSends(Handler):
             session.ready(key, epoch, areas)
 
     def complete(self, key: TransferKey, epoch: int) -> None:
-        """No more areas follow. Also from this rank's runner."""
+        """Note that no more areas follow. This rank's runner calls it, too."""
         part = self._part(key, epoch)
         if part is None:
             return
@@ -127,7 +127,7 @@ class RankSends(Handler):
             session.complete(key, epoch)
 
     def cancel(self, key: TransferKey, epoch: int, reason: str) -> None:
-        """Stop sending. Also from this rank's runner."""
+        """Stop sending. This rank's runner calls it, too."""
         part = self._parts.get(key)
         if part is None or part.epoch != epoch:
             return
@@ -151,8 +151,8 @@ class RankSends(Handler):
         self._report(pairs.Probed(number=number, destination=rank, result=result))
 
     def _part(self, key: TransferKey, epoch: int) -> _Part | None:
-        """The part of this epoch, a new one where it is the first that is heard of it; None for one
-        that is over."""
+        """Return the part of this epoch, a new one where it is the first that is heard of it; None
+        for one that is over."""
         part = self._parts.get(key)
         if part is not None and part.epoch == epoch:
             return part
@@ -165,7 +165,8 @@ class RankSends(Handler):
     # --- sessions
 
     def _sessions_of(self, part: _Part) -> list[SendSession]:
-        """Of its targets; one that is gone has nothing of it any more."""
+        """Return the sessions of the part's targets that exist; a session that was dropped has no
+        transfers."""
         found = (self._sessions.get(address) for address in part.targets or ())
         return [session for session in found if session is not None]
 
@@ -212,21 +213,21 @@ class RankSends(Handler):
     # --- Handler, of connections that this rank has dialled
 
     def peer_up(self, peer: Peer) -> None:
-        """A rank of D is there."""
+        """Handle the connection to a rank of D."""
         assert peer.address is not None
         self._up[peer.address] = peer
         self._transports[peer.address] = peer.transport
         self._session_at(peer.address).peer_up(peer)
 
     def dial_failed(self, address: Address, reason: str) -> None:
-        """A rank of D is not there."""
+        """Handle a dial of a rank of D that failed."""
         session = self._sessions.get(address)
         if session is not None:
             session.dial_failed(address, reason)
             self._drop_if_idle(address)
 
     def peer_down(self, peer: Peer, reason: str) -> None:
-        """A rank of D is gone."""
+        """Handle the end of the connection to a rank of D."""
         assert peer.address is not None
         session = self._session_at(peer.address)
         if self._up.get(peer.address) is peer:
@@ -245,7 +246,7 @@ class RankSends(Handler):
         self._session_at(peer.address).data_begin(peer, header, length)
 
     def tick(self, now: float) -> float | None:
-        """Deadlines of all pairs."""
+        """Tick the sessions of all pairs; return the next deadline."""
         self._over.purge(now)
         times = [session.tick(now) for session in list(self._sessions.values())]
         return min((time for time in times if time is not None), default=None)

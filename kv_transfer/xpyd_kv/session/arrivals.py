@@ -34,7 +34,7 @@ from xpyd_kv.wire.fit import engine_layout_of
 
 
 class Awaited:
-    """Openings whose P rank has not been heard of. They expire `lease_s` after they came."""
+    """Openings whose P rank has sent no frame yet. They expire `lease_s` after they came."""
 
     def __init__(self, lease_s: float, alarm: Alarm) -> None:
         self._lease_s = lease_s
@@ -45,14 +45,15 @@ class Awaited:
         return len(self._openings)
 
     def add(self, opening: pairs.Open, now: float) -> pairs.Open | None:
-        """Wait for it; the older one of its key, if there is one."""
+        """Add an opening; return the older one of the same key, if there is one."""
         older = self._openings.get(opening.key)
         self._openings[opening.key] = opening
         self._deadlines.set(opening.key, now + self._lease_s)
         return older
 
     def take(self, key: TransferKey, epoch: int, peer: Peer | None = None) -> pairs.Open | None:
-        """The opening, once, if it is of this epoch and (where one is given) for this peer."""
+        """Remove and return the opening if it is of this epoch and (where a peer is given) for this
+        peer."""
         opening = self._openings.get(key)
         if opening is None or opening.epoch != epoch:
             return None
@@ -63,11 +64,11 @@ class Awaited:
         return self._openings.pop(key)
 
     def due(self, now: float) -> list[pairs.Open]:
-        """Those that were waited for too long: no longer awaited."""
+        """Remove and return the openings that have expired."""
         return [self._openings.pop(key) for key in self._deadlines.due(now)]
 
     def next(self) -> float | None:
-        """When the next one expires."""
+        """Return the time at which the next opening expires."""
         return self._deadlines.next()
 
 
@@ -87,7 +88,7 @@ class Arrivals:
         tombstones: Tombstones,
         ranks: Sequence[pairs.Post],
     ) -> None:
-        """`ranks`: ours, over which the engine is divided."""
+        """`ranks`: the ranks of this engine."""
         self._endpoint = context.endpoint
         self._limits = context.settings.limits
         self._clock = context.clock
@@ -116,7 +117,7 @@ class Arrivals:
         return self._quiescing.get((key, epoch))
 
     def add(self, transfer: Incoming) -> None:
-        """A new transfer; its key has no live one."""
+        """Add a new transfer; its key must have no live one."""
         self.live[transfer.key] = transfer
         self._metrics.open_transfers += 1
         self.arm(transfer)
@@ -130,14 +131,14 @@ class Arrivals:
         transfer.state = state
 
     def opened(self, transfer: Incoming) -> None:
-        """All processes that take the bytes can: GRANT."""
+        """Send GRANT: all processes that receive the bytes are ready."""
         self.move(transfer, ReceiveState.GRANTED)
         transfer.granted_s = transfer.activity_s = self._clock()
         self.arm(transfer)
         self._endpoint.send(transfer.peer, grant_of(transfer))
 
     def landed(self, transfer: Incoming, transport: str) -> None:
-        """All of it is here, and agrees with what P sent."""
+        """Finish a transfer whose bytes have all arrived and agree with COMMIT."""
         self.move(transfer, ReceiveState.LANDED)
         self.arm(transfer)
         self._metrics.ended("")
@@ -149,25 +150,27 @@ class Arrivals:
         self._report(ReceiveLanded(transfer.key, transfer.epoch, transport))
 
     def touch(self, transfer: Incoming) -> None:
-        """A frame came: leases run from now."""
+        """Restart the lease: a frame came."""
         transfer.activity_s = self._clock()
         self.arm(transfer)
 
     def drop(self, transfer: Incoming) -> None:
-        """Over, without a word to anybody."""
+        """End a live transfer without a report and without a message."""
         del self.live[transfer.key]
         self._metrics.open_transfers -= 1
         self._deadlines.clear((transfer.key, transfer.epoch))
         self._over.end(transfer.key, transfer.epoch, self._clock())
 
     def withdraw(self, transfer: Incoming, reason: str) -> None:
-        """Over, and no write can land: P said so, or is gone, or all had landed."""
+        """End a live transfer whose landing no write can reach: P said so, P is gone, or all had
+        landed."""
         self._end(transfer, reason)
         if transfer.landing is not None:
             self._report(ReceiveQuiet(transfer.key, transfer.epoch))
 
     def give_up(self, transfer: Incoming, reason: str) -> None:
-        """Tell P to stop; what it has under way may still land until it answers."""
+        """End a live transfer and send CANCEL to P, whose frames may still land until it
+        answers."""
         if transfer.landing is None:
             self._end(transfer, reason)
         else:
@@ -176,14 +179,14 @@ class Arrivals:
         self._endpoint.send(transfer.peer, cancel)
 
     def end(self, transfer: Incoming, reason: str) -> None:
-        """Over in whatever state it is."""
+        """End a live transfer in any state."""
         if transfer.state is ReceiveState.LANDED:
             self.withdraw(transfer, reason)
         else:
             self.give_up(transfer, reason)
 
     def begin_quiescing(self, transfer: Incoming, reason: str) -> None:
-        """The KV is refused from now on; the landing waits until it is quiet."""
+        """Refuse the KV from now on; the landing waits until it is quiet."""
         self._end(transfer, reason)
         self.move(transfer, ReceiveState.CANCELLING)
         self._quiescing[transfer.key, transfer.epoch] = transfer
@@ -203,7 +206,8 @@ class Arrivals:
             self._quiet(transfer)
 
     def peer_down(self, peer: Peer) -> None:
-        """The connection is closed: nothing lands any more, but what our ranks still take."""
+        """End the transfers of a closed connection. Only bytes that our ranks still receive may
+        land."""
         for transfer in [t for t in self._quiescing.values() if t.peer is peer]:
             self._peer_is_gone(transfer)
             self.settle(transfer)
@@ -236,7 +240,7 @@ class Arrivals:
     # --- what our ranks take in
 
     def open_ranks(self, transfer: Incoming) -> None:
-        """It has a landing: our ranks hear of it before P does."""
+        """Send Open to our ranks, before GRANT goes to P."""
         assert transfer.landing is not None
         peer = transfer.peer
         theirs = engine_layout_of(peer.layout)
@@ -261,7 +265,7 @@ class Arrivals:
             )
 
     def hear(self, rank: int, message: pairs.FromRank) -> None:
-        """A message of one of our ranks."""
+        """Handle a message of one of our ranks."""
         if not isinstance(message, pairs.Opened | pairs.Landed | pairs.Lost | pairs.Quiet):
             return
         transfer = self.find(message.key, message.epoch)
@@ -335,6 +339,6 @@ class Arrivals:
 
 
 def _is_kept(transfer: Incoming) -> bool:
-    """A deferred OFFER stays while its request waits. One that the engine has not even looked at
-    does not: that engine does not run."""
+    """Whether a deferred OFFER stays, because its request waits. One that the engine has not even
+    looked at does not: that engine does not run."""
     return transfer.expected and transfer.state is ReceiveState.DEFERRED

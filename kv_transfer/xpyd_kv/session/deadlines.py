@@ -17,8 +17,8 @@ _MIN_STALE = 64
 
 
 class Alarm:
-    """When the Handler's tick has something to do, at the earliest. All Deadlines of one endpoint
-    share it: each moves it to an earlier time, and the tick sets it anew."""
+    """The earliest time at which the Handler's tick has something to do. All Deadlines of one
+    endpoint share it: each moves it to an earlier time, and the tick sets it anew."""
 
     def __init__(self) -> None:
         self.at = -math.inf
@@ -38,7 +38,7 @@ class Deadlines(Generic[K]):
         return len(self._at)
 
     def set(self, key: K, at: float) -> None:
-        """`key`'s deadline is `at` now, whatever it was. Hot path."""
+        """Set or move the deadline of `key` to `at`. Hot path."""
         before = self._at.get(key)
         self._at[key] = at
         if before is not None and before <= at:
@@ -52,11 +52,11 @@ class Deadlines(Generic[K]):
             self._order = len(self._heap)
 
     def clear(self, key: K) -> None:
-        """`key` has no deadline any more."""
+        """Remove the deadline of `key`."""
         self._at.pop(key, None)
 
     def due(self, now: float) -> list[K]:
-        """Keys whose deadline has come, earliest first; they have none after that."""
+        """Remove and return the keys whose deadline has come, earliest first."""
         keys: list[K] = []
         while (first := self.next()) is not None and first <= now:
             key = heapq.heappop(self._heap)[2]
@@ -139,19 +139,19 @@ class Tombstones:
         return len(self._keys) + len(self._uuids)
 
     def end(self, key: TransferKey, epoch: int, now: float) -> None:
-        """This epoch is over; a later one may be offered."""
+        """Remember that this epoch is over; a later one may be offered."""
         stone = self._keys.get(key, now)
         if stone is not None:
             epoch = max(epoch, stone.last_epoch)
         self._keys.set(key, _Stone(epoch, stone is not None and stone.closed), now)
 
     def close(self, key: TransferKey, now: float) -> None:
-        """No OFFER of this key is of use any more."""
+        """Refuse all OFFERs of this key from now on."""
         stone = self._keys.get(key, now)
         self._keys.set(key, _Stone(stone.last_epoch if stone else 0, True), now)
 
     def release(self, uuid: str, now: float) -> None:
-        """No OFFER of this uuid is of use any more."""
+        """Refuse all OFFERs of this uuid from now on."""
         self._uuids.set(uuid, True, now)
 
     def refusal(self, key: TransferKey, epoch: int, now: float) -> str | None:

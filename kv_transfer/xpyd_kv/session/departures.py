@@ -53,7 +53,8 @@ _TIMEOUTS = {
 
 @dataclass(frozen=True)
 class _SendPath:
-    """To a peer that is up. `source`: where frames to it are read; None: our ranks send."""
+    """The way to a peer that is up. `source` reads the bytes of frames to it; None: our ranks
+    send."""
 
     outbox: Outbox
     source: Source | None
@@ -95,7 +96,7 @@ class Departures:
         return transfer if transfer is not None and transfer.request.epoch == epoch else None
 
     def waiting_for(self, address: Address | None) -> list[Outgoing]:
-        """Those that wait for the connection with this D."""
+        """Return the transfers that wait for the connection with this D."""
         return [
             transfer
             for transfer in self._open.values()
@@ -103,7 +104,7 @@ class Departures:
         ]
 
     def add(self, transfer: Outgoing) -> None:
-        """A new transfer, which waits for its connection."""
+        """Add a new transfer, which waits for its connection."""
         self._open[transfer.request.key] = transfer
         self._metrics.open_transfers += 1
         self.arm(transfer, self._limits.dial_s)
@@ -121,7 +122,7 @@ class Departures:
         self._deadlines.set(transfer.request.key, self._clock() + after_s)
 
     def give_up(self, transfer: Outgoing, reason: str) -> None:
-        """It cannot go on: tell D, and wait until nothing of it is in flight."""
+        """Send CANCEL to D, and wait until nothing of the transfer is in flight."""
         if transfer.state is SendState.CANCELLING:
             return
         if transfer.peer is None:
@@ -133,7 +134,8 @@ class Departures:
         self._endpoint.send(transfer.peer, cancel_of(request.key, request.epoch, reason))
 
     def begin_cancelling(self, transfer: Outgoing) -> None:
-        """Only what the endpoint has is still in flight, and what our ranks have."""
+        """Drop the frames that the endpoint does not have yet, and cancel the transfer on our
+        ranks."""
         self.move(transfer, SendState.CANCELLING)
         self.arm(transfer, self._limits.cancel_s)
         if transfer.peer in self._paths:
@@ -143,7 +145,7 @@ class Departures:
             self._ranks[source](pairs.Cancel(key=key, epoch=epoch, reason=reason))
 
     def settle(self, transfer: Outgoing) -> None:
-        """One that is given up ends when nothing of it is in flight any more."""
+        """End a cancelled transfer when nothing of it is in flight any more."""
         if transfer.in_flight or transfer.pairs:
             return
         if transfer.owes_cancelled and transfer.peer is not None:
@@ -154,7 +156,7 @@ class Departures:
             self.end(transfer, transfer.reason)
 
     def end(self, transfer: Outgoing, reason: str) -> None:
-        """It is over: its blocks may go."""
+        """End a transfer: the engine may free its blocks."""
         if transfer.state is SendState.ENDED:
             return
         self.move(transfer, SendState.ENDED)
@@ -169,7 +171,7 @@ class Departures:
         self._report(SendEnded(key, epoch, reason))
 
     def delivered(self, transfer: Outgoing, transport: str) -> None:
-        """D has all of it, by `transport`."""
+        """Finish a transfer that D has received whole, by `transport`."""
         assert transfer.peer is not None
         now = self._clock()
         self._done.set(transfer.request.key, (transfer.request.epoch, transfer.peer), now)
@@ -179,7 +181,7 @@ class Departures:
         self.end(transfer, "")
 
     def withdraw(self, key: TransferKey, epoch: int, reason: str) -> None:
-        """Tell D that KV which it has, and no request has adopted, is of no use."""
+        """Send CANCEL for KV that D has received and no request has adopted."""
         done = self._done.get(key, self._clock())
         if done is not None and done[0] == epoch:
             self._done.drop(key)
@@ -189,7 +191,7 @@ class Departures:
     # --- peers and deadlines
 
     def peer_up(self, peer: Peer) -> None:
-        """Frames may go there."""
+        """Add a peer to which frames may be sent."""
         self._paths[peer] = _SendPath(
             Outbox(self._limits.ahead_bytes),
             None if peer.pair is None else Source(self._memory, peer.pair),
@@ -197,7 +199,7 @@ class Departures:
         )
 
     def peer_down(self, peer: Peer) -> None:
-        """Nothing of ours is read for this peer any more."""
+        """End the transfers to a peer whose connection is closed."""
         self._paths.pop(peer, None)
         for transfer in [one for one in self._open.values() if one.peer is peer]:
             transfer.in_flight = 0
@@ -231,12 +233,12 @@ class Departures:
     # --- what is granted leaves
 
     def meet(self, transfer: Outgoing, peer: Peer) -> None:
-        """Its peer is up."""
+        """Bind a transfer to its peer, which is up."""
         transfer.peer = peer
         transfer.source = self._paths[peer].source
 
     def grant(self, transfer: Outgoing, skip_tokens: int) -> None:
-        """D has room for what follows the first `skip_tokens`."""
+        """Mark a transfer as granted: D has room for what follows the first `skip_tokens`."""
         transfer.skip_blocks = skip_tokens // self._memory.layout.block_size
         self.move(transfer, SendState.GRANTED)
         self.arm(transfer, self._limits.lease_s)
@@ -252,7 +254,7 @@ class Departures:
             self._start_ranks(transfer, skip_tokens)
 
     def ready(self, transfer: Outgoing, areas: Sequence[ReadyArea]) -> None:
-        """These areas are in the cache."""
+        """Send areas that are in the cache now."""
         if not transfer.pairs:
             transfer.waiting.extend(areas)
             self._pump(transfer)
@@ -262,7 +264,7 @@ class Departures:
                 post(pairs.Ready(key=key, epoch=epoch, areas=areas))
 
     def complete(self, transfer: Outgoing) -> None:
-        """No more areas follow."""
+        """Note that no more areas follow."""
         if not transfer.pairs:
             self._pump(transfer)
         else:
@@ -287,7 +289,8 @@ class Departures:
         self._progress(transfer)
 
     def send_again(self, transfer: Outgoing, message: wire.Nack, body: bytes) -> None:
-        """What D asks for, once; ProtocolError where that was never sent."""
+        """Send the frames that D asks for again, once; ProtocolError for a frame that was never
+        sent."""
         if len(body) != 4 * message.frames:
             raise ProtocolError("NACK: length of the body")
         wanted = sorted({seq for (seq,) in struct.iter_unpack("<I", body)})
@@ -343,7 +346,7 @@ class Departures:
                 self._progress(transfer)
 
     def _progress(self, transfer: Outgoing) -> None:
-        """The lease runs from now; COMMIT where all has been sent."""
+        """Restart the lease; send COMMIT when all has been sent."""
         if transfer.state not in SENDING:
             return
         request, is_sent = transfer.request, not transfer.in_flight
@@ -393,7 +396,8 @@ class Departures:
             self.complete(transfer)
 
     def probe_ranks(self, number: int, peer: Peer) -> dict[tuple[int, int], Address] | None:
-        """See Probes: whatever the salt of a transfer."""
+        """Have each rank probe all ranks of the peer to which transfers of any salt may go: see
+        Probes."""
         addresses = _addresses_of(peer)
         if addresses is None:
             return None
@@ -407,7 +411,7 @@ class Departures:
         return {(source, one): addresses[one] for source, one in found}
 
     def on_report(self, rank: int, report: pairs.Flushed | pairs.Ended) -> None:
-        """What a rank says of one of its pairs."""
+        """Handle the report of one of our ranks on one of its pairs."""
         transfer = self.find(report.key, report.epoch)
         pair = (rank, report.destination)
         if transfer is None or pair not in transfer.pairs:
@@ -433,7 +437,7 @@ class Departures:
 
 
 def _addresses_of(peer: Peer) -> Sequence[Address] | None:
-    """Where D's ranks are; None where that is nothing to dial."""
+    """Return the addresses of D's ranks; None where they cannot be dialled."""
     if not peer.layout.ranks:
         return None if peer.address is None else [peer.address]
     try:

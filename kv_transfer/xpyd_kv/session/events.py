@@ -1,4 +1,4 @@
-"""What the sessions tell the engine's side. Values, made on the I/O thread, read on the
+"""Events that the sessions report to the engine's side. Values, made on the I/O thread, read on the
 engine's."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SendSpilled(_OfTransfer, frozen=True):
 
 
 class SendEnded(_OfTransfer, frozen=True):
-    """Nothing of this transfer is in flight: its blocks may go. `reason` is '' when D has the
+    """No frame of this transfer is in flight: its blocks may go. `reason` is '' when D has the
     KV."""
 
     reason: str

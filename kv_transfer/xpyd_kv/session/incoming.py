@@ -44,8 +44,9 @@ class _Cut(NamedTuple):
 
 
 class Placing:
-    """How what comes of a pair's P blocks goes into D's. `layers`: that both ranks have;
-    `source_size`: tokens of a P block; `source_bytes`: what comes of one of one layer."""
+    """Maps the bytes of P's blocks into D's blocks, for one pair. `layers`: the layers that both
+    ranks have; `source_size`: tokens of a P block; `source_bytes`: bytes of one layer that come of
+    one P block."""
 
     def __init__(self, pair: Pair) -> None:
         self.layers = pair.layers
@@ -194,12 +195,12 @@ class Ledger:
         return None
 
     def begin(self, header: wire.Data) -> None:
-        """Its bytes are being written."""
+        """Note that the bytes of a frame are being written."""
         self._writing.add(header.seq)
         self._cover(header, 1)
 
     def end(self, header: wire.Data, checksum: bytes, *, intact: bool) -> None:
-        """Its bytes are written; broken ones may come again."""
+        """Note that the bytes of a frame are written; broken ones may come again."""
         self._writing.discard(header.seq)
         if intact:
             self._frames[header.seq] = checksum
@@ -207,7 +208,7 @@ class Ledger:
             self._cover(header, 0)
 
     def missing(self, frames: int) -> list[int]:
-        """Which of the seqs [0, frames) are not here."""
+        """Return the seqs of [0, frames) that have not arrived."""
         return [seq for seq in range(frames) if seq not in self._frames]
 
     def agrees(self, commit: wire.Commit) -> bool:

@@ -43,7 +43,7 @@ class Source:
         self._memory = memory
         self._pair = pair
         self.block_bytes = pair.block_bytes
-        """What is read of a block of one layer."""
+        """The bytes that are read of a block of one layer."""
         self._part = pair.source_part
         self._layers = pair.source_layers
         self._is_all = self._layers == tuple(range(len(memory.layout.layers)))
@@ -161,7 +161,7 @@ PairName = tuple[int, int]
 
 
 class OfferRequest(msgspec.Struct, frozen=True):
-    """What the engine's side hands over for one transfer. `body`: the token ids as u32."""
+    """The engine's request to offer one prompt. `body`: the token ids as u32."""
 
     key: TransferKey
     epoch: int
@@ -175,8 +175,8 @@ class OfferRequest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Granted:
-    """What a rank that begins to send gets: the D process that has room (its `incarnation`, and
-    the number of its rank), and what that has already."""
+    """The grant with which a rank begins to send: the D process that has room (its `incarnation`,
+    and the number of its rank), and what that has already."""
 
     incarnation: str
     rank: int
@@ -184,8 +184,8 @@ class Granted:
 
 
 def joined(areas: Sequence[ReadyArea], *, block_bytes: int, most_bytes: int) -> list[ReadyArea]:
-    """The same, neighbouring layers of the same blocks in one area of at most `most_bytes`: what
-    has piled up goes in fewer frames."""
+    """Join neighbouring layers of the same blocks in one area of at most `most_bytes`: what has
+    piled up goes in fewer frames."""
     found: list[ReadyArea] = []
     for ready in areas:
         last = found[-1] if found else None
@@ -321,5 +321,5 @@ def cancel_of(key: TransferKey, epoch: int, reason: str) -> wire.Cancel:
 
 
 def cancelled_of(key: TransferKey, epoch: int) -> wire.Cancelled:
-    """Its answer."""
+    """A CANCELLED, the answer to CANCEL."""
     return wire.Cancelled(uuid=key.uuid, prompt_index=key.prompt_index, epoch=epoch)

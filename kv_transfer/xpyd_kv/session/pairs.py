@@ -33,11 +33,11 @@ class Target(NamedTuple):
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Of no one transfer."""
+    """A message that belongs to no transfer."""
 
 
 class _OfTransfer(_Message, frozen=True, kw_only=True):
-    """Of one transfer."""
+    """A message of one transfer."""
 
     key: TransferKey
     epoch: int
@@ -59,7 +59,7 @@ class Send(_OfTransfer, frozen=True, kw_only=True):
 
 
 class Ready(_OfTransfer, frozen=True, kw_only=True):
-    """These areas are in the rank's cache. A rank in a process of its own hears it from its
+    """These areas are in the rank's cache. A rank in a process of its own gets this from its
     runner."""
 
     areas: Sequence[ReadyArea]
@@ -113,7 +113,7 @@ class Stop(_OfTransfer, frozen=True, kw_only=True):
 
 
 class Copy(_Message, frozen=True, kw_only=True):
-    """Copy between a place beside the cache and blocks of it; Copied follows, with the number."""
+    """Copy between a place outside the cache and blocks of it; Copied follows, with the number."""
 
     number: int
     place: Place
@@ -138,7 +138,8 @@ class Flushed(_OfTransfer, frozen=True, kw_only=True):
 
 
 class Ended(_OfTransfer, frozen=True, kw_only=True):
-    """Nothing goes to this rank of D any more. `reason` is '' when it has all, by `transport`."""
+    """The rank sends nothing more to this rank of D. `reason` is '' when D's rank has all, moved by
+    `transport`."""
 
     destination: int
     reason: str
@@ -146,7 +147,7 @@ class Ended(_OfTransfer, frozen=True, kw_only=True):
 
 
 class Probed(_Message, frozen=True, kw_only=True):
-    """What came of one target of a Probe."""
+    """The result of a Probe for one target."""
 
     number: int
     destination: int
@@ -161,21 +162,21 @@ class Opened(_OfTransfer, frozen=True, kw_only=True):
 
 
 class Landed(_OfTransfer, frozen=True, kw_only=True):
-    """All of this rank of P is here, and nothing more of it will be written."""
+    """All bytes of this rank of P have arrived, and no more will be written."""
 
     source: int
     transport: str
 
 
 class Lost(_OfTransfer, frozen=True, kw_only=True):
-    """What this rank of P sends will not come; writes may still land."""
+    """The bytes of this rank of P will not come; writes may still land."""
 
     source: int
     reason: str
 
 
 class Quiet(_OfTransfer, frozen=True, kw_only=True):
-    """Of this rank of P nothing can land any more."""
+    """No write of this rank of P can land any more."""
 
     source: int
 
@@ -190,8 +191,8 @@ class Copied(_Message, frozen=True, kw_only=True):
 
 
 class Counted(_Message, frozen=True, kw_only=True):
-    """What the rank and its endpoint have counted since the last one: before what ends a pair, and
-    once a second."""
+    """The counts of the rank and its endpoint since the last report. It is sent before each message
+    that ends a pair, and once a second."""
 
     counts: Counts
     endpoint: Counts = {}
@@ -228,5 +229,5 @@ def encode_chunks(chunks: Sequence[StepChunk]) -> bytes:
 
 
 def decode_chunks(chunks: bytes) -> tuple[StepChunk, ...]:
-    """The other way."""
+    """Decode StepInput.kv."""
     return _CHUNKS.decode(chunks) if chunks else ()

@@ -55,8 +55,9 @@ class PairProbe:
 
 
 AskRanks = Callable[[int, Peer], Mapping[tuple[int, int], Address] | None]
-"""Given a probe's number: has each of our ranks probe all ranks of the peer that it may send to.
-Their pairs, of which `pair_probed` hears after this returned; None where D's addresses are none."""
+"""Asks each of our ranks to probe all ranks of the peer to which it may send, under a probe's
+number. Returns their pairs, whose results come later to `pair_probed`; None where D's addresses
+cannot be dialled."""
 Done = Callable[[ProbeResult], None]
 
 
@@ -75,7 +76,7 @@ class _Probe:
 
 
 class Probes:
-    """At most one at a time for each address."""
+    """The open probes: at most one for each address."""
 
     def __init__(
         self,
@@ -121,16 +122,16 @@ class Probes:
             probe.digest = self._endpoint.send_probe(peer, probe.token)
 
     def dial_failed(self, address: Address, reason: str) -> None:
-        """No connection."""
+        """End a probe that got no connection."""
         self._end(address, ProbeResult(reason=reason))
 
     def peer_down(self, peer: Peer, reason: str) -> None:
-        """No answer will come."""
+        """End a probe whose connection is closed."""
         if peer.address is not None and self._of(peer) is not None:
             self._end(peer.address, ProbeResult(reason=reason))
 
     def probed(self, peer: Peer, answer: wire.Probed) -> None:
-        """D has read something. Late answers change nothing."""
+        """Handle D's answer. A late answer changes nothing."""
         probe = self._of(peer)
         if probe is None or probe.token != answer.token or peer.address is None:
             return
@@ -150,7 +151,7 @@ class Probes:
             self._end(peer.address, result)
 
     def pair_probed(self, number: int, pair: tuple[int, int], result: ProbeResult) -> None:
-        """What one of our ranks says of probe `number`."""
+        """Handle the result of one of our ranks for probe `number`."""
         for address, probe in list(self._open.items()):
             if probe.token == number and pair in probe.waiting:
                 self._pair_ended(probe, pair, result)

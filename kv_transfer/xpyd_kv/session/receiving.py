@@ -64,8 +64,8 @@ class ReceiveSession(Handler):
         metrics: KvMetrics,
         ranks: Sequence[pairs.Post] = (),
     ) -> None:
-        """`ranks`: ours, to which DATA may come, and over which the engine is divided; a rank's own
-        session has none."""
+        """`ranks`: the ranks of this engine, to which DATA may come; and over which the engine is
+        divided; a rank's own session has none."""
         self._endpoint = context.endpoint
         self._layout = context.memory.layout
         self._on_device = context.on_device
@@ -91,7 +91,8 @@ class ReceiveSession(Handler):
     # --- from the engine's side
 
     def grant(self, key: TransferKey, epoch: int, landing: Room, skip_tokens: int) -> None:
-        """The transfer may land there; the first `skip_tokens` tokens are here already."""
+        """Let the transfer land in `landing`; D has the KV of the first `skip_tokens` tokens
+        already."""
         transfer = self._arrivals.live.get(key)
         if transfer is None or transfer.epoch != epoch or transfer.landing is not None:
             # It ended meanwhile: nothing was written, nothing will be.
@@ -106,7 +107,7 @@ class ReceiveSession(Handler):
             self._arrivals.open_ranks(transfer)
 
     def defer(self, key: TransferKey, epoch: int) -> None:
-        """No room yet: P keeps its blocks, for as long as LEASEs tell it to."""
+        """Defer a transfer that finds no room: P keeps its blocks while LEASEs come."""
         transfer = self._arrivals.live.get(key)
         if transfer is not None and transfer.epoch == epoch:
             self._arrivals.move(transfer, ReceiveState.DEFERRED)
@@ -121,7 +122,7 @@ class ReceiveSession(Handler):
             self._arrivals.arm(transfer)
 
     def finish(self, key: TransferKey, reason: str) -> None:
-        """The engine's side is through with this key (adopted, aborted, given up)."""
+        """End the transfer of a key that the engine has adopted, aborted or given up."""
         now = self._clock()
         self._expected.discard(key)
         self._over.close(key, now)
@@ -145,19 +146,19 @@ class ReceiveSession(Handler):
         self._draining = True
 
     def hear(self, rank: int, message: pairs.FromRank) -> None:
-        """A message of one of our ranks."""
+        """Handle a message of one of our ranks."""
         self._arrivals.hear(rank, message)
 
     # --- a rank's, from its engine
 
     def open(self, opening: pairs.Open) -> None:
-        """Take what a rank of P sends of this transfer."""
+        """Accept what a rank of P sends of this transfer."""
         older = self._awaited.add(opening, self._clock())
         if older is not None:
             self._lost(older, "replaced")
 
     def stop(self, key: TransferKey, epoch: int, reason: str) -> None:
-        """Take no more of it. ReceiveQuiet follows, unless it was reported before."""
+        """Refuse more bytes of a transfer. ReceiveQuiet follows, unless it was reported before."""
         opening = self._awaited.take(key, epoch)
         if opening is not None:
             self._lost(opening, reason)
@@ -169,14 +170,14 @@ class ReceiveSession(Handler):
             self._report(ReceiveQuiet(key, epoch))
 
     def _lost(self, opening: pairs.Open, reason: str) -> None:
-        """Nothing has come of it, and what comes is refused."""
+        """End an opening of which no frame has come; frames that come later are refused."""
         self._over.end(opening.key, opening.epoch, self._clock())
         self._metrics.ended(reason)
         self._report(ReceiveEnded(opening.key, opening.epoch, reason))
         self._report(ReceiveQuiet(opening.key, opening.epoch))
 
     def _bind(self, peer: Peer, key: TransferKey, epoch: int) -> None:
-        """The first that is heard of an awaited transfer."""
+        """Start an awaited transfer at its first frame."""
         opening = self._awaited.take(key, epoch, peer)
         if opening is None:
             return
@@ -207,7 +208,7 @@ class ReceiveSession(Handler):
     # --- Handler
 
     def peer_down(self, peer: Peer, reason: str) -> None:
-        """Nothing of this P lands any more: what is not complete is lost."""
+        """End the transfers of a closed connection."""
         self._origins.pop(peer, None)
         self._arrivals.peer_down(peer)
 

@@ -53,8 +53,8 @@ class SendSession(Handler):
         metrics: KvMetrics,
         ranks: Sequence[pairs.Post] = (),
     ) -> None:
-        """`ranks`: ours, by which DATA may go, and over which the engine is divided; a rank's own
-        session has none."""
+        """`ranks`: the ranks of this engine, by which DATA may go; and over which the engine is
+        divided; a rank's own session has none."""
         self._endpoint = context.endpoint
         self._layout = context.memory.layout
         self._limits = context.settings.limits
@@ -89,14 +89,14 @@ class SendSession(Handler):
         self._add(Outgoing(request, since_s=self._clock(), granted=granted, spill=spill))
 
     def ready(self, key: TransferKey, epoch: int, areas: Sequence[ReadyArea]) -> None:
-        """These areas are in the cache."""
+        """Send areas that are in the cache now."""
         transfer = self._departures.find(key, epoch)
         if transfer is not None and transfer.state is not SendState.CANCELLING:
             transfer.handed += len(areas)
             self._departures.ready(transfer, areas)
 
     def complete(self, key: TransferKey, epoch: int) -> None:
-        """No more areas follow: COMMIT when all is sent."""
+        """Note that no more areas follow: COMMIT goes when all is sent."""
         transfer = self._departures.find(key, epoch)
         if transfer is not None and transfer.state is not SendState.CANCELLING:
             transfer.complete = True
@@ -144,13 +144,13 @@ class SendSession(Handler):
         self.probes.peer_up(peer)
 
     def dial_failed(self, address: Address, reason: str) -> None:
-        """No connection: what waited for it fails."""
+        """Fail the transfers that waited for this connection."""
         for transfer in self._departures.waiting_for(address):
             self._departures.end(transfer, reason)
         self.probes.dial_failed(address, reason)
 
     def peer_down(self, peer: Peer, reason: str) -> None:
-        """Nothing of ours is read for this peer any more."""
+        """End the transfers to a peer whose connection is closed."""
         self._draining.discard(peer)
         self._departures.peer_down(peer)
         self.probes.peer_down(peer, reason)

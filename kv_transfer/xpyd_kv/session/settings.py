@@ -52,7 +52,7 @@ class KvLimits:
 
 @dataclass(frozen=True)
 class KvSettings:
-    """What an operator may choose, beside the endpoint's own settings."""
+    """The settings of the sessions and the store, apart from the endpoint's own."""
 
     limits: KvLimits = field(default_factory=KvLimits)
     frames: FrameLimits = field(default_factory=FrameLimits)

@@ -31,12 +31,12 @@ class Peer(Protocol):
 
     @property
     def address(self) -> Address | None:
-        """What we dialled; None for a connection that the peer opened."""
+        """The address that we dialled; None for a connection that the peer opened."""
         ...
 
     @property
     def transport(self) -> str:
-        """What moves DATA between the two: `shm`, `uds` or `tcp`."""
+        """The transport that moves DATA between the two: `shm`, `uds` or `tcp`."""
         ...
 
     @property
@@ -44,8 +44,8 @@ class Peer(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """What the peer announced. OFFER must not exceed its `max_tokens`, the KV bytes of a DATA
-        frame not its `max_data_bytes`. Its cache fits ours; the block size may differ."""
+        """The LAYOUT that the peer announced. OFFER must not exceed its `max_tokens`, the KV bytes
+        of a DATA frame not its `max_data_bytes`. Its cache fits ours; the block size may differ."""
         ...
 
     @property
@@ -55,14 +55,15 @@ class Peer(Protocol):
 
     @property
     def pair(self) -> Pair | None:
-        """What DATA moves here. None: no DATA, which goes over connections of the engines'
-        ranks."""
+        """The pair of ranks whose DATA moves on this connection. None: no DATA, which moves between
+        the engines' ranks."""
         ...
 
 
 class Handler(Protocol):
-    """What the session gives the Endpoint. Calls come one at a time, on the I/O thread. What a side
-    never needs does nothing: a D dials no address, and to a P no DATA is stored."""
+    """The callbacks that a session gives to the Endpoint. Calls come one at a time, on the I/O
+    thread. What a side never needs does nothing: a D dials no address, and to a P no DATA is
+    stored."""
 
     def peer_up(self, peer: Peer) -> None:
         """The handshake with it has succeeded."""

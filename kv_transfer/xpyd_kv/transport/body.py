@@ -42,7 +42,7 @@ class Checksum:
 
 
 def checksum(views: Iterable[memoryview]) -> bytes:
-    """That of the views' bytes in order."""
+    """Return the checksum of the bytes of all views, in order."""
     digest = Checksum()
     for view in views:
         digest.update(view)
@@ -169,7 +169,7 @@ class Departure:
         return self._sum.digest()
 
     def _next(self, *before: memoryview) -> list[memoryview]:
-        """One turn's views, summed up; behind the last one's the checksum, in the same call."""
+        """Return the views of one turn, summed up; the last turn ends with the checksum."""
         views = self._body.window(TURN_BYTES)
         for view in views:
             self._sum.update(view)
@@ -179,8 +179,8 @@ class Departure:
 
 
 class ProbeSource:
-    """P's bytes. `room`: memory that it lends and that nothing else uses; at most MAX_PROBE_BYTES
-    of it are taken."""
+    """The bytes of P's probes. `room`: memory that it lends and that nothing else uses; at most
+    MAX_PROBE_BYTES of it are taken."""
 
     def __init__(self, room: memoryview | None = None) -> None:
         view = (room or memoryview(bytearray(MAX_PROBE_BYTES)))[:MAX_PROBE_BYTES]
@@ -196,7 +196,7 @@ class ProbeSource:
 
 
 def answer_of(probe: wire.Probe, views: Iterable[memoryview], transport: str) -> wire.Probed:
-    """What D says of the bytes that it has read, moved by `transport`."""
+    """Return D's answer to a PROBE whose bytes it has read, moved by `transport`."""
     digest = sha256()
     for view in views:
         digest.update(view)

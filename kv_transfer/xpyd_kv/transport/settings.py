@@ -12,10 +12,10 @@ from xpyd_kv.wire.handshake import OVER_TCP, OVER_UNIX
 from xpyd_kv.wire.messages import MAJOR, MINOR, Hello
 
 _BY_THE_WAY = {"striped": "tcp"}
-"""What is used where another is allowed: tcp over more than one connection."""
+"""A transport that is used where another one is allowed: tcp over more than one connection."""
 _ALL = tuple(dict.fromkeys((*OVER_UNIX, *OVER_TCP)))
 TRANSPORTS = tuple(name for name in _ALL if name not in _BY_THE_WAY)
-"""All that can be chosen to move DATA, best first."""
+"""The transports that can be chosen to move DATA, best first."""
 _NEEDS = {
     "uds": "--kv-socket-dir",
     "shm": "memory that can be shared",
@@ -30,8 +30,8 @@ MIB = 1024 * KIB
 def offered(
     transports: tuple[str, ...], *, has_folder: bool, lent: Collection[str]
 ) -> tuple[str, ...]:
-    """What of `transports` this side can use at all, best first. UserError for an unknown one, and
-    when none is left. `lent`: what beside the sockets it has what it needs for."""
+    """Return the names of `transports` that this side can use, best first. UserError for an unknown
+    one, and when none is left. `lent`: what beside the sockets it has what it needs for."""
     unknown = sorted(set(transports) - set(TRANSPORTS))
     if unknown:
         raise UserError(f"KV transport {unknown[0]}: expected one of {', '.join(TRANSPORTS)}")
@@ -52,7 +52,7 @@ def offered(
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this process is to its peers.
+    """The identity of this process to its peers.
 
     `engine_id` names the instance, one at a time in the fleet: a connection of the same engine_id
     and rank replaces the older one. `incarnation` is random per process start.
@@ -97,21 +97,23 @@ class Timeouts:
     ping_s: float = PING_S
     missed_pings: int = MISSED_PINGS
     failed_auth_s: float = 30.0
-    """So long an address that failed AUTH, or that holds us in quarantine, is not dialled again."""
+    """An address that failed AUTH, or that holds us in quarantine, is not dialled again for this
+    time."""
     mismatch_window_s: float = 600.0
     quarantine_s: float = 60.0
-    """So long D refuses a P of which several frames were broken within `mismatch_window_s`."""
+    """D refuses for this time a P of which several frames were broken within
+    `mismatch_window_s`."""
     path_retry_s: float = 300.0
-    """So long P does without what D could not open of what it lends."""
+    """P does not lend memory for this time after D could not open it."""
     fetch_s: float = 10.0
-    """So long D may take for a frame that P lends; then the connection ends."""
+    """D may take this time for a frame that P lends; then the connection ends."""
     listen_pause_s: float = 0.5
-    """So long nothing is accepted after the process ran out of file descriptors."""
+    """No connection is accepted for this time after the process ran out of file descriptors."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of the queues and of one turn of the loop."""
+    """Bounds of the queues and of one turn of the I/O thread's loop."""
 
     connections: int = 1024
     """Open ones; over that a new peer is refused (`limit`)."""
@@ -125,12 +127,13 @@ class Bounds:
     """Read from and written to one connection before the others get their turn: about a
     millisecond. A quarter of it costs a fifth more CPU for each byte."""
     read_bytes: int = MIB
-    """Of a DATA body read at once: as many as a processor's own cache has room for beside what
-    else is in it."""
+    """The bytes of a DATA body that are read at once: as many as a processor's own cache has room
+    for beside what else is in it."""
     wake_bytes: int = 2 * MIB
-    """Of a DATA body over TCP that must be there before it is read, if so many are missing: each
-    waking takes the processor from P's sending. A quarter of it makes TCP a quarter slower, twice
-    as much is no better (docs/benchmarks/kv.md); the kernel's default buffer allows 3 MiB."""
+    """The bytes of a DATA body over TCP that must have arrived before it is read, if so many are
+    missing: each waking takes the processor from P's sending. A quarter of it makes TCP a quarter
+    slower, twice as much is no better (docs/benchmarks/kv.md); the kernel's default buffer allows 3
+    MiB."""
     accepts_per_turn: int = 16
     scratch_bytes: int = 64 * KIB
-    """One read of control frames; also what a refused DATA body is read into."""
+    """The bytes of one read of control frames; also what a refused DATA body is read into."""

@@ -111,7 +111,7 @@ class Connection:
         self._pulse = pulse or Pulse()
         self._handshake = Handshake(ours, dialler=dialler)
         self.ours = ours.hello
-        """What we say of ourselves."""
+        """Our HELLO."""
         self._role = ours.hello.role
         self._is_dialler = dialler
         self._layout = ours.layout
@@ -120,7 +120,7 @@ class Connection:
         """Its `data_left` KV bytes of the DATA frame under way the shell may read elsewhere."""
         self._peer_limits = Limits()
         self.own_frames = bytearray(self._handshake.begin())
-        """What `outgoing` returns next."""
+        """The bytes that `outgoing` returns next."""
         self._opened: Opened | None = None
         self.is_open = False
         self._may_send: frozenset[type[Message]] = frozenset()
@@ -135,12 +135,12 @@ class Connection:
 
     @property
     def transport(self) -> str:
-        """What moves DATA on this connection; '' before both HELLOs."""
+        """The transport that moves DATA on this connection; '' before both HELLOs."""
         return self._handshake.transport
 
     @property
     def peer(self) -> Opened:
-        """Who the peer is. Only once the connection is open."""
+        """The peer's HELLO. Only once the connection is open."""
         if self._opened is None:
             raise IllegalMoveError("the connection is not open")
         return self._opened
@@ -154,7 +154,7 @@ class Connection:
 
     @property
     def pair(self) -> Pair | None:
-        """What DATA moves here, once open; None: no DATA comes here."""
+        """The pair of ranks whose DATA moves here, once open; None: no DATA comes here."""
         return self._handshake.pair
 
     @property
@@ -207,12 +207,13 @@ class Connection:
         return encode(message, body_bytes)
 
     def data_bytes(self, header: Shared) -> int:
-        """KV bytes that a SHARED frame from the peer stands for."""
+        """Return the number of KV bytes that a SHARED frame of the peer names."""
         return self.decoder.limits.data_bytes(header)
 
     @property
     def block_bytes(self) -> int:
-        """One block of one layer in DATA: P's, or what of it is for D's rank."""
+        """The bytes of one block of one layer in DATA: P's block, or the share of it for D's
+        rank."""
         return self._peer_limits.block_bytes
 
     @property

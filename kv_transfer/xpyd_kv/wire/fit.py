@@ -40,8 +40,8 @@ def is_ranked(source: Layout, destination: Layout) -> bool:
 
 
 def pair_on(source: Layout, destination: Layout, *, dialler: Hello, acceptor: Hello) -> Pair | None:
-    """What DATA moves on a connection of these two; None on a control connection, which has none.
-    LayoutError where they do not fit."""
+    """Return the pair of ranks whose DATA moves on a connection of these two; None on a control
+    connection, which has none. LayoutError where they do not fit."""
     engines = engines_of(source, destination)
     if not dialler.data:
         if is_ranked(source, destination):

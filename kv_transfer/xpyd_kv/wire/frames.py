@@ -92,8 +92,8 @@ FrameEvent = Frame | DataBegin | DataChunk | DataEnd
 
 @dataclass(frozen=True)
 class Limits:
-    """What one side takes, from the LAYOUT that it announced. The blocks of DATA are P's, or the
-    part of them that is for D's rank."""
+    """The limits of what one side accepts, from the LAYOUT that it announced. The blocks of DATA
+    are P's, or the part of them that is for D's rank."""
 
     max_tokens: int = 0
     max_data_bytes: int = DEFAULT_MAX_DATA_BYTES
@@ -102,7 +102,7 @@ class Limits:
 
     @classmethod
     def of(cls, receiver: Layout, pair: Pair | None) -> Limits:
-        """What `receiver` takes of a connection on which `pair` moves; None: no DATA."""
+        """Return what `receiver` accepts on a connection on which `pair` moves; None: no DATA."""
         block_bytes = 0 if pair is None else pair.block_bytes
         # One block must always fit, however small the limit was set.
         data_bytes = max(receiver.max_data_bytes, block_bytes)
@@ -127,8 +127,8 @@ class Limits:
         }
 
     def fault(self, message: Message, body_bytes: int) -> str:
-        """What is wrong with a body of this length behind this header; '' when nothing is. Hot
-        path: most types have no body."""
+        """Return what is wrong with a body of this length behind this header; '' when nothing is.
+        Hot path: most types have no body."""
         limit = self.max_body_bytes.get(type(message))
         if body_bytes > (limit or 0):
             return f"{_name(message)} with a body of {body_bytes} bytes, over its limit"

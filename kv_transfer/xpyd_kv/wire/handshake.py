@@ -52,11 +52,10 @@ Takes = Literal["engines", "ranks", "both"]
 
 @dataclass(frozen=True)
 class Terms:
-    """What one side brings: its HELLO (with this connection's nonce), its LAYOUT, the fleet's keys
-    (the first signs, each is accepted), and what can move DATA on this socket, best first.
-
-    An acceptor names in its HELLO only what `can_use` says yes to for that dialler, so that both
-    sides choose alike."""
+    """The part of one side in a handshake: its HELLO (with this connection's nonce), its LAYOUT,
+    the fleet's keys (the first signs, each is accepted), and what can move DATA on this socket,
+    best first. An acceptor names in its HELLO only what `can_use` says yes to for that dialler, so
+    that both sides choose alike."""
 
     hello: Hello
     layout: Layout
@@ -74,9 +73,9 @@ def common_transport(usable: Iterable[str], ours: Hello, theirs: Hello) -> str:
 
 
 def fitting(source: Layout, destination: Layout, *, dialler: Hello, acceptor: Hello) -> Pair | None:
-    """What DATA moves on this connection from P to D; None: none, it is the control connection of
-    engines with ranks. RefusedError names the factor, or else the part of the shape, by which no KV
-    can move."""
+    """Return the pair of ranks whose DATA moves on this connection from P to D; None: none, it is
+    the control connection of engines with ranks. RefusedError names the factor, or else the part of
+    the shape, by which no KV can move."""
     factors = differing_factors(source.factors, destination.factors)
     if factors:
         raise RefusedError(errors.INCOMPATIBLE, factor=factors[0])
@@ -101,7 +100,8 @@ class Handshake:
         self.transport = ""
         self.layout: Layout | None = None
         self.pair: Pair | None = None
-        """What DATA moves on this connection, once done; None: no DATA comes here."""
+        """The pair of ranks whose DATA moves on this connection, once done; None: no DATA comes
+        here."""
         self.refusal: RefusedError | None = None
         self.expected: type[Message] = Hello
 

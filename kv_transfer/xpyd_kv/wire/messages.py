@@ -35,8 +35,8 @@ _Address = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z.:\[\]%]+\Z", max_le
 _Ranks = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 _Layers = Annotated[tuple[_U16, ...], msgspec.Meta(min_length=1, max_length=1024)]
 Mode = Literal["put_async", "put", "get"]
-"""Who says when a prompt's KV moves: P as soon as it stands (put_async), P while its engine waits
-(put), or D when its request runs (get)."""
+"""The side that decides when a prompt's KV moves: P as soon as it stands (put_async), P while its
+engine waits (put), or D when its request runs (get)."""
 MODES: tuple[Mode, ...] = ("put_async", "put", "get")
 _Mac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -106,7 +106,7 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _OfTransfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of one transfer, once or again (`epoch`)."""
+    """A message of one transfer, at its first or a later try (`epoch`)."""
 
     uuid: _Uuid
     prompt_index: _U16
@@ -142,7 +142,7 @@ class Pull(_OfTransfer, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _Blocks(_OfTransfer, frozen=True, kw_only=True, omit_defaults=True):
-    """Of blocks [first_block, end_block) of layers [first_layer, end_layer)."""
+    """A message of blocks [first_block, end_block) of layers [first_layer, end_layer)."""
 
     seq: _U32
     first_layer: _U16

@@ -21,9 +21,10 @@ _log = logging.getLogger(__name__)
 AHEAD = 2
 """Frames that a connection gathers before the kernel has taken them: one on its way, one next."""
 MAX_HELD_CALLS = 256
-"""What a peer may send behind a frame that is being scattered; then it is not read."""
+"""The bytes that a peer may send behind a frame that is being scattered; then its socket is not
+read."""
 CLOSE_S = 5.0
-"""So long the end of a connection waits for copies under way: they take milliseconds."""
+"""The time for which the end of a connection waits for copies under way: they take milliseconds."""
 
 
 class DeviceFailedError(OSError):
@@ -32,7 +33,8 @@ class DeviceFailedError(OSError):
 
 @dataclass(eq=False)
 class Slab:
-    """One piece of pinned memory. `used_bytes` are carved, by `frames` that are not through."""
+    """A slab: one piece of pinned memory. `used_bytes` are carved, by `frames` that are not
+    through."""
 
     memory: memoryview
     used_bytes: int = 0
@@ -65,7 +67,7 @@ class Staging:
         return self._free.pop() if self._free else None
 
     def give(self, slab: Slab) -> None:
-        """Nothing of it is used any more."""
+        """Take back a slab that no frame uses any more."""
         slab.used_bytes = slab.frames = 0
         self._free.append(slab)
 
@@ -108,7 +110,7 @@ class Outward:
 
     @property
     def since_s(self) -> float | None:
-        """Since when the next frame is awaited."""
+        """The time since which the next frame is awaited."""
         return self._gathers[0].since_s if self._gathers else self._starved_since
 
     def gather(self, frames: Sequence[Sequence[View]], now: float) -> None:
@@ -131,7 +133,8 @@ class Outward:
         return gather.part
 
     def sent(self) -> None:
-        """What `next` gave is with the kernel, or not wanted."""
+        """Give back the slab of the frame that `next` returned: the kernel has it, or it is
+        dropped."""
         slab, self._sending = self._sending, None
         if slab is not None:
             self._staging.give(slab)
@@ -179,7 +182,7 @@ class Inward:
 
     @property
     def since_s(self) -> float | None:
-        """Since when the oldest frame is scattered."""
+        """The time since which the oldest frame is being scattered."""
         return self._landings[0].since_s if self._landings else None
 
     def reserve(self) -> bool:
@@ -197,7 +200,7 @@ class Inward:
         return self._slab is not None
 
     def rest(self) -> None:
-        """Nothing is being received: keep no slab for what may come."""
+        """Give back the slab while no frame is being received."""
         slab = self._slab
         if slab is not None:
             self._slab = None

@@ -31,12 +31,12 @@ class Runs(NamedTuple):
     lengths: tuple[int, ...]
 
     def each(self) -> list[Span]:
-        """One by one, where a step of Python costs nothing."""
+        """Return the runs one by one, where speed does not matter."""
         return [Span(*run) for run in zip(*self, strict=True)]
 
 
 def pack(runs: Iterable[Span]) -> bytes:
-    """Runs as they stand on the wire: u64 offset, u32 length, little-endian."""
+    """Runs in the encoding of the wire: u64 offset, u32 length, little-endian."""
     return b"".join(starmap(_RUN.pack, runs))
 
 
@@ -64,11 +64,9 @@ class CorruptError(Exception):
 
 
 class Lent(NamedTuple):
-    """What REGION says: how much memory, bytes by which D finds it, and what travels beside them.
-
-    `body` has at most MAX_REGION_BODY_BYTES of xpyd_kv.wire.frames; `rights` go over Unix sockets
-    only.
-    """
+    """The contents of REGION: how much memory, bytes by which D finds it, and what travels beside
+    them. `body` has at most MAX_REGION_BODY_BYTES of xpyd_kv.wire.frames; `rights` go over Unix
+    sockets only."""
 
     size_bytes: int
     body: bytes = b""
@@ -113,7 +111,7 @@ class Fetch(Protocol):
 
 
 class Through(Fetch):
-    """It was through when it was begun."""
+    """A fetch that was complete when it began."""
 
     def poll(self) -> bool:
         return True
@@ -157,10 +155,10 @@ class Linked(Protocol):
 
 
 class DataPath(Protocol):
-    """One way to move DATA, for all connections of an endpoint."""
+    """A transport that moves DATA outside the sockets, for all connections of an endpoint."""
 
     name: str
-    """As in HELLO's `transports`."""
+    """The name of the transport, as in HELLO's `transports`."""
 
     @property
     def lends(self) -> bool:
@@ -178,7 +176,8 @@ class DataPath(Protocol):
 
 
 class UnusedPath(DataPath):
-    """Of an engine whose ranks move KV, each to each. `name`: of the transport."""
+    """The data path of an engine whose ranks move the KV: it moves nothing on the engine's own
+    connections. `name`: the transport."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -192,7 +191,8 @@ class UnusedPath(DataPath):
 
 
 class UnusedBorrower(Borrower):
-    """It is there from the peer's AUTH on, before LAYOUT says that it is not used."""
+    """A borrower that opens nothing: it exists from AUTH on, before LAYOUT shows that it is not
+    used."""
 
     def open(self, size_bytes: int, body: bytes, descriptors: Sequence[int]) -> None:
         raise ProtocolError("REGION to an engine whose ranks take DATA")
@@ -201,4 +201,4 @@ class UnusedBorrower(Borrower):
         raise ProtocolError("SHARED to an engine whose ranks take DATA")
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing: no memory was opened."""

@@ -41,8 +41,9 @@ _TOKEN_BYTES = 16
 
 
 def host_token() -> bytes:
-    """The same for all processes of this boot of this machine in this IPC namespace, in which the
-    driver passes handles (pods have one each, but for `hostIPC`). Empty where nobody can tell."""
+    """Return a token that is the same for all processes of this boot of this machine in this IPC
+    namespace, in which the driver passes handles (pods have one each, but for `hostIPC`). Empty
+    where nobody can tell."""
     try:
         place = f"{_BOOT_ID.read_text().strip()} {os.readlink(_IPC_NAMESPACE)}"
     except OSError:

@@ -199,7 +199,7 @@ class Borrowing:
             yield Fetched(oldest.header, oldest.length, oldest.views, intact)
 
     def take_copied(self) -> int:
-        """How many frames the next COPIED names."""
+        """Return the number of frames that the next COPIED names."""
         frames = self._through_frames
         self._bytes -= self._through_bytes
         self._through_frames = self._through_bytes = 0
@@ -219,7 +219,7 @@ class Borrowing:
 
 
 def shared_of(header: wire.Data | wire.Probe) -> wire.Shared | wire.Probe:
-    """The header that stands for this one where the bytes are lent."""
+    """Return the header that is sent instead of this one where the bytes are lent."""
     if isinstance(header, wire.Probe):
         return msgspec.structs.replace(header, shared=True, checksum=NO_CHECKSUM)
     return wire.Shared(**msgspec.structs.asdict(header))

@@ -40,7 +40,7 @@ Job = Callable[[socket.socket], None]
 
 
 class _Link:
-    """One connection and the thread that does its jobs, in order, until one fails."""
+    """A further connection and the thread that does its jobs, in order, until one fails."""
 
     def __init__(self, sock: socket.socket, failed: Callable[[Exception], None]) -> None:
         self._sock = sock
@@ -59,7 +59,7 @@ class _Link:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def join(self) -> None:
-        """After `shut`: nothing is read or written any more."""
+        """Wait for the thread, after `shut`: it reads and writes no memory any more."""
         self._thread.join(_JOIN_S)
         self._sock.close()
 
@@ -77,7 +77,7 @@ class _Link:
 
 
 class _Links:
-    """All of one peer."""
+    """The links of one peer."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._links: dict[int, _Link] = {}
@@ -113,7 +113,7 @@ class _Links:
 
 
 class StripedLender(Lender):
-    """What it lends are the frames' own views, until D has read them."""
+    """Lends the views of the frames themselves, until D has read them."""
 
     def __init__(self, connections: int, wake: Callable[[], None]) -> None:
         self._connections = connections

@@ -55,7 +55,7 @@ class SocketFolder:
         try:
             made = f"{name}.{os.getpid()}"
             sock.bind(self._at(made))
-            # Nobody finds it before it listens and is ours alone to open.
+            # No process finds the socket before it listens and only we may open it.
             os.chmod(self._at(made), stat.S_IRUSR | stat.S_IWUSR)
             sock.listen(_BACKLOG)
             sock.setblocking(False)
@@ -158,8 +158,8 @@ class Listeners:
         """When `run_timers` has something to do."""
 
     def open(self, address: Address, folder: SocketFolder | None) -> Address:
-        """Listen on `address` and, with a folder, beside it; where it listens. UserError when it
-        cannot; nothing is left open then."""
+        """Listen on `address` and, with a folder, on a Unix socket in it; return the address.
+        UserError when it cannot; nothing is left open then."""
         tcp = sockets.listen(address)
         bound = sockets.bound_address(tcp)
         try:

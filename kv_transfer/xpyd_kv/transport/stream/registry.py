@@ -17,7 +17,7 @@ from xpyd_kv.wire.handshake import Terms
 from xpyd_kv.wire.messages import Hello
 
 MISMATCHES = 3
-"""So many frames with a wrong checksum within the window begin a quarantine."""
+"""The number of frames with a wrong checksum within the window that begins a quarantine."""
 _MAX_PEERS = 4096
 
 
@@ -31,7 +31,7 @@ class Quarantine:
         self._until: dict[str, float] = {}
 
     def mismatch(self, engine_id: str, now: float) -> bool:
-        """One more broken frame of this P; whether its quarantine begins now."""
+        """Count a broken frame of this P; True when its quarantine begins now."""
         times = self._seen.pop(engine_id, None) or deque(maxlen=MISMATCHES)
         times.append(now)
         if len(times) == MISMATCHES and times[0] > now - self._window_s:
@@ -93,7 +93,7 @@ class Registry:
         self._avoided: _Memory[frozenset[str]] = _Memory(path_retry_s)
 
     def __iter__(self) -> Iterator[Stream]:
-        """All of them; the registry may be changed meanwhile."""
+        """Iterate over all connections; the registry may be changed meanwhile."""
         return iter([*self._strangers, *self._dials.values(), *self._further, *self._peers])
 
     @property

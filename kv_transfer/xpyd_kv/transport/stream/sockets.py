@@ -100,7 +100,7 @@ def usable(sock: socket.socket) -> tuple[str, ...]:
 
 
 def dial_error(sock: socket.socket) -> OSError | None:
-    """How the connecting ended."""
+    """Return the error with which connecting ended, or None."""
     error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     return OSError(error, "connect") if error else None
 
@@ -114,7 +114,7 @@ def bound_address(sock: socket.socket) -> Address:
 READ = select.EPOLLIN
 WRITE = select.EPOLLOUT
 Ready = Callable[[int, float], None]
-"""What a socket does when it is ready: (mask of READ and WRITE, now)."""
+"""The call for a socket that is ready: (mask of READ and WRITE, now)."""
 
 
 class WakeableSelector:

@@ -41,7 +41,8 @@ class ClosedByPeerError(OSError):
 
 
 class Stream:
-    """A Peer, once `protocol` is open."""
+    """One connection: its socket, its protocol and the peer. It is a Peer once `protocol` is
+    open."""
 
     # Set when it opens: what the session reads often.
     hello: wire.Hello
@@ -72,12 +73,12 @@ class Stream:
         self.sock = sock
         self.protocol = protocol
         self.remote = remote
-        """For log lines only."""
+        """The peer's address, for log lines only."""
         self.connect_by = connect_by
-        """Until when the TCP connection must stand; None once it does."""
+        """The time at which the TCP connection must be established; None once it is."""
         self.wants_write = False
         self.paused_since: float | None = None
-        """Since when it is not read, for want of a slab; see `resume`."""
+        """The time since which the socket is not read, because no slab is free; see `resume`."""
         self.closing: str | None = None
         self.may_fetch = staging is not None
         """Whether `waiting_since` may be a time: it has more to do than read and write its
@@ -133,7 +134,7 @@ class Stream:
 
     @property
     def waiting_since(self) -> float | None:
-        """Since when something has to be polled: a copy by another thread or device, a slab."""
+        """The time since which a copy by another thread or device, or a slab, has to be polled."""
         times = (
             self.paused_since,
             self.writer.waiting_since,
@@ -143,7 +144,7 @@ class Stream:
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     def end(self, reason: str) -> None:
-        """Nothing more is read or written."""
+        """Mark the connection as closing: no byte is read or written any more."""
         self.closing = reason
         self.writer.is_closing = True
 
@@ -261,7 +262,7 @@ class Stream:
                     self.writer.write(now)
 
     def attach(self, number: int, sock: socket.socket) -> None:
-        """One more connection between the two processes, for DATA only."""
+        """Attach a further connection between the two processes, for DATA only."""
         sockets.make_blocking(sock, self._fetch_s)
         books = self.writer.lending or self._borrowing
         assert books is not None
@@ -276,7 +277,7 @@ class Stream:
             self._borrowing = Borrowing(path.borrower(), fetch_s=self._fetch_s)
 
     def _came(self, count: int) -> int:
-        """So many bytes were read."""
+        """Count the bytes that were read, and return their number. ClosedByPeerError for 0."""
         if not count and self._inward is not None and self._inward.since_s is not None:
             self._is_at_end = True
             raise BlockingIOError
@@ -327,7 +328,7 @@ class Stream:
     def _handle_shared(
         self, message: wire.Region | wire.Shared | wire.Copied, body: bytes, now: float
     ) -> None:
-        """What stands in for DATA bodies that move beside the socket."""
+        """Handle the frames that replace DATA bodies which move outside the socket."""
         if isinstance(message, wire.Copied):
             lending = self.writer.lending
             assert lending is not None
@@ -417,7 +418,7 @@ class Stream:
             self._count_broken(now)
 
     def _say_now(self, call: Callable[[], None]) -> None:
-        """To the session: the frames before it are no longer on their way to the device."""
+        """Make a call to the session at once: no frame before it is on its way to the device."""
         if self.closing is None:
             call()
 
@@ -429,8 +430,8 @@ class Stream:
     # --- writing
 
     def tick(self, now: float) -> None:
-        """PING, or raise SilentPeerError. TimeoutError while connecting. Nothing while it is
-        paused: what the peer says stands unread."""
+        """Send a PING when it is due, or raise SilentPeerError. TimeoutError while connecting.
+        Nothing while it is paused: what the peer says stands unread."""
         if self.paused_since is not None:
             return
         if self.connect_by is not None:
@@ -441,7 +442,7 @@ class Stream:
         self._queue_own()
 
     def connected(self) -> None:
-        """The TCP connection stands: the dialler's HELLO may go."""
+        """Send the dialler's HELLO: the TCP connection is established."""
         self.connect_by = None
         self._queue_own()
 

@@ -36,19 +36,20 @@ from xpyd_kv.wire.handshake import LENT, Terms
 
 
 def is_lasting(error: Exception) -> bool:
-    """Whether dialling again would soon be refused alike."""
+    """Whether another dial soon would be refused for the same reason."""
     return isinstance(error, RefusedError) and error.reason in (errors.AUTH, errors.QUARANTINE)
 
 
 def failed_path(error: Exception) -> str:
-    """What the peer could not open of what we lend; '' for any other error."""
+    """The name of the data path whose lent memory the peer could not open; '' for any other
+    error."""
     if not isinstance(error, RefusedError) or not error.by_peer:
         return ""
     return error.factor if error.reason == errors.TRANSPORT and error.factor in LENT else ""
 
 
 def reason_of(error: Exception, *, was_open: bool) -> str:
-    """The word for `dial_failed` and `peer_down`: nothing of what the peer sent but a factor."""
+    """The reason for `dial_failed` and `peer_down`: nothing of what the peer sent but a factor."""
     if isinstance(error, RefusedError):
         if error.reason == errors.AUTH:
             return "auth"
@@ -94,16 +95,16 @@ class SessionCalls:
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
         self.calls_later: deque[Callable[[], None]] = deque()
-        """What waits until the call that runs now has returned."""
+        """The calls that wait until the call that runs now has returned."""
         self.tick_at = -math.inf
-        """When `tick` has something to do, at the latest."""
+        """The latest time at which `tick` has something to do."""
 
     def run(self, function: Callable[[], None]) -> None:
-        """Call it now; nothing of the session may be running."""
+        """Make a call now; no other call of the session may be running."""
         self.run_all(deque((function,)))
 
     def run_all(self, calls: deque[Callable[[], None]]) -> None:
-        """Make these calls; those that come meanwhile wait for the next time."""
+        """Make these calls; calls that are added meanwhile wait for the next time."""
         for _ in range(len(calls)):
             function = calls.popleft()
             try:
@@ -112,7 +113,7 @@ class SessionCalls:
                 _log.exception("the session has failed in a call")
 
     def run_later(self, function: Callable[[], None]) -> None:
-        """Call it when what runs now has returned."""
+        """Make a call when the call that runs now has returned."""
         self.calls_later.append(function)
 
     def tick(self, now: float) -> None:
@@ -133,7 +134,7 @@ _POLL_S = 0.001
 
 @dataclass(frozen=True)
 class Context:
-    """What the parts of one endpoint share."""
+    """The values that the parts of one endpoint share."""
 
     terms: Callable[[tuple[str, ...], Collection[str], bool], Terms]
     """Our side of a new connection, with a nonce of its own; given what its socket can carry, what
@@ -145,9 +146,9 @@ class Context:
     bounds: Bounds
     clock: Callable[[], float]
     paths: Mapping[str, DataPath]
-    """What can move DATA beside the socket, by name."""
+    """The data paths, by name."""
     staging: Staging | None
-    """What device memory goes through sockets by."""
+    """The staging of device memory that moves through sockets."""
     connections: int
     """Further ones that a P makes to each D for `striped`."""
     source_host: str
@@ -163,9 +164,9 @@ class Streams:
         self._context = context
         self._scratch = memoryview(bytearray(context.bounds.scratch_bytes))
         self.dirty: dict[Stream, None] = {}
-        """Those that have something to write, for `settle`."""
+        """Connections that have bytes to write, for `settle`."""
         self.to_close: deque[Stream] = deque()
-        """Those that have ended, for `settle`."""
+        """Connections that have ended, for `settle`."""
         self.timers_at = math.inf
         """When `run_timers` has something to do, at the earliest."""
         self._timer_at = math.inf
@@ -299,7 +300,7 @@ class Streams:
             self._close(self.to_close.popleft())
 
     def end(self, stream: Stream, reason: str) -> None:
-        """From here on `stream` is nobody's peer; `settle` closes and reports it."""
+        """Remove `stream` from the registry; `settle` closes and reports it."""
         if stream.closing is None:
             stream.end(reason)
             self.registry.remove(stream)
@@ -435,9 +436,10 @@ class Streams:
         self.end(stream, reason)
 
     def _refuse_path(self, stream: Stream, error: PathError) -> RefusedError:
-        """D cannot open or read what P lends: P hears of it, and does without for a while."""
+        """Refuse a data path: D cannot open or read what P lends, and P does not lend it for a
+        while."""
         self._context.counters.paths_failed.add(stream.transport)
-        text = "KV over %s from %s does not work here: %s; it is told to do without"
+        text = "KV over %s from %s does not work here: %s; the peer has to use another"
         _log.warning(text, stream.transport, stream.remote, error)
         return stream.protocol.refuse(errors.TRANSPORT, factor=stream.transport)
 
@@ -449,7 +451,7 @@ class Streams:
         if path:
             self.registry.avoid(address, path, now)
             self._context.counters.paths_failed.add(path)
-            text = "KV peer at %s cannot use %s; done without for %g s"
+            text = "KV peer at %s cannot use %s; not offered to it for %g s"
             _log.warning(text, address, path, self._context.timeouts.path_retry_s)
 
     def _log_end(self, stream: Stream, error: Exception, reason: str) -> None:

@@ -81,16 +81,16 @@ class SocketWriter:
 
     @property
     def lending(self) -> Lending | None:
-        """What moves DATA beside the socket, at P."""
+        """The lender of P's memory, where DATA moves outside the socket."""
         return self._lending
 
     def lend(self, lender: Lender) -> None:
-        """DATA moves beside the socket from now on."""
+        """Move DATA outside the socket from now on."""
         self._lending = Lending(lender)
 
     @property
     def waiting_since(self) -> float | None:
-        """Since when the next frame is copied to a slab, or waits for one."""
+        """The time since which the next frame is being copied to a slab, or waits for one."""
         return None if self._outward is None else self._outward.since_s
 
     @property

@@ -53,7 +53,8 @@ class NcclLimits:
     """UserError for a number of channels that NCCL does not take."""
 
     channels: int = 8
-    """Of one communicator; more are faster and take more memory and more of the GPU."""
+    """The channels of one communicator; more are faster and take more memory and more of the
+    GPU."""
     max_communicators: int = 64
     """At once on one GPU. Pairs beyond that move KV through their sockets."""
     make_s: float = 10.0
@@ -77,12 +78,13 @@ class NcclLimits:
 
 @dataclass
 class NcclMetrics:
-    """For metrics; the driver writes, anyone reads."""
+    """Counts for metrics; the driver's thread writes them, any thread may read them."""
 
     communicators: int = 0
-    """That are there now, or being made."""
+    """The communicators that exist now or are being made."""
     memory_bytes: int = 0
-    """What they take, about, with the memory that receives what has no place of its own."""
+    """The memory that they take, about, with the memory that receives what has no place of its
+    own."""
     made: int = 0
     ended: Names = field(default_factory=Names)
     """By reason: idle, closed (with its connection), failed, hung."""

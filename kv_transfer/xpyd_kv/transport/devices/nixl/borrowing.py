@@ -40,8 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class Landings(NamedTuple):
-    """Memory of ours that bytes may be read into, by device; registered as long as an agent
-    lives."""
+    """Our memory into which bytes may be read, by device; registered as long as an agent lives."""
 
     rows: dict[int, Row]
     unit_bytes: int

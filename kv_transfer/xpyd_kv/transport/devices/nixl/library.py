@@ -21,7 +21,7 @@ from xpyd_core.errors import UserError
 from xpyd_kv.transport.devices.nixl.regions import HOST, NixlRegion, Row
 
 PIP = "pip install 'xpyd[nixl]'"
-"""What brings it."""
+"""The command that installs NIXL."""
 # Tested; a row in units (strided descriptors) came with 1.5.
 _OLDEST, _FIRST_UNTESTED = (1, 5), (1, 6)
 # How long P's progress thread sleeps when nothing comes: one percent of a core, measured, and no
@@ -93,7 +93,7 @@ class Prepared:
 
 
 class Transfer:
-    """One read under way."""
+    """A read that is under way."""
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
@@ -129,7 +129,7 @@ class Agent:
                 self._live().deregisterMem(self._registration(region), self._backends)
 
     def metadata(self) -> bytes:
-        """What a peer needs to read what is registered: addresses and keys."""
+        """Return the metadata by which a peer reads our registered memory: addresses and keys."""
         with _translated("getLocalMD"):
             return self._live().getLocalMD()
 

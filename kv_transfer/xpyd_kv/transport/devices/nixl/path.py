@@ -68,7 +68,7 @@ class NixlPath(DataPath):
         return NixlBorrower(self._library, self._landings)
 
     def close(self) -> None:
-        """No peer is left: what was lent is no longer registered."""
+        """Deregister the lent memory, when no peer is left."""
         agent, self._agent = self._agent, None
         if agent is not None:
             agent.close()

@@ -96,7 +96,7 @@ def region_of(view: View) -> NixlRegion:
 
 
 def joined(regions: Iterable[NixlRegion]) -> list[NixlRegion]:
-    """The same bytes in the same order, neighbours joined."""
+    """Join neighbouring regions; the bytes and their order stay."""
     found: list[NixlRegion] = []
     for device, group in groupby(regions, key=attrgetter("device")):
         its = list(group)
@@ -147,7 +147,7 @@ class Described(NamedTuple):
 
 
 def pack(described: Described) -> bytes:
-    """As it travels, little-endian: u32 bytes of a unit, u32 number of regions; for each u64
+    """Encode a row, little-endian: u32 bytes of a unit, u32 number of regions; for each u64
     address, u64 length, i32 device (-1 the CPU's); then the metadata."""
     regions = described.row.regions
     head = _HEAD.pack(described.unit_bytes, len(regions))
@@ -155,7 +155,7 @@ def pack(described: Described) -> bytes:
 
 
 def unpack(body: bytes, size_bytes: int) -> Described:
-    """Its opposite. ProtocolError for a body that lies, or a row of another size."""
+    """Decode a row. ProtocolError for a body that lies, or a row of another size."""
     if len(body) < _HEAD.size:
         raise ProtocolError("REGION without its body")
     unit, count = _HEAD.unpack_from(body)
