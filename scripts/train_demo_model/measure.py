@@ -1,6 +1,6 @@
 """Says how well a demo model writes: `python -m scripts.train_demo_model.measure [FOLDER]`.
 
-Where it sits: run by hand after training; its figures stand in the model's README. Greedy text of
+Where it sits: run by hand after training; its figures are in the model's README. Greedy text of
 `transformers` in float32 for some hundred prompts: how far the best logit is ahead of the second
 (a tie could make two correct engines differ), and which share of the words the corpus knows.
 """

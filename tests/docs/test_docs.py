@@ -136,7 +136,7 @@ def test_a_page_that_takes_too_long_leaves_no_process(tmp_path: Path) -> None:
 
 def _raise_if_dead(pid: int) -> None:
     os.kill(pid, 0)
-    if "zombie" in Path(f"/proc/{pid}/status").read_text():  # nobody has collected it yet
+    if "zombie" in Path(f"/proc/{pid}/status").read_text():  # not collected yet
         raise ProcessLookupError
 
 

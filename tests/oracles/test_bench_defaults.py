@@ -25,7 +25,7 @@ def test_throughput_is_1000_prompts_at_once() -> None:
     assert args.num_prompts == 1000
 
 
-def test_serve_comes_at_once_as_poisson_or_gamma_and_uncapped_unless_told() -> None:
+def test_serve_sends_at_once_or_as_poisson_or_gamma_and_has_no_cap_by_default() -> None:
     args = _parse("serve")
     assert (args.request_rate, args.burstiness, args.max_concurrency) == (math.inf, 1.0, None)
     args = _parse("serve --request-rate 8 --burstiness 0.5 --max-concurrency 64")

@@ -2,7 +2,7 @@
 
 1 ports, heartbeat, registry; 2 id parsing; 3 who gets which max_tokens and finds whom, round robin;
 4 the example addresses and sizes; 5 the first request (its answer: tests/e2e/test_serving.py);
-6 scaling restarts nobody (with real engines: tests/e2e/test_local_fleet.py).
+6 scaling restarts no instance (with real engines: tests/e2e/test_local_fleet.py).
 """
 
 import argparse

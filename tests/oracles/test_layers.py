@@ -39,7 +39,7 @@ def loaded(linear: Linear, stored: dict[str, Tensor]) -> Linear:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_columns_need_nobody_and_rows_are_added_up(ranks: int) -> None:
+def test_columns_need_no_other_rank_and_rows_are_added_up(ranks: int) -> None:
     """Article fact 31."""
     made = torch.Generator().manual_seed(3)
     weight, bias = (torch.randn(*size, generator=made) for size in ((OUTPUTS, INPUTS), (OUTPUTS,)))

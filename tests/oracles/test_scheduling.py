@@ -117,7 +117,7 @@ def test_without_blocks_the_lower_in_rank_gives_its_blocks_back_and_recomputes(
     bench.assert_all_blocks_free()
 
 
-def test_who_finds_no_blocks_in_the_queue_is_skipped_and_preempts_nobody() -> None:
+def test_a_waiting_request_without_blocks_is_skipped_and_preempts_none() -> None:
     """Article fact 19."""
     bench = Bench(blocks=5, budget=64, policy="priority")
     bench.submit(make_request("old", prompt_of(8), max_tokens=8, ignore_eos=True, priority=9))

@@ -10,7 +10,7 @@ import sys
 
 how = sys.argv[1]
 if how == "say":
-    told = {
+    seen = {
         "arguments": sys.argv[1:],
         "name": __name__,
         "own": os.environ["OF_THE_PROGRAM"],
@@ -21,7 +21,7 @@ if how == "say":
         "descriptors": [fd for fd in range(256) if os.path.exists(f"/proc/self/fd/{fd}")],
         "signals": [signal.getsignal(signal.SIGCHLD), signal.getsignal(signal.SIGTERM)],
     }
-    sys.stdout.write(json.dumps(told))
+    sys.stdout.write(json.dumps(seen))
 elif how == "text":
     sys.exit("the end")
 elif how == "raise":
