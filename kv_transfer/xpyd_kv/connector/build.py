@@ -87,7 +87,6 @@ def build(
     engine's and the endpoint's own clock. `ranks`: they have the cache and move it themselves, so
     that `memory` is their RankedMemory, and the store is theirs.
     """
-    copies = None if ranks is None else remote.RankedCopies(ranks.channels, wake)
     parts = Parts(
         make_endpoint=make_endpoint,
         memory=memory,
@@ -109,14 +108,13 @@ def build(
     def hear_later(rank: int, message: pairs.FromRank) -> None:
         """Pass a message of a rank, from any thread, to the I/O thread's next turn: a session must
         not be called inside one of its own calls."""
-        if isinstance(message, pairs.Copied) and copies is not None:
-            copies.on_copied(message)
-        else:
-            parts.context.endpoint.call(partial(hear, rank, message))
+        parts.context.endpoint.call(partial(hear, rank, message))
 
     if ranks is not None:
+        copies = remote.RankedCopies(ranks.channels, wake)
         posts = [remote.post_to(channel) for channel in ranks.channels]
-        remote.listen(ranks.channels, hear_later)
+        remote.listen(ranks.channels, hear_later, copies.on_copied)
+        make_store = partial(_ranked_store, ranks, copies)
     else:
         # The grant has waited for what the model may still read.
         own, heard = MetricsDelta(KvMetrics(), RankCounters), partial(hear_later, 0)
@@ -124,7 +122,7 @@ def build(
     store = None
     # In the other modes a P has no KV that would wait long for D alone.
     if role == "D" or parts.context.settings.mode == "get":
-        store = _store(parts, pool, make_store, ranks, copies)
+        store = make_store(parts.context.settings.store, memory, pool)
     producer = consumer = None
     session: SendSession | ReceiveSession
     if role == "P":
@@ -160,16 +158,14 @@ def build(
     )
 
 
-def _store(
-    parts: Parts,
+def _ranked_store(
+    ranks: RankedEngine,
+    copies: remote.RankedCopies,
+    limits: StoreLimits,
+    _: KvMemory,
     pool: BlockPool,
-    make_store: MakeStore,
-    ranks: RankedEngine | None,
-    copies: remote.RankedCopies | None,
 ) -> LandingStore:
-    limits = parts.context.settings.store
-    if ranks is None or copies is None:
-        return make_store(limits, parts.context.memory, pool)
+    """A store whose memory is on the ranks."""
     space = remote.RankedSpace(ranks.layout.held_bytes_per_block, copies)
     return LandingStore(limits, pool=pool, space=space)
 

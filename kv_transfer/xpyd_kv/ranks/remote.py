@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -63,10 +64,23 @@ def post_to(channel: Channel) -> pairs.Post:
     return post
 
 
-def listen(channels: Sequence[Channel], hear: Callable[[int, pairs.FromRank], None]) -> None:
-    """Call `hear` with a rank's number and each of its messages, on its Channel's thread."""
+def listen(
+    channels: Sequence[Channel],
+    hear: Callable[[int, pairs.FromRank], None],
+    on_copied: Callable[[pairs.Copied], None],
+) -> None:
+    """Pass on each message of each rank, on its Channel's thread: Copied to `on_copied`, all others
+    to `hear` with the rank's number."""
+
+    def receive(rank: int, encoded: bytes) -> None:
+        message = _FROM_RANK.decode(encoded)
+        if isinstance(message, pairs.Copied):
+            on_copied(message)
+        else:
+            hear(rank, message)
+
     for rank, channel in enumerate(channels):
-        channel.listen(lambda message, rank=rank: hear(rank, _FROM_RANK.decode(message)))
+        channel.listen(partial(receive, rank))
 
 
 # --- memory
