@@ -32,7 +32,7 @@ AUTO_BATCHED_TOKENS = 512
 # On a GPU it takes a tenth of a second, and fewer tokens would leave it idle.
 AUTO_BATCHED_TOKENS_GPU = 2048
 MAX_PARALLEL = 64
-"""Of each axis."""
+"""The most ranks of each axis."""
 GIB = 1024**3
 MIB = 1024**2
 CPU_CACHE_BYTES = GIB
@@ -70,7 +70,7 @@ class WorkerConfig:
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory for weights, the largest step, graphs and KV cache together."""
     enforce_eager: bool = False
-    """No CUDA graphs."""
+    """Steps run without CUDA graphs."""
     block_size: int = DEFAULT_BLOCK_SIZE
     """Tokens of a block of it. P's and D's may differ where one divides the other."""
     prefix_caching: bool = True
@@ -83,13 +83,14 @@ class WorkerConfig:
     pipeline_parallel_size: int = 1
     """Stages that hold the layers one behind the other."""
     custom_all_reduce: bool = True
-    """On GPUs: the all-reduce of our own for small tensors, where the ranks' GPUs allow it."""
+    """Whether ranks on GPUs use the all-reduce of our own for small tensors, where the ranks' GPUs
+    allow it."""
     layer_partition: tuple[int, ...] = ()
     """Layers of each stage; () as `xpyd_core.parallel.partition` divides them."""
     pods: int = 1
     """Pods that the ranks are in, each whole stages."""
     pod: int = 0
-    """This one's number; 0 serves HTTP and leads the others."""
+    """This pod's number; 0 serves HTTP and leads the others."""
     leader_address: str = ""
     """Host of pod 0."""
 
@@ -104,7 +105,7 @@ class WorkerConfig:
     kv_mode: Mode = "put_async"
     """When a Prefill instance's KV moves; a Decode instance does what OFFER says."""
     kv_insecure: bool = False
-    """No secret: every peer that reaches the KV port counts as one of the fleet."""
+    """The fleet has no secret: every peer that reaches the KV port counts as one of the fleet."""
     kv_transports: tuple[str, ...] = TRANSPORTS
     """What may move KV, the best common one of each pair does."""
     kv_connections: int = 1

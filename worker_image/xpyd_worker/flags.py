@@ -400,7 +400,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "place in the fleet": PLACE_FLAGS,
     "KV transfer (roles Prefill and Decode)": KV_FLAGS,
 }
-"""By the heading that `xpyd worker --help` shows."""
+"""The flags, by the heading that `xpyd worker --help` shows."""
 
 
 def flags_of(program: Program) -> tuple[Flag, ...]:

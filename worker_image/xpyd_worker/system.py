@@ -59,7 +59,7 @@ def prepare_for_torch() -> None:
 
 
 def resident_bytes(status: Path = Path("/proc/self/status")) -> int | None:
-    """Of this process; None where the system does not say."""
+    """The resident memory of this process; None where the system does not say."""
     try:
         lines = status.read_text().splitlines()
     except OSError:

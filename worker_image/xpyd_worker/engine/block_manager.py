@@ -47,7 +47,7 @@ class BlockManager:
 
     @property
     def num_blocks(self) -> int:
-        """All blocks."""
+        """How many blocks there are."""
         return len(self._references)
 
     @property
@@ -95,7 +95,8 @@ class BlockManager:
         return self.allocate(count)
 
     def retain(self, block_ids: Sequence[int]) -> None:
-        """One more reference on each; a free block must be cached (a hit) and leaves the queue."""
+        """Add a reference to each block; a free block must be cached (a hit) and leaves the
+        queue."""
         for block_id in block_ids:
             if not self._references[block_id] and self._hash_of[block_id] is None:
                 raise RuntimeError(f"block {block_id} is free and holds nothing")
@@ -105,7 +106,7 @@ class BlockManager:
                 del self._free[block_id]
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """One reference less on each; at 0 a block goes to the end of the free queue.
+        """Take a reference from each block; at 0 a block goes to the end of the free queue.
 
         Blocks enter the queue last one first, so that of one prefix the tail is taken first. One
         that holds nothing to be hit goes to the front: memory that was never used stays so.

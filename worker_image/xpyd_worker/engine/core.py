@@ -202,7 +202,8 @@ class EngineCore:
             self._end("the engine failed")
 
     def turn(self) -> bool:
-        """One round of the loop; False when nothing can be done before input, wake-up or deadline.
+        """Run one round of the loop; False when nothing can be done before input, wake-up or
+        deadline.
 
         Public for tests, which run it without the thread.
         """
@@ -281,7 +282,7 @@ class EngineCore:
             self._producer.step_done(failed=failed)
 
     def _hold(self) -> None:
-        """In mode put the step is over when D has its KV. New input waits like during a step."""
+        """Wait, in mode put, until D has the step's KV. New input waits like during a step."""
         while self._producer:
             # First, so that what happens from here on ends the wait.
             self._inbox.rearm()

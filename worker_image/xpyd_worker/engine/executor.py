@@ -13,8 +13,9 @@ from typing import Protocol
 from xpyd_worker.engine.request import SampledToken, SamplingParams, TokenLogprob
 
 DRAWN_BEFORE = -1
-"""For the token that the step launched before this one draws for the same sequence, the only one it
-draws for it: the engine does not know it yet, the device does. Only where draws_ahead."""
+"""The token id of a token that the step launched before this one draws for the same sequence, the
+only one it draws for it: the engine does not know it yet, the device does. Only where
+draws_ahead."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class StepCounters:
     graph_replays: int = 0
 
     def count(self, tokens: int, prompt_tokens: int) -> None:
-        """One forward of so many tokens, some of them of prompts."""
+        """Count one forward of so many tokens, some of them of prompts."""
         self.forwards += 1
         self.prompt_tokens_computed += prompt_tokens
         self.output_tokens_computed += tokens - prompt_tokens
@@ -137,7 +138,7 @@ class Finished:
 
 
 def no_layer_done(_layer: int) -> None:
-    """For `launch` where nothing is done when a layer's KV is there: none is sent."""
+    """A callback for `launch` where nothing is done when a layer's KV is there: none is sent."""
 
 
 class Executor(Protocol):

@@ -66,7 +66,7 @@ class Inbox:
             os.eventfd_read(self._awake)
 
     def take(self) -> list[Item]:
-        """All items, in order."""
+        """Remove and return all items, in order."""
         self.rearm()
         with self._lock:
             items = list(self._items)

@@ -77,7 +77,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SendTo:
-    """On P: the KV of this prompt goes to the D whose KV address is in the request id."""
+    """Where P sends KV: that of this prompt goes to the D whose KV address is in the request id."""
 
     key: TransferKey
     peer: Address
@@ -89,7 +89,8 @@ class SendTo:
 
 @dataclass(frozen=True)
 class ReceiveFrom:
-    """On D: the KV of this prompt is on its way under `key`; wait for it `wait_s` at most."""
+    """Where D receives KV from: that of this prompt is on its way under `key`; D waits for it
+    `wait_s` at most."""
 
     key: TransferKey
     wait_s: float
@@ -157,7 +158,8 @@ class ChoiceOutput:
 
 @dataclass(frozen=True)
 class TransferReport:
-    """On P, with the last output: how the prompt's transfer stood, and which D took it."""
+    """The state of the prompt's transfer on P when its last output is made, and the D that took
+    it."""
 
     state: TransferState
     decode_incarnation: str = ""

@@ -260,7 +260,7 @@ class Scheduler:
             self._place(self._commit.commit(sequence, _samples(part, result), room))
 
     def _shares(self) -> dict[int, int]:
-        """By id, tokens of each running sequence that the next step may compute."""
+        """The number of tokens of each running sequence, by id, that the next step may compute."""
         due = {sequence.seq_id: self._due(sequence) for sequence in self._running}
         if self._stages > 1:
             # The sequences that waited longest go first.

@@ -61,7 +61,8 @@ class Sending:
         state.computed(sequence.num_computed)
 
     def stage(self, sequence: Sequence, tokens: int) -> None:
-        """Before the forward, after which the sequence's table holds its first `tokens` tokens."""
+        """Announce a forward before it runs, after which the sequence's table holds its first
+        `tokens` tokens."""
         state = sequence.state
         if self._producer is None or state.send is None or not state.is_offered:
             return
@@ -88,8 +89,8 @@ class Sending:
             self._producer.cancel(state.send.key, reason)
 
     def ended(self, state: RequestState) -> None:
-        """All choices ended. If none goes on at D the transfer is cancelled, where that is P's
-        to decide; what ended by length goes on, unless its text held a stop string."""
+        """Record that all choices have ended. If none goes on at D the transfer is cancelled, where
+        that is P's to decide; what ended by length goes on, unless its text held a stop string."""
         send = state.send
         if self._producer is None or send is None or not state.offered_tokens:
             return

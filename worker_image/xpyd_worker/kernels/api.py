@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 NOT_FINITE = -1
-"""In place of the token of a row with NaN or +inf, or with nothing but -inf."""
+"""The token id of a row with NaN or +inf, or with nothing but -inf."""
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class PlainKernels:
         return PlainLinear(weight, bias)
 
     def experts(self, gate_up: Tensor, down: Tensor) -> Experts:
-        """One after the other."""
+        """The experts, computed one after the other."""
         return ExpertByExpert(self, gate_up, down)
 
     def plan(self, spans: Sequence[Span], shape: KvShape) -> Plan:
@@ -115,7 +115,7 @@ class PlainKernels:
         return PlainPlan(shape, _tensor(np.concatenate(slots)), tuple(parts))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """In float32 bit for bit what transformers computes."""
+        """Normalize; in float32 bit for bit what transformers computes."""
         return F.rms_norm(x, weight.shape, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

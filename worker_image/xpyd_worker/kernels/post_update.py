@@ -27,7 +27,8 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class Fields:
-    """By slot, on the host, each int64 [slots] but for `all_token_ids` int32 [slots, most tokens].
+    """What is known of each slot's sequence, on the host, each int64 [slots] but for
+    `all_token_ids` int32 [slots, most tokens].
 
     `total_len` tokens of a sequence are known, `num_computed` have gone through the forward, and of
     its `prefill_len` (the prompt's) `computed_prefill`. `last_sampled` is what was drawn last.
@@ -43,8 +44,8 @@ class Fields:
 
 
 def make_fields(slots: int, most_tokens: int, *, pinned: bool) -> Fields:
-    """All zero. `pinned`: where a GPU's kernels write to them, too; else the history's pages are
-    taken when they are first written to."""
+    """Make fields of zeros. `pinned`: where a GPU's kernels write to them, too; else the history's
+    pages are taken when they are first written to."""
 
     def column() -> Tensor:
         return torch.zeros(slots, dtype=torch.int64, pin_memory=pinned)
@@ -54,9 +55,10 @@ def make_fields(slots: int, most_tokens: int, *, pinned: bool) -> Fields:
 
 
 def post_update(fields: Fields, slots: Tensor, query_lens: Tensor, sampled: Sampled) -> None:
-    """After a step: rows `slots` int64 [requests], each once, of which `query_lens` int64
-    [requests] tokens entered its forward, have `sampled` drawn for them. What a history has no
-    room for is left out: the last token of a sequence as long as the model allows."""
+    """Update the fields after a step: rows `slots` int64 [requests], each once, of which
+    `query_lens` int64 [requests] tokens entered its forward, have `sampled` drawn for them. What a
+    history has no room for is left out: the last token of a sequence as long as the model
+    allows."""
     tokens, num_sampled, num_rejected = sampled
     most_tokens = fields.all_token_ids.shape[1]
     total = fields.total_len[slots]

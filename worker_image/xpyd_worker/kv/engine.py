@@ -101,7 +101,7 @@ class HeldKv:
 
     memory: KvMemory
     cache: Sequence[View] = ()
-    """All of `memory`."""
+    """The cache: all of `memory`."""
     shared: SharedMemory | None = None
     """What `memory` is part of, where peers may read it; its last MAX_PROBE_BYTES are for PROBEs.
     Kv closes it."""
@@ -111,7 +111,7 @@ class HeldKv:
     rank_gpu: str = ""
     """The first one's, if they have GPUs."""
     rank_addresses: tuple[Address, ...] = ()
-    """Where a D's ranks listen."""
+    """The addresses that a D's ranks listen on."""
 
     def clear(self, socket_dir: Path | None) -> None:
         """When the ranks are gone: take away the Unix sockets of those that were killed."""

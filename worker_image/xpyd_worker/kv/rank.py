@@ -41,12 +41,13 @@ Cache = PagedMemory | DevicePagedMemory
 
 
 def data_address(config: WorkerConfig, rank: int, host: str) -> Address:
-    """Where rank `rank` of a D listens, in a pod at `host`; any port where the engine takes any."""
+    """The address that rank `rank` of a D listens on, in a pod at `host`; any port where the engine
+    takes any."""
     return Address(host, config.kv_port and config.kv_port + 1 + rank)
 
 
 def share_of(config: WorkerConfig, stage: Sequence[int], num_layers: int) -> Fraction:
-    """Of the instance's cache, what a rank of this stage has; replicas of heads count."""
+    """A rank's share of the instance's cache, on this stage; replicas of heads count."""
     return Fraction(len(stage), num_layers * config.tensor_parallel_size)
 
 
@@ -58,7 +59,7 @@ class RankKv:
     transports: Transports
     memory: CacheMemory
     address: Address | None
-    """Where it listens, on a D."""
+    """The address that the rank of a D listens on."""
 
     @property
     def sender(self) -> StepSender | None:
@@ -78,7 +79,7 @@ class RankKv:
 def engine_layout(
     config: WorkerConfig, cache: Cache, *, kv_heads: int, stages: Sequence[Sequence[int]]
 ) -> EngineLayout:
-    """All ranks' cache, of which this is one's."""
+    """The layout of all ranks' cache together."""
     layout = cache.layout
     return EngineLayout(
         kv_heads=kv_heads,
@@ -104,10 +105,10 @@ def start_rank_kv(
     model_name: str,
     give_up: Callable[[str], None],
 ) -> RankKv:
-    """Of a Prefill or a Decode instance; `host`: the rank's own; `engine_id`
-    and `incarnation` are the engine's; `memory`: what `cache` is part of.
-    `give_up` ends the rank, with the reason: what its GPU may still write into is not known any
-    more. UserError when the port is taken, or memory is short."""
+    """Start the KV transfer of a rank of a Prefill or Decode instance; `host`: the rank's own;
+    `engine_id` and `incarnation` are the engine's; `memory`: what `cache` is part of. `give_up`
+    ends the rank, with the reason: what its GPU may still write into is not known any more.
+    UserError when the port is taken, or memory is short."""
     role = letter_of(config)
     blocks = cache.num_blocks
     spaces: list[OwnSpace] = []

@@ -87,7 +87,8 @@ def transports_for_cache(
     landings: Callable[[], Sequence[View]],
     give_up: Callable[[str], None],
 ) -> Transports:
-    """For a cache that this process has, on its GPU or (None) in ordinary memory. See the two."""
+    """The transports for a cache that this process has, on its GPU or (None) in ordinary memory.
+    See the two."""
     if gpu is not None and isinstance(memory, DevicePagedMemory):
         return transports_for_gpu(config, memory, gpu=gpu, landings=landings, give_up=give_up)
     return transports_for_host(config, memory, cache, shared=shared, landings=landings)
@@ -101,8 +102,8 @@ def transports_for_host(
     shared: SharedMemory | None,
     landings: Callable[[], Sequence[View]],
 ) -> Transports:
-    """For a cache in ordinary memory: in `shared`, where it is given. NIXL only where it was asked
-    for: all else is faster there. UserError where that cannot be had."""
+    """The transports for a cache in ordinary memory: in `shared`, where it is given. NIXL only
+    where it was asked for: all else is faster there. UserError where that cannot be had."""
     frames = FrameLimits(group_bytes=config.kv_group_bytes)
     connections = config.kv_connections if config.kv_connections > 1 else 0
     shm = SharedMemoryPath(shared)
@@ -121,9 +122,9 @@ def transports_for_host(
 
 
 def transports_for_ranks(config: WorkerConfig, *, gpu: str) -> Transports:
-    """For the process of an engine whose ranks have the cache and move it: its own connections move
-    none. It names the transport that was asked for by name, as its ranks and its peers do. `gpu`:
-    the first rank's, which is used for all towards a peer of one rank."""
+    """The transports of an engine's process whose ranks have the cache and move it: its own
+    connections move none. It names the transport that was asked for by name, as its ranks and its
+    peers do. `gpu`: the first rank's, which is used for all towards a peer of one rank."""
     named = config.kv_transports[0] if len(config.kv_transports) == 1 else ""
     paths = (UnusedPath(named),) if named in LENT else ()
     frames = FrameLimits(group_bytes=config.kv_group_bytes)
@@ -148,8 +149,9 @@ def transports_for_gpu(
     landings: Callable[[], Sequence[View]],
     give_up: Callable[[str], None],
 ) -> Transports:
-    """For a cache on a GPU. Paths whose library is missing or fails are left out, with a line in
-    the log; UserError where it is the only one that was asked for. `give_up`: see Communicators."""
+    """The transports for a cache on a GPU. Paths whose library is missing or fails are left out,
+    with a line in the log; UserError where it is the only one that was asked for. `give_up`: see
+    Communicators."""
     is_p = config.role == "Prefill"
     device = memory.device
     host = host_token()
@@ -183,8 +185,8 @@ def transports_for_gpu(
 
 
 def _slab_bytes(longest: int) -> int:
-    """With room for one read behind the frame, in whole pages, so that each slab begins as the
-    copy kernel likes it."""
+    """The size of a slab, with room for one read behind the frame, in whole pages, so that each
+    slab begins as the copy kernel likes it."""
     need = longest + Bounds().scratch_bytes
     return -(-need // _PAGE_BYTES) * _PAGE_BYTES
 
@@ -192,7 +194,8 @@ def _slab_bytes(longest: int) -> int:
 def _nixl_if_there(
     config: WorkerConfig, memory: DevicePagedMemory, landings: Callable[[], Sequence[View]]
 ) -> NixlPath | None:
-    """Of `auto`'s, where it is installed; UserError where it was asked for by its name."""
+    """NIXL as one of the transports of `auto`, where it is installed; UserError where it was asked
+    for by its name."""
     if config.kv_transports == ("nixl",):
         return _nixl(config, memory, memory.regions, landings)
     if "nixl" not in config.kv_transports or nixl_version() is None:

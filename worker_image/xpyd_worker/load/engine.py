@@ -57,7 +57,7 @@ class LoadedEngine:
     kv: Kv
     compatibility: str
     socket_dir: Path | None
-    """Of Unix sockets, those of ranks among them."""
+    """The folder of Unix sockets, those of ranks among them."""
 
     @property
     def loss(self) -> Loss | None:
@@ -250,7 +250,7 @@ def load_ranks(config: WorkerConfig, logs: Logs, incarnation: str) -> ReadyModel
 
 
 def executor_of(config: WorkerConfig, instance: Instance, first: RankReady) -> RankedExecutor:
-    """Of an instance that has started; `first`: what its rank 0 has."""
+    """The executor of an instance that has started; `first`: what its rank 0 has."""
     sizes = config.sizes
     return RankedExecutor(
         instance,
@@ -262,7 +262,7 @@ def executor_of(config: WorkerConfig, instance: Instance, first: RankReady) -> R
 
 
 def _ranked_kv(instance: Instance, ready: Sequence[RankReady]) -> HeldKv | None:
-    """None where KV does not move."""
+    """The KV transfer of an engine with ranks; None where KV does not move."""
     kv = ready[0].kv
     if kv is None:
         return None

@@ -112,7 +112,7 @@ def ranks_memory_table(config: WorkerConfig, ready: Sequence[RankReady]) -> list
 
 
 def log_memory(rows: Sequence[MemoryUse]) -> None:
-    """One line for each row, in columns."""
+    """Log one line for each row, in columns."""
     width = max(len(row.name) for row in rows)
     for row in rows:
         note = f"  {row.note}" if row.note else ""

@@ -115,7 +115,7 @@ class ModelConfig:
 
     @property
     def intermediate_sizes(self) -> frozenset[int]:
-        """Of the MLPs that there are, experts' included."""
+        """The widths of the MLPs that the model has, experts' included."""
         experts = (layer.experts for layer in self.layers if layer.experts is not None)
         is_dense = any(layer.experts is None for layer in self.layers)
         dense = {self.intermediate_size} if is_dense else set[int]()

@@ -75,7 +75,7 @@ class DecoderLayer:
             part.allocate(device)
 
     def pack(self, kernels: Kernels) -> None:
-        """All weights are read."""
+        """Hand the weights to the kernels, once all are read."""
         self._attention.pack(kernels)
         self._mlp.pack(kernels)
 
@@ -234,7 +234,7 @@ class Head:
 
     @property
     def weight(self) -> Tensor:
-        """Between `allocate` and `pack`."""
+        """A parameter of this layer, between `allocate` and `pack`."""
         return self._linear.weight
 
     def __call__(self, hidden: Tensor, kernels: Kernels) -> Tensor:
@@ -252,7 +252,7 @@ class Head:
         self._norm.allocate(device)
 
     def pack(self, kernels: Kernels) -> None:
-        """All weights are read."""
+        """Hand the weights to the kernels, once all are read."""
         self._linear.pack(kernels)
 
     def checkpoint_tensors(self) -> dict[str, Stored]:
@@ -294,7 +294,7 @@ class Ends:
             self._embedding.allocate(device)
 
     def pack(self, kernels: Kernels) -> None:
-        """All weights are read."""
+        """Hand the weights to the kernels, once all are read."""
         if self._head is not None:
             self._head.pack(kernels)
 

@@ -104,9 +104,9 @@ class Attention:
         place: int | None = None,
         group: TensorGroup = NO_GROUP,
     ) -> None:
-        """Of layer `index` of the model, which is `place` of those here (None: the same). Each rank
-        of `group` has a share of the heads; KV heads that are fewer than ranks are there several
-        times, together with the queries that attend to them."""
+        """Attention of layer `index` of the model, which is `place` of those here (None: the same).
+        Each rank of `group` has a share of the heads; KV heads that are fewer than ranks are there
+        several times, together with the queries that attend to them."""
         self._place = index if place is None else place
         self._window, self._group = config.layers[index].window, group
         self._names = config.names.qkv
@@ -144,7 +144,7 @@ class Attention:
             part.allocate(device)
 
     def pack(self, kernels: Kernels) -> None:
-        """All weights are read."""
+        """Hand the weights to the kernels, once all are read."""
         self._qkv.pack(kernels)
         self._output.pack(kernels)
 
@@ -190,7 +190,7 @@ class Mlp:
         self._down.allocate(device)
 
     def pack(self, kernels: Kernels) -> None:
-        """All weights are read."""
+        """Hand the weights to the kernels, once all are read."""
         self._gate_up.pack(kernels)
         self._down.pack(kernels)
 
@@ -236,7 +236,7 @@ class ExpertMlps:
         self._down = unfilled(self._down, device)
 
     def pack(self, kernels: Kernels) -> None:
-        """All weights are read."""
+        """Hand the weights to the kernels, once all are read."""
         self._router.pack(kernels)
         self._packed = kernels.experts(self._gate_up, self._down)
         self._gate_up = unfilled(self._gate_up, "meta")
@@ -271,7 +271,7 @@ class Rotary:
     more memory than the few sines per token cost time) and shared by all layers."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        """For positions on `device`."""
+        """Rotate at positions on `device`."""
         # Computed on the CPU, so that every device has the same bits.
         self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
         self._scale = angle_scale(config.rope)

@@ -37,7 +37,7 @@ class WeightGroup(Protocol):
         ...
 
     def pack(self, kernels: Kernels) -> None:
-        """All is filled: hand it to the kernels."""
+        """Hand the weights to the kernels, once all are filled."""
         ...
 
 

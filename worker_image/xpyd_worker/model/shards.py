@@ -50,7 +50,7 @@ class Stored(NamedTuple):
 
 
 def whole(size: int) -> Cut:
-    """All of a dimension."""
+    """The share that is all of a dimension."""
     return Cut(size, range(size))
 
 

@@ -217,7 +217,7 @@ class Progress:
         return self
 
     def done(self, output: RequestOutput) -> None:
-        """One prompt has ended."""
+        """Count a prompt that has ended."""
         self._input_tokens += len(output.prompt_token_ids)
         self._output_tokens += sum(len(choice.token_ids) for choice in output.outputs)
         seconds = max(1e-9, time.perf_counter() - self._start_s)

@@ -46,12 +46,12 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16
-    """None: as many as the context has room for."""
+    """The most tokens of a choice; None: as many as the context has room for."""
     min_tokens: int = 0
     logprobs: int | None = None
     """Alternatives per output token; 0: the token's own only."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens."""
+    """Alternatives per prompt token; 0: the token's own only."""
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     """Matters only without skip_special_tokens, to tokenizers that put spaces between tokens."""
@@ -60,7 +60,7 @@ class SamplingParams:
         self.options()
 
     def options(self) -> Options:
-        """The same as the server's parsers give them for one prompt."""
+        """The options that the server's parser makes of these for one prompt."""
         body: dict[str, Any] = {"prompt": [0]}
         for field in fields(self):
             value = getattr(self, field.name)

@@ -47,7 +47,7 @@ class Part:
 
     @property
     def ranks(self) -> int:
-        """That hold the model together."""
+        """How many ranks hold the model together."""
         return self.stages * self.tensor_size
 
 

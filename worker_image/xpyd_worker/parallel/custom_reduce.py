@@ -79,9 +79,10 @@ def open_custom_all_reduce(
     within_s: float,
     is_asked: bool = True,
 ) -> CustomAllReduce | None:
-    """For the ranks of `group`, which is over Gloo, whose tensors on the GPU are of `dtype`. None,
-    on all of them, where it cannot be, or is not asked for on any; the first says in the log how it
-    is. GroupError where a rank does not answer, or the GPUs do not meet `within_s`."""
+    """The all-reduce for the ranks of `group`, which is over Gloo, whose tensors on the GPU are of
+    `dtype`. None, on all of them, where it cannot be, or is not asked for on any; the first says in
+    the log how it is. GroupError where a rank does not answer, or the GPUs do not meet
+    `within_s`."""
     is_first = group.rank == 0
     try:
         if not is_asked:

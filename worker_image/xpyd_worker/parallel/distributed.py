@@ -46,10 +46,10 @@ class Rendezvous:
     """This rank's own: what it opens listens there only."""
 
     listener: socket.socket | None = None
-    """On rank 0, where its owner has it: the store's socket, which listens already."""
+    """The store's socket on rank 0, which listens already, where the owner has made it."""
 
     connect_s: float = 120.0
-    """Until all ranks must be there: the slowest has to import torch."""
+    """The time within which all ranks must be there: the slowest has to import torch."""
 
     step_s: float = 300.0
     """What a rank waits for another in a step: as long as the longest step may take. That a process
@@ -91,7 +91,7 @@ class Store:
         return _c10d.PrefixStore(name, self._tcp)
 
     def put(self, key: str, value: bytes) -> None:
-        """For all ranks to see."""
+        """Put a value where all ranks see it."""
         with _as_group_error("the store of rank 0 is gone"):
             self._tcp.set(key, value)
 
@@ -144,8 +144,8 @@ class Pending:
         self._within = within
 
     def wait(self, within: timedelta | None = None) -> Tensor:
-        """Until it is over: on a GPU for what is enqueued after this call, on the CPU for the
-        caller. GroupError, when the other does not do its part in time."""
+        """Wait until the transfer is over: on a GPU for what is enqueued after this call, on the
+        CPU for the caller. GroupError, when the other does not do its part in time."""
         deadline = within or self._within
         with _as_group_error(self._blame):
             if deadline is None:
@@ -191,8 +191,8 @@ class ProcessGroup:
             _wait(self._backend.allreduce([x], self._reduce_options))
 
     def all_gather(self, out: Tensor, share: Tensor) -> None:
-        """All ranks' `share` one behind the other in `out`; both contiguous. `share` may be this
-        rank's place in `out`."""
+        """Put all ranks' `share` into `out`, one behind the other; both contiguous. `share` may be
+        this rank's place in `out`."""
         with self._naming_the_missing("all_gather"):
             _wait(self._backend._allgather_base(out.view(-1), share.view(-1), self._gather_options))
 
@@ -306,7 +306,7 @@ def nccl_group(store: Store, name: str, ranks: tuple[int, ...], *, at: Rendezvou
 
 
 def _wait(work: Foreign) -> None:
-    """None comes of what is on the current stream already."""
+    """Wait until `work` is over; torch gives None for what is on the current stream already."""
     if work is not None:
         work.wait()
 
@@ -331,6 +331,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def named(ranks: list[int]) -> str:
-    """As a message has them."""
+    """Ranks as a message names them."""
     numbers = ", ".join(map(str, ranks))
     return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

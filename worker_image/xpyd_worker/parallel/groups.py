@@ -75,7 +75,7 @@ class GroupCoordinator:
 
     @property
     def first_rank(self) -> int:
-        """In the world, as the three below."""
+        """A rank in the world, as the three below."""
         return self.ranks[0]
 
     @property
@@ -108,7 +108,7 @@ class GroupCoordinator:
             self.device_group.all_reduce(x)
 
     def all_gather_flat(self, out: Tensor, share: Tensor) -> None:
-        """All ranks' `share` one behind the other in `out`, of which it may be a part."""
+        """Put all ranks' `share` into `out`, one behind the other; `share` may be a part of it."""
         if self._fast_gather is not None and share.numel():
             self._fast_gather.all_gather(out, share, 1)
         else:
@@ -165,7 +165,7 @@ def _all_gather(x: Tensor, group: str) -> Tensor:
 
 
 def _fake_all_reduce(x: Tensor, group: str) -> None:
-    """In place: nothing changes but values."""
+    """Reduce in place: only values change."""
 
 
 def _fake_all_gather(x: Tensor, group: str) -> Tensor:
@@ -191,11 +191,11 @@ class OpsTensorGroup:
         self._name = group.unique_name
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """In place."""
+        """Add up in place."""
         _ALL_REDUCE(x, self._name)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """In new memory."""
+        """Gather in new memory."""
         gathered: Tensor = _ALL_GATHER(x, self._name)
         return gathered

@@ -20,9 +20,9 @@ from xpyd_worker.parallel.distributed import ProcessGroup, named
 
 _log = logging.getLogger(__name__)
 _SOON_S = 5.0
-"""For what is under way when it is given back: steps are over then."""
+"""The wait for what is under way when memory is given back: steps are over then."""
 _ZERO_S = 30.0
-"""For the first work on a device, its context included."""
+"""The wait for the first work on a device, its context included."""
 
 
 class _Word(msgspec.Struct, frozen=True):
@@ -100,7 +100,7 @@ class PeerMemory:
     """What a rank has of its group's. Made by `open_peer_memory`."""
 
     def __init__(self, device: GpuPeers, group: ProcessGroup, name: str) -> None:
-        """Nothing yet."""
+        """No memory is taken yet."""
         self.device, self.group, self.name = device, group, name
         self._own: DeviceView | None = None
         self._opened: dict[int, DeviceView] = {}
@@ -111,7 +111,7 @@ class PeerMemory:
         return self.device.export(self._own)
 
     def open(self, rank: int, handle: IpcHandle) -> None:
-        """That of another, by its number in the group."""
+        """Open the memory of another rank, by its number in the group."""
         lacks = self.device.lacks(handle.device_uuid)
         if lacks:
             raise NotReachableError(lacks)

@@ -29,10 +29,11 @@ from xpyd_worker.parallel.distributed import Rendezvous, Store, named
 _log = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 << 10
-"""Of a tensor that goes through the memory at once: two of them fit a core's cache for each rank of
-a small group (docs/adr/0031). Larger tensors go in pieces."""
+"""The part of a tensor that goes through the memory at once: two of them fit a core's cache for
+each rank of a small group (docs/adr/0031). Larger tensors go in pieces."""
 SHARES_FROM_BYTES = 32 << 10
-"""From here on three ranks and more add up a share each; below the second meeting costs more."""
+"""The size from which three ranks and more add up a share each; below the second meeting costs
+more."""
 _NAME = "xpyd-collectives"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _NONCE_BYTES = 32
@@ -46,7 +47,7 @@ class Host:
     """What a group has to itself of a host."""
 
     ranks: int
-    """That compute there at the same time, of all groups."""
+    """How many ranks compute on the machine at the same time, of all groups."""
 
     cores: int
 
@@ -227,7 +228,7 @@ class Pages:
     memory: mmap.mmap
     descriptor: int
     where: str
-    """For `open_pages`."""
+    """What `open_pages` takes."""
 
     def close(self) -> None:
         """`where` holds no longer."""

@@ -167,7 +167,8 @@ def _describe(head: list[int]) -> str:
 
 
 class StageFeedback:
-    """From the last stage to all others, the same tensor share each."""
+    """Sends drawn tokens from the last stage to all others, each to the ranks of its tensor
+    share."""
 
     def __init__(self, pipeline: GroupCoordinator) -> None:
         self._pipeline = pipeline
@@ -176,8 +177,8 @@ class StageFeedback:
         self._under_way: deque[Pending] = deque()
 
     def send(self, sampled: Sampled) -> None:
-        """On the last stage, once a step that draws: `sampled` is on the host. Waits only where a
-        stage is too far behind; GroupError names it."""
+        """Send `sampled`, which is on the host; on the last stage, once for each step that draws.
+        Waits only where a stage is too far behind; GroupError names it."""
         self._sent += 1
         message = _pack(self._sent, sampled)
         for stage in range(self._pipeline.size - 1):
@@ -186,7 +187,8 @@ class StageFeedback:
             self._under_way.popleft().wait()
 
     def receive(self, requests: int, width: int = 1) -> IncomingSampled:
-        """On the others: begin to receive what the last stage drew in its next step that draws."""
+        """Begin to receive, on the other stages, what the last stage drew in its next step that
+        draws."""
         self._received += 1
         message = torch.empty(_SAMPLED_HEAD + requests * (width + 1), dtype=torch.int64)
         last = self._pipeline.size - 1

@@ -17,7 +17,8 @@ from xpyd_worker.ranks.step.encoder import StepEncoder
 from xpyd_worker.ranks.step.messages import decode_output
 
 STEP_DEADLINE_S = 120.0
-"""As of one rank (runner): the longest step of the largest model takes seconds."""
+"""The time that ranks have for a step, as one rank has (runner): the longest step of the largest
+model takes seconds."""
 
 
 class RankedExecutor:

@@ -94,10 +94,10 @@ class Instance:
         self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         """Readable from then on."""
         self.responses: list[Responses | RelayedResponses] = []
-        """By rank, once started. The engine's thread reads them."""
+        """The ranks' facts, by rank, once started. The engine's thread reads them."""
         self.responses += map(Responses, self._pod.responses)
         self.channels = [LinkChannel(rank, self._post) for rank in range(sizes.replica)]
-        """By rank: the KV transfer's way to it."""
+        """The KV transfer's way to each rank, by rank."""
 
     def rank_identity(self, rank: int) -> RankIdentity:
         """The rank as messages name it."""
@@ -176,7 +176,7 @@ class Instance:
             self._pod_of(rank).tell(rank, message)
 
     def _collect(self, kind: type[_T]) -> tuple[_T, ...]:
-        """One of every rank, by rank."""
+        """Collect one message of every rank, by rank."""
         found: dict[int, _T] = {}
         while len(found) < self.sizes.replica:
             one = self._started.get()
@@ -239,7 +239,8 @@ class Instance:
         self._watch.report(lambda judge: judge.failed(rank, failure))
 
     def stuck(self, deadline_s: float) -> Exception:
-        """No answer to a step has come in time: end all; what to raise."""
+        """End all ranks, because no answer to a step has come in time; returns the error to
+        raise."""
         return self._give_up(
             Loss(f"a step is stuck: no answer within {deadline_s:g} s", EXIT_STEP_STUCK)
         )
@@ -279,7 +280,7 @@ class Instance:
     # --- the watch's thread
 
     def _look(self) -> list[Beat]:
-        """At the ranks of the other pods, which hear that the leader lives."""
+        """Look at the ranks of the other pods, which see by it that the leader lives."""
         for pod in self._others:
             pod.beat()
         return [beat for pod in self._others for beat in pod.look()]

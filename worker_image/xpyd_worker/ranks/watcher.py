@@ -21,7 +21,7 @@ Report = Callable[[Judge], None]
 
 
 class Watch:
-    """Of the ranks of `pod`. Its thread ends with them."""
+    """Watches the ranks of `pod`. Its thread ends with them."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Watch:
 
     @property
     def thread_ident(self) -> int:
-        """As threading.get_ident has it there; 0 before the start."""
+        """The thread's threading.get_ident(); 0 before the start."""
         return 0 if self._thread is None else self._thread.ident or 0
 
     def report(self, report: Report) -> None:

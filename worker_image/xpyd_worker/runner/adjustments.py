@@ -40,8 +40,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Adjustment:
-    """Of one row, on the host. Ids are int64 and lie in the vocabulary; an empty tensor or None is
-    off.
+    """What changes one row's logits, on the host. Ids are int64 and lie in the vocabulary; an empty
+    tensor or None is off.
 
     `allowed`: none but these. `banned`: not these. `bias` float32 is added at `bias_ids`.
     """
@@ -185,7 +185,7 @@ class _Counts:
 
 
 def apply_allowed(logits: Tensor, adjustments: Sequence[tuple[int, Adjustment]]) -> None:
-    """In contiguous `logits` [rows, vocab], leave -inf where a row with allowed ids has others."""
+    """Set contiguous `logits` [rows, vocab] to -inf where a row with allowed ids has others."""
     some = [(row, one.allowed) for row, one in adjustments if one.allowed is not None]
     if not some:
         return
@@ -249,7 +249,7 @@ def apply_penalties(logits: Tensor, adjustments: Sequence[tuple[int, Adjustment]
 
 
 def _places(rows: Sequence[tuple[int, Tensor]], logits: Tensor) -> Tensor:
-    """Where the columns that each row names stand in `logits`, flat, on their device."""
+    """The flat places in `logits` of the columns that each row names, on the device of `logits`."""
     sizes = torch.tensor([columns.shape[0] for _, columns in rows])
     firsts = torch.tensor([row * logits.shape[1] for row, _ in rows]).repeat_interleave(sizes)
     return to_device(firsts + torch.cat([columns for _, columns in rows]), logits.device)

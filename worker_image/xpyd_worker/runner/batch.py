@@ -37,7 +37,7 @@ class Batch:
     drawn_at: list[int]
     """Rows whose token the host does not know; `token_ids` has 0 there."""
     drawn_from: list[int]
-    """For each of them: the index of that token among those of the step before."""
+    """For each of these rows: the index of its token among those of the step before."""
     prompt_tokens: int
     """Tokens of the batch that lie in their sequence's prompt."""
 
@@ -55,7 +55,7 @@ def faults(
     num_blocks: int,
     drawn: Mapping[int, int],
 ) -> dict[int, str]:
-    """By id, which sequences must not run and why: their ids or blocks lie outside the model's
+    """The sequences that must not run, by id, and why: their ids or blocks lie outside the model's
     vocabulary or the cache, so that they would read or write foreign memory. `drawn`: as for
     build_batch."""
     found = [(one, _fault(one, shape, vocab_size, num_blocks, drawn)) for one in sequences]

@@ -65,7 +65,7 @@ class Device(Protocol):
         ...
 
     def use(self) -> AbstractContextManager[object]:
-        """Within it this thread's operators go to this device."""
+        """A block in which this thread's operators go to this device."""
         ...
 
     def mark(self) -> Mark:
@@ -86,7 +86,7 @@ class HostDevice:
     is_lost_by_an_error = False
 
     def use(self) -> AbstractContextManager[object]:
-        """Nothing to choose."""
+        """A block without effect: there is one CPU."""
         return nullcontext()
 
     def mark(self) -> Mark:
@@ -195,7 +195,7 @@ def _has_triton() -> bool:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """Of a CUDA device."""
+    """The compute capability of a CUDA device."""
     return cast("tuple[int, int]", cast("Any", torch.cuda).get_device_capability(device))
 
 
@@ -223,9 +223,9 @@ def resolve_dtype(requested: str, stored: str, *, is_fast: bool) -> torch.dtype:
 
 
 def resolve_gpu_dtype(requested: str, stored: str, *, capability: tuple[int, int]) -> torch.dtype:
-    """The same on a GPU of this compute capability, where `auto` is the checkpoint's. Below 8.0
-    there is no bfloat16: `auto` takes float16 instead, as vLLM does, and asking for it is refused.
-    """
+    """The dtype on a GPU of this compute capability, where `auto` is the checkpoint's. Below 8.0
+    there is no bfloat16: `auto` takes float16 instead, as vLLM does, and asking for it is
+    refused."""
     found = resolve_dtype(requested, stored, is_fast=True)
     if found != torch.bfloat16 or capability >= _LEAST_CAPABILITY_BFLOAT16:
         return found
@@ -250,12 +250,12 @@ def cpu_is_fast_in(dtype: str, cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def cpu_dtype(requested: str, stored: str) -> torch.dtype:
-    """Of weights and KV on this CPU, for `--dtype requested`."""
+    """The dtype of weights and KV on this CPU, for `--dtype requested`."""
     return resolve_dtype(requested, stored, is_fast=cpu_is_fast_in(stored))
 
 
 def gpu_dtype(requested: str, stored: str, device: torch.device) -> torch.dtype:
-    """Of weights and KV on this GPU, for `--dtype requested`. The GPU is logged."""
+    """The dtype of weights and KV on this GPU, for `--dtype requested`. The GPU is logged."""
     capability = compute_capability(device)
     _log.info(
         "device %s: %s, compute capability %d.%d",
@@ -267,5 +267,5 @@ def gpu_dtype(requested: str, stored: str, device: torch.device) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As checkpoints call it."""
+    """The name of a dtype in checkpoints."""
     return str(dtype).removeprefix("torch.")

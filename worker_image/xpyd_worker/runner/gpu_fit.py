@@ -67,8 +67,9 @@ class GpuFit:
     def make_runner(
         self, num_blocks: int | None = None, *, make_memory: MakeMemory | None = None
     ) -> ModelRunner:
-        """With a cache of so many blocks, or as many as there is room for, in memory of torch's
-        allocator or in that of `make_memory`. UserError where that memory is not there."""
+        """Make a runner with a cache of so many blocks, or as many as there is room for, in memory
+        of torch's allocator or in that of `make_memory`. UserError where that memory is not
+        there."""
         part, blocks = self.part, agreed_blocks(self.num_blocks, num_blocks)
         layers = part.model.num_layers
         size = cache_bytes(part.shape, num_layers=layers, num_blocks=blocks)
@@ -126,7 +127,7 @@ class GpuPart:
         return torch.zeros(size_bytes, dtype=torch.uint8, device=self.gpu.torch_device)
 
     def runner(self, cache: KvCache, graphs: DecodeGraphs | None) -> ModelRunner:
-        """One over this cache."""
+        """A runner over this cache."""
         return ModelRunner(
             self.model,
             self.config,

@@ -28,15 +28,15 @@ class CudaCounters:
         self._cuda, self._device = cast("Any", torch.cuda), device
 
     def total(self) -> int:
-        """Of the device."""
+        """Bytes of the device's memory."""
         return int(self._cuda.mem_get_info(self._device)[1])
 
     def free(self) -> int:
-        """That no process has now."""
+        """Bytes that no process has now."""
         return int(self._cuda.mem_get_info(self._device)[0])
 
     def reserved(self) -> int:
-        """That this process's allocator of tensors has from the device now."""
+        """Bytes that this process's allocator of tensors has from the device now."""
         return int(self._cuda.memory_reserved(self._device))
 
     def release(self) -> None:
@@ -57,11 +57,11 @@ class Profile:
 
     total: int
     others: int
-    """Of other processes."""
+    """Bytes of other processes."""
     tensors: int
     """Weights and, at their peak, the activations of the largest step."""
     beside: int
-    """Of this process, besides its tensors: compiled kernels, libraries' workspaces."""
+    """Bytes of this process that are no tensors': compiled kernels, libraries' workspaces."""
 
 
 @dataclass(frozen=True)

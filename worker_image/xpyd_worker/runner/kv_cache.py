@@ -63,7 +63,7 @@ class KvCache:
 
     @property
     def size_bytes(self) -> int:
-        """Of all layers."""
+        """Bytes of all layers."""
         return sum(layer.nbytes for layer in self.layers)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

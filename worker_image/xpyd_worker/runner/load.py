@@ -61,8 +61,8 @@ class CpuFit:
     def make_runner(
         self, num_blocks: int | None = None, *, make_memory: MakeMemory = host_memory
     ) -> ModelRunner:
-        """With a cache of so many blocks, or as many as there is room for. UserError where the
-        system does not give its memory."""
+        """Make the runner with a cache of so many blocks, or as many as there is room for.
+        UserError where the system does not give its memory."""
         blocks = agreed_blocks(self.num_blocks, num_blocks)
         layers = self.model.num_layers
         memory = make_memory(cache_bytes(self.shape, num_layers=layers, num_blocks=blocks))

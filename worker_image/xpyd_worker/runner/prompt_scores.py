@@ -45,7 +45,7 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class ReadScores:
-    """By sequence id: scores of the chunk's tokens, or why there are none."""
+    """Scores on the host, by sequence id: of the chunk's tokens, or why there are none."""
 
     scores: dict[int, tuple[TokenLogprob, ...]]
     failed: dict[int, str]
@@ -75,7 +75,7 @@ class PromptScores:
 
 
 NO_SCORES = PromptScores({}, {})
-"""Of a step that scores nothing."""
+"""The scores of a step that scores nothing."""
 
 
 class PromptScorer:

@@ -202,8 +202,8 @@ class ModelRunner:
         return self._run(entering, positions, plan, layer_done), asked
 
     def _begin_stage(self, rows: int) -> IncomingHidden | None:
-        """Before the forward of `rows` tokens: what comes of the stage before, if there is one. The
-        buffers that it comes into may be on their way still, sent by the step before."""
+        """Receive what the stage before sends for a forward of `rows` tokens, if there is such a
+        stage. The buffers that it comes into may be on their way still, sent by the step before."""
         if self._boundary is None:
             return None
         self._boundary.begin_step()
@@ -246,7 +246,7 @@ class ModelRunner:
 
 
 def _places(asking: list[BatchRows]) -> dict[int, int]:
-    """Of the only token that a sequence draws among the step's, by sequence."""
+    """The place, among the tokens that the step draws, of a sequence's only one; by sequence."""
     places: dict[int, int] = {}
     first = 0
     for rows in asking:
@@ -287,9 +287,9 @@ def _logged(layer_done: Callable[[int], None], step: int) -> Callable[[int], Non
 
 @dataclass(frozen=True)
 class StepResults:
-    """Of a step's sequences: `failed` says why some took no part, `asking` are those that draw, and
-    `drawn` has the rows of their SampleSpecs, one behind the other; None where no sequence
-    draws."""
+    """The results of a step's sequences: `failed` says why some took no part, `asking` are those
+    that draw, and `drawn` has the rows of their SampleSpecs, one behind the other; None where no
+    sequence draws."""
 
     failed: dict[int, str]
     prompts: PromptScores

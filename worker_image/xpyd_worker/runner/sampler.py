@@ -70,8 +70,8 @@ def _mix(value: int) -> int:
 
 @dataclass(frozen=True)
 class Columns:
-    """Of each row the best, best first: values float32 and token ids int64, both [m, count]. Equals
-    come in the order of their ids."""
+    """The best columns of each row, best first: values float32 and token ids int64, both [m,
+    count]. Equals come in the order of their ids."""
 
     values: Tensor
     ids: Tensor
@@ -91,7 +91,7 @@ class Scores:
     top: Columns | None
 
     def to_host(self) -> Scores:
-        """The same on the host, when what was enqueued so far is done."""
+        """The columns on the host, when what was enqueued so far is done."""
         return replace(
             self,
             own=to_host(self.own),
@@ -207,7 +207,7 @@ def kernel_draw(kernel: Callable[[Tensor, DrawParams], Tensor]) -> Draw:
 
 
 def draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
-    """In torch's operators; see Draw."""
+    """Draw by torch's operators; see Draw."""
     best = logits.argmax(dim=-1)
     highest = logits.gather(1, best[:, None])
     tokens = best

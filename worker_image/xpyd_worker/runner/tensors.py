@@ -65,7 +65,7 @@ def rows_of(matrix: Tensor, rows: list[int]) -> Tensor:
 
 
 def put_ints(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Each list as int64 on `device`, all by one copy."""
+    """Put each list as int64 on `device`, all by one copy."""
     together = numbers(list(itertools.chain.from_iterable(lists)), torch.int64, device)
     return list(torch.split(together, [len(one) for one in lists]))
 

@@ -164,12 +164,13 @@ class Mailbox:
         self._event.set()
 
     def fail(self) -> None:
-        """No output will come any more: the engine is gone."""
+        """Note that no output will come any more: the engine is gone."""
         self._failed = True
         self._event.set()
 
     async def take(self) -> list[RequestOutput]:
-        """All outputs since the last call, at least one. ApiError 500 when the engine is gone."""
+        """Wait for and return all outputs since the last call, at least one. ApiError 500 when the
+        engine is gone."""
         await self._event.wait()
         if not self._outputs and self._failed:
             raise engine_gone()

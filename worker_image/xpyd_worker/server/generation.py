@@ -321,13 +321,14 @@ class Generation:
         return [prompt.job for prompt in self._prompts.values()]
 
     def prompt_logprobs(self, choice_index: int) -> tuple[TokenLogprob | None, ...]:
-        """Of the prompt of a choice; known with its first delta, empty where not asked for."""
+        """The log probabilities of the prompt of a choice; known with its first delta, empty where
+        not asked for."""
         prompts = list(self._prompts.values())
         return prompts[choice_index // len(prompts[0].choices)].logprobs or ()
 
     @property
     def reports(self) -> list[TransferReport]:
-        """On P: how each prompt's transfer stood at its end."""
+        """The state of each prompt's transfer at its end, on P."""
         none = TransferReport("none")
         return [prompt.report or none for prompt in self._prompts.values()]
 
@@ -338,7 +339,7 @@ class Generation:
 
     @property
     def finish_reasons(self) -> tuple[str, ...]:
-        """Of the choices that have ended, in order."""
+        """The finish reasons of the choices that have ended, in order."""
         choices = [choice for prompt in self._prompts.values() for choice in prompt.choices]
         return tuple(choice.reason for choice in choices if choice.reason)
 

@@ -58,7 +58,7 @@ class CpuKernels:
     """Implements `xpyd_worker.kernels.api.Kernels`."""
 
     def __init__(self, operators: ctypes.CDLL) -> None:
-        """With as many threads as torch has now."""
+        """The kernels use as many threads as torch has now."""
         self.operators = operators
         self._threads = torch.get_num_threads()
 
@@ -69,7 +69,7 @@ class CpuKernels:
         return FewRowsLinear.of(OneDnnLinear(weight, bias), self.operators, self._threads)
 
     def experts(self, gate_up: Tensor, down: Tensor) -> Experts:
-        """One after the other, each packed as a linear is."""
+        """The experts, computed one after the other, each packed as a linear is."""
         return ExpertByExpert(self, gate_up, down)
 
     def plan(self, spans: Sequence[Span], shape: KvShape) -> Plan:
@@ -101,12 +101,12 @@ class CpuKernels:
         return CpuPlan(shape, np.concatenate(slots), sequences, tables, attention)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """One pass for the sum, one for the result."""
+        """Normalize in two passes: one for the sum, one for the result."""
         x = x.contiguous()
         return self._norm(None, x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The same, with the addition in the first pass."""
+        """Normalize, with the addition in the first pass."""
         assert residual.is_contiguous(), "added to in place"
         return self._norm(x.contiguous(), residual, weight, eps)
 
@@ -134,7 +134,7 @@ class CpuKernels:
         cache: Tensor,
         plan: Plan,
     ) -> Tensor:
-        """All in one pass over `qkv`."""
+        """Rotate and store in one pass over `qkv`."""
         own, qkv = cast("CpuPlan", plan), qkv.contiguous()
         rows, all_heads, head_dim = qkv.shape
         heads = all_heads - 2 * own.shape.kv_heads
@@ -160,7 +160,7 @@ class CpuKernels:
         return query
 
     def attention(self, query: Tensor, cache: Tensor, plan: Plan, window: int | None) -> Tensor:
-        """Over the cache in place."""
+        """Attend to the cache in place."""
         own = cast("CpuPlan", plan)
         rows, heads, head_dim = query.shape
         out = torch.empty(rows, heads * head_dim, dtype=query.dtype)
@@ -174,7 +174,7 @@ class CpuKernels:
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """In one pass."""
+        """Activate and multiply in one pass."""
         gate_up = gate_up.contiguous()
         rows, both = gate_up.shape
         out = torch.empty(rows, both // 2, dtype=gate_up.dtype)

@@ -19,7 +19,7 @@ from xpyd_worker.system import cpu_flags
 _log = logging.getLogger(__name__)
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
-"""Those that attention.cpp has code for."""
+"""The sizes of heads that attention.cpp has code for."""
 LANES = 16
 """Elements of a vector; sizes of norms and activations are multiples of it (vec.h)."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -58,7 +58,7 @@ class OneDnnLinear:
 
 
 class FewRowsLinear:
-    """The same, bit by bit, with a way of its own for up to 4 rows."""
+    """A packed linear with the same results, bit for bit, and its own code for up to 4 rows."""
 
     def __init__(
         self,
@@ -81,7 +81,8 @@ class FewRowsLinear:
     def of(
         cls, packed: OneDnnLinear, operators: ctypes.CDLL, threads: int
     ) -> FewRowsLinear | OneDnnLinear:
-        """Over `packed`; itself where matvec.cpp cannot give what that gives for more rows."""
+        """The linear over `packed`; `packed` itself where matvec.cpp cannot give what that gives
+        for more rows."""
         address = _known_layout(packed) if _has_instruction() else None
         if address is None:
             return packed

@@ -51,7 +51,7 @@ class GpuPlan:
     decodes: int
     tile_tokens: int
     max_context: int
-    """No context is longer; known to the host, unlike `contexts`."""
+    """A bound of the contexts' lengths; known to the host, unlike `contexts`."""
 
 
 class _Views(NamedTuple):
@@ -95,7 +95,7 @@ class _Sizes:
 
     @property
     def words_before_tables(self) -> int:
-        """Of them, what does not depend on how long contexts are."""
+        """The words that do not depend on how long contexts are."""
         return sum(map(_padded, self._lengths[:3]))
 
     @property
@@ -187,7 +187,7 @@ class StaticPlan:
 
 
 def _write(host: Tensor, sizes: _Sizes, spans: Sequence[Span], shape: KvShape) -> None:
-    """All tables but the tiles."""
+    """Write all tables but the tiles."""
     slots, starts, contexts, tables, _ = (view.numpy() for view in sizes.cut(host))
     slots[:] = -1
     tables[:] = 0

@@ -15,7 +15,7 @@ WORLD_SIZES = (2, 4, 6, 8)
 """Ranks that the kernel is made for."""
 MOST_RANKS = max(WORLD_SIZES)
 MOST_BYTES = 8 << 20
-"""Of a tensor; beyond it NCCL's algorithms are faster."""
+"""The largest tensor that is reduced so; beyond it NCCL's algorithms are faster."""
 LINE_BYTES = 128
 """A program's words in a rank's memory: where each rank's word arrives, and its own count."""
 _SHARE_STEP = 16
@@ -27,9 +27,10 @@ class Division(NamedTuple):
 
     programs: int
     part: int
-    """Of each program; the last one's may be shorter."""
+    """The length of each program's part; the last one may be shorter."""
     share: int
-    """Of each rank in a part, where `in_two`; the last ones' may be shorter, or nothing."""
+    """The length of each rank's share of a part, where `in_two`; the last shares may be shorter, or
+    empty."""
     in_two: bool
 
 
@@ -39,28 +40,28 @@ class ReduceShape:
 
     most_bytes: int = MOST_BYTES
     programs: int = 32
-    """At most, each with a part of a multiprocessor to itself on any GPU with NVLink."""
+    """The most programs; each has a part of a multiprocessor to itself on any GPU with NVLink."""
     tile_bytes: int = 8 << 10
-    """That a program reads of a rank at once: 16 for each of 512 threads."""
+    """What a program reads of a rank at once: 16 for each of 512 threads."""
     two_from_bytes: int | None = None
-    """From here on more than two ranks go in two shots; None: by their number."""
+    """The size from which more than two ranks go in two shots; None: by their number."""
 
     def __post_init__(self) -> None:
         assert self.most_bytes % (self.programs * self.tile_bytes) == 0, "parts are whole tiles"
 
     @property
     def head_bytes(self) -> int:
-        """Of the words, before the two places of a tensor."""
+        """The size of the words, before the two places of a tensor."""
         return self.programs * LINE_BYTES
 
     @property
     def part_bytes(self) -> int:
-        """That one program has of a place."""
+        """The size of one program's part of a place."""
         return self.most_bytes // self.programs
 
     @property
     def memory_bytes(self) -> int:
-        """That each rank gives: the words, and a tensor in two places."""
+        """The memory that each rank gives: the words, and a tensor in two places."""
         return self.head_bytes + 2 * self.most_bytes
 
     def takes(self, *, ranks: int, size_bytes: int, is_contiguous: bool) -> bool:

@@ -65,7 +65,7 @@ def _search(
 
 @triton.jit
 def _border(row, vocab, key, best, temperature, min_p, columns: tl.constexpr):
-    """Of the tokens with this very key: mass above them, of each, and how many."""
+    """The mass above the tokens with this very key, the mass of each, and how many there are."""
     upper, above = _at_least(row, vocab, (key + 1).to(tl.int32), best, temperature, min_p, columns)
     lower, through = _at_least(row, vocab, key.to(tl.int32), best, temperature, min_p, columns)
     count = lower - upper

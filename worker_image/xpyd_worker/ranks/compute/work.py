@@ -125,7 +125,7 @@ class RankStep:
 
     @property
     def is_over(self) -> bool:
-        """On a CPU it is from the start."""
+        """Whether the device's work is over; on a CPU it is from the start."""
         return isinstance(self._running, Finished)
 
     def finish(self) -> bytes | None:
@@ -202,12 +202,12 @@ class RankWork:
             awaited.popleft().settle()
 
     def _send_drawn(self, sampled: Sampled) -> None:
-        """To the other stages."""
+        """Send what was drawn to the other stages."""
         assert self._feedback is not None, "there are other stages"
         self._feedback.send(sampled)
 
     def _draw(self, message: StepMessage, step: StepInput, running: Running) -> Running:
-        """On the last stage."""
+        """Draw, on the last stage."""
         output = running.wait()
         share = Share(
             [row.slot for row in message.rows], [len(one.token_ids) for one in step.sequences]
@@ -221,7 +221,7 @@ class RankWork:
     def _draw_on_device(
         self, states: DeviceStates, message: StepMessage, step: StepInput, running: LaunchedStep
     ) -> Running:
-        """On a last stage with a GPU. Waits for nothing."""
+        """Draw on a last stage with a GPU. Waits for nothing."""
         places = running.draw.places
         rows = [
             Row(row.slot, len(one.token_ids), places.get(one.seq_id))
@@ -244,8 +244,8 @@ class RankWork:
         return Settling(running, settle)
 
     def _await_draws(self, message: StepMessage, step: StepInput) -> None:
-        """On the others: sequences that nothing is drawn for are done with the step, the rest are
-        when their draws have come."""
+        """Wait, on the other stages, for the draws: sequences that nothing is drawn for are done
+        with the step, the rest are when their draws have come."""
         asking = _asking(step)
         resting = [n for n, one in enumerate(step.sequences) if len(one.samples) != 1]
 
@@ -287,5 +287,5 @@ def sampled_rows(step: StepInput, output: StepOutput) -> Sampled:
 
 
 def _rows(sampled: Sampled, places: list[int]) -> Sampled:
-    """Of these sequences only."""
+    """The rows of these sequences only."""
     return Sampled(*(one[torch.tensor(places)] for one in sampled))

@@ -25,11 +25,11 @@ class Kind(IntEnum):
     CHANNEL = 1
     """KV transfer's own; opaque."""
     STEP = 2
-    """Between pods: a step for all ranks of the pod."""
+    """A frame between pods: a step for all ranks of the pod."""
     RESPONSE = 3
-    """Between pods: what a rank wrote into its response ring."""
+    """A frame between pods: what a rank wrote into its response ring."""
     POD = 4
-    """Between pods: about the pod itself (nodes.py)."""
+    """A frame between pods: about the pod itself (pods.messages)."""
 
 
 class Frame(NamedTuple):

@@ -127,7 +127,7 @@ class Links:
 
     @property
     def thread_ident(self) -> int:
-        """As threading.get_ident has it there."""
+        """The thread's threading.get_ident()."""
         return self._thread.ident or 0
 
     def add(self, sock: socket.socket, take: TakeFrame, lose: Lose) -> Link:

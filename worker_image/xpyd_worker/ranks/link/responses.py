@@ -12,7 +12,7 @@ from xpyd_worker.ranks.loss import Failure
 
 RESPONSE_RING_BYTES = 256 << 10
 MAX_CAUSE_BYTES = 4096
-"""Of a text that says why; longer ones are cut."""
+"""The longest text of a cause; longer ones are cut."""
 _DONE, _FAILED, _MISSES = b"\0", b"\1", b"\2"
 # The engine's process reads nothing else while it waits for a step.
 _WRITE_S = 30.0

@@ -49,7 +49,7 @@ class RingFds:
         return RingFds(self.memory, (self.come[reader],), (self.taken[reader],))
 
     def all(self) -> tuple[int, ...]:
-        """To be inherited, or closed."""
+        """The descriptors that a rank inherits, or that are closed."""
         return (self.memory, *self.come, *self.taken)
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class GivenUpError(RingError):
 
 
 class RingReader:
-    """One reading end. One thread at a time."""
+    """The end that one rank reads. One thread uses it at a time."""
 
     def __init__(self, fds: RingFds) -> None:
         """`fds`: of_reader."""

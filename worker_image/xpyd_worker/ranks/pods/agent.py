@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 _CONNECT_S = 2.0
 _AGAIN_S = 0.5
 _PUBLISH_S = 30.0
-"""As the leader's own ranks have."""
+"""The time to write a step into the ring, as for the leader's own ranks."""
 _END_S = 5.0
 
 
@@ -68,8 +68,8 @@ class Agent:
         self._leader = self._links.add(sock, self._take, self._lose)
 
     def run(self) -> int:
-        """Until the leader ends it, or is gone; the exit status. The main thread: the ranks end
-        with the thread that started them."""
+        """Run until the leader ends the pod, or is gone; the exit status. The main thread: the
+        ranks end with the thread that started them."""
         end = PodEnd(False, "this pod failed")
         try:
             # The address is this pod's own, and nothing else.
@@ -93,7 +93,7 @@ class Agent:
         return EXIT_POD_LOST
 
     def end(self, reason: str) -> None:
-        """At once. Any thread, and a signal's handler."""
+        """End the pod at once. Called on any thread, and in a signal's handler."""
         self._end = self._end or PodEnd(False, reason)
         os.eventfd_write(self._waker, 1)
 

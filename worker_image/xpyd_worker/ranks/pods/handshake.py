@@ -33,7 +33,7 @@ from xpyd_worker.ranks.pods.messages import (
 
 HANDSHAKE_S = 5.0
 JOIN_S = 600.0
-"""For the other pods: a node may have to be made and the image pulled."""
+"""The time for the other pods to join: a node may have to be made and the image pulled."""
 _T = TypeVar("_T", Hello, Auth, Join)
 
 

@@ -26,7 +26,7 @@ from xpyd_worker.ranks.watch.beats import Beat
 
 NONCE_BYTES = 32
 MAX_HELLO_BYTES = 1024
-"""Of a frame from a peer that has proved nothing."""
+"""The longest frame from a peer that has proved nothing."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

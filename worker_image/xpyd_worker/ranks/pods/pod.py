@@ -84,7 +84,7 @@ class Pod:
             self.tell(start.rank, start)
 
     def be_watched(self) -> None:
-        """From now on the ranks end this process when it does not run (MainWatch)."""
+        """Let the ranks end this process from now on when it does not run (MainWatch)."""
         self._page.watch_maker()
 
     def pid(self, rank: int) -> int:
@@ -96,11 +96,11 @@ class Pod:
         self.post(Frame(Kind.CONTROL, rank, encode(message)))
 
     def post(self, frame: Frame) -> None:
-        """To the rank that it names."""
+        """Send the message to the rank that it names."""
         self._posts[frame.rank].post(frame)
 
     def publish(self, message: bytes, *, within_s: float, unless: int | None = None) -> None:
-        """To all of them, through the ring. See RingWriter.write."""
+        """Write to all ranks through the ring. See RingWriter.write."""
         self._writer.write(message, within_s=within_s, unless=unless)
 
     def look(self) -> list[Beat]:
@@ -119,7 +119,7 @@ class Pod:
         self._processes.kill()
 
     def kill(self) -> None:
-        """All that are left, and reap them."""
+        """Kill all ranks that are left, and reap them."""
         self._processes.kill()
 
     def close(self) -> None:

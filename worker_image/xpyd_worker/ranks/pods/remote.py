@@ -43,7 +43,7 @@ class RelayedResponses:
         return decode_response(self._come.popleft()) if self._come else None
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """Close: nothing is received any more."""
         os.close(self._counter)
 
 
@@ -75,7 +75,7 @@ class RemotePod:
         self.post(Frame(Kind.CONTROL, rank, encode(message)))
 
     def post(self, frame: Frame) -> None:
-        """To the rank that it names."""
+        """Send the message to the rank that it names."""
         self._link.post(frame)
 
     def publish(self, message: bytes) -> None:

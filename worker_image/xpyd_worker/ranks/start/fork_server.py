@@ -35,7 +35,7 @@ from xpyd_worker.ranks.watch.beats import BeatPage, Slot
 from xpyd_worker.system import prepare_for_torch
 
 _ORPHANED_S = 60.0
-"""For a fork server that has forked all ranks to end; it has nothing else to do."""
+"""The time in which a fork server that has forked all ranks ends; it has nothing else to do."""
 
 Prepare = Callable[[], MakeProgram]
 """Imports what ranks need; what makes their program."""
@@ -50,8 +50,8 @@ class _Child(NamedTuple):
 
 
 class _ImportBeats(MetaPathFinder):
-    """Each search for a module is a sign of life of all ranks: to import torch may take long, and
-    no thread may run here."""
+    """Reports each search for a module as a sign of life of all ranks: to import torch may take
+    long, and no thread may run here."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots

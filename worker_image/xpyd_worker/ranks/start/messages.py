@@ -55,7 +55,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     logs: Logs
     engine_id: str = ""
     incarnation: str = ""
-    """Both are the engine's, to peers; `config` has the address of the rank's own pod."""
+    """The incarnation, like engine_id, is the engine's, for peers; `config` has the address of the
+    rank's own pod."""
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
@@ -87,8 +88,8 @@ class Agreed(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvReady(msgspec.Struct, frozen=True):
-    """Of an instance that moves KV: how its cache is divided, where this rank of a D listens for
-    it, and the GPU that has the rank's, if one has."""
+    """What a rank of an instance that moves KV reports: how its cache is divided, where this rank
+    of a D listens for it, and the GPU that has the rank's, if one has."""
 
     engine: EngineLayout
     head_dim: int
@@ -133,7 +134,7 @@ _from_rank = msgspec.msgpack.Decoder(FromRank)
 
 
 def encode(message: ToRank | FromRank) -> bytes:
-    """For a frame of kind CONTROL."""
+    """The bytes of a frame of kind CONTROL."""
     return msgspec.msgpack.encode(message, enc_hook=str)
 
 

@@ -36,7 +36,7 @@ class Subreaper:
         self._was = 0
 
     def begin(self) -> None:
-        """From now on, until `end`; others may have begun, too."""
+        """Be the parent from now on, until `end`; others may have begun, too."""
         with self._lock:
             if not self._asked:
                 was = ctypes.c_int()

@@ -18,9 +18,10 @@ _log = logging.getLogger(__name__)
 
 ADVISED_FILES = 65_536
 MANY_RANKS = 8
-"""From here on sockets, shared memory and weights may be more files than the usual limits allow."""
+"""The number of ranks from which sockets, shared memory and weights may be more files than the
+usual limits allow."""
 _MOST_FILES = 1 << 20
-"""As many as the kernel allows where fs.nr_open was not changed."""
+"""The number of files that the kernel allows where fs.nr_open was not changed."""
 INFINIBAND = Path("/sys/class/infiniband")
 """Where the kernel lists devices with RDMA: InfiniBand, RoCE, EFA."""
 

@@ -117,7 +117,7 @@ class RankProcesses:
         return ended
 
     def wait(self, within_s: float) -> None:
-        """Until all have ended, or that time is over."""
+        """Wait until all ranks have ended, or that time is over."""
         end_s = time.monotonic() + within_s
         if self._pid_pipe is not None:
             self._await_pids(end_s)
@@ -125,7 +125,7 @@ class RankProcesses:
             self._reap(rank, within_s=max(0.0, end_s - time.monotonic()))
 
     def kill(self) -> None:
-        """All that are left, and reap them."""
+        """Kill all ranks that are left, and reap them."""
         if self._pid_pipe is not None:
             if self._fork_server is not None:
                 self._fork_server.kill()

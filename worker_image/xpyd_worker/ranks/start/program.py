@@ -207,7 +207,7 @@ class RankProgram:
 
 
 def _threads(config: WorkerConfig, pod_ranks: int) -> int:
-    """Of one rank: the machine's cores are shared."""
+    """The threads of one rank: the machine's cores are shared."""
     if config.threads is not None:
         return config.threads
     if "OMP_NUM_THREADS" in os.environ:

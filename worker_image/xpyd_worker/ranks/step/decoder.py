@@ -30,7 +30,8 @@ from xpyd_worker.ranks.step.messages import (
 
 
 class State(NamedTuple):
-    """Of one sequence: how many of its tokens are computed, and which was drawn last."""
+    """What is known of one sequence: how many of its tokens are computed, and which was drawn
+    last."""
 
     num_computed: int
     last_sampled: int
@@ -52,7 +53,7 @@ class States(Protocol):
         ...
 
     def look(self, slots: Sequence[int]) -> Sequence[State]:
-        """As of the last update, in this order."""
+        """The state of these sequences as of the last update, in this order."""
         ...
 
     def tokens(self, slot: int, end: int) -> list[int]:

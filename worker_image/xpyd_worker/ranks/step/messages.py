@@ -43,7 +43,7 @@ class Going(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Ahead(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The same with the token that the step before this one draws (DRAWN_BEFORE)."""
+    """The row with the token that the step before this one draws (DRAWN_BEFORE)."""
 
     slot: int
     blocks: tuple[int, ...] = ()

@@ -1,7 +1,7 @@
 """Signs of life between the ranks of a pod and the process that watches them, in shared memory.
 
 A thread of the rank's own counts. So a process that is stopped, or that lets none of its threads
-run, is seen, and one that computes for long is not taken for dead. Each figure is one aligned word
+run, is seen, and one that computes for long is not taken for dead. Each count is one aligned word
 that only grows, so that it is read while it changes.
 
 The ranks watch that process in turn (MainWatch). Where it ends the kernel ends them all. Where it
@@ -51,7 +51,7 @@ class Maker(NamedTuple):
 
 
 class BeatPage:
-    """The figures of all ranks of one pod; behind them those of the process that watches them."""
+    """The words of all ranks of one pod; behind them those of the process that watches them."""
 
     def __init__(self, ranks: int, descriptor: int | None = None) -> None:
         """Make the memory, or map what `descriptor` names."""
@@ -65,7 +65,7 @@ class BeatPage:
         self._words = memoryview(self._memory).cast("Q")
 
     def watch_maker(self) -> None:
-        """From now on a rank ends this process when it sees no sign of its life."""
+        """Let a rank end this process from now on when it sees no sign of its life."""
         self._words[self._makers + 1] = os.getpid()
 
     def live(self) -> None:
@@ -103,7 +103,7 @@ class Slot:
         self._words[1] += 1
 
     def end(self) -> None:
-        """It ends."""
+        """Write that the work ends."""
         self._words[2] += 1
 
     def launched(self) -> None:

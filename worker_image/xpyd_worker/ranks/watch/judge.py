@@ -35,9 +35,9 @@ IDLE_LOOKS = 24
 DOWN_LOOKS = 8
 """2 s: a rank that misses so many beats is shown to be down. It may come back."""
 _GRACE_LOOKS = 2
-"""For what is seen later, but happened before."""
+"""The looks that a verdict waits for what is seen later, but happened before."""
 _BUSY_NS = 5_000_000
-"""In IDLE_LOOKS, by rank; its beats take a fifth of it."""
+"""The time of a processor in IDLE_LOOKS that makes a rank busy; its beats take a fifth of it."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Shown(NamedTuple):
 
 
 class Judge:
-    """Of an instance's ranks, each by its number."""
+    """Judges an instance's ranks, each by its number."""
 
     def __init__(self, ranks: int, name: Callable[[int], RankIdentity]) -> None:
         self._seen = [_Seen() for _ in range(ranks)]
@@ -97,7 +97,7 @@ class Judge:
         self._seen[rank].looks_silent = 0
 
     def started(self) -> None:
-        """From now on steps may come."""
+        """Note that steps may come from now on."""
         self._is_starting = False
 
     def give_up(self, loss: Loss) -> None:
@@ -114,7 +114,7 @@ class Judge:
         return self._silent() or self._wrong() or self._given_up or self._stuck()
 
     def show(self) -> list[Shown]:
-        """Of each rank, as of the last look. Any thread."""
+        """What is shown of each rank, as of the last look. Any thread."""
         return [
             Shown(not seen.is_wrong and seen.looks_silent < DOWN_LOOKS, seen.beat)
             for seen in self._seen

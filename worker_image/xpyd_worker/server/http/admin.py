@@ -189,9 +189,9 @@ class Admin:
 
     async def load(self) -> Response:
         """GET /load: vLLM's `server_load`, and what the heartbeats say."""
-        return json_response({"server_load": self._api.admission.requests, **self._figures()})
+        return json_response({"server_load": self._api.admission.requests, **self._load()})
 
-    def _figures(self) -> dict[str, Any]:
+    def _load(self) -> dict[str, Any]:
         service = self._api.service
         stats = service.bridge.stats() if service is not None else EngineStats()
         return {
@@ -240,7 +240,7 @@ class Admin:
         left = self._process.drain()
         service = self._api.service
         answer = {
-            **self._figures(),
+            **self._load(),
             "requests": service.bridge.open_requests if service is not None else 0,
             "idle": left.is_idle,
             "seconds_left": round(left.seconds_left, 1),

@@ -71,11 +71,11 @@ class RequestGate:
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         self.requests = 0
-        """From head to the last byte of the answer."""
+        """Requests under way, each from its head to the last byte of its answer."""
         self.preparing = 0
         """Prompts admitted that the engine does not have yet."""
         self.bodies = BodyBudget()
-        """Of the bodies of all routes that are being read."""
+        """The budget of the bodies, of all routes, that are being read."""
 
     def enter(self, service: Service, request_id: RequestId) -> Admitted:
         """Let the current task's request in to have its body read; ApiError 503 otherwise. It

@@ -217,7 +217,7 @@ class CompletionFormat:
         self._prompt_maps: dict[int, list[Any]] = {}  # of prompts
 
     def opening(self) -> list[dict[str, Any]]:
-        """None: text begins at once."""
+        """No opening chunk: text begins at once."""
         return []
 
     def scores(self, deltas: Sequence[ChoiceDelta]) -> int:
@@ -232,7 +232,7 @@ class CompletionFormat:
         )
 
     def extras(self, *, continued: bool) -> dict[str, Any]:
-        """None."""
+        """No extra members."""
         return {}
 
     def chunk(self, delta: ChoiceDelta) -> dict[str, Any] | None:
@@ -298,7 +298,7 @@ class CompletionFormat:
         return self._job(choice_index).echo_text or ""
 
     def _prompt_logprobs(self, choice_index: int) -> dict[str, Any] | None:
-        """Of the text that echo puts in front."""
+        """The log probabilities of the text that echo puts in front."""
         entries = self._generation.prompt_logprobs(choice_index)
         job, wanted = self._job(choice_index), self._options.logprobs
         if not entries or job.echo_text is None or wanted is None:

@@ -42,7 +42,7 @@ def keys_of(request_id: RequestId, prompts: int) -> list[TransferKey]:
 def offered_ids(
     service: Service, request_id: RequestId, options: Options, index: int
 ) -> tuple[int, ...] | None:
-    """On D: the prompt's ids as P sent them, if they are what P says it computed."""
+    """The prompt's ids as P sent them to this D, if they are what P says it computed."""
     if service.place.role != "Decode" or request_id.pair is None or not options.kv.prompt_digest:
         return None
     offered = service.bridge.offered(TransferKey(request_id.pair.uuid, index))
@@ -200,7 +200,7 @@ def _transfer(
 
 
 def _kv_missing(service: Service, request_id: RequestId, options: Options, index: int) -> str:
-    """On D: why nothing is to be waited for: P sent nothing, or to an earlier start of this D."""
+    """Why this D does not wait for KV: P sent nothing, or to an earlier start of this D."""
     if request_id.pair is None or service.place.role != "Decode":
         return ""
     kv = options.kv

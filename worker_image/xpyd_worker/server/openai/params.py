@@ -32,9 +32,10 @@ from xpyd_worker.server.openai.not_built import refuse_not_built
 
 MAX_N = 128
 MAX_CHOICES = 1024
-"""Of all prompts. vLLM has no bound; without one a small body could order unbounded work."""
+"""The most choices of all prompts. vLLM has no bound; without one a small body could order
+unbounded work."""
 MAX_PARTS = 16_384
-"""Of the contents of all messages together."""
+"""The most parts of the contents of all messages together."""
 MAX_CONTINUE_TOKENS = 2**20
 # OpenAI's range. A value outside of it is taken for its end, as vLLM does.
 _MOST_BIAS = 100.0
@@ -267,7 +268,8 @@ def _logit_bias(members: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
 
 
 def _refuse_long_prompts(value: object, max_model_len: int | None) -> None:
-    """Before their items are looked at: a list may have a million."""
+    """Refuse prompts that are too long before their items are looked at: a list may have a
+    million."""
     if max_model_len is None or not isinstance(value, list) or not value:
         return
     items = cast("list[object]", value)
@@ -352,7 +354,7 @@ def _kv_params(value: object, *, choices: int, prompts: int) -> KvParams:
 
 
 def _listed(found: Sequence[_Item] | None, name: str, length: int) -> tuple[_Item, ...]:
-    """As many entries as `length`; none where the field is absent."""
+    """The entries of a list, as many as `length`; none where the field is absent."""
     if found is not None and len(found) != length:
         raise refuse(name, f"expected {length} entries, got {len(found)}")
     return tuple(found or ())

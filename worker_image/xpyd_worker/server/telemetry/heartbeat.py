@@ -82,7 +82,7 @@ class HeartbeatSender:
             await asyncio.sleep(self._period_s)
 
     def beat_now(self) -> None:
-        """One beat to every known router; never waits."""
+        """Send one beat to every known router; never waits."""
         if not self._sockets:
             return
         frames = self._frames()

@@ -125,7 +125,7 @@ _REASONS = ("stop", "length", "abort", "error")
 
 
 def engine_samples(stats: EngineStats) -> Iterable[AnySample]:
-    """The engine's own figures."""
+    """The engine's own metrics."""
     for name, attribute, text in _ENGINE_COUNTERS:
         yield Sample(_PREFIX + name, "counter", text, float(getattr(stats, attribute)))
     for name, attribute, text in _ENGINE_GAUGES:
@@ -203,7 +203,7 @@ class ServerMetrics:
         block_size: int,
         load_s: float,
     ) -> None:
-        """Show a loaded engine's figures from now on, and what `more` gives: its KV transfer's and
+        """Show a loaded engine's metrics from now on, and what `more` gives: its KV transfer's and
         its ranks'. `load_s`: from the process' start to there."""
 
         def samples() -> Iterable[AnySample]:
@@ -226,7 +226,7 @@ _OUTCOMES = ("done", "failed")
 
 
 def samples_of(kv: Kv, stats: EngineStats) -> Iterable[Sample | HistogramSample]:
-    """The figures of a worker's transfer, its ranks' among them."""
+    """The metrics of a worker's transfer, its ranks' among them."""
     connector = kv.connector
     if connector is None:
         return kv_samples(KvMetrics(), EndpointCounters(), StoreMetrics(), stats)
@@ -243,16 +243,16 @@ def samples_of(kv: Kv, stats: EngineStats) -> Iterable[Sample | HistogramSample]
 def kv_samples(
     metrics: KvMetrics,
     counters: EndpointCounters,
-    figures: StoreMetrics,
+    store: StoreMetrics,
     stats: EngineStats,
     nccl: NcclMetrics | None = None,
 ) -> Iterable[Sample | HistogramSample]:
-    """All `xpyd_kv_*` figures."""
+    """All `xpyd_kv_*` metrics."""
     yield from _moved(metrics, stats)
     yield from _transfers(metrics)
     yield from _without_kv(metrics, stats)
     yield from _connections(metrics, counters)
-    yield from _store(figures)
+    yield from _store(store)
     yield from _nccl(nccl or NcclMetrics())
 
 
@@ -327,7 +327,7 @@ def _connections(metrics: KvMetrics, counters: EndpointCounters) -> Iterable[Sam
     )
     yield from _by("probes", "Self-tests", "outcome", metrics.probes, ())
     yield from _by("peers", "Peers that came up", "transport", counters.opened, TRANSPORTS)
-    yield _counter("shared_bytes", "KV bytes beside the first connection", counters.shared_bytes)
+    yield _counter("shared_bytes", "KV bytes over other connections than the first", counters.shared_bytes)
     yield _counter("auth_failed", "Handshakes without a key of the fleet", counters.auth_failed)
     yield _counter("junk_connections", "Strangers closed before AUTH", counters.junk_connections)
     yield _counter(
@@ -339,32 +339,32 @@ def _connections(metrics: KvMetrics, counters: EndpointCounters) -> Iterable[Sam
     yield from _by("handshake_refused", "Handshakes refused", "factor", counters.refused, ())
 
 
-def _nccl(figures: NcclMetrics) -> Iterable[Sample]:
-    yield _gauge("nccl_communicators", "NCCL communicators now", figures.communicators)
-    yield _gauge("nccl_memory_bytes", "GPU memory that they take", figures.memory_bytes)
-    yield _counter("nccl_made", "NCCL communicators made", figures.made)
-    yield from _by("nccl_ended", "NCCL communicators ended", "reason", figures.ended, ())
+def _nccl(nccl: NcclMetrics) -> Iterable[Sample]:
+    yield _gauge("nccl_communicators", "NCCL communicators now", nccl.communicators)
+    yield _gauge("nccl_memory_bytes", "GPU memory that they take", nccl.memory_bytes)
+    yield _counter("nccl_made", "NCCL communicators made", nccl.made)
+    yield from _by("nccl_ended", "NCCL communicators ended", "reason", nccl.ended, ())
 
 
-def _store(figures: StoreMetrics) -> Iterable[Sample]:
-    yield _gauge("leases", "Landings and spilled prompts held now", figures.leases)
+def _store(store: StoreMetrics) -> Iterable[Sample]:
+    yield _gauge("leases", "Landings and spilled prompts held now", store.leases)
     free = {
-        "direct": figures.direct_free_bytes,
-        "buffer": figures.buffer_bytes - figures.buffer_used_bytes,
-        "pool": figures.pool_bytes - figures.pool_used_bytes,
+        "direct": store.direct_free_bytes,
+        "buffer": store.buffer_bytes - store.buffer_used_bytes,
+        "pool": store.pool_bytes - store.pool_used_bytes,
     }
     yield from _by("credits_free_bytes", "Room for KV", "where", free, (), kind="gauge")
-    yield _gauge("buffer_bytes", "Size of the device buffer", figures.buffer_bytes)
-    yield _gauge("buffer_used_bytes", "Device buffer in use", figures.buffer_used_bytes)
-    yield _gauge("pool_bytes", "Size of the host pool", figures.pool_bytes)
-    yield _gauge("pool_used_bytes", "Host pool in use", figures.pool_used_bytes)
+    yield _gauge("buffer_bytes", "Size of the device buffer", store.buffer_bytes)
+    yield _gauge("buffer_used_bytes", "Device buffer in use", store.buffer_used_bytes)
+    yield _gauge("pool_bytes", "Size of the host pool", store.pool_bytes)
+    yield _gauge("pool_used_bytes", "Host pool in use", store.pool_used_bytes)
     yield _gauge(
-        "pool_high_water_bytes", "Most of the host pool in use", figures.pool_high_water_bytes
+        "pool_high_water_bytes", "Most of the host pool in use", store.pool_high_water_bytes
     )
     yield _gauge(
         "pool_fragmentation",
         "Share of the pool's free memory outside of its largest free piece",
-        figures.pool_fragmentation,
+        store.pool_fragmentation,
     )
 
 
