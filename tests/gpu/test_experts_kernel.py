@@ -16,7 +16,7 @@ from tests.gpu import twins
 from tests.gpu.conftest import Kit, modules
 from tests.gpu.waits import waits_are_errors
 from xpyd_worker.kernels.api import KvShape, Span
-from xpyd_worker.model.config import Experts
+from xpyd_worker.model.config import ExpertsConfig
 from xpyd_worker.model.layers import ExpertMlps, StepContext
 
 META = torch.device("meta")
@@ -236,7 +236,7 @@ def test_a_layer_asks_the_device_for_nothing(
     unstarted: list[tuple[int, ...]], *, is_normalized: bool
 ) -> None:
     """On a device without memory nobody can wait for a value; and grids are those of the shapes."""
-    block = ExpertMlps(2048, Experts(128, 8, 768, is_normalized), torch.bfloat16)
+    block = ExpertMlps(2048, ExpertsConfig(128, 8, 768, is_normalized), torch.bfloat16)
     block.allocate(META)
     kernels = modules().kernels.TritonKernels(META)
     block.pack(kernels)

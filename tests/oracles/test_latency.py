@@ -19,8 +19,8 @@ from tests.worker.server_fakes import FakeEngine
 from xpyd_core.distribution import Distribution
 from xpyd_worker.engine.request import (
     ChoiceOutput,
+    EngineOutput,
     EngineRequest,
-    RequestOutput,
     SampledToken,
     SamplingParams,
 )
@@ -30,9 +30,9 @@ GAPS = st.lists(st.floats(0.0005, 200, allow_nan=False), min_size=1, max_size=40
 SUBMITTED_S = 1000.0
 
 
-def step(choices: Sequence[int], *, tokens: int = 1, finished: bool = False) -> RequestOutput:
+def step(choices: Sequence[int], *, tokens: int = 1, finished: bool = False) -> EngineOutput:
     token = SampledToken(7)
-    return RequestOutput(
+    return EngineOutput(
         "r", tuple(ChoiceOutput(c, (token,) * tokens) for c in choices), finished, started_s=1000.2
     )
 

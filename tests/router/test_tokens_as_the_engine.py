@@ -28,7 +28,7 @@ from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.http.request_ids import RequestId
 from xpyd_worker.server.openai.jobs import make_jobs
 from xpyd_worker.server.openai.params import parse_chat, parse_completion
-from xpyd_worker.server.service import Place, ServedModel, Service
+from xpyd_worker.server.service import InstanceInfo, ServedModel, Service
 from xpyd_worker.server.telemetry.metrics import ServerMetrics
 from xpyd_worker.server.text.prompts import chat_ids, completion_ids
 
@@ -82,7 +82,7 @@ def both(folder: Path, *, knows_developer: bool = False) -> Both:
     model = ServedModel(
         ("m",), tokenizer, frozenset(), tokenizer.vocab_size, 50_000, 0, knows_developer
     )
-    place = Place("Aggregated", "inc")
+    place = InstanceInfo("Aggregated", "inc")
     files = files_of(tokenizer, block_size=BLOCK, knows_developer=knows_developer)
     return Both(
         Service(model, place, EngineBridge(ServerMetrics().requests)),

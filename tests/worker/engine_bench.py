@@ -15,9 +15,9 @@ from xpyd_worker.engine.core import EngineCore
 from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.open_requests import StopRules
 from xpyd_worker.engine.request import (
+    EngineOutput,
     EngineRequest,
     Policy,
-    RequestOutput,
     SamplingParams,
     SchedulerConfig,
 )
@@ -81,7 +81,7 @@ class Bench:
             FakeProducer(self.pool, self.executor, linger, ranks_send) if sends else None
         )
         self.consumer = FakeConsumer(self.pool, self.executor) if receives else None
-        self.outputs: dict[str, list[RequestOutput]] = {}
+        self.outputs: dict[str, list[EngineOutput]] = {}
         self.requests: dict[str, EngineRequest] = {}
         self.core = EngineCore(
             self.executor,
@@ -154,7 +154,7 @@ class Bench:
     def assert_all_blocks_free(self) -> None:
         assert self.pool.num_free == self.pool.num_blocks
 
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         for output in outputs:
             earlier = self.outputs[output.request_id]
             assert not any(o.finished for o in earlier), "an output after the last one"

@@ -20,9 +20,9 @@ from xpyd_worker.engine.executor import Executor
 from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.open_requests import StopRules
 from xpyd_worker.engine.request import (
+    EngineOutput,
     EngineRequest,
     ReceiveFrom,
-    RequestOutput,
     SamplingParams,
     SchedulerConfig,
     SendTo,
@@ -75,7 +75,7 @@ class Instance:
             producer=connector.producer if connector is not None else None,
             consumer=connector.consumer if connector is not None else None,
         )
-        self._outputs: dict[str, list[RequestOutput]] = {}
+        self._outputs: dict[str, list[EngineOutput]] = {}
         self._news = threading.Condition()
 
     def start(self) -> Instance:
@@ -115,7 +115,7 @@ class Instance:
         self.engine.stop(PATIENCE_S)
         self.kv.close(5.0)
 
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         with self._news:
             for output in outputs:
                 self._outputs[output.request_id].append(output)

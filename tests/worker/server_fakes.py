@@ -16,10 +16,10 @@ from xpyd_core.request_id import TransferKey
 from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.engine.request import (
     ChoiceOutput,
+    EngineOutput,
     EngineRequest,
     EngineStats,
     ErrorKind,
-    RequestOutput,
     SampledToken,
     TokenLogprob,
     TransferReport,
@@ -30,7 +30,7 @@ from xpyd_worker.server.http.admission import Lifecycle
 from xpyd_worker.server.http.bodies import BodyBudget
 from xpyd_worker.server.http.inference import Api
 from xpyd_worker.server.http.server import Server, create_app, listen, make_server
-from xpyd_worker.server.service import Place, ServedModel, Service, seeds
+from xpyd_worker.server.service import InstanceInfo, ServedModel, Service, seeds
 from xpyd_worker.server.telemetry.metrics import ServerMetrics
 
 EOS = 256
@@ -86,7 +86,7 @@ class FakeEngine:
     for max_tokens, EOS, stop ids, continue_from and abort."""
 
     script: Script = field(default_factory=lambda: say("hello world"))
-    deliver: Callable[[Sequence[RequestOutput]], None] = lambda _: None
+    deliver: Callable[[Sequence[EngineOutput]], None] = lambda _: None
     failure: BaseException | None = None
     step_s: float = 0.0
     silent: bool = False
@@ -160,7 +160,7 @@ class FakeEngine:
                 del self.living[request.request_id]
             self.deliver(
                 [
-                    RequestOutput(
+                    EngineOutput(
                         request.request_id,
                         tuple(choices),
                         finished,
@@ -179,7 +179,7 @@ class FakeEngine:
     def _fail(self, request: EngineRequest) -> None:
         self.living.pop(request.request_id, None)
         ended = tuple(ChoiceOutput(c, (), "error") for c in range(request.n))
-        last = RequestOutput(
+        last = EngineOutput(
             request.request_id, ended, True, error=self.error or "x", error_kind=self.error_kind
         )
         self.deliver([last])
@@ -281,7 +281,7 @@ async def serving(
         )
         api.service = Service(
             model,
-            Place(role, "my-inc", (KEY,), 1.5),
+            InstanceInfo(role, "my-inc", (KEY,), 1.5),
             bridge,
             max_requests,
             has_priorities=has_priorities,

@@ -15,7 +15,7 @@ from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import EngineCore
 from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.open_requests import StopRules
-from xpyd_worker.engine.request import ReceiveFrom, RequestOutput, SchedulerConfig
+from xpyd_worker.engine.request import EngineOutput, ReceiveFrom, SchedulerConfig
 
 WAIT_S = 10.0
 
@@ -31,7 +31,7 @@ class Live:
         self.inbox = Inbox()
         self.threads: set[str] = set()
         self._changed = threading.Condition()
-        self._last: dict[str, RequestOutput] = {}
+        self._last: dict[str, EngineOutput] = {}
         self.engine = EngineCore(
             self.executor,
             pool=self.pool,
@@ -42,13 +42,13 @@ class Live:
             consumer=self.consumer,
         )
 
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         with self._changed:
             self.threads.add(threading.current_thread().name)
             self._last.update({o.request_id: o for o in outputs if o.finished})
             self._changed.notify_all()
 
-    def last(self, request_id: str) -> RequestOutput:
+    def last(self, request_id: str) -> EngineOutput:
         """Wait for a request's last output."""
         with self._changed:
             assert self._changed.wait_for(lambda: request_id in self._last, WAIT_S)

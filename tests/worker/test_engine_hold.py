@@ -14,7 +14,7 @@ from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import EngineCore
 from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.open_requests import StopRules
-from xpyd_worker.engine.request import RequestOutput, SchedulerConfig
+from xpyd_worker.engine.request import EngineOutput, SchedulerConfig
 
 WAIT_S = 30.0
 LATER_S = 600.0
@@ -49,7 +49,7 @@ class Holding:
         self.asked.release()
         return now + self.for_s if self.is_held else None
 
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         for _ in outputs:
             self.delivered.release()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xpyd_worker.kernels.plain import PlainKernels, rows_by_expert
-from xpyd_worker.model.config import Experts, MlpNames
+from xpyd_worker.model.config import ExpertsConfig, MlpNames
 from xpyd_worker.model.layers import ExpertMlps, StepContext, route
 
 HIDDEN, SIZE, COUNT, PER_TOKEN = 12, 20, 6, 2
@@ -39,7 +39,9 @@ def make_block(
 ) -> tuple[ExpertMlps, dict[str, Tensor], StepContext, CountingKernels]:
     """A block of random weights, those weights by name, and what it is called with. Linear 0 is the
     router, 2 e + 1 and 2 e + 2 are expert e's."""
-    experts = Experts(COUNT, PER_TOKEN, SIZE, is_normalized, names=MlpNames(("gate", "up"), "down"))
+    experts = ExpertsConfig(
+        COUNT, PER_TOKEN, SIZE, is_normalized, names=MlpNames(("gate", "up"), "down")
+    )
     block, kernels = ExpertMlps(HIDDEN, experts, dtype), CountingKernels()
     block.allocate(torch.device("cpu"))
     tensors = {

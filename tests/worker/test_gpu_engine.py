@@ -16,7 +16,7 @@ from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import EngineCore
 from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.open_requests import StopRules
-from xpyd_worker.engine.request import EngineRequest, RequestOutput, SamplingParams, SchedulerConfig
+from xpyd_worker.engine.request import EngineOutput, EngineRequest, SamplingParams, SchedulerConfig
 from xpyd_worker.runner.runner import ModelRunner
 
 # Ends of some texts of these models, at different places.
@@ -77,7 +77,7 @@ class Run:
         self.engine.turn()
         assert pool.num_free == pool.num_blocks
 
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         for output in outputs:
             assert not output.error
             for choice in output.choices:

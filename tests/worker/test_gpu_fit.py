@@ -29,8 +29,8 @@ from xpyd_worker.runner.runner import ModelRunner
 LIMITS = GpuLimits(
     utilization=0.9,
     cache_bytes=None,
-    beside_bytes=0,
-    beside_percent=0,
+    kv_overhead_bytes=0,
+    kv_overhead_percent=0,
     max_num_seqs=6,
     max_num_batched_tokens=80,
     max_model_len=256,
@@ -72,7 +72,7 @@ def test_the_cache_gets_what_the_share_leaves() -> None:
 
 
 def test_what_moves_kv_has_its_part_of_the_share() -> None:
-    made = Made(FakeGpu(), replace(LIMITS, beside_bytes=3 * MIB, beside_percent=10))
+    made = Made(FakeGpu(), replace(LIMITS, kv_overhead_bytes=3 * MIB, kv_overhead_percent=10))
     assert made.runner.num_blocks == 66 * MIB * 100 // 110 // EACH
 
 
@@ -100,7 +100,7 @@ def test_memory_that_is_not_there_is_refused_with_the_flag_that_decides(
 def test_a_share_that_leaves_no_block_is_named() -> None:
     # 1.5 blocks are left, of which what moves KV has two thirds.
     left = (3 * MIB + EACH * 3 // 2) / (80 * MIB)
-    limits = replace(LIMITS, utilization=left, beside_percent=200)
+    limits = replace(LIMITS, utilization=left, kv_overhead_percent=200)
     with pytest.raises(UserError, match=r"^--gpu-memory-utilization: .* hold no block"):
         Made(FakeGpu(), limits)
 

@@ -11,7 +11,7 @@ GIB = 1 << 30
 
 
 class Device:
-    """80 GiB: 2 of others, 1 beside tensors, 16 of weights; a step takes 3 more, and 1 of what it
+    """80 GiB: 2 of others, 1 of workspaces, 16 of weights; a step takes 3 more, and 1 of what it
     freed stays with the allocator."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Device:
 def test_a_profile_has_the_peak_of_the_step_and_not_what_came_before_it() -> None:
     device = Device()
     found = profile(device, 78 * GIB, device.step)
-    assert found == Profile(total=80 * GIB, others=2 * GIB, tensors=19 * GIB, beside=GIB)
+    assert found == Profile(total=80 * GIB, others=2 * GIB, tensors=19 * GIB, workspaces=GIB)
     assert device.cached == 0
 
 
@@ -49,13 +49,13 @@ def test_a_profile_has_the_peak_of_the_step_and_not_what_came_before_it() -> Non
 def test_kv_gets_what_is_left_of_the_share_and_never_what_others_have(
     utilization: float, graphs: int, left: int
 ) -> None:
-    found = Profile(total=80 * GIB, others=2 * GIB, tensors=19 * GIB, beside=GIB)
+    found = Profile(total=80 * GIB, others=2 * GIB, tensors=19 * GIB, workspaces=GIB)
     made = kv_cache_bytes(found, utilization=utilization, graphs=graphs * GIB)
     assert made == left * GIB
 
 
 def test_a_share_that_the_model_fills_is_refused_with_the_sizes_and_the_fix() -> None:
-    found = Profile(total=80 * GIB, others=2 * GIB, tensors=19 * GIB, beside=GIB)
+    found = Profile(total=80 * GIB, others=2 * GIB, tensors=19 * GIB, workspaces=GIB)
     with pytest.raises(
         UserError, match=r"utilization 0\.25 is 20\.0 GiB.*need 19\.0 GiB.*Raise it"
     ):

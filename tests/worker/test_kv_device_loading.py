@@ -75,7 +75,10 @@ def test_the_cache_of_p_and_d_is_the_gpus_and_lent_whole(
     loaded = load(role)
     assert given["make_memory"] == cache.allocate
     limits = given["limits"]
-    assert (limits.beside_bytes, limits.beside_percent) == (0, 10 if role == "Decode" else 0)
+    assert (limits.kv_overhead_bytes, limits.kv_overhead_percent) == (
+        0,
+        10 if role == "Decode" else 0,
+    )
     assert limits.use_graphs == (role == "Decode")
     assert loaded.kv.gpu is cache
     assert loaded.kv.transports is not None

@@ -13,9 +13,9 @@ import pytest
 from tests.worker.server_fakes import VOCAB, ByteTokenizer
 from xpyd_worker import LLM, SamplingParams
 from xpyd_worker.engine.request import EngineRequest
-from xpyd_worker.offline.requests import Ask, Turns, prepare
+from xpyd_worker.offline.requests import CompletionPrompt, Turns, prepare
 from xpyd_worker.server.bridge import EngineBridge, RequestMetrics
-from xpyd_worker.server.service import Place, ServedModel, Service
+from xpyd_worker.server.service import InstanceInfo, ServedModel, Service
 
 MODEL = Path(__file__).parents[2] / "examples/demo-model"
 
@@ -58,11 +58,14 @@ def test_long_texts_of_more_calls_than_may_wait_for_a_thread_are_all_encoded() -
     async def test() -> None:
         model = ServedModel(("m",), ByteTokenizer(), frozenset(), VOCAB, 10_000, 0)
         bridge = EngineBridge(RequestMetrics())
-        service, turns = Service(model, Place("Aggregated", "inc"), bridge), Turns(4)
+        service, turns = Service(model, InstanceInfo("Aggregated", "inc"), bridge), Turns(4)
         try:
-            asks = [Ask("x" * 5000)]
+            prompts = [CompletionPrompt("x" * 5000)]
             found = await asyncio.gather(
-                *(prepare(service, asks, [SamplingParams()], [0], turns=turns) for _ in range(100))
+                *(
+                    prepare(service, prompts, [SamplingParams()], [0], turns=turns)
+                    for _ in range(100)
+                )
             )
         finally:
             service.threads.close()

@@ -20,7 +20,7 @@ from tests.worker.engine_fakes import BLOCK, EOS
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.executor import DRAWN_BEFORE, StepOutput
 from xpyd_worker.engine.open_requests import StopRules
-from xpyd_worker.engine.request import Policy, RequestOutput, SampledToken, SchedulerConfig
+from xpyd_worker.engine.request import EngineOutput, Policy, SampledToken, SchedulerConfig
 from xpyd_worker.engine.scheduler import ScheduledStep, Scheduler
 from xpyd_worker.engine.sequences import Rank, RequestState, Sequence
 
@@ -220,7 +220,7 @@ class Walk:
             assert min(self.ahead, self.for_nothing) > 10
 
     def take_outputs(self) -> None:
-        outputs: list[RequestOutput] = self.scheduler.take_outputs()
+        outputs: list[EngineOutput] = self.scheduler.take_outputs()
         for output in outputs:
             assert output.request_id in self.open
             if output.finished:

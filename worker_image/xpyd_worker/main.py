@@ -38,7 +38,7 @@ from xpyd_worker.server.http.admin import Admin, DrainState, Process
 from xpyd_worker.server.http.admission import Lifecycle
 from xpyd_worker.server.http.inference import Api
 from xpyd_worker.server.http.server import create_app, listen, make_server
-from xpyd_worker.server.service import Place, Service, seeds
+from xpyd_worker.server.service import InstanceInfo, Service, seeds
 from xpyd_worker.server.telemetry.heartbeat import HeartbeatSender
 from xpyd_worker.server.telemetry.metrics import ServerMetrics
 from xpyd_worker.system import prepare_for_torch, process_age_s
@@ -214,11 +214,11 @@ class _Worker:
             key=self._keys[0] if self._keys else None,
         )
         try:
-            place = Place(config.role, self._incarnation, self._keys, config.kv_wait_s)
+            info = InstanceInfo(config.role, self._incarnation, self._keys, config.kv_wait_s)
             limit = config.max_num_seqs + _WAITING_REQUESTS
             self._api.service = Service(
                 model=loaded.model,
-                place=place,
+                instance=info,
                 bridge=self._bridge,
                 max_requests=limit,
                 probe=loaded.kv.probe,

@@ -30,9 +30,9 @@ from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.open_requests import StopRules
 from xpyd_worker.engine.request import (
     ChoiceOutput,
+    EngineOutput,
     EngineRequest,
     EngineStats,
-    RequestOutput,
     SchedulerConfig,
 )
 from xpyd_worker.engine.scheduler import Scheduler
@@ -40,7 +40,7 @@ from xpyd_worker.engine.sequences import ScheduledStep
 
 logger = logging.getLogger(__name__)
 
-Deliver = Callable[[Sequence[RequestOutput]], None]
+Deliver = Callable[[Sequence[EngineOutput]], None]
 
 # Unfinished transfers and waiting requests are polled this often even without a wake-up:
 # P's deadlines (GRANT, leases) are checked in KvProducer.poll, which names no next one.
@@ -140,7 +140,7 @@ class EngineCore:
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Its last output has `finished` set, whatever happens."""
         if not self._inbox.put(lambda: self._scheduler.submit(request, self._clock())):
-            last = RequestOutput(
+            last = EngineOutput(
                 request.request_id,
                 tuple(ChoiceOutput(choice, (), "error") for choice in range(request.n)),
                 finished=True,

@@ -19,11 +19,11 @@ from xpyd_kv.values import Landed, Wait
 from xpyd_worker.engine.executor import StepOutput
 from xpyd_worker.engine.request import (
     ChoiceOutput,
+    EngineOutput,
     EngineRequest,
     EngineStats,
     ErrorKind,
     FinishReason,
-    RequestOutput,
     SampledToken,
     SamplingParams,
     SchedulerConfig,
@@ -50,9 +50,9 @@ class OpenRequests:
         self._tables = tables
         self._sending = sending
         self._consumer = consumer
-        self._outputs: list[RequestOutput] = []
+        self._outputs: list[EngineOutput] = []
 
-    def take_outputs(self) -> list[RequestOutput]:
+    def take_outputs(self) -> list[EngineOutput]:
         """What requests gained since the last call, in order."""
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -88,7 +88,7 @@ class OpenRequests:
             report = self._sending.report(state)
             self.close(state, "length" if "length" in state.reasons.values() else "stop")
         self._outputs.append(
-            RequestOutput(
+            EngineOutput(
                 state.request.request_id,
                 choices,
                 finished=finished,
@@ -106,7 +106,7 @@ class OpenRequests:
         """End a request from inside; its last output says why."""
         self._sending.aborted(state, "failed")
         unfinished = (ChoiceOutput(choice, (), reason) for choice in state.open)
-        output = RequestOutput(
+        output = EngineOutput(
             state.request.request_id,
             (*state.held, *unfinished),
             finished=True,

@@ -166,7 +166,7 @@ class TransferReport:
 
 
 @dataclass(frozen=True)
-class RequestOutput:
+class EngineOutput:
     """What one request gained in one step; the server gets them in order.
 
     `finished` is true on the last. `prompt_logprobs` (one entry per prompt token, None for the

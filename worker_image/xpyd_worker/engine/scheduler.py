@@ -42,10 +42,10 @@ from xpyd_worker.engine.open_requests import (
     Verdict,
 )
 from xpyd_worker.engine.request import (
+    EngineOutput,
     EngineRequest,
     EngineStats,
     FinishReason,
-    RequestOutput,
     SampledToken,
     SchedulerConfig,
 )
@@ -114,7 +114,7 @@ class Scheduler:
         """Whether any request is unfinished."""
         return bool(self._requests.states)
 
-    def take_outputs(self) -> list[RequestOutput]:
+    def take_outputs(self) -> list[EngineOutput]:
         """What requests gained since the last call, in order."""
         return self._requests.take_outputs()
 

@@ -71,7 +71,7 @@ class Plan(Protocol):
     the Kernels that it is given back to."""
 
 
-class Linear(Protocol):
+class PackedLinear(Protocol):
     """y = x W^T + b with weights that were packed for the device."""
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Linear(Protocol):
         ...
 
 
-class Experts(Protocol):
+class PackedExperts(Protocol):
     """Gated MLPs of which each row goes through a few, with weights that were packed for the
     device."""
 
@@ -96,12 +96,12 @@ class Experts(Protocol):
 class Kernels(Protocol):
     """The operators of a forward."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """A linear layer over `weight` [out, in] and `bias` [out], once per weight after loading.
         It may keep a packed copy in place of the tensors: the caller drops its own."""
         ...
 
-    def experts(self, gate_up: Tensor, down: Tensor) -> Experts:
+    def experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
         """The experts over `gate_up` [experts, 2 * size, hidden], gate before up, and `down`
         [experts, hidden, size], once per layer after loading. As with `linear` the caller drops its
         tensors."""

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xpyd_worker.kernels.api import Experts, Kernels, KvShape, Linear, Plan, Span
+from xpyd_worker.kernels.api import Kernels, KvShape, PackedExperts, PackedLinear, Plan, Span
 
 # A group of decoding sequences gathers at most so many bytes of KV per layer: more falls out of the
 # cache between the gather and its use (and is given back to the system after each layer).
@@ -95,11 +95,11 @@ class PlainLinear:
 class PlainKernels:
     """Implements `xpyd_worker.kernels.api.Kernels`."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """The weights stay as they are."""
         return PlainLinear(weight, bias)
 
-    def experts(self, gate_up: Tensor, down: Tensor) -> Experts:
+    def experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
         """The experts, computed one after the other."""
         return ExpertByExpert(self, gate_up, down)
 

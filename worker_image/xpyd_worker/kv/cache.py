@@ -179,8 +179,8 @@ def gpu_limits(config: WorkerConfig, model: ModelConfig, *, share: Fraction = WH
     return GpuLimits(
         utilization=config.gpu_memory_utilization,
         cache_bytes=config.kv_cache_bytes,
-        beside_bytes=kept.size_bytes,
-        beside_percent=kept.percent,
+        kv_overhead_bytes=kept.size_bytes,
+        kv_overhead_percent=kept.percent,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.batched_tokens(on_gpu=True),
         max_model_len=config.max_model_len or model.max_positions,

@@ -73,7 +73,9 @@ def memory_table(
         rows = [
             MemoryUse("GPU: weights", weight_bytes),
             MemoryUse("GPU: largest step", max(0, gpu.found.tensors - weight_bytes)),
-            MemoryUse("GPU: beside tensors", gpu.found.beside, "compiled kernels, workspaces"),
+            MemoryUse(
+                "GPU: workspaces", gpu.found.workspaces, "of libraries, and compiled kernels"
+            ),
             MemoryUse("GPU: CUDA graphs", gpu.graphs),
             MemoryUse("GPU: KV cache", cache_bytes, blocks),
             MemoryUse("GPU: not ours", gpu.found.others, "other processes, the driver's context"),

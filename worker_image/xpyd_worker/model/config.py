@@ -56,7 +56,7 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertsConfig:
     """A layer's mixture of experts: of `count` gated MLPs of `intermediate_size` each token goes
     through the `per_token` that its router likes best. `is_normalized`: their weights sum to 1.
     `block` is what a checkpoint calls it, `names` an expert's projections."""
@@ -75,7 +75,7 @@ class LayerConfig:
     own included; with `experts` they replace the MLP."""
 
     window: int | None = None
-    experts: Experts | None = None
+    experts: ExpertsConfig | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from xpyd_core.json_fields import Fields
-from xpyd_worker.model.config import Experts, LayerConfig, MlpNames, ModelConfig, decoder_config
+from xpyd_worker.model.config import (
+    ExpertsConfig,
+    LayerConfig,
+    MlpNames,
+    ModelConfig,
+    decoder_config,
+)
 
 _DEFAULT_WINDOW = 4096
 _DEFAULT_FIRST_WINDOWED_LAYER = 28
@@ -85,7 +91,7 @@ def _mixtral(fields: Fields) -> ModelConfig:
     window = None
     if fields.get("sliding_window") is not None:
         window = fields.whole("sliding_window")
-    experts = Experts(
+    experts = ExpertsConfig(
         count=fields.whole("num_local_experts", 8),
         per_token=fields.whole("num_experts_per_tok", 2),
         intermediate_size=fields.whole("intermediate_size"),
@@ -117,10 +123,10 @@ def _qwen3_moe(fields: Fields) -> ModelConfig:
     return decoder_config(fields, layers=layers, qkv_bias=bias, output_bias=bias, qk_norm=True)
 
 
-def _qwen3_experts(fields: Fields) -> Experts:
+def _qwen3_experts(fields: Fields) -> ExpertsConfig:
     # transformers 5 writes the newer name.
     name = "num_local_experts" if "num_local_experts" in fields else "num_experts"
-    experts = Experts(
+    experts = ExpertsConfig(
         count=fields.whole(name, 128),
         per_token=fields.whole("num_experts_per_tok", 8),
         intermediate_size=fields.whole("moe_intermediate_size", 768),

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xpyd_worker.kernels.api import Experts as PackedExperts
-from xpyd_worker.kernels.api import Kernels, Plan
-from xpyd_worker.kernels.api import Linear as PackedLinear
-from xpyd_worker.model.config import Experts, MlpNames, ModelConfig
+from xpyd_worker.kernels.api import Kernels, PackedExperts, PackedLinear, Plan
+from xpyd_worker.model.config import ExpertsConfig, MlpNames, ModelConfig
 from xpyd_worker.model.rope import Llama3Scaling, RopeConfig, YarnScaling
 from xpyd_worker.model.shards import Cut, Stored, all_of, by_name, is_first, share, whole
 from xpyd_worker.parallel.api import NO_GROUP, TensorGroup
@@ -207,7 +205,7 @@ class ExpertMlps:
     before `allocate` and after `pack`."""
 
     def __init__(
-        self, hidden: int, experts: Experts, dtype: torch.dtype, group: TensorGroup = NO_GROUP
+        self, hidden: int, experts: ExpertsConfig, dtype: torch.dtype, group: TensorGroup = NO_GROUP
     ) -> None:
         """Each rank of `group` has the router and a share of every expert."""
         self._experts, self._group = experts, group

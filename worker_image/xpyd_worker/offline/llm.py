@@ -26,8 +26,8 @@ from xpyd_worker.engine.request import Policy
 from xpyd_worker.flags import engine_fields
 from xpyd_worker.offline.outputs import RequestOutput
 from xpyd_worker.offline.requests import (
-    Ask,
     Chat,
+    CompletionPrompt,
     TextPrompt,
     TokensPrompt,
     Turns,
@@ -112,7 +112,7 @@ class LLM:
         """
         given = [prompts] if isinstance(prompts, str | Mapping) else prompts
         return self._run(
-            [_ask(one, index) for index, one in enumerate(given)],
+            [_completion_prompt(one, index) for index, one in enumerate(given)],
             sampling_params,
             use_tqdm=use_tqdm,
             priority=priority,
@@ -129,28 +129,28 @@ class LLM:
         chat template. Messages are those of the HTTP API; the rest as in `generate`."""
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if one else messages
-        asks = [Chat(parse_chat({"messages": list(each)}).messages) for each in conversations]
-        return self._run(asks, sampling_params, use_tqdm=use_tqdm)
+        prompts = [Chat(parse_chat({"messages": list(each)}).messages) for each in conversations]
+        return self._run(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def _run(
         self,
-        asks: Sequence[Ask | Chat],
+        prompts: Sequence[CompletionPrompt | Chat],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         use_tqdm: bool,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        params = _for_each(sampling_params, len(asks))
-        ranks = [0] * len(asks) if priority is None else list(priority)
-        if len(ranks) != len(asks):
+        params = _for_each(sampling_params, len(prompts))
+        ranks = [0] * len(prompts) if priority is None else list(priority)
+        if len(ranks) != len(prompts):
             raise UserError(
-                f"priority: expected as many as prompts ({len(asks)}), got {len(ranks)}"
+                f"priority: expected as many as prompts ({len(prompts)}), got {len(ranks)}"
             )
 
         turns = self._turns
 
         async def work(service: Service) -> list[RequestOutput]:
-            requests = await prepare(service, asks, params, ranks, turns=turns)
+            requests = await prepare(service, prompts, params, ranks, turns=turns)
             with Progress(len(requests), shown=use_tqdm) as progress:
                 return await run_all(service, requests, turns=turns, done=progress.done)
 
@@ -177,15 +177,15 @@ def _layer_partition(stages: int) -> tuple[int, ...]:
     return parse_override(os.environ.get(PARTITION_VARIABLE, "")) if stages > 1 else ()
 
 
-def _ask(prompt: Prompt, index: int) -> Ask:
+def _completion_prompt(prompt: Prompt, index: int) -> CompletionPrompt:
     if isinstance(prompt, str):
-        return Ask(prompt)
+        return CompletionPrompt(prompt)
     if isinstance(prompt, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # the user's
         members = cast("Mapping[str, Any]", prompt)
         if set(members) == {"prompt"} and isinstance(members["prompt"], str):
-            return Ask(members["prompt"])
+            return CompletionPrompt(members["prompt"])
         if set(members) == {"prompt_token_ids"}:
-            return Ask(None, tuple(members["prompt_token_ids"]))
+            return CompletionPrompt(None, tuple(members["prompt_token_ids"]))
     raise UserError(
         f'prompts[{index}]: expected a text, {{"prompt": text}} or {{"prompt_token_ids": ids}}'
     )

@@ -47,7 +47,7 @@ class TokensPrompt(TypedDict):
 
 
 @dataclass(frozen=True)
-class Ask:
+class CompletionPrompt:
     """A prompt to complete: `text`, or `token_ids` where it is None."""
 
     text: str | None
@@ -83,7 +83,7 @@ class Turns:
 
 async def prepare(
     service: Service,
-    asks: Sequence[Ask | Chat],
+    prompts: Sequence[CompletionPrompt | Chat],
     params: Sequence[SamplingParams],
     priorities: Sequence[int],
     *,
@@ -92,30 +92,30 @@ async def prepare(
     """Tokenize and check everything. UserError names the prompt."""
     requests: list[Request] = []
     async with turns.preparing:
-        for index, (ask, each, rank) in enumerate(zip(asks, params, priorities, strict=True)):
+        for index, (prompt, each, rank) in enumerate(zip(prompts, params, priorities, strict=True)):
             try:
-                requests.append(await _prepare(service, ask, each, rank))
+                requests.append(await _prepare(service, prompt, each, rank))
             except UserError as error:
                 raise UserError(f"prompts[{index}]: {error}") from error
     return requests
 
 
 async def _prepare(
-    service: Service, ask: Ask | Chat, params: SamplingParams, priority: int
+    service: Service, prompt: CompletionPrompt | Chat, params: SamplingParams, priority: int
 ) -> Request:
-    if isinstance(ask, Chat):
-        for index, message in enumerate(ask.messages):
+    if isinstance(prompt, Chat):
+        for index, message in enumerate(prompt.messages):
             for member, value in message.items():
                 check_text(value, f"messages[{index}].{member}")
-        text, ids = None, await chat_ids(service, ask.messages)
-    elif ask.text is not None:
-        if not ask.text:
+        text, ids = None, await chat_ids(service, prompt.messages)
+    elif prompt.text is not None:
+        if not prompt.text:
             raise UserError("is empty")
-        check_text(ask.text, "prompt")
-        text = ask.text
+        check_text(prompt.text, "prompt")
+        text = prompt.text
         (ids,) = await completion_ids(service, [text])
     else:
-        found = read(_TokenPrompt, {"prompt_token_ids": list(ask.token_ids)})
+        found = read(_TokenPrompt, {"prompt_token_ids": list(prompt.token_ids)})
         text = None
         (ids,) = await completion_ids(service, [tuple(found.prompt_token_ids)])
     options = replace(params.options(), priority=priority)

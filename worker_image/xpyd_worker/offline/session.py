@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from xpyd_core.errors import UserError
 from xpyd_core.logs import format_in_use, level_in_use
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.engine.request import RequestOutput
+from xpyd_worker.engine.request import EngineOutput
 from xpyd_worker.ranks.loss import RankLostError
 from xpyd_worker.ranks.start.messages import Logs
 from xpyd_worker.server.bridge import EngineBridge, RequestMetrics
-from xpyd_worker.server.service import Place, Service, seeds
+from xpyd_worker.server.service import InstanceInfo, Service, seeds
 from xpyd_worker.system import prepare_for_torch
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Session:
         bridge = EngineBridge(RequestMetrics())
         self._own_threads: set[int] = set()
 
-        def deliver(outputs: Sequence[RequestOutput]) -> None:
+        def deliver(outputs: Sequence[EngineOutput]) -> None:
             self._own_threads.add(threading.get_ident())
             bridge.deliver(outputs)
 
@@ -67,7 +67,7 @@ class Session:
             loaded,
             Service(
                 model=loaded.model,
-                place=Place("Aggregated", incarnation),
+                instance=InstanceInfo("Aggregated", incarnation),
                 bridge=bridge,
                 has_priorities=config.scheduling_policy == "priority",
                 draw_seed=seeds(config.seed),

@@ -116,9 +116,9 @@ class GpuPart:
                 use.found,
                 utilization=limits.utilization,
                 graphs=use.graphs,
-                beside=limits.beside_bytes,
+                kv_transfer=limits.kv_overhead_bytes,
             )
-            budget = left * 100 // (100 + limits.beside_percent)
+            budget = left * 100 // (100 + limits.kv_overhead_percent)
         blocks = blocks_in_budget(self.shape, self.model.num_layers, budget, limits.flag)
         return GpuFit(self, blocks, use)
 

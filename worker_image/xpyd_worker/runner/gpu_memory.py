@@ -60,7 +60,7 @@ class Profile:
     """Bytes of other processes."""
     tensors: int
     """Weights and, at their peak, the activations of the largest step."""
-    beside: int
+    workspaces: int
     """Bytes of this process that are no tensors': compiled kernels, libraries' workspaces."""
 
 
@@ -89,25 +89,25 @@ def profile(
     counters.release()
     largest_step()
     tensors = counters.peak()
-    beside = max(0, free_at_start - counters.free() - counters.reserved())
+    workspaces = max(0, free_at_start - counters.free() - counters.reserved())
     counters.release()
     total = counters.total()
-    return Profile(total, total - free_at_start, tensors, beside)
+    return Profile(total, total - free_at_start, tensors, workspaces)
 
 
-def kv_cache_bytes(found: Profile, *, utilization: float, graphs: int, beside: int = 0) -> int:
+def kv_cache_bytes(found: Profile, *, utilization: float, graphs: int, kv_transfer: int = 0) -> int:
     """What is left for KV of the share `utilization` (above 0, at most 1) of the device's memory,
-    with `graphs` bytes kept for CUDA graphs and `beside` for what moves KV. Raises UserError where
-    nothing is."""
+    with `graphs` bytes kept for CUDA graphs and `kv_transfer` for what moves KV. Raises UserError
+    where nothing is."""
     share = min(int(found.total * utilization), found.total - found.others)
-    left = share - found.tensors - found.beside - graphs - beside
+    left = share - found.tensors - found.workspaces - graphs - kv_transfer
     if left <= 0:
         raise UserError(
             f"--gpu-memory-utilization {utilization:g} is {format_bytes(share)} of "
             f"{format_bytes(found.total)} ({format_bytes(found.others)} are other processes'); the "
             f"model and its largest step need {format_bytes(found.tensors)}, CUDA "
-            f"{format_bytes(found.beside)}, its graphs {format_bytes(graphs)}, KV transfer "
-            f"{format_bytes(beside)}: nothing is left for KV. Raise it, or lower "
+            f"{format_bytes(found.workspaces)}, its graphs {format_bytes(graphs)}, KV transfer "
+            f"{format_bytes(kv_transfer)}: nothing is left for KV. Raise it, or lower "
             "--max-num-batched-tokens"
         )
     return left
@@ -135,13 +135,13 @@ class GpuLimits:
 
     `utilization` is the share of the device's memory that it may use; `cache_bytes` is the KV
     cache's size where that is given instead (None: what is left of the share). For other memory
-    `beside_bytes` of the share are kept, and `beside_percent` of the cache's size.
+    `kv_overhead_bytes` of the share are kept, and `kv_overhead_percent` of the cache's size.
     """
 
     utilization: float
     cache_bytes: int | None
-    beside_bytes: int
-    beside_percent: int
+    kv_overhead_bytes: int
+    kv_overhead_percent: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int

@@ -22,7 +22,7 @@ from xpyd_core.errors import ApiError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.engine.core import EngineCore
-from xpyd_worker.engine.request import EngineRequest, EngineStats, RequestOutput
+from xpyd_worker.engine.request import EngineOutput, EngineRequest, EngineStats
 
 T = TypeVar("T")
 # From a token of a small model to a long answer, or a long queue, on a CPU.
@@ -54,7 +54,7 @@ class RequestMetrics:
         self.output_tokens = 0
 
 
-class _Choice:
+class _ChoiceTimes:
     """The first and last token of one choice, and how many there were."""
 
     __slots__ = ("first_s", "last_s", "tokens")
@@ -75,9 +75,9 @@ class RequestTimes:
         self.last_token_s: float | None = None
         self._metrics = metrics
         self._prompt_tokens = prompt_tokens
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, _ChoiceTimes] = {}
 
-    def take(self, output: RequestOutput, now_s: float) -> None:
+    def take(self, output: EngineOutput, now_s: float) -> None:
         """The step that gave `output` ended at `now_s`."""
         if self.started_s is None and output.started_s is not None:
             self.started_s = output.started_s
@@ -94,7 +94,7 @@ class RequestTimes:
             metrics.prompt_tokens += self._prompt_tokens
         choice = self._choices.get(index)
         if choice is None:
-            choice = self._choices[index] = _Choice(now_s)
+            choice = self._choices[index] = _ChoiceTimes(now_s)
         else:
             metrics.itl.observe(now_s - choice.last_s)
             choice.last_s = now_s
@@ -154,11 +154,11 @@ class Mailbox:
     """Outputs of one HTTP request's prompts that were not taken yet. Loop only."""
 
     def __init__(self) -> None:
-        self._outputs: list[RequestOutput] = []
+        self._outputs: list[EngineOutput] = []
         self._event = asyncio.Event()
         self._failed = False
 
-    def put(self, output: RequestOutput) -> None:
+    def put(self, output: EngineOutput) -> None:
         """Add one output."""
         self._outputs.append(output)
         self._event.set()
@@ -168,7 +168,7 @@ class Mailbox:
         self._failed = True
         self._event.set()
 
-    async def take(self) -> list[RequestOutput]:
+    async def take(self) -> list[EngineOutput]:
         """Wait for and return all outputs since the last call, at least one. ApiError 500 when the
         engine is gone."""
         await self._event.wait()
@@ -223,13 +223,13 @@ class EngineBridge:
         """Prompts handed to the engine that have not finished."""
         return len(self._open)
 
-    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
+    def deliver(self, outputs: Sequence[EngineOutput]) -> None:
         """Called by the engine, on its thread."""
         if self._loop is not None and not self._loop.is_closed():
             # Stamped here: the loop may be late, and then the gaps would be its own.
             self._loop.call_soon_threadsafe(self._receive, tuple(outputs), self._clock())
 
-    def _receive(self, outputs: Sequence[RequestOutput], now_s: float) -> None:
+    def _receive(self, outputs: Sequence[EngineOutput], now_s: float) -> None:
         for output in outputs:
             request = self._open.get(output.request_id)
             if request is None:  # aborted meanwhile

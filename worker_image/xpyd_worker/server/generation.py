@@ -15,8 +15,8 @@ from types import MappingProxyType
 from xpyd_core.errors import ApiError
 from xpyd_worker.engine.request import (
     ChoiceOutput,
+    EngineOutput,
     ErrorKind,
-    RequestOutput,
     SampledToken,
     TokenLogprob,
     TransferReport,
@@ -80,7 +80,7 @@ def ending_of(service: Service, options: Options) -> Ending:
         stop_token_ids=frozenset(options.stop_token_ids),
         eos_token_ids=frozenset() if options.ignore_eos else service.model.eos_token_ids,
         min_tokens=options.min_tokens,
-        hold_at_length=service.place.role == "Prefill" and options.kv.from_router,
+        hold_at_length=service.instance.role == "Prefill" and options.kv.from_router,
         discard=options.max_tokens == 0,
         include_stop=options.include_stop,
         skip_special_tokens=options.skip_special_tokens,
@@ -260,7 +260,7 @@ class Generation:
             if failure is not None:
                 raise failure
 
-    async def _taken(self) -> list[RequestOutput]:
+    async def _taken(self) -> list[EngineOutput]:
         try:
             return await self._mailbox.take()
         except ApiError:  # The engine is gone.
@@ -271,7 +271,7 @@ class Generation:
         deltas = [choice.gained() for prompt in prompts for choice in prompt.choices]
         return [delta for delta in deltas if delta is not None]
 
-    def _take(self, output: RequestOutput) -> ApiError | None:
+    def _take(self, output: EngineOutput) -> ApiError | None:
         """Take one output; its error, if it has one."""
         prompt = self._prompts[output.request_id]
         if output.error:
@@ -293,7 +293,7 @@ class Generation:
             self._end_choices(output.request_id, prompt, tuple(stopped))
         return None
 
-    def _failure(self, prompt: _Prompt, output: RequestOutput) -> ApiError:
+    def _failure(self, prompt: _Prompt, output: EngineOutput) -> ApiError:
         request = prompt.job.request
         _log.error(
             "engine ended the request: %s",

@@ -162,7 +162,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
-class Place:
+class InstanceInfo:
     """This instance in its fleet. `incarnation` is random per process start; `keys` are the
     fleet's (none on an Aggregated instance without a key file); `kv_wait_s`: how long a request on
     D waits for its KV."""
@@ -181,7 +181,7 @@ class Service:
     long texts become tokens."""
 
     model: ServedModel
-    place: Place
+    instance: InstanceInfo
     bridge: EngineBridge
     max_requests: int = 1280
     probe: ProbePeer | None = None

@@ -18,8 +18,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from xpyd_worker.kernels.api import Experts, Kernels, KvShape, Linear, Plan, Span
-from xpyd_worker.kernels.cpu.library import HEAD_DIMS, LANES, TYPES, Attention, Turn, library
+from xpyd_worker.kernels.api import Kernels, KvShape, PackedExperts, PackedLinear, Plan, Span
+from xpyd_worker.kernels.cpu.library import (
+    HEAD_DIMS,
+    LANES,
+    TYPES,
+    AttentionArguments,
+    Turn,
+    library,
+)
 from xpyd_worker.kernels.cpu.packed import FewRowsLinear, OneDnnLinear, can_pack
 from xpyd_worker.kernels.plain import ExpertByExpert, PlainKernels, PlainLinear
 
@@ -36,7 +43,7 @@ class CpuPlan:
     sequences: npt.NDArray[np.int64]
     """[3, sequences]: position of the first row, rows, first row in the batch."""
     tables: npt.NDArray[np.int32]
-    attention: Attention
+    attention: AttentionArguments
 
 
 def choose_kernels(*, vector_sizes: Iterable[int], head_dim: int) -> Kernels:
@@ -62,13 +69,13 @@ class CpuKernels:
         self.operators = operators
         self._threads = torch.get_num_threads()
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """Packed where that is faster."""
         if not can_pack(weight.dtype):
             return PlainLinear(weight, bias)
         return FewRowsLinear.of(OneDnnLinear(weight, bias), self.operators, self._threads)
 
-    def experts(self, gate_up: Tensor, down: Tensor) -> Experts:
+    def experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
         """The experts, computed one after the other, each packed as a linear is."""
         return ExpertByExpert(self, gate_up, down)
 
@@ -86,7 +93,7 @@ class CpuKernels:
             positions = np.arange(span.start, span.start + span.count)
             first = tables[index, positions // shape.block_size].astype(np.int64)
             slots.append(first * shape.block_size + positions % shape.block_size)
-        attention = Attention(
+        attention = AttentionArguments(
             tables=tables.ctypes.data,
             starts=sequences[0].ctypes.data,
             counts=sequences[1].ctypes.data,

@@ -43,8 +43,8 @@ class Turn(ctypes.Structure):
     )
 
 
-class Attention(ctypes.Structure):
-    """attention.h's Attention."""
+class AttentionArguments(ctypes.Structure):
+    """The structure Attention of attention.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "cache", "out", "tables")),
@@ -84,14 +84,14 @@ def load(level: str) -> ctypes.CDLL | None:
     except (OSError, AttributeError) as error:
         _log.debug("no compiled operators: %s", error)
         return None
-    if known != (ctypes.sizeof(Turn), ctypes.sizeof(Attention)):
+    if known != (ctypes.sizeof(Turn), ctypes.sizeof(AttentionArguments)):
         _log.warning("%s is of other sources: run the installation again", path)
         return None
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     found.xpyd_norm.argtypes = (number, *(pointer,) * 4, size, size, ctypes.c_float, number)
     found.xpyd_silu_mul.argtypes = (number, pointer, pointer, size, size, number)
     found.xpyd_rotate.argtypes = (number, ctypes.POINTER(Turn), number)
-    found.xpyd_attention.argtypes = (number, ctypes.POINTER(Attention), number)
+    found.xpyd_attention.argtypes = (number, ctypes.POINTER(AttentionArguments), number)
     found.xpyd_matvec.argtypes = (*(pointer,) * 4, *(size,) * 4, number)
     found.xpyd_norm.restype = found.xpyd_silu_mul.restype = found.xpyd_rotate.restype = None
     return found

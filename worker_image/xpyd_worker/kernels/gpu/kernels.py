@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xpyd_worker.kernels.api import Experts, KvShape, Linear, Plan, Span
+from xpyd_worker.kernels.api import KvShape, PackedExperts, PackedLinear, Plan, Span
 from xpyd_worker.kernels.gpu.decode import decode_attention
 from xpyd_worker.kernels.gpu.elementwise import rms_norm, rotate_and_store, silu_mul
 from xpyd_worker.kernels.gpu.experts import NO_EXPERT, GroupedExperts
@@ -39,7 +39,7 @@ class TritonKernels:
             properties = cast("Any", torch.cuda).get_device_properties(device)
             self._processors = int(properties.multi_processor_count)
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """A product of torch's, which is cuBLAS's; `weight` is kept as it is."""
         weight = weight.to(self._device)
         kept_bias = None if bias is None else bias.to(self._device)
@@ -49,7 +49,7 @@ class TritonKernels:
 
         return apply
 
-    def experts(self, gate_up: Tensor, down: Tensor) -> Experts:
+    def experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
         """Both are kept as they are. In a step that only decodes, rows that pad a graph's batch
         choose none: they would have more experts' weights read."""
         grouped = GroupedExperts(gate_up.to(self._device), down.to(self._device))

@@ -94,10 +94,10 @@ async def answer_probe(service: Service, body: Mapping[str, Any], mac: str) -> d
     if not isinstance(text, str):
         raise refuse("address", "expected the KV address of a Decode instance, ip:port")
     address = _address(text)
-    if not is_call_mac(service.place.keys, "kv-probe", text, mac):
+    if not is_call_mac(service.instance.keys, "kv-probe", text, mac):
         raise ApiError(403, "X-Xpyd-Mac is not the MAC of this address", code="wrong_mac")
     if service.probe is None:
-        raise ApiError(409, _NOT_P.format(service.place.role), code="not_prefill")
+        raise ApiError(409, _NOT_P.format(service.instance.role), code="not_prefill")
     result = await called_back(
         partial(service.probe, address), within_s=_ANSWER_S, late="the KV thread does not answer"
     )
@@ -260,7 +260,7 @@ class Admin:
         if not isinstance(uuid, str) or not is_uuid(uuid):
             raise refuse("uuid", "expected 32 lower-case hex digits")
         mac = request.headers.get("X-Xpyd-Mac", "")
-        if not is_call_mac(service.place.keys, "kv-release", uuid, mac):
+        if not is_call_mac(service.instance.keys, "kv-release", uuid, mac):
             raise ApiError(403, "X-Xpyd-Mac is not the MAC of this uuid", code="wrong_mac")
         service.bridge.release(uuid)
         _log.info("released", extra={"request": uuid})

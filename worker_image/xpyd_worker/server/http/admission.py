@@ -128,7 +128,7 @@ class Admitted:
 def is_expected(service: Service, request_id: RequestId, prompts: int) -> bool:
     """Whether KV of one of its prompts was granted here: then no other instance can serve the
     request as well."""
-    if service.place.role != "Decode":
+    if service.instance.role != "Decode":
         return False
     keys = keys_of(request_id, prompts)
     return any(service.bridge.offered(key) is not None for key in keys)

@@ -247,7 +247,7 @@ def _whole_answer(
         "usage": usage_json(generation.usage),
         **format_.extras(continued=False),
     }
-    if call.service.place.role == "Prefill" and call.request_id.pair is not None:
+    if call.service.instance.role == "Prefill" and call.request_id.pair is not None:
         answer["kv_transfer_params"] = prefill_params(generation)
     return orjson.dumps(answer)
 

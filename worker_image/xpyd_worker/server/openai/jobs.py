@@ -43,7 +43,7 @@ def offered_ids(
     service: Service, request_id: RequestId, options: Options, index: int
 ) -> tuple[int, ...] | None:
     """The prompt's ids as P sent them to this D, if they are what P says it computed."""
-    if service.place.role != "Decode" or request_id.pair is None or not options.kv.prompt_digest:
+    if service.instance.role != "Decode" or request_id.pair is None or not options.kv.prompt_digest:
         return None
     offered = service.bridge.offered(TransferKey(request_id.pair.uuid, index))
     if offered is None:
@@ -121,7 +121,7 @@ def _prompt_logprobs(options: Options, *, has_echo: bool) -> int | None:
 def _emit_from(
     service: Service, options: Options, continued: tuple[tuple[int, ...], ...], first: int
 ) -> tuple[int, ...]:
-    if service.place.role == "Prefill":
+    if service.instance.role == "Prefill":
         # P answers from the end of what it was given.
         return tuple(len(ids) for ids in continued)
     return options.kv.emit_from[first : first + options.n]
@@ -185,27 +185,27 @@ def _transfer(
     sampling: SamplingParams,
     prompt_tokens: int,
 ) -> SendTo | ReceiveFrom | None:
-    pair, place = request_id.pair, service.place
-    if pair is None or place.role == "Aggregated":
+    pair, instance = request_id.pair, service.instance
+    if pair is None or instance.role == "Aggregated":
         return None
     key = TransferKey(pair.uuid, index)
     kv = options.kv
-    if place.role == "Prefill":
+    if instance.role == "Prefill":
         if not is_dialable(pair.decode):
             return None
         return SendTo(key, pair.decode, prompt_tokens, cancel_when_done=kv.from_router)
     if _kv_missing(service, request_id, options, index) or sampling.prompt_logprobs is not None:
         return None
-    return ReceiveFrom(key, place.kv_wait_s)
+    return ReceiveFrom(key, instance.kv_wait_s)
 
 
 def _kv_missing(service: Service, request_id: RequestId, options: Options, index: int) -> str:
     """Why this D does not wait for KV: P sent nothing, or to an earlier start of this D."""
-    if request_id.pair is None or service.place.role != "Decode":
+    if request_id.pair is None or service.instance.role != "Decode":
         return ""
     kv = options.kv
     if kv.transfer and kv.transfer[index] == "none":
         return "not_sent"
-    if kv.decode_incarnation not in ("", service.place.incarnation):
+    if kv.decode_incarnation not in ("", service.instance.incarnation):
         return "restarted"
     return ""

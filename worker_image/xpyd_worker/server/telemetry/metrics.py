@@ -327,7 +327,7 @@ def _connections(metrics: KvMetrics, counters: EndpointCounters) -> Iterable[Sam
     )
     yield from _by("probes", "Self-tests", "outcome", metrics.probes, ())
     yield from _by("peers", "Peers that came up", "transport", counters.opened, TRANSPORTS)
-    yield _counter("shared_bytes", "KV bytes over other connections than the first", counters.shared_bytes)
+    yield _counter("shared_bytes", "KV bytes over further connections", counters.shared_bytes)
     yield _counter("auth_failed", "Handshakes without a key of the fleet", counters.auth_failed)
     yield _counter("junk_connections", "Strangers closed before AUTH", counters.junk_connections)
     yield _counter(
