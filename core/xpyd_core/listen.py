@@ -14,7 +14,7 @@ import socket
 _log = logging.getLogger(__name__)
 
 
-def loopback_beside(host: str) -> str | None:
+def other_loopback(host: str) -> str | None:
     """The loopback address to listen on besides `host`; None where `host` already covers it."""
     try:
         address = ipaddress.ip_address(host)
@@ -33,7 +33,7 @@ def listen(host: str, port: int, *, backlog: int, reuse_port: bool = False) -> l
     where it is taken.
     """
     sockets = [_server(host, port, backlog, reuse_port)]
-    loopback = loopback_beside(host)
+    loopback = other_loopback(host)
     if loopback is not None:
         real_port: int = sockets[0].getsockname()[1]
         try:

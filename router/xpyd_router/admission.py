@@ -388,7 +388,7 @@ class Admission:
         waiter = _Waiter(cost, priority, loop.create_future())
         is_queued, displaced = self._gate.enqueue(waiter)
         if displaced is not None:
-            _tell(displaced, "displaced")
+            _resolve(displaced, "displaced")
         if not is_queued:
             raise self._refusal("full")
         if self._gate.is_shared and self._tick is None:
@@ -418,11 +418,11 @@ class Admission:
     def _admit(self) -> None:
         for waiter in self._gate.admit():
             waiter.has_place = True
-            _tell(waiter, "admitted")
+            _resolve(waiter, "admitted")
 
     def _expire(self, waiter: _Waiter) -> None:
         if self._gate.remove(waiter):
-            _tell(waiter, "timeout")
+            _resolve(waiter, "timeout")
             self._admit()
 
     def _abandon(self, waiter: _Waiter) -> None:
@@ -445,7 +445,7 @@ class Admission:
         return ApiError(status, message, code=code, retry_after_s=self._gate.retry_after_s())
 
 
-def _tell(waiter: _Waiter, word: _Word) -> None:
+def _resolve(waiter: _Waiter, word: _Word) -> None:
     # A cancelled task has not run yet; when it does, it gives its place back itself.
     if not waiter.word.done():
         waiter.word.set_result(word)

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from xpyd_core.listen import listen, loopback_beside
+from xpyd_core.listen import listen, other_loopback
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from xpyd_core.listen import listen, loopback_beside
     ],
 )
 def test_loopback_is_added_only_where_the_address_leaves_it_out(host, beside):
-    assert loopback_beside(host) == beside
+    assert other_loopback(host) == beside
 
 
 def test_a_port_of_zero_becomes_one_free_port():

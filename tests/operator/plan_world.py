@@ -20,8 +20,8 @@ from xpyd_operator.plan.values import (
     ROUTER,
     DeleteWorkload,
     DrainPool,
+    FleetProgress,
     FleetSeen,
-    FleetStatus,
     FleetWant,
     PoolRole,
     PoolSeen,
@@ -106,7 +106,7 @@ class World:
         self.pools = {name: self.new_pool(name) for name in rng.sample(list(ROLES), 2)}
         self.sizes: dict[str, PoolSeen] = {}
         self.running: dict[Key, Running] = {}
-        self.status: FleetStatus | None = None
+        self.status: FleetProgress | None = None
         self.stopping = False
         self.now = 0.0
 

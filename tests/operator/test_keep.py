@@ -8,7 +8,15 @@ from dataclasses import replace
 import pytest
 
 from xpyd_operator.plan.keep import BACKOFF_MOST_S, KILL_GRACE_S, STABLE_S, keep
-from xpyd_operator.plan.values import Drain, Forget, InstanceSeen, Kill, Start, Template, Workload
+from xpyd_operator.plan.values import (
+    DrainInstance,
+    ForgetInstance,
+    InstanceSeen,
+    KillInstance,
+    StartInstance,
+    Template,
+    Workload,
+)
 
 DRAIN_S = 20.0
 
@@ -29,13 +37,18 @@ def decide(replicas, seen, now=0.0, taken=()):
     ("replicas", "seen", "taken", "actions"),
     [
         (0, [], (), ()),
-        (3, [], (), (Start(0), Start(1), Start(2))),
+        (3, [], (), (StartInstance(0), StartInstance(1), StartInstance(2))),
         (3, running(0, 1, 2), (), ()),
-        (3, running(0, 2), (), (Start(1),)),  # a gap is filled, nobody is renumbered
-        (2, running(0, 1, 2), (), (Drain(2),)),
-        (1, running(0, 1, 2), (), (Drain(2), Drain(1))),
-        (2, [], (0, 2), (Start(1), Start(3))),  # ordinals of the pool's other revision
-        (1, running(0, 3), (), (Drain(3),)),
+        (3, running(0, 2), (), (StartInstance(1),)),  # a gap is filled, none is renumbered
+        (2, running(0, 1, 2), (), (DrainInstance(2),)),
+        (1, running(0, 1, 2), (), (DrainInstance(2), DrainInstance(1))),
+        (
+            2,
+            [],
+            (0, 2),
+            (StartInstance(1), StartInstance(3)),
+        ),  # ordinals of the pool's other revision
+        (1, running(0, 3), (), (DrainInstance(3),)),
     ],
 )
 def test_instances_are_started_and_drained_by_ordinal(replicas, seen, taken, actions):
@@ -49,7 +62,7 @@ def test_a_draining_instance_is_already_a_victim():
 
 def test_an_ordinal_is_not_given_again_while_its_old_instance_drains():
     leaving = InstanceSeen(1, 0.0, draining_since=1.0)
-    assert decide(2, [*running(0), leaving], now=2.0).actions == (Start(2),)
+    assert decide(2, [*running(0), leaving], now=2.0).actions == (StartInstance(2),)
 
 
 def test_a_drain_has_its_timeout_and_a_grace_before_the_kill_and_one_kill():
@@ -57,18 +70,18 @@ def test_a_drain_has_its_timeout_and_a_grace_before_the_kill_and_one_kill():
     limit = 100.0 + DRAIN_S + KILL_GRACE_S
     before = decide(0, [leaving], now=limit - 1)
     assert (before.actions, before.recheck_after) == ((), 1.0)
-    assert decide(0, [leaving], now=limit).actions == (Kill(0),)
+    assert decide(0, [leaving], now=limit).actions == (KillInstance(0),)
     assert decide(0, [replace(leaving, killed=True)], now=limit + 1).actions == ()
 
 
 def test_a_drained_instance_is_forgotten_however_it_exited():
     gone = InstanceSeen(0, 0.0, exited_at=5.0, draining_since=1.0)
-    assert decide(1, [gone], now=5.0).actions == (Forget(0), Start(1))
+    assert decide(1, [gone], now=5.0).actions == (ForgetInstance(0), StartInstance(1))
 
 
 def test_a_victim_that_waits_for_its_restart_is_forgotten_at_once():
     crashed = InstanceSeen(1, 0.0, exited_at=5.0)
-    assert decide(1, [*running(0), crashed], now=5.0).actions == (Forget(1),)
+    assert decide(1, [*running(0), crashed], now=5.0).actions == (ForgetInstance(1),)
 
 
 def test_restarts_back_off_exponentially_up_to_a_limit():
@@ -81,7 +94,7 @@ def test_restarts_back_off_exponentially_up_to_a_limit():
         delays.append(waiting.recheck_after)
         now += waiting.recheck_after
         (start,) = decide(1, [crashed], now=now).actions
-        assert isinstance(start, Start)
+        assert isinstance(start, StartInstance)
         failures = start.failures
     assert delays == [1, 2, 4, 8, 16, 32, BACKOFF_MOST_S, BACKOFF_MOST_S, BACKOFF_MOST_S]
 
@@ -93,7 +106,7 @@ def test_a_long_row_of_failures_stays_a_number():
 
 def test_a_stable_run_clears_the_record():
     crashed = InstanceSeen(0, 0.0, failures=5, exited_at=STABLE_S)
-    assert decide(1, [crashed], now=STABLE_S + 1).actions == (Start(0, failures=1),)
+    assert decide(1, [crashed], now=STABLE_S + 1).actions == (StartInstance(0, failures=1),)
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -114,7 +127,7 @@ def test_a_random_walk_keeps_the_invariants(seed):
             apply(action, seen, now, replicas, starts)
         assert sum(alive(i) for i in seen.values()) <= replicas
         again = decide(replicas, list(seen.values()), now).actions
-        assert all(isinstance(action, Forget) for action in again)  # of those just killed
+        assert all(isinstance(action, ForgetInstance) for action in again)  # of those just killed
         if any(i.exited_at is not None or i.draining_since is not None for i in seen.values()):
             assert result.recheck_after is None or result.recheck_after > 0
     quiet(seen, replicas, now)
@@ -123,24 +136,24 @@ def test_a_random_walk_keeps_the_invariants(seed):
 def apply(action, seen, now, replicas, starts) -> None:
     old = seen.get(action.ordinal)
     match action:
-        case Start(ordinal, failures):
+        case StartInstance(ordinal, failures):
             if old is not None:  # a restart: the same ordinal, after its back-off
                 assert old.exited_at is not None
                 assert old.draining_since is None
                 assert now - old.exited_at >= 1.0
             starts.append(now)
             seen[ordinal] = InstanceSeen(ordinal, now, failures)
-        case Drain(ordinal):
+        case DrainInstance(ordinal):
             assert alive(old)
             stay = [i.ordinal for i in seen.values() if i.draining_since is None]
             assert ordinal == max(stay)
             seen[ordinal] = replace(old, draining_since=now)
-        case Kill(ordinal):
+        case KillInstance(ordinal):
             assert old.draining_since is not None
             assert now - old.draining_since >= DRAIN_S
             assert not old.killed
             seen[ordinal] = replace(old, killed=True, exited_at=now)
-        case Forget(ordinal):
+        case ForgetInstance(ordinal):
             assert old.exited_at is not None
             del seen[ordinal]
 

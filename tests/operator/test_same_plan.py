@@ -30,8 +30,8 @@ from xpyd_operator.plan.values import (
     ROUTER,
     DeleteWorkload,
     DrainPool,
+    FleetProgress,
     FleetSeen,
-    FleetStatus,
     FleetWant,
     PoolSeen,
     PutWorkload,
@@ -73,7 +73,7 @@ class Twice:
         self.deployments: dict[Key, Obj] = {}
         self.pools: dict[str, PoolSeen] = {}
         self.pool_objects: dict[str, Obj] = {}
-        self.status: FleetStatus | None = None
+        self.status: FleetProgress | None = None
         self.read()
 
     def read(self) -> None:

@@ -124,7 +124,7 @@ def test_every_rank_is_in_one_group_of_each_kind() -> None:
     for groups in (sizes.tensor_groups, sizes.pipeline_groups, sizes.data_groups):
         assert sorted(rank for group in groups for rank in group) == list(range(72))
     for rank in range(72):
-        place = sizes.place(rank)
+        place = sizes.coordinates(rank)
         assert sizes.rank(place) == rank
         assert group_of(sizes.tensor_groups, rank).index(rank) == place.tensor
         assert group_of(sizes.pipeline_groups, rank).index(rank) == place.stage
@@ -135,7 +135,7 @@ def test_the_number_in_a_group_is_not_the_rank() -> None:
     """Article fact 50."""
     sizes = Sizes(data=2, pipeline=2, tensor=4)
     assert group_of(sizes.tensor_groups, 14).index(14) == 2
-    assert sizes.place(14) == Place(external=0, data=1, stage=1, context=0, tensor=2)
+    assert sizes.coordinates(14) == Place(external=0, data=1, stage=1, context=0, tensor=2)
 
 
 SHAPE = Shape(layers=22, heads=32, kv_heads=8, intermediate_sizes=frozenset({5632}))

@@ -18,7 +18,15 @@ from xpyd_router.fleet.instances import InstanceKey
 from xpyd_router.fleet.loads import Work
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.processes import events
-from xpyd_router.processes.events import Beat, Failed, Splitter, Stood, frame, to_parent, to_worker
+from xpyd_router.processes.events import (
+    Beat,
+    Failed,
+    HealthChanged,
+    Splitter,
+    frame,
+    to_parent,
+    to_worker,
+)
 from xpyd_router.processes.gathered_metrics import merge, parse, retire
 from xpyd_router.processes.shared_loads import (
     SLOTS,
@@ -43,7 +51,7 @@ BEAT = Heartbeat(type="D", http_address="127.0.0.1:1", zmq_address="127.0.0.1:2"
 def test_events_come_out_as_they_went_in_however_the_stream_is_cut() -> None:
     sent = [
         Beat(BEAT, 12.5, True, 7),
-        Stood(KEY, "Ejected", "connect", 3.25, "Open", 9.5, True),
+        HealthChanged(KEY, "Ejected", "connect", 3.25, "Open", 9.5, True),
         events.Weights(((KEY, 0.25),)),
         events.Present(),
         events.Metrics(3, b"x" * 100_000),
@@ -204,7 +212,7 @@ def test_a_pick_sees_loads_no_older_than_a_millisecond() -> None:
     fleet = WorkerView(
         *(Registry(period_s=3.0, missed_beats=3), lambda: now, mine, HealthRules()),
         secret=b"",
-        tell=lambda _: None,
+        send=lambda _: None,
     )
     seen: list[int] = []
     for at_s in (5.0, 5.0005, 5.0011):

@@ -17,8 +17,8 @@ from tests.router.fakes import pair, until
 from tests.router.several import Client, children, routed, several, when
 from xpyd_router.processes.channel import Channel
 from xpyd_router.processes.events import (
-    Acquit,
     Ping,
+    PoisonCleared,
     Pong,
     Splitter,
     ToParent,
@@ -28,7 +28,7 @@ from xpyd_router.processes.events import (
 )
 from xpyd_router.processes.worker import SILENCE_S, ParentControl
 
-MORE_THAN_BUFFERS = [Acquit(bytes(1000))] * 2000
+MORE_THAN_BUFFERS = [PoisonCleared(bytes(1000))] * 2000
 """2 MB: a socket and its transport hold some hundred KB."""
 
 

@@ -15,8 +15,8 @@ from xpyd_router.fleet.poison import Break, fingerprint
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.processes.events import (
-    Convict,
     Failed,
+    PoisonFound,
     Splitter,
     Succeeded,
     ToParent,
@@ -58,7 +58,7 @@ class World:
         made = WorkerView(
             *(registry(), self.clock, loads, RULES),
             secret=self.parent.secret,
-            tell=hear,
+            send=hear,
         )
         for event in self.parent.present():
             tell(made, event)
@@ -208,7 +208,7 @@ def test_an_instance_is_out_of_its_own_worker_before_the_parent_answers() -> Non
     world.parent.apply(beat(0))
     worker = world.worker()
     heard: list[ToParent] = []
-    worker._parent = heard.append  # pyright: ignore[reportPrivateUsage] - the parent is slow
+    worker._send = heard.append  # pyright: ignore[reportPrivateUsage] - the parent is slow
     [found] = worker.instances
     worker.failed(found, "connect", b"x")
     assert [one.standing for one in worker.instances] == ["Ejected"]
@@ -262,7 +262,7 @@ def test_a_body_that_one_worker_serves_after_all_is_refused_by_none() -> None:
     heard = world.published
     worker.acquit(b"nobody refuses this")
     assert world.published == heard
-    world.parent.take(Convict(fingerprint(b"poison", world.parent.secret)))
+    world.parent.take(PoisonFound(fingerprint(b"poison", world.parent.secret)))
     other.acquit(b"poison")
     assert not worker.refused
     assert not other.refused
@@ -365,7 +365,7 @@ def test_only_calls_of_instances_that_failed_lately_are_told_to_the_parent() -> 
     first, second = worker.instances
     worker.failed(first, "status", b"x")
     heard: list[ToParent] = []
-    worker._parent = heard.append  # pyright: ignore[reportPrivateUsage] - to count what is told
+    worker._send = heard.append  # pyright: ignore[reportPrivateUsage] - to count what is told
     worker.succeeded(first)
     worker.succeeded(second)
     assert heard == [Succeeded(first.key)]

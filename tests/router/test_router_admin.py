@@ -64,7 +64,7 @@ def test_a_cordon_takes_an_instance_out_until_its_incarnation_leaves() -> None:
 def test_a_cordoned_instance_is_not_asked_however_it_stands(standing: Any) -> None:
     only = beat("A", incarnation="one", models=("m",))
     registry = registry_of(only)
-    registry.stand(key_of(only), standing)
+    registry.set_standing(key_of(only), standing)
     assert registry.snapshot.is_ready
     registry.cordon(key_of(only), is_cordoned=True)
     assert not registry.snapshot.is_ready

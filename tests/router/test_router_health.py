@@ -407,7 +407,7 @@ def test_where_the_old_ones_are_out_a_new_one_has_its_whole_share() -> None:
     registry = Registry(period_s=3.0, missed_beats=3)
     for host in (1, 2):
         registry.apply(beat("D", host=host, incarnation="inc"), 100.0)
-    registry.stand(ONE, "Ejected")
+    registry.set_standing(ONE, "Ejected")
     assert found.weights(registry.instances, 100.0) == {}
 
 

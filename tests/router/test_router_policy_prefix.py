@@ -11,11 +11,11 @@ from msgspec.structs import replace
 
 from tests.router.choosing import Bench, key_of
 from xpyd_router.policy import prefix_aware
-from xpyd_router.policy.base import Mark, Want
+from xpyd_router.policy.base import PrefixMark, Want
 from xpyd_router.policy.pairs import Alone, Pair
 
 
-def marks(text: str, tokens: int) -> tuple[Mark, ...]:
+def marks(text: str, tokens: int) -> tuple[PrefixMark, ...]:
     """One mark for each 100 tokens of a prompt whose beginnings are those of `text`."""
     return tuple((end, f"{text[: end // 100]}".encode()) for end in range(100, tokens + 1, 100))
 

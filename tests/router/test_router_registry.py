@@ -89,13 +89,13 @@ def test_a_beat_does_not_change_how_an_instance_stands(standing: Any) -> None:
     found = registry()
     found.apply(beat("A"), now=0.0)
     found.apply(beat("A", host=2), now=0.0)
-    assert found.stand(found.instances[0].key, standing)
-    assert not found.stand(found.instances[0].key, standing)
+    assert found.set_standing(found.instances[0].key, standing)
+    assert not found.set_standing(found.instances[0].key, standing)
     found.apply(beat("A"), now=1.0)
     assert [i.standing for i in found.instances] == [standing, "Good"]
     picked = {i.key.http for i in found.snapshot.any_model.aggregated}
     assert ("10.0.0.1:20001" in picked) == (standing == "HalfOpen")
-    assert found.stand(found.instances[0].key, "Good")
+    assert found.set_standing(found.instances[0].key, "Good")
     assert len(found.snapshot.any_model.aggregated) == 2
 
 
@@ -103,10 +103,10 @@ def test_what_is_said_of_an_earlier_incarnation_does_not_hit_its_successor() -> 
     found = registry()
     found.apply(beat("A", incarnation="a"), now=0.0)
     old = found.instances[0].key
-    found.stand(old, "Ejected")
+    found.set_standing(old, "Ejected")
     found.apply(beat("A", incarnation="b"), now=0.0)
     assert found.snapshot.is_ready
-    assert not found.stand(old, "Ejected")
+    assert not found.set_standing(old, "Ejected")
     assert found.snapshot.is_ready
 
 
@@ -127,7 +127,7 @@ def test_an_open_breaker_takes_no_side_its_last_instance(
     found.apply(beat("P", host=9), now=0.0)
     for host, standing in enumerate(standings, start=1):
         found.apply(beat("D", host=host), now=0.0)
-        found.stand(InstanceKey(f"10.0.0.{host}:20001", ""), standing)
+        found.set_standing(InstanceKey(f"10.0.0.{host}:20001", ""), standing)
     groups = found.snapshot.any_model.groups
     decode = [i.key.http for group in groups for i in group.decode]
     assert decode == [f"10.0.0.{host}:20001" for host in picked]

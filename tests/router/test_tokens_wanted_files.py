@@ -6,7 +6,7 @@ from typing import Any
 
 from xpyd_core.messages import Heartbeat
 from xpyd_router.fleet.instances import Instance, InstanceKey
-from xpyd_router.tokens.wanted_files import WantedFiles, Wish
+from xpyd_router.tokens.wanted_files import NextFetch, WantedFiles
 
 
 def engine(number: int, key: str = "k", **beat: Any) -> Instance:
@@ -19,14 +19,14 @@ def engine(number: int, key: str = "k", **beat: Any) -> Instance:
 
 
 def wished(shelf: WantedFiles, now: float) -> tuple[str, str] | None:
-    wish = shelf.wish(now)
-    return None if wish is None else (wish.key, wish.source.instance.http)
+    fetch = shelf.next_fetch(now)
+    return None if fetch is None else (fetch.key, fetch.source.instance.http)
 
 
-def expect(shelf: WantedFiles, now: float) -> Wish:
-    wish = shelf.wish(now)
-    assert wish is not None
-    return wish
+def expect(shelf: WantedFiles, now: float) -> NextFetch:
+    fetch = shelf.next_fetch(now)
+    assert fetch is not None
+    return fetch
 
 
 def test_files_are_wished_for_when_an_engine_with_them_is_first_seen() -> None:
@@ -54,11 +54,11 @@ def test_after_a_failure_another_engine_is_asked_later_and_later() -> None:
     shelf.see([engine(1), engine(2)])
     now, asked, pauses_s = 0.0, list[str](), list[float]()
     for _ in range(12):
-        wish = expect(shelf, now)
-        asked.append(wish.source.instance.http)
-        shelf.failed(wish, now)
-        pause_s = next(s for s in range(1, 1000) if shelf.wish(now + s) is not None)
-        assert shelf.wish(now + pause_s - 0.001) is None
+        fetch = expect(shelf, now)
+        asked.append(fetch.source.instance.http)
+        shelf.failed(fetch, now)
+        pause_s = next(s for s in range(1, 1000) if shelf.next_fetch(now + s) is not None)
+        assert shelf.next_fetch(now + pause_s - 0.001) is None
         pauses_s.append(pause_s)
         now += pause_s
     assert asked[:3] == ["10.0.0.1:20001", "10.0.0.2:20001", "10.0.0.1:20001"]
@@ -108,13 +108,13 @@ def test_when_the_child_ended_all_is_fetched_again_and_what_it_died_of_later_and
     shelf.see([engine(1, "good"), engine(2, "bad")])
     now, pauses_s = 0.0, list[int]()
     for _ in range(4):
-        while (wish := shelf.wish(now)) is not None:
-            shelf.loaded(wish, now)
+        while (fetch := shelf.next_fetch(now)) is not None:
+            shelf.loaded(fetch, now)
         shelf.lost("bad", now)
         assert not shelf.is_loaded("good")
         shelf.loaded(expect(shelf, now), now)
         assert shelf.is_loaded("good")
-        pauses_s.append(next(s for s in range(1, 100) if shelf.wish(now + s) is not None))
+        pauses_s.append(next(s for s in range(1, 100) if shelf.next_fetch(now + s) is not None))
         now += pauses_s[-1]
     assert pauses_s == [1, 2, 4, 8]
 
@@ -122,10 +122,10 @@ def test_when_the_child_ended_all_is_fetched_again_and_what_it_died_of_later_and
 def test_files_that_were_forgotten_meanwhile_are_not_taken_for_loaded() -> None:
     shelf = WantedFiles(max_kept=1)
     shelf.see([engine(1, "a")])
-    wish = expect(shelf, 0)
+    fetch = expect(shelf, 0)
     shelf.see([])
     assert shelf.see([engine(2, "b")]) == ["a"]
-    shelf.loaded(wish, 0)
-    shelf.failed(wish, 0)
+    shelf.loaded(fetch, 0)
+    shelf.failed(fetch, 0)
     assert not shelf.is_loaded("a")
     assert wished(shelf, 0) == ("b", "10.0.0.2:20001")

@@ -16,8 +16,8 @@ Groups = tuple[tuple[int, ...], ...]
 """Groups of one kind, each with its ranks in the order of their numbers in the group."""
 
 
-class Place(NamedTuple):
-    """One rank's place: its number on each axis."""
+class RankCoordinates(NamedTuple):
+    """A rank's number on each axis."""
 
     external: int
     data: int
@@ -56,20 +56,20 @@ class Sizes:
         its device takes at once, `of_device`."""
         return self.pipeline if self.pipeline > 1 else of_device
 
-    def place(self, rank: int) -> Place:
-        """The place of `rank`."""
+    def coordinates(self, rank: int) -> RankCoordinates:
+        """The coordinates of `rank`."""
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         rest, stage = divmod(rest, self.pipeline)
         external, data = divmod(rest, self.data)
-        return Place(external, data, stage, context, tensor)
+        return RankCoordinates(external, data, stage, context, tensor)
 
-    def rank(self, place: Place) -> int:
-        """The rank at `place`."""
-        number = place.external * self.data + place.data
-        number = number * self.pipeline + place.stage
-        number = number * self.context + place.context
-        return number * self.tensor + place.tensor
+    def rank(self, at: RankCoordinates) -> int:
+        """The rank with the coordinates `at`."""
+        number = at.external * self.data + at.data
+        number = number * self.pipeline + at.stage
+        number = number * self.context + at.context
+        return number * self.tensor + at.tensor
 
     @property
     def tensor_groups(self) -> Groups:
@@ -81,7 +81,7 @@ class Sizes:
     def pipeline_groups(self) -> Groups:
         """Ranks that hold the same share of one replica's stages, first stage first."""
         return tuple(
-            tuple(self.rank(Place(e, d, stage, c, t)) for stage in range(self.pipeline))
+            tuple(self.rank(RankCoordinates(e, d, stage, c, t)) for stage in range(self.pipeline))
             for e, d, t, c in itertools.product(
                 range(self.external), range(self.data), range(self.tensor), range(self.context)
             )
@@ -91,7 +91,7 @@ class Sizes:
     def data_groups(self) -> Groups:
         """Ranks that hold the same part of the model in each replica."""
         return tuple(
-            tuple(self.rank(Place(e, data, s, c, t)) for data in range(self.data))
+            tuple(self.rank(RankCoordinates(e, data, s, c, t)) for data in range(self.data))
             for e, t, s, c in itertools.product(
                 range(self.external), range(self.tensor), range(self.pipeline), range(self.context)
             )

@@ -1,9 +1,9 @@
 """One turn of one fleet: read the state, decide, write, report. The shell around `decide`.
 
 The Reconciler owns the memories of all fleets and waits for nothing but the API's answers. The
-Executor does a turn's writes, several at a time, and puts the answers into the cache at once; its
-Outcome says what the API refused, whether an object changed during the turn, and who holds a name.
-The EventPoster posts Events in a task of its own, so that no turn waits for one.
+WriteExecutor does a turn's writes, several at a time, and puts the answers into the cache at once;
+its Outcome says what the API refused, whether an object changed during the turn, and who holds a
+name. The EventPoster posts Events in a task of its own, so that no turn waits for one.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ class Outcome:
     done: list[Write] = field(default_factory=list[Write])
 
 
-class Executor:
-    """Writes as one client, into one cache."""
+class WriteExecutor:
+    """Does the writes of a turn as one client, and puts the answers into one cache."""
 
     def __init__(self, api: Api, cache: Cache) -> None:
         self._api = api
@@ -300,7 +300,7 @@ class Reconciler:
         self._api = api
         self._cache = cache
         self._poster = poster
-        self._executor = Executor(api, cache)
+        self._executor = WriteExecutor(api, cache)
         self._settings = settings
         self._clock = clock
         self._now = now

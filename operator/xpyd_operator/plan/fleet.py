@@ -24,12 +24,12 @@ from xpyd_operator.plan.values import (
     DeleteWorkload,
     DrainPool,
     Event,
+    FleetProgress,
     FleetSeen,
-    FleetStatus,
     FleetWant,
     Plan,
+    PoolProgress,
     PoolSeen,
-    PoolStatus,
     PoolWant,
     PutWorkload,
     SetStatus,
@@ -210,17 +210,17 @@ def _status(
     want: FleetWant,
     pools: Sequence[_Pool],
     leaving: Sequence[str],
-    before: FleetStatus | None,
+    before: FleetProgress | None,
     now: float,
-) -> FleetStatus:
+) -> FleetProgress:
     """`leaving`: a text for each pool that is wanted no more."""
-    rows: list[PoolStatus] = []
+    rows: list[PoolProgress] = []
     waits: list[str] = []
     for pool in pools:
         name, replicas, new = pool.want.name, pool.replicas, pool.new
         updated = new.ready if new else 0
         rows.append(
-            PoolStatus(
+            PoolProgress(
                 name=name,
                 role=pool.want.template.role,
                 replicas=replicas,
@@ -242,4 +242,4 @@ def _status(
         reason = "Progressing" if waits else "Ready"
     ready = reason == "Ready"
     since = before.since if before and before.ready == ready else now
-    return FleetStatus(ready, reason, ", ".join(waits), since, tuple(rows))
+    return FleetProgress(ready, reason, ", ".join(waits), since, tuple(rows))

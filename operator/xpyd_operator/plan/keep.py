@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from xpyd_operator.plan.values import (
-    Drain,
-    Forget,
+    DrainInstance,
+    ForgetInstance,
     InstanceSeen,
     KeepAction,
     KeepPlan,
-    Kill,
-    Start,
+    KillInstance,
+    StartInstance,
     Workload,
 )
 
@@ -48,13 +48,13 @@ def keep(
         _end(instance, now, drain_timeout_s, actions, waits)
     for victim in reversed(staying[workload.replicas :]):
         gone = victim.exited_at is not None
-        actions.append(Forget(victim.ordinal) if gone else Drain(victim.ordinal))
+        actions.append(ForgetInstance(victim.ordinal) if gone else DrainInstance(victim.ordinal))
     staying = staying[: workload.replicas]
     for instance in staying:
         _restart(instance, now, actions, waits)
     missing = workload.replicas - len(staying)
     used = {i.ordinal for i in seen} | set(taken)
-    actions.extend(Start(ordinal) for ordinal in _lowest_free(used, missing))
+    actions.extend(StartInstance(ordinal) for ordinal in _lowest_free(used, missing))
     return KeepPlan(tuple(actions), min(waits, default=None))
 
 
@@ -77,11 +77,11 @@ def _end(
     assert instance.draining_since is not None
     left_s = instance.draining_since + drain_timeout_s + KILL_GRACE_S - now
     if instance.exited_at is not None:
-        actions.append(Forget(instance.ordinal))
+        actions.append(ForgetInstance(instance.ordinal))
     elif left_s > 0:
         waits.append(left_s)
     elif not instance.killed:
-        actions.append(Kill(instance.ordinal))
+        actions.append(KillInstance(instance.ordinal))
 
 
 def _restart(
@@ -94,7 +94,7 @@ def _restart(
     if left_s > 0:
         waits.append(left_s)
     else:
-        actions.append(Start(instance.ordinal, failures))
+        actions.append(StartInstance(instance.ordinal, failures))
 
 
 def _lowest_free(used: Collection[int], count: int) -> Iterable[int]:

@@ -96,7 +96,7 @@ class WorkloadSeen:
 
 
 @dataclass(frozen=True)
-class PoolStatus:
+class PoolProgress:
     """One pool's status: instances wanted, routable, and of the newest revision."""
 
     name: str
@@ -109,7 +109,7 @@ class PoolStatus:
 
 
 @dataclass(frozen=True)
-class FleetStatus:
+class FleetProgress:
     """The fleet's status. `reason` is one CamelCase word; `message` names what the fleet waits for.
 
     `since`: when `ready` last changed, in the clock of plan()'s `now`.
@@ -119,7 +119,7 @@ class FleetStatus:
     reason: str
     message: str
     since: float
-    pools: tuple[PoolStatus, ...] = ()
+    pools: tuple[PoolProgress, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class FleetSeen:
 
     pools: tuple[PoolSeen, ...] = ()
     workloads: tuple[WorkloadSeen, ...] = ()
-    status: FleetStatus | None = None
+    status: FleetProgress | None = None
 
 
 # What is to be done to workloads
@@ -160,7 +160,7 @@ class DeleteWorkload:
 class SetStatus:
     """Publish the status; the shell remembers the pools' `replicas` and `declared` from it."""
 
-    status: FleetStatus
+    status: FleetProgress
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class InstanceSeen:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartInstance:
     """Start a process for the ordinal, new or after an exit; `failures` goes into its record."""
 
     ordinal: int
@@ -210,27 +210,27 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Drain:
+class DrainInstance:
     """Ask the instance to finish and exit (SIGTERM)."""
 
     ordinal: int
 
 
 @dataclass(frozen=True)
-class Kill:
+class KillInstance:
     """End it now (SIGKILL): it did not drain in time."""
 
     ordinal: int
 
 
 @dataclass(frozen=True)
-class Forget:
+class ForgetInstance:
     """Drop the record of an instance that is gone for good; its ordinal and address are free."""
 
     ordinal: int
 
 
-KeepAction = Start | Drain | Kill | Forget
+KeepAction = StartInstance | DrainInstance | KillInstance | ForgetInstance
 
 
 @dataclass(frozen=True)

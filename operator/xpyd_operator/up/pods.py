@@ -24,11 +24,11 @@ from xpyd_operator.plan.keep import keep
 from xpyd_operator.plan.template import INSECURE_FLAG
 from xpyd_operator.plan.values import (
     ROUTER,
-    Drain,
-    Forget,
+    DrainInstance,
+    ForgetInstance,
     InstanceSeen,
-    Kill,
-    Start,
+    KillInstance,
+    StartInstance,
     Template,
     Workload,
     WorkloadSeen,
@@ -335,14 +335,14 @@ class LocalPods:
 
     def _apply(
         self,
-        action: Start | Drain | Kill | Forget,
+        action: StartInstance | DrainInstance | KillInstance | ForgetInstance,
         workload: Workload,
         pods: dict[int, PodProcess],
         now: float,
     ) -> bool:
         """Apply one action; whether it could be done."""
         match action:
-            case Start(ordinal, failures):
+            case StartInstance(ordinal, failures):
                 pod = pods.get(ordinal) or self._new_pod(workload, ordinal)
                 if pod is None:
                     return False
@@ -351,13 +351,13 @@ class LocalPods:
                 environ = pod_environment(pod.pod, self.settings, os.environ)
                 pod.start(argv, environ, now, failures=failures, inherit=self._inherit)
                 _log.info("pod %s started", pod.pod.name)
-            case Drain(ordinal):
+            case DrainInstance(ordinal):
                 _log.info("pod %s drains", pods[ordinal].pod.name)
                 pods[ordinal].drain(now)
-            case Kill(ordinal):
+            case KillInstance(ordinal):
                 _log.warning("pod %s did not drain in time and is killed", pods[ordinal].pod.name)
                 pods[ordinal].kill()
-            case Forget(ordinal):
+            case ForgetInstance(ordinal):
                 del pods[ordinal]
         return True
 

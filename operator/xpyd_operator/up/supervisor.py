@@ -32,8 +32,8 @@ from xpyd_operator.plan.values import (
     DeleteWorkload,
     DrainPool,
     Event,
+    FleetProgress,
     FleetSeen,
-    FleetStatus,
     FleetWant,
     PoolSeen,
     PutWorkload,
@@ -128,7 +128,7 @@ class Supervisor:
         self.fleet = fleet
         self.state = state
         self.pods = LocalPods(settings, state, program, claim.descriptors)
-        self.status: FleetStatus | None = None
+        self.status: FleetProgress | None = None
         self._want = fleet_want(fleet, model=locate_model(fleet.spec.model.uri, folder))
         self._pools: dict[str, PoolSeen] = {}
         self._drain_timeout_s = float(fleet.spec.drain.timeout_seconds)
@@ -280,7 +280,7 @@ class Supervisor:
             case Event(reason, message):
                 _log.info("%s: %s", reason, message)
 
-    def _publish(self, status: FleetStatus) -> None:
+    def _publish(self, status: FleetProgress) -> None:
         was_ready = self.status is not None and self.status.ready
         self.status = status
         self._pools = {p.name: PoolSeen(p.name, p.replicas, p.declared) for p in status.pools}

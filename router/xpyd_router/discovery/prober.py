@@ -102,7 +102,7 @@ class Prober:
         self._timeout_s = fleet.rules.probe_timeout_s
         self._wake = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
-        fleet.on_standing(self._tell)
+        fleet.on_standing(self._log_standing)
 
     async def run(self) -> None:
         """Probe until cancelled; then no probe is left."""
@@ -141,7 +141,7 @@ class Prober:
         self._running.discard(task)
         self._wake.set()
 
-    def _tell(self, instance: Instance, before: Standing, cause: str) -> None:
+    def _log_standing(self, instance: Instance, before: Standing, cause: str) -> None:
         """A line and a count for what happens to an instance."""
         extra = {"instance": instance.name}
         match instance.standing:

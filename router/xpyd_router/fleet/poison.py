@@ -80,7 +80,7 @@ class Poison:
         last = self._last.get(key)
         if last is None or last.fate == "alive":
             last = self._add(key, now)
-            self._tell(key, "open")
+            self._report_fate(key, "open")
         return last
 
     def death_of(self, key: InstanceKey) -> Break | None:
@@ -99,7 +99,7 @@ class Poison:
             last = self._add(key, now)
         if last.fate != "dead":
             last.fate = "dead"
-            self._tell(key, "dead")
+            self._report_fate(key, "dead")
 
     def lives(self, key: InstanceKey) -> None:
         """`key` answered a probe, or said goodbye: what broke off was a call, not an instance."""
@@ -110,7 +110,7 @@ class Poison:
             last.fate = "alive"
         else:
             del self._last[key]  # it is there again: what breaks off from now on is another matter
-        self._tell(key, "alive")
+        self._report_fate(key, "alive")
 
     def convict(self, suspect: bytes, now: float) -> None:
         """Refuse the body of this fingerprint for REFUSED_S."""
@@ -138,7 +138,7 @@ class Poison:
         while self.refused and next(iter(self.refused.values())) <= now:
             self.refused.popitem(last=False)
 
-    def _tell(self, key: InstanceKey, fate: Fate) -> None:
+    def _report_fate(self, key: InstanceKey, fate: Fate) -> None:
         for listener in self._on_fate:
             listener(key, fate)
 

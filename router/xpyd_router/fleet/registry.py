@@ -248,7 +248,7 @@ class Registry:
         known = self._instances.get(key.http)
         return known if known is not None and known.key == key else None
 
-    def stand(self, key: InstanceKey, standing: Standing) -> bool:
+    def set_standing(self, key: InstanceKey, standing: Standing) -> bool:
         """Take the health of an instance; whether that changed anything."""
         known = self.get(key)
         if known is None or known.standing == standing:

@@ -95,7 +95,7 @@ class FleetView:
                 self._start(key)
             self._settle(key)
         self._bury(dead, now, "replaced")
-        self._tell()
+        self._notify()
         return outcome
 
     def expire(self) -> tuple[InstanceKey, ...]:
@@ -103,7 +103,7 @@ class FleetView:
         now = self._clock()
         gone = self._registry.expire(now)
         self._bury(gone, now, "silent")
-        self._tell()
+        self._notify()
         return gone
 
     def began(self, instances: Iterable[Instance]) -> None:
@@ -113,14 +113,14 @@ class FleetView:
             for instance in instances:
                 self._health.begin_trial(instance.key, now)
                 self._settle(instance.key)
-            self._tell()
+            self._notify()
 
     def succeeded(self, instance: Instance) -> None:
         """A call was served: wholly, or its stream has begun."""
         if self._health.breakers:
             self._health.succeeded(instance.key, self._clock())
             self._settle(instance.key)
-            self._tell()
+            self._notify()
 
     def failed(self, instance: Instance, cause: FailureCause, body: bytes) -> Break | None:
         """A call that carried the client's `body` failed. The break that its request met, where
@@ -130,7 +130,7 @@ class FleetView:
         suspect = fingerprint(body, self._secret) if cause in STRIKES else b""
         met = self._health.failed(instance.key, cause, suspect, now)
         self._settle(instance.key)
-        self._tell()
+        self._notify()
         return met
 
     def transfer_failed(self, prefill: Instance, decode: Instance, body: bytes) -> None:
@@ -141,7 +141,7 @@ class FleetView:
         now = self._clock()
         for key in self._health.transfer_failed(prefill, decode, suspect, now):
             self._settle(key)
-        self._tell()
+        self._notify()
 
     async def convicts(self, breaks: Sequence[Break], body: bytes) -> bool:
         """Whether the request that met these is to be tried no more, because instances die of it;
@@ -192,13 +192,13 @@ class FleetView:
         self._settle(key)
         if known is not None and self._health.standing(key) != "Ejected":
             self._lost.pop(key, None)
-        self._tell()
+        self._notify()
 
     def tick(self) -> None:
         """Let time pass; about four times a second."""
         for key in self._health.tick(self._clock()):
             self._settle(key)
-        self._tell()
+        self._notify()
         weights = self.weights()
         for key in self._slow | weights.keys():
             self._loads.of(key).weight = weights.get(key, 1.0)
@@ -215,7 +215,7 @@ class FleetView:
     def cordon(self, key: InstanceKey, *, is_cordoned: bool) -> None:
         """See Registry.cordon. What the instance has already is left to finish."""
         self._registry.cordon(key, is_cordoned=is_cordoned)
-        self._tell()
+        self._notify()
 
     def load(self, key: InstanceKey) -> Load:
         """What the instance has to do now; to be read only."""
@@ -259,7 +259,7 @@ class FleetView:
     def _settle(self, key: InstanceKey) -> None:
         """Write the health of one instance into the registry."""
         known, standing = self._registry.get(key), self._health.standing(key)
-        if known is None or not self._registry.stand(key, standing):
+        if known is None or not self._registry.set_standing(key, standing):
             return
         now_stands = self._registry.get(key)
         assert now_stands is not None
@@ -284,7 +284,7 @@ class FleetView:
         for listener in self._listeners:
             listener(keys)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         """Wake what waits for a change, if there was one since the last time."""
         if self._registry.version == self._told_version:
             return

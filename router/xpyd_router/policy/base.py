@@ -17,7 +17,7 @@ from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.fleet.loads import Load, LoadTable
 
 SideKind = Literal["P", "D", "A"]
-Mark = tuple[int, bytes]
+PrefixMark = tuple[int, bytes]
 """A beginning of a prompt: about how many tokens long, and its digest."""
 
 
@@ -50,7 +50,7 @@ class Want(msgspec.Struct, frozen=True, gc=False):
     """About how long the prompt is; 0 where it is unknown."""
     session: str = ""
     """What the client calls its conversation; only read where a policy needs it."""
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[PrefixMark, ...] = ()
     """Beginnings of the prompt, shortest first; only made where a policy needs them."""
     output_tokens: int = 0
     """About how long the answer will be; 0 where it is unknown."""

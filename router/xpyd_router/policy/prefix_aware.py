@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.fleet.loads import TOKENS_PER_SLOT
-from xpyd_router.policy.base import Candidate, Mark, PolicyContext, Side, SidePolicy, Want
+from xpyd_router.policy.base import Candidate, PolicyContext, PrefixMark, Side, SidePolicy, Want
 
 MAX_MARKS = 262_144
 """Of all instances of one side: about 35 MB."""
@@ -35,7 +35,7 @@ class _Cache:
     def __len__(self) -> int:
         return len(self._marks)
 
-    def length(self, marks: Sequence[Mark]) -> int:
+    def length(self, marks: Sequence[PrefixMark]) -> int:
         """Tokens of the longest mark that is in it. An instance with a mark has those before it:
         the shorter one was used later.
         """
@@ -50,7 +50,7 @@ class _Cache:
                 unknown = middle
         return marks[known][0]
 
-    def use(self, marks: Sequence[Mark]) -> None:
+    def use(self, marks: Sequence[PrefixMark]) -> None:
         """A prompt is computed there; its shortest mark is the last to go."""
         for place in range(len(marks) - 1, -1, -1):
             length, digest = marks[place]

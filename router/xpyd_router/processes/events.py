@@ -1,8 +1,8 @@
 """The messages between parent and workers, and how they are framed in a stream. Pure.
 
 A frame is its length (u32, little-endian) and one event in msgpack. Both ends are of one version of
-this package, started by one another, so nothing is optional and nothing is a stranger's word. Times
-are of the monotonic clock, which all processes of a machine share.
+this package, and the parent starts the workers, so no field is optional and messages are trusted.
+Times are of the monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xpyd_router.fleet.instances import InstanceKey, Standing
 from xpyd_router.fleet.poison import Fate
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
-"""The metrics of 4,096 instances are some 20 MB."""
+"""The bound on a frame: the metrics of 4,096 instances are some 20 MB."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -33,7 +33,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The first event: all that a worker needs to begin. Keys travel here, never in argv."""
 
     config: bytes
-    """Of `encode_config`; `port` is the real one."""
+    """The flags, as `encode_config` writes them; `port` is the real one."""
     keys: tuple[bytes, ...]
     admin_keys: tuple[bytes, ...]
     secret: bytes
@@ -52,12 +52,12 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Removed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """They missed their beats."""
+    """These instances missed their beats and leave the fleet."""
 
     keys: tuple[InstanceKey, ...]
 
 
-class Stood(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class HealthChanged(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The health of one instance, whenever it changed."""
 
     key: InstanceKey
@@ -68,44 +68,44 @@ class Stood(msgspec.Struct, frozen=True, array_like=True, tag=True):
     breaker: BreakerState = "Closed"
     open_until_s: float = 0.0
     is_counted: bool = False
-    """It failed lately: the parent wants to hear of calls that are served, too."""
+    """The instance failed lately: the worker reports served calls, too."""
 
 
 class Weights(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Shares of those that start slowly, where they changed; 1.0: the full one."""
+    """Changed shares of the instances in slow start; 1.0: the full share."""
 
     weights: tuple[tuple[InstanceKey, float], ...]
 
 
 class Lost(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """They died or froze: calls to them will not end."""
+    """These instances died or froze: calls to them will not end."""
 
     keys: tuple[InstanceKey, ...]
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One of the lost answered again."""
+    """A lost instance answered again."""
 
     key: InstanceKey
 
 
-class Broke(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Calls to an instance broke off, or it turned out whether it died."""
+class FateChanged(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Calls to an instance broke off, or a probe showed whether the instance died."""
 
     key: InstanceKey
     fate: Fate
     at_s: float
 
 
-class Convicted(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Instances die of this body: refuse it."""
+class BodyRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Instances die of this body: workers refuse it until `until_s`."""
 
     suspect: bytes
     until_s: float
 
 
-class Acquitted(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """They do not, after all."""
+class BodyAllowed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """This body is served after all: workers refuse it no more."""
 
     suspect: bytes
 
@@ -118,32 +118,32 @@ class Cordoned(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Present(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What came so far is the whole present state: listen now."""
+    """The events so far are the whole present state: the worker listens now."""
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Begin the drain; a second one ends at once."""
+    """The worker begins its drain; a second Drain ends it at once."""
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answered by Pong."""
+    """The parent asks whether the worker lives; the worker answers Pong."""
 
 
 class GiveText(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answered by Text."""
+    """The parent asks for the worker's own metrics; the worker answers Text."""
 
     ask: int
 
 
 class Metrics(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to AskMetrics."""
+    """The answer to AskMetrics: the metrics of all workers."""
 
     ask: int
     text: bytes
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to Cordon: all workers know."""
+    """The answer to Cordon: all workers have got it."""
 
     ask: int
 
@@ -151,16 +151,16 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # --- worker to parent
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """It listens."""
+class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The worker listens."""
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """It lives."""
+    """The worker lives."""
 
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Half-open instances were picked: this is their trial."""
+    """The worker picked half-open instances: the request is their trial."""
 
     keys: tuple[InstanceKey, ...]
 
@@ -172,7 +172,7 @@ class Succeeded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A call failed."""
+    """A call to an instance failed."""
 
     key: InstanceKey
     cause: FailureCause
@@ -181,27 +181,27 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class TransferFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The KV did not come from P to D."""
+    """The KV of a request did not come from P to D."""
 
     prefill: InstanceKey
     decode: InstanceKey
     suspect: bytes
 
 
-class Convict(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class PoisonFound(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Instances died under a request with this body."""
 
     suspect: bytes
 
 
-class Acquit(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class PoisonCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A request with this body, which is refused, was served."""
 
     suspect: bytes
 
 
 class Cordon(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The admin API's word. Answered by Done."""
+    """The admin API sets or lifts a cordon; the parent answers Done."""
 
     ask: int
     key: InstanceKey
@@ -209,7 +209,7 @@ class Cordon(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AskMetrics(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """/metrics is scraped. Answered by Metrics."""
+    """/metrics of this worker is scraped; the parent answers Metrics."""
 
     ask: int
 
@@ -222,12 +222,12 @@ class Text(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 ToWorker = (
-    Welcome | Beat | Removed | Stood | Weights | Lost | Found | Broke | Convicted | Acquitted
-    | Cordoned | Present | Drain | Ping | GiveText | Metrics | Done
+    Welcome | Beat | Removed | HealthChanged | Weights | Lost | Found | FateChanged | BodyRefused
+    | BodyAllowed | Cordoned | Present | Drain | Ping | GiveText | Metrics | Done
 )  # fmt: skip
 ToParent = (
-    Ready | Pong | Began | Succeeded | Failed | TransferFailed | Convict | Acquit | Cordon
-    | AskMetrics | Text
+    WorkerReady | Pong | Began | Succeeded | Failed | TransferFailed | PoisonFound | PoisonCleared
+    | Cordon | AskMetrics | Text
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -236,19 +236,19 @@ to_parent = msgspec.msgpack.Decoder(ToParent)
 
 
 def frame(event: ToWorker | ToParent) -> bytes:
-    """The event as it is framed in the stream."""
+    """The frame of `event`: its length and its body."""
     body = _encoder.encode(event)
     return _LENGTH.pack(len(body)) + body
 
 
 class Splitter:
-    """A stream's pieces in, bodies of frames out. ProtocolError for one above the bound."""
+    """Cuts a stream into the bodies of its frames. ProtocolError for one above the bound."""
 
     def __init__(self) -> None:
         self._held = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The bodies that are whole now."""
+        """The bodies that are whole with `data`."""
         held = self._held
         held += data
         at = 0
@@ -268,12 +268,12 @@ class Splitter:
 
 
 def encode_config(config: RouterConfig) -> bytes:
-    """All flags, for Welcome."""
+    """The flags as bytes, for Welcome."""
     return msgspec.msgpack.encode(config, enc_hook=str)
 
 
 def decode_config(data: bytes) -> RouterConfig:
-    """What `encode_config` made."""
+    """The flags that `encode_config` wrote."""
     return msgspec.msgpack.decode(data, type=RouterConfig, dec_hook=_path)
 
 

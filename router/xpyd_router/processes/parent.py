@@ -19,7 +19,7 @@ from dataclasses import replace
 import uvloop
 
 from xpyd_core.errors import UserError
-from xpyd_core.listen import loopback_beside
+from xpyd_core.listen import other_loopback
 from xpyd_router.config import RouterConfig
 from xpyd_router.http.server import running
 from xpyd_router.metrics import RouterMetrics
@@ -61,10 +61,10 @@ def reserve(host: str, port: int) -> list[socket.socket]:
     except OSError as error:
         raise UserError(f"HTTP on {host}:{port}: {error.strerror or error}") from error
     reserved = [first]
-    beside = loopback_beside(host)
-    if beside is not None:
+    loopback = other_loopback(host)
+    if loopback is not None:
         with contextlib.suppress(OSError):  # the workers say so when they listen
-            reserved.append(_bound(beside, first.getsockname()[1], reuse_port=True))
+            reserved.append(_bound(loopback, first.getsockname()[1], reuse_port=True))
     return reserved
 
 
@@ -170,7 +170,7 @@ class ParentProcess:
             self._discovery.close()
 
     def _publish(self, event: ToWorker) -> None:
-        self.worker_processes.tell(event)
+        self.worker_processes.broadcast(event)
 
     def _greeting(self) -> list[ToWorker]:
         welcome = Welcome(
@@ -198,8 +198,8 @@ class ParentProcess:
             case AskMetrics(ask):
                 self._answer(self._gather(worker, ask))
             case _:
-                for stood in self.fleet.take(event):
-                    worker.send(stood)
+                for health in self.fleet.take(event):
+                    worker.send(health)
 
     def _answer(self, work: Coroutine[None, None, None]) -> None:
         if len(self._answering) >= _MAX_ANSWERING:

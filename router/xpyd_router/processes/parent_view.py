@@ -1,4 +1,4 @@
-"""The parent's fleet: beats, probes and the workers' calls in; what the workers must know out.
+"""The parent's view of the fleet: takes beats, probes and the workers' calls, publishes changes.
 
 Each change is published once, in the order in which it happened; `present` is the same for a worker
 that comes later. Health is decided here alone: workers report what happened to their calls, and get
@@ -15,19 +15,19 @@ from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.fleet.registry import Outcome, Registry, key_of
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.processes.events import (
-    Acquit,
-    Acquitted,
     Beat,
     Began,
-    Broke,
-    Convict,
-    Convicted,
+    BodyAllowed,
+    BodyRefused,
     Cordoned,
     Failed,
+    FateChanged,
     Found,
+    HealthChanged,
     Lost,
+    PoisonCleared,
+    PoisonFound,
     Removed,
-    Stood,
     Succeeded,
     ToParent,
     ToWorker,
@@ -52,31 +52,31 @@ class ParentView(FleetView):
         super().__init__(registry, clock, rules=rules)
         self._publish = publish
         self._slots = Slots()
-        self._stood: dict[InstanceKey, Stood] = {}
+        self._health_published: dict[InstanceKey, HealthChanged] = {}
         self._weighed: Mapping[InstanceKey, float] = {}
         self._touched: dict[InstanceKey, None] = {}
         self._after: list[ToWorker] = []
         self.on_gone(self._forget)
-        # At once: a worker that learns that an instance is gone asks how it went.
-        self._health.poison.on_fate(lambda key, fate: publish(Broke(key, fate, self.now_s)))
+        # At once: a worker that learns that an instance is gone asks for its fate.
+        self._health.poison.on_fate(lambda key, fate: publish(FateChanged(key, fate, self.now_s)))
 
     @property
     def secret(self) -> bytes:
-        """What fingerprints of bodies are made with."""
+        """The secret that fingerprints of bodies are made with."""
         return self._secret
 
     def present(self) -> list[ToWorker]:
-        """All that a new worker has to know."""
+        """The events that bring a new worker to the present state."""
         events: list[ToWorker] = []
         for instance in self.instances:
             events.append(self._beat(instance.beat, is_signed=instance.is_signed))
             if instance.is_cordoned:
                 events.append(Cordoned(instance.key, True))
-        events += self._stood.values()
+        events += self._health_published.values()
         events.append(Lost(tuple(i.key for i in self.instances if self.is_lost(i.key))))
         events.append(Weights(tuple(self._weighed.items())))
-        events += [Broke(key, one.fate, one.at_s) for key, one in self._health.poison.known()]
-        return [*events, *(Convicted(*found) for found in self.refused.items())]
+        events += [FateChanged(key, one.fate, one.at_s) for key, one in self._health.poison.known()]
+        return [*events, *(BodyRefused(*found) for found in self.refused.items())]
 
     def apply(self, beat: Heartbeat, signed_age_s: float | None = None) -> Outcome:
         outcome = super().apply(beat, signed_age_s)
@@ -113,36 +113,37 @@ class ParentView(FleetView):
         if changed:
             self._publish(Weights(tuple(changed.items())))
 
-    def take(self, event: ToParent) -> Sequence[Stood]:
-        """What happened to a worker's calls; the standing of instances that the worker asks for.
-        Other events are not for here.
+    def take(self, event: ToParent) -> Sequence[HealthChanged]:
+        """Apply what happened to a worker's calls. Other events are ignored.
+
+        Returns the health that this worker must get, also where it did not change.
         """
-        stood: list[InstanceKey] = []
+        asked: list[InstanceKey] = []
         match event:
             case Began(keys):  # its request is the trial of these
                 found = [one for key in keys if (one := self._registry.get(key)) is not None]
                 super().began(found)
-                stood = [one.key for one in found]
+                asked = [one.key for one in found]
             case Succeeded(key):
                 if (one := self._registry.get(key)) is not None:
                     super().succeeded(one)
             case Failed(key, cause, suspect):
                 self._health.failed(key, cause, suspect, self.now_s)
                 self._settle(key)
-                self._tell()
-                stood = [key]
+                self._notify()
+                asked = [key]
             case TransferFailed(prefill, decode, suspect):
                 self._transfer_failed(prefill, decode, suspect)
-            case Convict(suspect):  # all refuse the body
+            case PoisonFound(suspect):  # all refuse the body
                 self._health.poison.convict(suspect, self.now_s)
-                self._publish(Convicted(suspect, self.refused[suspect]))
-            case Acquit(suspect):
+                self._publish(BodyRefused(suspect, self.refused[suspect]))
+            case PoisonCleared(suspect):
                 self._health.poison.acquit(suspect)
-                self._publish(Acquitted(suspect))
+                self._publish(BodyAllowed(suspect))
             case _:
                 return ()
         self._flush()
-        return [self._standing(key) for key in stood]
+        return [self._health_of(key) for key in asked]
 
     def _beat(self, beat: Heartbeat, *, is_signed: bool) -> Beat:
         instance = self._registry.get(key_of(beat))
@@ -167,11 +168,11 @@ class ParentView(FleetView):
 
     def _forget(self, key: InstanceKey) -> None:
         self._slots.free(key)
-        self._stood.pop(key, None)
+        self._health_published.pop(key, None)
 
-    def _standing(self, key: InstanceKey) -> Stood:
+    def _health_of(self, key: InstanceKey) -> HealthChanged:
         now, report = self.now_s, self._health.report(key, self.now_s)
-        return Stood(
+        return HealthChanged(
             key,
             self._health.standing(key),
             report.cause,
@@ -190,7 +191,7 @@ class ParentView(FleetView):
         for key in touched:
             if self._registry.get(key) is None:
                 continue
-            stood = self._standing(key)
-            if self._stood.get(key, Stood(key)) != stood:
-                self._stood[key] = stood
-                self._publish(stood)
+            health = self._health_of(key)
+            if self._health_published.get(key, HealthChanged(key)) != health:
+                self._health_published[key] = health
+                self._publish(health)

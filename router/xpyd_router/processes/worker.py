@@ -42,11 +42,11 @@ from xpyd_router.processes.events import (
     Ping,
     Pong,
     Present,
-    Ready,
     Text,
     ToParent,
     ToWorker,
     Welcome,
+    WorkerReady,
     decode_config,
     to_worker,
 )
@@ -63,11 +63,11 @@ Answer = Metrics | Done
 
 class ParentControl:
     """The RouterControl of a worker: asks the parent and waits, within a deadline. `is_current`:
-    whether the parent's pings come. `tell` sends to the parent.
+    whether the parent's pings come. `send` sends to the parent.
     """
 
-    def __init__(self, tell: Callable[[ToParent], None], clock: Callable[[], float]) -> None:
-        self._tell = tell
+    def __init__(self, send: Callable[[ToParent], None], clock: Callable[[], float]) -> None:
+        self._send = send
         self._clock = clock
         self._heard_s = clock()
         self._numbers = count(1)
@@ -82,7 +82,7 @@ class ParentControl:
         """An answer, or a sign of life; other events are not for here."""
         if isinstance(event, Ping):
             self._heard_s = self._clock()
-            self._tell(Pong())
+            self._send(Pong())
         elif isinstance(event, Metrics | Done):
             answer = self._open.get(event.ask)
             if answer is not None and not answer.done():
@@ -104,7 +104,7 @@ class ParentControl:
             raise _no_answer()
         self._open[number] = asyncio.get_running_loop().create_future()
         try:
-            self._tell(question(number))
+            self._send(question(number))
             async with asyncio.timeout(deadline_s):
                 return await self._open[number]
         except TimeoutError as error:
@@ -208,7 +208,7 @@ class Worker:
             loads,
             config.health,
             secret=welcome.secret,
-            tell=self._send,
+            send=self._send,
         )
         admission = Admission(
             config.limits,
@@ -261,7 +261,7 @@ class Worker:
         listeners = listen(config.host, config.port, backlog=BACKLOG, reuse_port=True)
         async with open_serving(state, listeners) as serving:
             self._serving = serving
-            self._send(Ready())
+            self._send(WorkerReady())
             await serving.run()
 
 

@@ -24,9 +24,9 @@ from xpyd_router.processes.events import (
     Drain,
     Ping,
     Pong,
-    Ready,
     ToParent,
     ToWorker,
+    WorkerReady,
     frame,
     to_parent,
 )
@@ -128,7 +128,7 @@ class WorkerProcesses:
             self._watching.cancel()
             await asyncio.wait([self._watching])
 
-    def tell(self, event: ToWorker) -> None:
+    def broadcast(self, event: ToWorker) -> None:
         """Send it to all workers."""
         data = frame(event)
         for worker in self.workers:
@@ -139,7 +139,7 @@ class WorkerProcesses:
         if self._ending.is_set():
             asyncio.get_running_loop().call_later(_FORCED_S, self._kill_all)
         self._ending.set()
-        self.tell(Drain())
+        self.broadcast(Drain())
 
     async def wait(self) -> None:
         """Until all have ended, after `drain`."""
@@ -188,7 +188,7 @@ class WorkerProcesses:
             loop.call_later(_CLOSING_S, _kill, process)
 
         worker.channel = await Channel[ToParent].open(
-            ours, to_parent, lambda event: self._hear(worker, event), lost
+            ours, to_parent, lambda event: self._receive(worker, event), lost
         )
         for event in self._greet():
             worker.channel.send(event)
@@ -219,11 +219,11 @@ class WorkerProcesses:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def _hear(self, worker: WorkerProcess, event: ToParent) -> None:
+    def _receive(self, worker: WorkerProcess, event: ToParent) -> None:
         match event:
             case Pong():
                 worker.misses = 0
-            case Ready():
+            case WorkerReady():
                 worker.is_ready = True
                 if all(one.is_ready for one in self.workers):
                     self._ready.set()
@@ -239,7 +239,7 @@ class WorkerProcesses:
                 if worker.process is not None and worker.misses > may_miss:
                     logger.error("worker %d is stuck: killed", worker.number + 1)
                     worker.kill()
-            self.tell(Ping())
+            self.broadcast(Ping())
             await asyncio.sleep(_PING_S)
 
     def _kill_all(self) -> None:

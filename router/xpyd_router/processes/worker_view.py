@@ -1,8 +1,8 @@
-"""A worker's fleet: the parent's, as its events tell.
+"""A worker's view of the fleet, which follows the parent's events.
 
-Membership follows by the same rules from the same beats. Health is the parent's word; a call that
-broke off takes its instance out here at once, and the parent's answer, a moment later, says how it
-stands.
+Membership follows by the same rules from the same beats. The parent alone decides health; a call
+that broke off takes its instance out here at once, and the parent's answer, a moment later, gives
+the instance's standing.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from xpyd_router.fleet.poison import Break, fingerprint
 from xpyd_router.fleet.registry import Registry, key_of
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.processes.events import (
-    Acquit,
-    Acquitted,
     Beat,
     Began,
-    Broke,
-    Convict,
-    Convicted,
+    BodyAllowed,
+    BodyRefused,
     Cordoned,
     Failed,
+    FateChanged,
     Found,
+    HealthChanged,
     Lost,
+    PoisonCleared,
+    PoisonFound,
     Removed,
-    Stood,
     Succeeded,
     ToParent,
     ToWorker,
@@ -40,7 +40,7 @@ from xpyd_router.processes.shared_loads import SharedLoadTable
 
 
 class WorkerView(FleetView):
-    """A FleetView that the parent's events write. `tell` reaches the parent."""
+    """A FleetView that the parent's events write. `send` sends to the parent."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class WorkerView(FleetView):
         rules: HealthRules,
         *,
         secret: bytes,
-        tell: Callable[[ToParent], None],
+        send: Callable[[ToParent], None],
     ) -> None:
         super().__init__(registry, clock, loads, rules)
         self._shared = loads
         self._secret = secret
-        self._parent = tell
-        self._stood: dict[InstanceKey, Stood] = {}
+        self._send = send
+        self._reported: dict[InstanceKey, HealthChanged] = {}
         self._counted: set[InstanceKey] = set()
         self._weights: dict[InstanceKey, float] = {}
         self.on_gone(self._forget)
@@ -68,14 +68,14 @@ class WorkerView(FleetView):
         return super().snapshot
 
     def take(self, event: ToWorker) -> None:
-        """What the parent says of the fleet; other events are not for here."""
+        """Apply an event of the parent about the fleet; other events are ignored."""
         match event:
             case Beat():
                 self._beat(event)
             case Removed(keys):
                 self._lose(self._registry.drop(keys))
-            case Stood():
-                self._stand(event)
+            case HealthChanged():
+                self._set_health(event)
             case Weights(weights):
                 for key, weight in weights:
                     self._weigh(key, weight)
@@ -83,40 +83,40 @@ class WorkerView(FleetView):
                 self._lose(keys)
             case Found(key):
                 self._lost.pop(key, None)
-            case Broke():
+            case FateChanged():
                 self._learn(event)
-            case Convicted(suspect, until_s):
+            case BodyRefused(suspect, until_s):
                 self._health.poison.refuse(suspect, until_s)
-            case Acquitted(suspect):
+            case BodyAllowed(suspect):
                 self._health.poison.acquit(suspect)
             case Cordoned(key, is_cordoned):
                 self._registry.cordon(key, is_cordoned=is_cordoned)
             case _:
                 return
-        self._tell()
+        self._notify()
 
     def began(self, instances: Iterable[Instance]) -> None:
-        """See FleetView. Each worker may begin a trial before it has heard of another's."""
+        """See FleetView. A worker may begin a trial before another worker's trial is known here."""
         if self._counted:
             trials = [one.key for one in instances if self._breaker_is(one.key, "HalfOpen")]
             if trials:
                 for key in trials:
-                    self._registry.stand(key, "Trial")
-                self._tell()
-                self._parent(Began(tuple(trials)))
+                    self._registry.set_standing(key, "Trial")
+                self._notify()
+                self._send(Began(tuple(trials)))
 
     def succeeded(self, instance: Instance) -> None:
         if self._counted and instance.key in self._counted:
-            self._parent(Succeeded(instance.key))
+            self._send(Succeeded(instance.key))
 
     def failed(self, instance: Instance, cause: FailureCause, body: bytes) -> Break | None:
-        """See FleetView. The break is this worker's own; its fate is the parent's word."""
+        """See FleetView. The break is this worker's own; the parent decides its fate."""
         key, poison = instance.key, self._health.poison
         if cause in EJECTING:
-            self._registry.stand(key, "Ejected")
-            self._tell()
+            self._registry.set_standing(key, "Ejected")
+            self._notify()
         suspect = fingerprint(body, self._secret) if cause in STRIKES else b""
-        self._parent(Failed(key, cause, suspect))
+        self._send(Failed(key, cause, suspect))
         if cause not in KILLING:
             return None
         now, known = self.now_s, self._registry.get(key)
@@ -125,13 +125,13 @@ class WorkerView(FleetView):
         return poison.broke(key, now) if is_ready else poison.death_of(key)
 
     def transfer_failed(self, prefill: Instance, decode: Instance, body: bytes) -> None:
-        self._parent(TransferFailed(prefill.key, decode.key, fingerprint(body, self._secret)))
+        self._send(TransferFailed(prefill.key, decode.key, fingerprint(body, self._secret)))
 
     async def convicts(self, breaks: Sequence[Break], body: bytes) -> bool:
         """See FleetView; the other workers refuse the body, too."""
         is_guilty = await super().convicts(breaks, body)
         if is_guilty:
-            self._parent(Convict(fingerprint(body, self._secret)))
+            self._send(PoisonFound(fingerprint(body, self._secret)))
         return is_guilty
 
     def refused_s(self, body: bytes) -> float:
@@ -142,21 +142,21 @@ class WorkerView(FleetView):
         suspect = fingerprint(body, self._secret)
         if suspect in self.refused:
             self._health.poison.acquit(suspect)
-            self._parent(Acquit(suspect))
+            self._send(PoisonCleared(suspect))
 
     def report(self, key: InstanceKey) -> HealthReport:
-        stood, now = self._stood.get(key), self.now_s
-        if stood is None:
+        known, now = self._reported.get(key), self.now_s
+        if known is None:
             return HealthReport("", 0.0, "Closed", 0.0)
-        ejected_s = max(0.0, now - stood.ejected_at_s) if stood.cause else 0.0
-        open_s = max(0.0, stood.open_until_s - now)
-        return HealthReport(stood.cause, ejected_s, stood.breaker, open_s)
+        ejected_s = max(0.0, now - known.ejected_at_s) if known.cause else 0.0
+        open_s = max(0.0, known.open_until_s - now)
+        return HealthReport(known.cause, ejected_s, known.breaker, open_s)
 
     def weights(self) -> Mapping[InstanceKey, float]:
         return self._weights
 
     def load(self, key: InstanceKey) -> Load:
-        """See FleetView; with what the other workers have there now."""
+        """See FleetView; the load includes what the other workers have there now."""
         self._shared.refresh_one(key)
         return super().load(key)
 
@@ -171,24 +171,24 @@ class WorkerView(FleetView):
             self._shared.take(key, event.beat)
         self._lose(dead)
 
-    def _learn(self, broke: Broke) -> None:
+    def _learn(self, change: FateChanged) -> None:
         poison = self._health.poison
         poison.tick(self.now_s)  # nothing else lets time pass here
-        match broke.fate:
+        match change.fate:
             case "open":
-                poison.broke(broke.key, broke.at_s)
+                poison.broke(change.key, change.at_s)
             case "dead":
-                poison.died(broke.key, broke.at_s)
+                poison.died(change.key, change.at_s)
             case "alive":
-                poison.lives(broke.key)
+                poison.lives(change.key)
 
-    def _stand(self, stood: Stood) -> None:
-        key = stood.key
+    def _set_health(self, health: HealthChanged) -> None:
+        key = health.key
         if self._registry.get(key) is None:
             return
-        self._stood[key] = stood
-        (self._counted.add if stood.is_counted else self._counted.discard)(key)
-        self._registry.stand(key, stood.standing)
+        self._reported[key] = health
+        (self._counted.add if health.is_counted else self._counted.discard)(key)
+        self._registry.set_standing(key, health.standing)
 
     def _weigh(self, key: InstanceKey, weight: float) -> None:
         if self._registry.get(key) is None:
@@ -204,6 +204,6 @@ class WorkerView(FleetView):
         return known is not None and known.standing == standing
 
     def _forget(self, key: InstanceKey) -> None:
-        self._stood.pop(key, None)
+        self._reported.pop(key, None)
         self._weights.pop(key, None)
         self._counted.discard(key)

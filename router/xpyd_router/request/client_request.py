@@ -26,7 +26,7 @@ import orjson
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.errors import ApiError, UserError
 from xpyd_core.openai import MAX_CHOICES, Routed, RoutedChat, RoutedCompletion, read, refuse
-from xpyd_router.policy.base import NO_SLO, Mark, Slo
+from xpyd_router.policy.base import NO_SLO, PrefixMark, Slo
 
 MAX_NAMES = 32
 MAX_VALUE_BYTES = 8000
@@ -366,7 +366,7 @@ def session_in(fields: Mapping[str, Any]) -> str:
     return ""
 
 
-def text_marks(fields: Mapping[str, Any], *, is_chat: bool) -> tuple[Mark, ...]:
+def text_marks(fields: Mapping[str, Any], *, is_chat: bool) -> tuple[PrefixMark, ...]:
     """Marks of a request's prompt. What precedes it in a chat, or changes all of it, is in
     them, too: tools, the template's variables, the salt, the model.
     """
@@ -380,7 +380,7 @@ def text_marks(fields: Mapping[str, Any], *, is_chat: bool) -> tuple[Mark, ...]:
     except orjson.JSONEncodeError:  # nested deeper than any prompt; the engine refuses it
         return ()
     view, before = memoryview(text), 0
-    marks: list[Mark] = []
+    marks: list[PrefixMark] = []
     for tokens, end in _TEXT:
         if end > len(text):
             break
@@ -390,7 +390,7 @@ def text_marks(fields: Mapping[str, Any], *, is_chat: bool) -> tuple[Mark, ...]:
     return tuple(marks)
 
 
-def hash_marks(hashes: Sequence[bytes], block_tokens: int) -> tuple[Mark, ...]:
+def hash_marks(hashes: Sequence[bytes], block_tokens: int) -> tuple[PrefixMark, ...]:
     """Marks of a prompt whose full blocks have these hashes."""
     return tuple(
         (blocks * block_tokens, hashes[blocks - 1]) for blocks in _BLOCKS if blocks <= len(hashes)

@@ -19,7 +19,7 @@ from xpyd_core.openai import MAX_NAME_CHARACTERS
 from xpyd_router.access_log import Trace
 from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.fleet.poison import Break
-from xpyd_router.policy.base import NO_SLO, Forecast, Mark, Slo
+from xpyd_router.policy.base import NO_SLO, Forecast, PrefixMark, Slo
 from xpyd_router.policy.pairs import Pair
 from xpyd_router.request.answers import (
     DONE,
@@ -110,7 +110,7 @@ class RequestState(msgspec.Struct, kw_only=True):
     """The client's header lines that engines get."""
     session: str = ""
     """What policies know the client's conversation by."""
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[PrefixMark, ...] = ()
     """Beginnings of the prompt, for policies."""
     slo: Slo = NO_SLO
     """What the client may expect; only where paces are learned."""

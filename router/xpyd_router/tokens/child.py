@@ -40,10 +40,10 @@ from xpyd_router.tokens.wire import (
     HEAD,
     Count,
     Counted,
-    Forget,
+    ForgetTokenizer,
     FromChild,
-    Load,
     Loaded,
+    LoadTokenizer,
     ToChild,
     frame_head,
     to_child,
@@ -174,9 +174,9 @@ class Child:
         """What is to be sent back for one frame, if anything."""
         message: ToChild = to_child.decode(head)
         match message:
-            case Load(key):
+            case LoadTokenizer(key):
                 return self._load(key, body), b""
-            case Forget(key):
+            case ForgetTokenizer(key):
                 self._known.pop(key, None)
                 return None
             case Count(key, is_chat):

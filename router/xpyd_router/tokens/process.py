@@ -24,10 +24,10 @@ from xpyd_router.tokens.wire import (
     HEAD,
     Count,
     Counted,
-    Forget,
+    ForgetTokenizer,
     FromChild,
-    Load,
     Loaded,
+    LoadTokenizer,
     ToChild,
     frame_head,
     from_child,
@@ -75,7 +75,7 @@ Answer = tuple[FromChild, bytes]
 
 @dataclass(eq=False, slots=True)
 class _Question:
-    message: Count | Load
+    message: Count | LoadTokenizer
     body: bytes
     answer: asyncio.Future[Answer]
     asked_s: float
@@ -155,7 +155,7 @@ class TokenChild(asyncio.SubprocessProtocol):
         if self.has_ended:
             raise ChildEnded
         self._is_loading = True
-        question = self._question(Load(key), body, self._limits.load_s)
+        question = self._question(LoadTokenizer(key), body, self._limits.load_s)
         try:
             async with asyncio.timeout(self._limits.load_s):
                 self._send(question, 0)
@@ -179,7 +179,7 @@ class TokenChild(asyncio.SubprocessProtocol):
     def forget(self, key: str) -> None:
         """Have it free tokenizer files. Not while it loads."""
         self.block_tokens.pop(key, None)
-        self._write(Forget(key), b"")
+        self._write(ForgetTokenizer(key), b"")
 
     async def count(self, key: str, raw: bytes, *, is_chat: bool) -> tuple[int, tuple[bytes, ...]]:
         """Tokens and block hashes of the request `raw`; Uncounted in bounded time."""
@@ -207,7 +207,7 @@ class TokenChild(asyncio.SubprocessProtocol):
         starts = range(0, len(hashes), HASH_BYTES)
         return counted.tokens, tuple(hashes[at : at + HASH_BYTES] for at in starts)
 
-    def _question(self, message: Count | Load, body: bytes, limit_s: float) -> _Question:
+    def _question(self, message: Count | LoadTokenizer, body: bytes, limit_s: float) -> _Question:
         now = self._loop.time()
         if self._timer is None:
             self._timer = self._loop.call_later(self._tick_s, self._look)

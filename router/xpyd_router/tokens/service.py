@@ -20,7 +20,7 @@ from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.tokens.process import ChildEnded, ChildLimits, TokenChild, Uncounted
 from xpyd_router.tokens.prompts import estimate_tokens
-from xpyd_router.tokens.wanted_files import WantedFiles, Wish
+from xpyd_router.tokens.wanted_files import NextFetch, WantedFiles
 from xpyd_router.upstream.client import source_for
 
 logger = logging.getLogger(__name__)
@@ -119,9 +119,9 @@ class Tokens:
                 if self._child is not None:
                     self._child.forget(key)
             child = await self._living_child()
-            wish = self._wanted.wish(self._clock()) if child is not None else None
-            if child is not None and wish is not None:
-                await self._bring(child, wish)
+            fetch = self._wanted.next_fetch(self._clock()) if child is not None else None
+            if child is not None and fetch is not None:
+                await self._bring(child, fetch)
             else:
                 await self._fleet.wait_change(_LOOK_S)
 
@@ -147,29 +147,29 @@ class Tokens:
                 logger.warning("the tokenizing process cannot be started: %s", error)
         return self._child
 
-    async def _bring(self, child: TokenChild, wish: Wish) -> None:
+    async def _bring(self, child: TokenChild, fetch: NextFetch) -> None:
         try:
             async with asyncio.timeout(_FETCH_S):
-                body = await self._fetch(wish.source.http, PATH, max_bytes=MAX_BYTES)
-            error = await child.load(wish.key, body)
+                body = await self._fetch(fetch.source.http, PATH, max_bytes=MAX_BYTES)
+            error = await child.load(fetch.key, body)
         except (FetchFailed, TimeoutError) as failure:
-            self._failed(wish, "fetch", str(failure) or "no answer in time")
+            self._failed(fetch, "fetch", str(failure) or "no answer in time")
         except ChildEnded:
             self._loads.labels("ended").inc()  # `WantedFiles` learns of it when the next is started
         else:
             if error:
-                self._failed(wish, "unreadable", error)
+                self._failed(fetch, "unreadable", error)
                 return
-            self._wanted.loaded(wish, self._clock())
+            self._wanted.loaded(fetch, self._clock())
             self._start_backoff_s = 1.0
             self._loads.labels("loaded").inc()
-            logger.info("tokenizer files loaded", extra={"compatibility": wish.key})
+            logger.info("tokenizer files loaded", extra={"compatibility": fetch.key})
 
-    def _failed(self, wish: Wish, result: str, why: str) -> None:
-        self._wanted.failed(wish, self._clock())
+    def _failed(self, fetch: NextFetch, result: str, why: str) -> None:
+        self._wanted.failed(fetch, self._clock())
         self._loads.labels(result).inc()
         logger.warning(
-            "no tokenizer files: %s", why[:200], extra={"instance": wish.source.instance.http}
+            "no tokenizer files: %s", why[:200], extra={"instance": fetch.source.instance.http}
         )
 
     async def count(

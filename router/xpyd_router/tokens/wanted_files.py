@@ -27,7 +27,7 @@ class Source(NamedTuple):
     http: Address
 
 
-class Wish(NamedTuple):
+class NextFetch(NamedTuple):
     """Fetch `key` from `source` now."""
 
     key: str
@@ -93,23 +93,23 @@ class WantedFiles:
         entry = self._entries.get(key)
         return entry is not None and entry.is_loaded
 
-    def wish(self, now: float) -> Wish | None:
+    def next_fetch(self, now: float) -> NextFetch | None:
         """What to fetch now, if anything; after a failure from the next engine."""
         for key, entry in self._entries.items():
             if entry.is_wanted and entry.not_before_s <= now:
-                return Wish(key, entry.sources[entry.failures % len(entry.sources)])
+                return NextFetch(key, entry.sources[entry.failures % len(entry.sources)])
         return None
 
-    def loaded(self, wish: Wish, now: float) -> None:
+    def loaded(self, fetch: NextFetch, now: float) -> None:
         """The child has the files."""
-        if entry := self._entries.get(wish.key):
+        if entry := self._entries.get(fetch.key):
             entry.is_loaded, entry.failures = True, 0
-            entry.loaded_from = wish.source.instance
+            entry.loaded_from = fetch.source.instance
             entry.not_before_s = now + _REFRESH_S
 
-    def failed(self, wish: Wish, now: float) -> None:
+    def failed(self, fetch: NextFetch, now: float) -> None:
         """They could not be had or read: another try after 1, 2, 4, ... 512 s."""
-        if entry := self._entries.get(wish.key):
+        if entry := self._entries.get(fetch.key):
             entry.not_before_s = now + _backoff_s(entry.failures)
             entry.failures += 1
 

@@ -15,13 +15,13 @@ HEAD = struct.Struct("<II")
 HASH_BYTES = 32
 
 
-class Load(msgspec.Struct, frozen=True, tag="load"):
+class LoadTokenizer(msgspec.Struct, frozen=True, tag="load"):
     """Read the tokenizer files in the body, to be known as `key`. Answered by Loaded."""
 
     key: str
 
 
-class Forget(msgspec.Struct, frozen=True, tag="forget"):
+class ForgetTokenizer(msgspec.Struct, frozen=True, tag="forget"):
     """Free what is known as `key`. Not answered."""
 
     key: str
@@ -48,7 +48,7 @@ class Counted(msgspec.Struct, frozen=True, tag="counted"):
     refused: str = ""
 
 
-ToChild = Load | Forget | Count
+ToChild = LoadTokenizer | ForgetTokenizer | Count
 FromChild = Loaded | Counted
 
 _encoder = msgspec.msgpack.Encoder()

@@ -34,7 +34,7 @@ def make_program(start: Start, channel: Channel, give_up: GiveUp) -> RankProgram
         ) -> None:
             pass
 
-    if 0 < start.sizes.place(start.rank).stage < start.sizes.pipeline - 1:
+    if 0 < start.sizes.coordinates(start.rank).stage < start.sizes.pipeline - 1:
         program.RequestStates = Forgetful  # pyright: ignore[reportPrivateImportUsage]
     return program.RankProgram(start, channel, give_up)
 

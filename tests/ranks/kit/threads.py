@@ -186,7 +186,7 @@ def connect(
     ]
     found: list[MemoryParallel] = []
     for rank in range(sizes.world):
-        _, _, stage, _, tensor = sizes.place(rank)
+        _, _, stage, _, tensor = sizes.coordinates(rank)
         part = Part(
             layers=layers[stage],
             stage=stage,

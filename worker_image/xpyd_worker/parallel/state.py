@@ -74,7 +74,7 @@ def open_parallel(
     """Meet the other ranks and make the groups. `layers`: of each stage (partition()); `hidden`: of
     the largest step; `custom_all_reduce`: on GPUs in addition to NCCL's, where it can be. Raises
     GroupError, naming the ranks that do not come within `at.connect_s`."""
-    place = sizes.place(rank)
+    place = sizes.coordinates(rank)
     part = Part(
         layers=layers[place.stage],
         stage=place.stage,

@@ -47,7 +47,7 @@ class RankIdentity:
 
 def rank_identity(rank: int, sizes: Sizes, *, pid: int = 0, pod: int | None = None) -> RankIdentity:
     """The identity of rank `rank` in an instance of these sizes."""
-    place = sizes.place(rank)
+    place = sizes.coordinates(rank)
     return RankIdentity(rank, place.stage, place.tensor, pid, pod)
 
 

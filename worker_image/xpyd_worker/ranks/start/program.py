@@ -152,7 +152,7 @@ class RankProgram:
 
     @property
     def _stage(self) -> Sequence[int]:
-        return self._stages[self._start.sizes.place(self._start.rank).stage]
+        return self._stages[self._start.sizes.coordinates(self._start.rank).stage]
 
     def _make_runner(self, blocks: int) -> ModelRunner:
         fit = self._fit

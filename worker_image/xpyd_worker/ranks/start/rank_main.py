@@ -199,7 +199,7 @@ def live(rank: int, link: int, make_program: MakeProgram, *, note: str = "") -> 
     set_name(f"xpyd-rank-{rank}")
     main = _Main(socket.socket(fileno=link), rank)
     start = _expect(main, Start)
-    place, sizes = start.sizes.place(rank), start.sizes
+    place, sizes = start.sizes.coordinates(rank), start.sizes
     where = f"stage {place.stage} of {sizes.pipeline}, share {place.tensor} of {sizes.tensor}"
     set_title(f"xpyd rank {rank}: {where}")
     set_up_logging(start.logs.level, start.logs.format)

@@ -402,7 +402,7 @@ def rank_samples(
     """All `xpyd_engine_rank_*`, by rank: as the watch has seen it last, what it said as it started,
     and blocks of KV that it has room for."""
     for rank, (now, one, blocks) in enumerate(zip(shown, ready, fits, strict=True)):
-        place = sizes.place(rank)
+        place = sizes.coordinates(rank)
         labels = (("rank", str(rank)), ("stage", str(place.stage)), ("tensor", str(place.tensor)))
         processor_s = now.beat.processor_ns / 1e9
         for name, kind, text, value in (
