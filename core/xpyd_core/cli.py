@@ -84,7 +84,7 @@ class _Parser(argparse.ArgumentParser):
         args: Sequence[str] | None = None,
         namespace: argparse.Namespace | None = None,
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse's, with the words behind a flag added to the last positional."""
+        """Parse as argparse does, with the words behind a flag added to the last positional."""
         namespace = argparse.Namespace() if namespace is None else namespace
         found, rest = super().parse_known_args(args, namespace)
         lists = [a for a in self._get_positional_actions() if a.nargs == argparse.ZERO_OR_MORE]

@@ -30,7 +30,7 @@ class Distribution:
         return sum(self._counts)
 
     def observe(self, value: float) -> None:
-        """One more value."""
+        """Add a value."""
         self._counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 

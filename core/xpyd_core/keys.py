@@ -23,10 +23,10 @@ MIN_KEY_BYTES = 16
 MAX_KEYS = 4
 BEAT_MAC_BYTES = 32
 INSECURE_KEYS = (b"",)
-"""Of a fleet without a secret."""
+"""The keys of a fleet without a secret."""
 Purpose = Literal["kv-release", "kv-probe", "drain", "reset_prefix_cache"]
-"""Of a call with a MAC. The text that the MAC is over is the uuid of a release, the address in the
-body of a probe, and the incarnation in the body of the others."""
+"""What a call with a MAC is for. The text that the MAC is over is the uuid of a release, the
+address in the body of a probe, and the incarnation in the body of the others."""
 _MAX_FILE_BYTES = 16 * 1024
 
 
@@ -36,7 +36,7 @@ def check_keys_given(path: Path | None, *, insecure: bool, who: str) -> None:
         raise UserError(
             f"--kv-key-file: {who} needs the fleet's secret; make one with `openssl rand -hex 32 > "
             "kv.key` and give --kv-key-file kv.key to every engine and router, or give all of them "
-            "--kv-insecure where nobody else can reach their ports"
+            "--kv-insecure where no other program can reach their ports"
         )
     if path is not None and insecure:
         raise UserError(

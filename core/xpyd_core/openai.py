@@ -27,7 +27,9 @@ from xpyd_core.errors import ApiError
 # vLLM has no bound on these; without one a small body could order unbounded work.
 MAX_NAME_CHARACTERS = 512
 MAX_CHOICES = 16_384
-"""Of all prompts of a request: the router keeps something for each. Engines allow fewer."""
+"""The bound on choices of all prompts of a request: the router keeps something for each. Engines
+allow fewer.
+"""
 MAX_PROMPTS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -404,7 +406,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_finite(value: object) -> bool:
-    """Also of an integer beyond the floats, for which math's raises."""
+    """Whether `value` is finite, also for an integer beyond the floats, for which math's raises."""
     return _is_number(value) and abs(cast("float", value)) <= sys.float_info.max
 
 

@@ -21,14 +21,14 @@ _PERCENT = re.compile(r"([1-9][0-9]?)%")
 
 
 def whole_number(text: str) -> int | None:
-    """Of at most nine ASCII digits; None of anything else."""
+    """The number of at most nine ASCII digits; None for anything else."""
     if len(text) > _MOST_DIGITS or not (text.isascii() and text.isdigit()):
         return None
     return int(text)
 
 
 def clipped(text: str) -> str:
-    """As a message has it: the beginning of what is long."""
+    """The text as a message shows it: the beginning of a long one."""
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 

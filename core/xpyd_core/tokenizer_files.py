@@ -16,7 +16,7 @@ from xpyd_core.errors import ProtocolError
 
 PATH = "/tokenizer"
 MAX_BYTES = 64 * 1024 * 1024
-"""Of a document. The largest tokenizer.json of known models has 33 MB (Gemma 3)."""
+"""The bound on a document. The largest tokenizer.json of known models has 33 MB (Gemma 3)."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -28,7 +28,7 @@ class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
     """tokenizer.json as the engine encodes with it: what tokenizer_config.json changes in it (BOS,
     added tokens) is done, and it neither cuts nor pads."""
     chat_templates: dict[str, str] = {}
-    """By name: `default`, and for requests with tools `tool_use` where there is one."""
+    """Templates by name: `default`, and for requests with tools `tool_use` where there is one."""
     special_tokens: dict[str, str] = {}
     """Variables of the templates: `bos_token` and its like."""
     knows_developer: bool = False

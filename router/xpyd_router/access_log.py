@@ -28,7 +28,7 @@ class Trace(msgspec.Struct):
     client_id: str = ""
     """The client's X-Request-Id."""
     trace_id: str = ""
-    """Of the client's traceparent."""
+    """The trace id of the client's traceparent."""
     body_bytes: int = 0
     model: str = ""
     response_id: str = ""
@@ -41,16 +41,16 @@ class Trace(msgspec.Struct):
     queue_s: float = 0.0
     """Waited for a place and for a pair, in all tries."""
     priority: int | None = None
-    """Its place in line, lower is earlier; None where there are no limits: none is read."""
+    """The request's priority, lower is earlier; None where no limits are set, so none is read."""
     prefill_s: float | None = None
     """P's call of the last try."""
     first_s: float | None = None
-    """From the request to the first byte of a stream."""
+    """Time from the request to the first byte of a stream."""
     decode_s: float | None = None
     """The call of the last try to D, or to the instance that serves alone."""
     prompt_tokens: int | None = None
     output_tokens: int | None = None
-    """Of all choices; None where no engine said."""
+    """Tokens of all choices; None where no engine gave a number."""
     sent_bytes: int = 0
     status: int = 0
     failures: list[str] = []

@@ -41,7 +41,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class AdmissionLimits:
-    """Of one router. Without queue entries no request waits: one over a limit is refused."""
+    """Limits of one router. Without queue entries no request waits: one over a limit is refused."""
 
     requests: int | None = None
     """Requests in flight; None: no limit."""
@@ -123,7 +123,7 @@ class WaitingQueue(Generic[E]):
         return next(reversed(self._by_priority[self._priorities[-1]]))
 
     def add(self, entry: E) -> None:
-        """At the end of its priority."""
+        """Add the entry behind the others of its priority."""
         same = self._by_priority.get(entry.priority)
         if same is None:
             same = self._by_priority[entry.priority] = OrderedDict()
@@ -133,7 +133,7 @@ class WaitingQueue(Generic[E]):
         self._bytes += entry.cost.body_bytes
 
     def remove(self, entry: E) -> bool:
-        """Whether it stood in line."""
+        """Whether the request waited in the queue."""
         same = self._by_priority.get(entry.priority)
         if same is None or entry not in same:
             return False
@@ -152,16 +152,18 @@ REQUESTS, TOKENS, WAITING, WAITING_BYTES = range(COLUMNS)
 
 
 Row = list[int] | memoryview
-"""Of one process; shared memory where there are several."""
+"""The row of counters of one process; in shared memory where there are several."""
 _LARGEST = 2**40
-"""Of one request where nothing limits it: sums of such stay within the 64 bits of a row."""
+"""Tokens of one request where nothing limits it: sums of such stay within the 64 bits of a row."""
 _LEARNING = 1 / 16
 """Weight of one request in the mean time that requests take: some dozen make it."""
 _RETRY_AFTER_BOUNDS_S = (1, 60)
 
 
 class Gate(Generic[E]):
-    """One per router process. `others` are the rows of the other processes."""
+    """Decides which requests run; one per router process. `others` are the rows of the other
+    processes.
+    """
 
     def __init__(self, limits: AdmissionLimits, row: Row, others: Sequence[Row] = ()) -> None:
         self._limits = limits
@@ -228,7 +230,7 @@ class Gate(Generic[E]):
         return was_waiting
 
     def admit(self) -> list[E]:
-        """Those whose turn has come, in order. They have their places."""
+        """The entries whose turn has come, in order; each holds its place now."""
         admitted: list[E] = []
         while self._queue and self._has_room(self._queue.first.cost):
             entry = self._queue.first
@@ -248,7 +250,7 @@ class Gate(Generic[E]):
         self._mean_s = held_s if mean_s is None else mean_s + _LEARNING * (held_s - mean_s)
 
     def retry_after_s(self) -> int:
-        """When the line in front of a newcomer will have gone in, within 1 to 60 s.
+        """The time until a newcomer's turn, by the queue in front of it; 1 to 60 s.
 
         Little's law: in flight / mean time = requests per second.
         """

@@ -67,14 +67,14 @@ class AppState:
     loads: LoadTable
     policy: PairPolicy
     metrics: RouterMetrics
-    """Of this process."""
+    """The metrics of this process."""
     control: RouterControl
     admission: Admission
     access_log: AccessLog
     keys: tuple[bytes, ...] = field(repr=False)
-    """The fleet's; the first one signs."""
+    """The fleet's keys; the first one signs."""
     admin_keys: tuple[bytes, ...] = field(repr=False)
-    """What opens /admin; none: it is closed."""
+    """Keys that open /admin; none: /admin is closed."""
     created: int
     """Unix time of the start: `created` of the models."""
     clock: Callable[[], float] = time.monotonic

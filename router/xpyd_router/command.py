@@ -30,7 +30,7 @@ _DAY_S = 86400
 """The longest wait, of any kind: timers do not take any number."""
 _DAY = f"at most {_DAY_S}"
 _MOST = 2**40
-"""Of what is in flight: processes share such counts as 64 bits."""
+"""The bound on counts of what is in flight: processes share such counts as 64 bits."""
 
 
 _DEFAULT = "(default: %(default)s)"

@@ -56,11 +56,11 @@ class RouterConfig:
     health: HealthRules = field(default_factory=HealthRules)
     """How instances are probed, and how slowly they start."""
     request_timeout_s: float = 1800.0
-    """For a whole answer or a stream's first byte, and for each gap in a stream; vllm-router's."""
+    """Deadline of a whole answer, of a stream's first byte, and of each gap in a stream."""
     prefill_timeout_s: float = 300.0
-    """For one call to P: queueing and computing a long prompt on a slow machine."""
+    """Deadline of one call to P: queueing and computing a long prompt on a slow machine."""
     max_tries: int = 3
-    """Of a request in all, within its deadline; a refusal (503) is none."""
+    """Attempts of a request in all, within its deadline; a refusal (503) is none."""
     max_body_bytes: int = 32 * 1024 * 1024
     """Longest request body: a million tokens as ids are about 7 MB."""
     limits: AdmissionLimits = field(default_factory=AdmissionLimits)

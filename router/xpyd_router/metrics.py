@@ -29,7 +29,7 @@ _STATES: dict[Standing, ShownState] = {
 
 
 class RouterMetrics:
-    """One set per router, in its own CollectorRegistry. `clock` is monotonic seconds."""
+    """Metrics of the router in a CollectorRegistry of their own. `clock` is monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.requests = RequestTable()
@@ -56,7 +56,7 @@ class RouterMetrics:
             "tokens_in_flight", "Prompts and allowed outputs of the requests being served"
         )
         self.heartbeats = self._counter("heartbeats", "Messages on the discovery port", "result")
-        self.releases = self._counter("releases", "Abandoned transfers told to D", "result")
+        self.releases = self._counter("releases", "Releases of transfers, sent to D", "result")
         self.ejections = self._counter(
             "ejections", "Instances taken out of rotation until they answer a probe", "cause"
         )

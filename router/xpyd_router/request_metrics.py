@@ -79,7 +79,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 @dataclass(slots=True, eq=False)
 class EndpointMetrics:
-    """One endpoint's figures. Written at each request's end."""
+    """The metrics of one endpoint, written at each request's end."""
 
     statuses: Counter[int] = field(default_factory=Counter[int])
     seconds: Distribution = field(default_factory=lambda: Distribution(_SECONDS))
@@ -102,7 +102,7 @@ class EndpointMetrics:
 
 
 class RequestTable:
-    """Owner of the figures of all requests."""
+    """Owner of the metrics of all requests."""
 
     def __init__(self) -> None:
         self._endpoints: dict[str, EndpointMetrics] = {}
@@ -114,7 +114,7 @@ class RequestTable:
         self.in_flight += 1
 
     def ended(self, trace: Trace, status: int, now_s: float) -> None:
-        """It was answered, or its client left."""
+        """The request was answered, or its client left."""
         self.in_flight -= 1
         metrics = self._endpoints.get(trace.endpoint)
         if metrics is None:
@@ -122,7 +122,7 @@ class RequestTable:
         metrics.take(trace, status, now_s)
 
     def write(self, out: Exposition) -> None:
-        """All figures as metrics."""
+        """All numbers as Prometheus metrics."""
         found = [(f'endpoint="{name}"', f) for name, f in sorted(self._endpoints.items())]
         out.numbers("xpyd_router_in_flight", "gauge", "Requests served", [("", self.in_flight)])
         out.numbers(
@@ -171,7 +171,7 @@ class ObjectiveTable:
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[Objective, Word, Word]] = Counter()
-        """By objective, what was expected, and the result."""
+        """Counts by objective, what was expected, and the result."""
 
     def count(self, objective: Objective, *, predicted: Word, result: Word) -> None:
         """A request ended."""
@@ -212,7 +212,7 @@ TOKEN_SECONDS = (
 
 @dataclass(slots=True, eq=False)
 class InstanceMetrics:
-    """One name's figures. Mutable; calls to the instance write them."""
+    """The metrics of one name. Mutable; calls to the instance write them."""
 
     name: str
     phase: Phase
@@ -226,7 +226,7 @@ class InstanceMetrics:
     retries: int = 0
     errors: Counter[FailureCause] = field(default_factory=Counter[FailureCause])
     paired: dict[InstanceMetrics, int] = field(default_factory=dict["InstanceMetrics", int])
-    """Of a P: how often with which D."""
+    """For a P: how often with which D."""
     ttft_s: Distribution = field(default_factory=lambda: Distribution(CALL_SECONDS))
     itl_s: Distribution = field(default_factory=lambda: Distribution(TOKEN_SECONDS))
     call_s: Distribution = field(default_factory=lambda: Distribution(CALL_SECONDS))
@@ -241,7 +241,7 @@ class InstanceMetrics:
 
 
 class CallMetrics:
-    """One call to an instance, from its beginning to `end`, which must follow."""
+    """The metrics of one call to an instance, from its beginning to `end`, which must follow."""
 
     __slots__ = ("_clock", "_last_s", "_metrics", "_started_s")
 
@@ -304,7 +304,7 @@ class InstanceTable:
         return len(self._by_name)
 
     def of(self, instance: Instance) -> InstanceMetrics:
-        """The instance's figures."""
+        """The instance's metrics."""
         return self._by_key.get(instance.key) or self._enter(instance)
 
     def call(self, instance: Instance, sent_bytes: int) -> CallMetrics:
@@ -323,7 +323,7 @@ class InstanceTable:
             self._other_pairs += 1
 
     def keep(self, instances: Iterable[Instance]) -> None:
-        """These are in the fleet now; forget instances that left long ago."""
+        """`instances` are in the fleet now; forget instances that left long ago."""
         now_s = self._clock()
         self._by_key.clear()
         for instance in instances:
@@ -336,7 +336,7 @@ class InstanceTable:
             self._forget_pairs(frozenset(gone))
 
     def write(self, out: Exposition) -> None:
-        """All figures as metrics."""
+        """All numbers as Prometheus metrics."""
         everyone = [self._by_name[key] for key in sorted(self._by_name)]
         for name, kind, meaning, value in _NUMBERS:
             out.numbers(name, kind, meaning, [(f.labels, value(f)) for f in everyone])

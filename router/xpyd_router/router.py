@@ -39,7 +39,7 @@ from xpyd_router.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""Those that end a router."""
+"""The signals that end a router."""
 _GC_THRESHOLD = 20_000
 """Requests make next to no cycles: collecting every 700 objects cost a twentieth of the time."""
 
@@ -163,7 +163,7 @@ async def serve_until_signal(
         try:
             router = await stack.enter_async_context(opening)
         except asyncio.CancelledError:
-            logger.info("told to end before it listened, bye")
+            logger.info("stopped before it listened")
             return
         _on_signals(router.stop)
         logger.info(
@@ -172,7 +172,7 @@ async def serve_until_signal(
             Address(config.discovery_host, router.discovery_port),
         )
         await router.run()
-        logger.info("drained, bye")
+        logger.info("drained")
 
 
 def _on_signals(act: Callable[[], None]) -> None:

@@ -84,7 +84,7 @@ def test_a_signal_ends_the_start_and_leaves_nobody(
     for word in ("ERROR", "Traceback"):
         assert word not in ended.stderr
     # Where there may be workers it is not only gone: it has ended them first.
-    assert bool(flags) is ("told to end before it listened" in ended.stderr)
+    assert bool(flags) is ("stopped before it listened" in ended.stderr)
 
 
 @needs_namespace

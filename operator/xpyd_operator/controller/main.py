@@ -38,7 +38,9 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class OperatorMetrics:
-    """One set per operator, in its own CollectorRegistry. prometheus_client locks: any thread."""
+    """The operator's metrics, one set per operator in its own CollectorRegistry. prometheus_client
+    locks: any thread.
+    """
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -65,7 +67,7 @@ class OperatorMetrics:
         self.events_dropped = counter("events_dropped", "Events that were not posted")
 
     def count_call(self, verb: str, resource: str, code: str) -> None:
-        """One request ended; code: HTTP status, or "error" where there was no answer."""
+        """Count a request that ended; code: HTTP status, or "error" where there was no answer."""
         self._api_calls.labels(verb, resource, code).inc()
 
     def count_watch_event(self, kind: str) -> None:
@@ -172,7 +174,7 @@ async def _until_signalled(config: OperatorConfig) -> None:
 
 
 class Operator:
-    """One operator. `run` once, in the loop that it is made in."""
+    """The operator. `run` it once, in the loop that it is made in."""
 
     def __init__(
         self,

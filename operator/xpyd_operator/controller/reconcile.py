@@ -270,7 +270,7 @@ class WriteExecutor:
 _ROUNDS = 3
 """Rounds within one turn, where the next step waits only for the answer of a write."""
 _AGAIN_S = 0.5
-"""By then the watch has delivered what the turn did not see."""
+"""After this time the watch has delivered what the turn did not see."""
 
 
 class TurnFailed(Exception):

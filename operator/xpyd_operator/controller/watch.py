@@ -261,7 +261,7 @@ RESTART_FIRST_S = 1.0
 RESTART_MOST_S = 30.0
 _STOP_TIMEOUT_S = 3.0
 _ALL_TRIED_S = 15.0
-"""By then kopf must have listed every kind. kopf asks the server only once which kinds exist, and
+"""Deadline for kopf to list every kind. kopf asks the server only once which kinds exist, and
 that answer may lag behind a CRD that was installed a moment ago."""
 
 

@@ -149,7 +149,7 @@ class FleetQueue:
         self._closed = False
 
     def close(self) -> None:
-        """No more fleets: `take` returns None from now on."""
+        """Give out no more fleets: `take` returns None from now on."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -157,7 +157,7 @@ class FleetQueue:
             self._call_one()
 
     def wake(self, key: FleetKey, *, after: float = GATHER_S, urgent: bool = False) -> None:
-        """As Schedule.wake."""
+        """Wake the fleet; see Schedule.wake."""
         self._schedule.wake(key, self._clock(), after=after, urgent=urgent)
         self._arm()
 
@@ -181,22 +181,22 @@ class FleetQueue:
         return None
 
     def done(self, key: FleetKey, *, took_s: float, recheck_after: float | None) -> None:
-        """As Schedule.done."""
+        """End the turn; see Schedule.done."""
         self._schedule.done(key, self._clock(), took_s=took_s, recheck_after=recheck_after)
         self._arm()
 
     def failed(self, key: FleetKey, *, at_least: float = 0.0) -> float:
-        """As Schedule.failed."""
+        """End a turn that failed; see Schedule.failed."""
         wait_s = self._schedule.failed(key, self._clock(), at_least=at_least)
         self._arm()
         return wait_s
 
     def forget(self, key: FleetKey) -> None:
-        """As Schedule.forget."""
+        """Forget the fleet; see Schedule.forget."""
         self._schedule.forget(key)
 
     def depth(self) -> int:
-        """As Schedule.depth."""
+        """The number of fleets that wait; see Schedule.depth."""
         return self._schedule.depth(self._clock())
 
     def _arm(self) -> None:

@@ -162,7 +162,7 @@ def rule(
 def transition(
     cel: str, message: str, *, field: str
 ) -> Callable[[Callable[[M, M], bool]], Transition[M]]:
-    """As `rule`; the method gets the model and the one before."""
+    """As `rule`; the method gets the model and the model before the change."""
     return lambda holds: Transition(
         cel, message, field, missing=False, in_cluster=False, holds=holds
     )

@@ -47,7 +47,8 @@ def excess(
 MAX_DOCUMENT_BYTES = 1 << 20
 _MAX_VALUES = 200_000
 _MAX_DEPTH = 100
-"""Of a document with its aliases expanded: they grow without bound, and may form a circle."""
+"""Bounds on a document with its aliases expanded: they grow without bound, and may form a circle.
+"""
 _INT64 = 1 << 63
 _BOOKKEEPING = frozenset(
     {

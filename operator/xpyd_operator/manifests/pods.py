@@ -172,7 +172,7 @@ def model_mounts(fleet: InferenceFleet) -> list[JsonObject]:
 
 
 USER_ID = 10001
-"""Of the images' user; also the group that may read mounted secrets."""
+"""The id of the images' user; also the group that may read mounted secrets."""
 _VOLUME = "xpyd-sockets"
 
 

@@ -24,7 +24,7 @@ _PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 _OUR_PREFIX = "xpyd.dev/"
 _OUR_LABELS = (names.LABEL_MANAGED_BY, names.LABEL_INSTANCE, names.LABEL_NAME)
 _RESERVED = "xpyd-"
-"""Names of volumes and resource claims that begin so are ours."""
+"""The prefix of the operator's own volumes and resource claims."""
 _OUR_FOLDERS = {names.KV_FOLDER: "the fleet's key", names.SOCKET_FOLDER: "the engines' sockets"}
 _LEAVE_OUT = "set by xpyd; leave it out"
 

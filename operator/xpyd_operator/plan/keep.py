@@ -24,7 +24,7 @@ BACKOFF_MOST_S = 60.0
 STABLE_S = 60.0
 """After an instance ran so long, its exit counts as the first failure."""
 KILL_GRACE_S = 10.0
-"""In addition to the drain timeout, which the instance itself obeys."""
+"""Time in addition to the drain timeout, which the instance itself obeys."""
 
 
 def keep(

@@ -19,7 +19,7 @@ from xpyd_operator.document.fleet import InferenceFleet, KvTransfer, Router
 from xpyd_operator.plan.values import MOST_REPLICAS, ROUTER, FleetWant, PoolWant, Template
 
 INSECURE_FLAG = "--kv-insecure"
-"""Of engines and routers: there is no key."""
+"""The argument of engines and routers of a fleet without a key."""
 _TRANSPORTS = {"TCP": "tcp", "UDS": "uds", "SharedMemory": "shm"}
 """The document's names -> the worker's."""
 

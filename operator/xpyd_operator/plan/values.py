@@ -8,7 +8,7 @@ from typing import Literal
 ROUTER = "router"
 """Pool name and role of the router's workload."""
 MOST_REPLICAS = 1024
-"""Of a pool whose document names no bound; the API's own."""
+"""The bound of a pool whose document names none; the API's own."""
 
 PoolRole = Literal["Prefill", "Decode", "Aggregated", "router"]
 
@@ -97,7 +97,7 @@ class WorkloadSeen:
 
 @dataclass(frozen=True)
 class PoolProgress:
-    """One pool's status: instances wanted, routable, and of the newest revision."""
+    """How far one pool is: instances wanted, routable, and of the newest revision."""
 
     name: str
     role: str
@@ -110,7 +110,8 @@ class PoolProgress:
 
 @dataclass(frozen=True)
 class FleetProgress:
-    """The fleet's status. `reason` is one CamelCase word; `message` names what the fleet waits for.
+    """How far the fleet is. `reason` is one CamelCase word; `message` names what the fleet waits
+    for.
 
     `since`: when `ready` last changed, in the clock of plan()'s `now`.
     """
@@ -218,7 +219,7 @@ class DrainInstance:
 
 @dataclass(frozen=True)
 class KillInstance:
-    """End it now (SIGKILL): it did not drain in time."""
+    """End the instance now (SIGKILL): it did not drain in time."""
 
     ordinal: int
 
@@ -235,7 +236,7 @@ KeepAction = StartInstance | DrainInstance | KillInstance | ForgetInstance
 
 @dataclass(frozen=True)
 class KeepPlan:
-    """As Plan, for the instances of one workload."""
+    """What to do now to the instances of one workload; `recheck_after` as in Plan."""
 
     actions: tuple[KeepAction, ...]
     recheck_after: float | None = None

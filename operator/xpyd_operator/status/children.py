@@ -118,7 +118,7 @@ def short(value: str, most: int = MOST_TEXT) -> str:
 
 
 def tail(value: str, most: int = MOST_TEXT) -> str:
-    """As short(), but of a long text the end: errors name the outermost layer first."""
+    """As short(), but keeps the end of a long text: errors name the outermost layer first."""
     line = short(value[-4 * most :], 4 * most)
     return line if len(line) <= most else _ELLIPSIS + line[len(_ELLIPSIS) - most :].lstrip()
 
@@ -180,7 +180,7 @@ class _Instance:
 
 
 def key_of(obj: Raw) -> Key | None:
-    """Pool and revision by the object's labels; None: the labels are not ours."""
+    """Pool and revision by the object's labels; None: the labels are not the operator's."""
     labels = fields(obj, "metadata", "labels")
     pool, revision = text(labels, LABEL_POOL), text(labels, LABEL_REVISION)
     return (pool, revision) if _is_ours(pool) and _is_ours(revision) else None

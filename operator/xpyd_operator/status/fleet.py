@@ -284,7 +284,7 @@ MOST_MESSAGE = 1000
 
 @dataclass(frozen=True)
 class EventText:
-    """One Event (core/v1) about the fleet."""
+    """An Event (core/v1) about the fleet."""
 
     type: Literal["Normal", "Warning"]
     reason: str

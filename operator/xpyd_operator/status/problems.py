@@ -259,7 +259,7 @@ def _starting(pod: Raw, spec: Raw, statuses: Iterable[Raw]) -> Finding:
 RECENT_S = 600.0
 """Kubernetes keeps failed pods for long; older ones are ignored."""
 MANY_FAILED = 3
-"""So many failed pods within RECENT_S count as Degraded."""
+"""This number of failed pods within RECENT_S makes the fleet Degraded."""
 
 _KINDS: dict[Kind, int] = {"Degraded": 0, "Capacity": 1, "Waiting": 2}
 _LAST = ("WaitingForEngines", "Draining")
@@ -294,7 +294,7 @@ def find_problems(children: Children, now: str) -> tuple[Problem, ...]:
 
 
 def in_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
-    """Without repetitions, those that matter most first."""
+    """The problems without repetitions, those that matter most first."""
     return tuple(sorted(dict.fromkeys(problems), key=_rank))
 
 

@@ -55,7 +55,7 @@ class Conversation:
 
 
 def run_chat(conversation: Conversation, message: str | None, *, stdin: TextIO, out: TextIO) -> int:
-    """One answer to `message` (or to what stdin holds), or a conversation until Ctrl-D."""
+    """Print one answer to `message` (or to what stdin holds), or talk until Ctrl-D."""
     if message is None and not stdin.isatty():
         message = stdin.read()
     if message is not None:

@@ -48,7 +48,8 @@ def read_view(state: FleetFolder) -> FleetView | None:
 def wait_settled(
     state: FleetFolder, *, timeout_s: float, has_ended: Callable[[], bool] = lambda: False
 ) -> FleetView:
-    """Until the fleet is ready. FleetFailed with the reason: it ended, it fails, it took too long.
+    """Wait until the fleet is ready. FleetFailed with the reason: it ended, it fails, it took too
+    long.
 
     `has_ended`: whether the supervisor that was just started is gone again.
     """
@@ -84,7 +85,7 @@ def _wait_settled(
 
 
 def wait_gone(state: FleetFolder, *, timeout_s: float) -> bool:
-    """Until no supervisor has the fleet's lock; False: not in time."""
+    """Wait until no supervisor has the fleet's lock; False: the time is over."""
     with Progress() as progress:
         while state.is_supervised():
             if progress.elapsed_s > timeout_s:
@@ -156,7 +157,7 @@ def current_view(state: FleetFolder) -> FleetView:
 
 
 def orphan_view(record: FleetRecord, pods: Sequence[PodRecord]) -> FleetView:
-    """A fleet whose supervisor died: what still runs of it."""
+    """The status of a fleet whose supervisor died: the processes that still run."""
     return FleetView(
         fleet=record.fleet,
         endpoint=record.endpoint,

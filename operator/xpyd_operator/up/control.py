@@ -75,12 +75,12 @@ class FleetView(msgspec.Struct, frozen=True):
 
 
 def view_json(view: FleetView) -> str:
-    """For `--output json`."""
+    """The status as `--output json` prints it."""
     return msgspec.json.format(msgspec.json.encode(view), indent=2).decode()
 
 
 def view_tables(view: FleetView) -> str:
-    """For people."""
+    """The status as a table for people."""
     state = view.reason if not view.message else f"{view.reason} ({view.message})"
     pools = [("POOL", "ROLE", "DESIRED", "READY", "REVISION")]
     pools += [(p.name, p.role, str(p.desired), str(p.ready), p.revision) for p in view.pools]

@@ -81,7 +81,9 @@ def _room(folder: Path, limit: str, used: str, cache: str) -> int | None:
 
 MIB = 1 << 20
 USABLE_PERCENT = 80
-"""Of the available memory; the rest is for the page cache and other processes."""
+"""The share of the available memory that fleets get; the rest is for the page cache and other
+processes.
+"""
 PROCESS_BYTES = 700 * MIB
 """One Python process with torch and transformers loaded, without weights."""
 CACHE_MOST_BYTES = 1 << 30

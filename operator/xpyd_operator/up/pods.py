@@ -73,7 +73,7 @@ class LocalSettings:
 
 @dataclass(frozen=True)
 class Pod:
-    """One instance with its name and number."""
+    """An instance with its name and number."""
 
     name: str
     pool: str
@@ -159,7 +159,7 @@ class PodProcess:
         self.is_ready = False
         """Requests can reach it."""
         self.was_ready = False
-        """It was ready once since this process started."""
+        """Whether the pod was ready once since this process started."""
         self.seen = InstanceSeen(ordinal, 0.0)
         self.identity: ProcessId | None = None
         self._process: subprocess.Popen[bytes] | None = None

@@ -250,7 +250,7 @@ def supervise(options: UpOptions, *, program: Program = xpyd_program, stream: bo
 
 @contextlib.contextmanager
 def _held(state: FleetFolder) -> Generator[AddressClaim]:
-    """This fleet's lock and a free block of addresses, until the end."""
+    """Hold this fleet's lock and a free block of addresses until the end."""
     lock = state.lock()
     if lock is None:
         raise UserError(f"fleet {state.fleet} is already running")

@@ -138,7 +138,7 @@ class Supervisor:
         self._rotated_at = 0.0
 
     async def run(self) -> None:
-        """Until the fleet is stopped and nothing of it lives."""
+        """Run until the fleet is stopped and none of its processes lives."""
         probes = asyncio.create_task(self._probe_for_ever())
         try:
             while not self._is_over():

@@ -37,12 +37,12 @@ class PortLimits:
 
     connections: int = _MAX_CONNECTIONS
     held_bytes: int = 32 * 1024 * 1024
-    """Of messages that have not ended, over all connections."""
+    """The bound on bytes of messages that have not ended, over all connections."""
     handshake_s: float = 5.0
     message_s: float = 5.0
-    """For the rest of a message that has begun."""
+    """Deadline for the rest of a message that has begun."""
     silence_s: float = 200.0
-    """Without one good beat; the longest period is 60 s."""
+    """How long a connection may stay without one good beat; the longest period is 60 s."""
     burst: int = 512
     """Messages that one connection may send at once: a rig may beat for many through one socket."""
     per_second: float = 512.0
@@ -79,7 +79,7 @@ class BeatPort:
         self.held_bytes = 0
         self._open: dict[BeatConnection, None] = {}
         self._strangers: dict[BeatConnection, None] = {}
-        """Those without a good beat so far, the oldest first."""
+        """The connections without a good beat so far, the oldest first."""
         self._next_sweep_s = 0.0
 
     def __len__(self) -> int:
@@ -90,13 +90,13 @@ class BeatPort:
         return BeatConnection(self)
 
     def opened(self, connection: BeatConnection) -> None:
-        """Where there are too many, close the oldest stranger; without one, the new connection."""
+        """If there are too many connections, close the oldest stranger, else the new connection."""
         self._open[connection] = self._strangers[connection] = None
         if len(self._open) > self.limits.connections:
             next(iter(self._strangers)).drop("too many connections")
 
     def proven(self, connection: BeatConnection) -> None:
-        """It sent a good beat: no stranger's connection replaces it any more."""
+        """`connection` sent a good beat: no stranger's connection replaces it any more."""
         self._strangers.pop(connection, None)
 
     def closed(self, connection: BeatConnection) -> None:
@@ -202,7 +202,7 @@ class BeatConnection(asyncio.Protocol):
         self._transport.write(data)
 
     def _pause(self) -> None:
-        """It sends faster than any engine beats: the rest waits in its own socket."""
+        """Stop reading: the peer sends faster than any engine beats."""
         assert self._transport is not None
         self._transport.pause_reading()
         self._resume = self._loop.call_later(_PAUSE_S, self._go_on)

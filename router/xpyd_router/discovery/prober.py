@@ -28,7 +28,7 @@ _STATUS_LINE_BYTES = 12
 _OWN_FAULTS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 )
-"""Want of files or ports here says nothing about the instance."""
+"""A lack of files or ports here proves no fault of the instance."""
 
 
 class _StatusReader(asyncio.Protocol):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from xpyd_core.errors import ProtocolError
 
 MAX_KEPT_FRAMES = 2
-"""Of a message; what is behind them is read and forgotten."""
+"""Frames of a message that are kept; those behind them are read and dropped."""
 MAX_FRAMES = 16
 MAX_COMMAND_BYTES = 2048
 """A READY with an identity of 255 bytes and some metadata is shorter."""

@@ -16,7 +16,7 @@ BreakerState = Literal["Closed", "Open", "HalfOpen"]
 WINDOW_S = 60.0
 """Failures are counted together for so long from the first one on."""
 CONSECUTIVE = 5
-"""So many failures without a success between them open it."""
+"""This number of failures without a success between them opens the breaker."""
 LEAST_CALLS = 10
 FAILING_SHARE = 0.5
 """Or this share of at least LEAST_CALLS calls since the first failure."""
@@ -48,7 +48,7 @@ class Breaker:
         return self.state == "HalfOpen" and self._trial_ends_s > 0.0
 
     def left_s(self, now: float) -> float:
-        """How long it stays open."""
+        """How long the breaker stays open."""
         return max(0.0, self._until_s - now) if self.state == "Open" else 0.0
 
     def is_idle(self, now: float) -> bool:
@@ -120,7 +120,7 @@ class Transfers:
 
     def __init__(self) -> None:
         self._partners: dict[InstanceKey, dict[InstanceKey, float]] = {}
-        """Of each instance the last two with which it failed, and when."""
+        """By instance: the last two peers with which a transfer failed, and when."""
 
     def failed(self, prefill: InstanceKey, decode: InstanceKey, now: float) -> list[InstanceKey]:
         """A transfer between the two failed; the instances for which it counts."""

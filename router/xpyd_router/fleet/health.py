@@ -125,8 +125,8 @@ ProbeResult = Literal["ok", "connect", "reset", "timeout", "status", "void"]
 """Any answer below 500; no listener; closed without an answer; none in time; an answer of 5xx or
 that is not HTTP; a probe that says nothing because of a fault here."""
 Parting = Literal["goodbye", "replaced", "silent"]
-"""How an instance leaves: it said so; another process took its place; its beats did not come, and
-for an unknown reason."""
+"""How an instance leaves: it said goodbye; another process took its place; its beats stopped for an
+unknown reason."""
 EJECTING = frozenset({"connect", "reset", "incomplete"})
 """Causes that take an instance out at once."""
 STRIKES = frozenset({"reset", "incomplete", "timeout", "status", "answer"})
@@ -164,7 +164,7 @@ class HealthRules:
     probe_timeout_s: float = 2.0
     """Deadline of one probe."""
     slow_start_s: float = 10.0
-    """Until one that joined others, or came back, has its full share; 0: at once."""
+    """Time until an instance that joined others, or came back, has its full share; 0: none."""
 
 
 class HealthReport(NamedTuple):
@@ -173,7 +173,7 @@ class HealthReport(NamedTuple):
     cause: str
     """Why it is ejected; empty when it is not."""
     ejected_s: float
-    """For how long it has been ejected."""
+    """For how long the instance has been ejected."""
     breaker: BreakerState
     open_s: float
     """How long the breaker stays open."""
@@ -181,12 +181,12 @@ class HealthReport(NamedTuple):
 
 @dataclass(slots=True)
 class _Record:
-    """One Ready instance. It ends with the instance, or when it no longer says Ready."""
+    """The health of one Ready instance. Ends with the instance, or when it is no longer Ready."""
 
     kind: Kind
     came_s: float
     rising_since_s: float = 0.0
-    """When its slow start began, if it had one."""
+    """When the instance's slow start began, if there was one."""
     eject_cause: str = ""
     ejected_s: float = 0.0
     hold_until_s: float = 0.0
@@ -201,7 +201,7 @@ class _Record:
     is_dead: bool = False
     """No process listens there."""
     is_frozen: bool = False
-    """It, or its machine, does nothing; that is no death."""
+    """The instance or its machine does nothing; that is no death."""
     breaker: Breaker | None = None
 
     @property
@@ -224,7 +224,7 @@ class Health:
         self._records: dict[InstanceKey, _Record] = {}
         self._rising: dict[InstanceKey, _Record] = {}
         self.breakers: dict[InstanceKey, Breaker] = {}
-        """Of those that failed lately. Empty: `succeeded` need not be called."""
+        """Breakers of instances that failed lately. Empty: `succeeded` need not be called."""
         self.poison = Poison()
         self._transfers = Transfers()
         self.plan = ProbePlan(interval_s=rules.probe_interval_s, draw=draw)
@@ -358,7 +358,7 @@ class Health:
         return "Good" if record is None else record.standing
 
     def report(self, key: InstanceKey, now: float) -> HealthReport:
-        """For /instances."""
+        """The health of `key` as /instances shows it."""
         record = self._records.get(key)
         if record is None:
             return HealthReport("", 0.0, "Closed", 0.0)
@@ -368,7 +368,7 @@ class Health:
         return HealthReport(record.eject_cause, ejected_s, state, left_s)
 
     def share(self, key: InstanceKey, now: float) -> float:
-        """How far its slow start is, WEIGHT_FLOOR to 1."""
+        """How far the instance's slow start is, WEIGHT_FLOOR to 1."""
         record = self._rising.get(key)
         if record is None:
             return 1.0
@@ -433,7 +433,7 @@ class Health:
         self.plan.again(key, now)
 
     def _wait_s(self, record: _Record) -> float | None:
-        """Until the next probe after one that failed."""
+        """Time until the next probe after one that failed."""
         if not record.eject_cause:
             return 0.0 if record.silent_probes else _PROBE_AGAIN_S
         doublings = min(max(record.failed_probes - 1, 0), 10)

@@ -57,7 +57,7 @@ class Instance:
     """`kv` as it is written in request ids; `http` as text is the key's."""
     standing: Standing = "Good"
     is_signed: bool = False
-    """Its beats are signed with the fleet's key."""
+    """Whether its beats are signed with the fleet's key."""
     is_cordoned: bool = False
     """An operator wants no new requests on this incarnation."""
 
@@ -114,7 +114,7 @@ class ModelInstances:
     groups: tuple[Group, ...] = ()
     aggregated: tuple[Instance, ...] = ()
     takes_decode_alone: bool = False
-    """Whether a D of ours serves whole requests where there is no pair."""
+    """Whether a D that runs xpyd serves whole requests where there is no pair."""
 
     @property
     def is_routable(self) -> bool:
@@ -132,7 +132,7 @@ class Snapshot:
 
     by_model: Mapping[str, ModelInstances] = field(default_factory=lambda: MappingProxyType({}))
     any_model: ModelInstances = field(default_factory=ModelInstances)
-    """For names that no instance gives: the instances that give no names."""
+    """The instances for names that no instance gives: those that give no names."""
     known_models: frozenset[str] = frozenset()
     """Names given by instances in any state."""
     takes_any_model: bool = False
@@ -174,7 +174,7 @@ def _model_instances(instances: Iterable[Instance], *, decode_alone: bool) -> Mo
 
 
 def _routable(everyone: Iterable[Instance]) -> list[Instance]:
-    """Those that new requests may be sent to.
+    """Instances that new requests may be sent to.
 
     An open breaker keeps requests for the instances that work. A kind without such has nothing to
     save: then those whose breaker is open are asked, and their errors are the answer.

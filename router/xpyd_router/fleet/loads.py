@@ -20,8 +20,8 @@ _MEMORY = 0.98
 _LEAST_SPREAD = 0.01
 """Below a tenth of their mean, the spread of the loads that were seen says little about a slope."""
 GAP_OFFSET = 16.0
-"""Until more is known, so many requests more in a batch double the gap between tokens: a step reads
-the weights once for all of them."""
+"""As long as no more is known, this many requests more in a batch double the gap between tokens: a
+step reads the weights once for all of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +91,7 @@ TOKENS_PER_SLOT = 2048
 model reads 128 KiB of KV per token, and a sequence's own share of a step is some 0.1 ms."""
 _LEAST_WEIGHT = 0.01
 _MEAN_STEP = 0.05
-"""Of the running mean of prompts: about the last twenty count."""
+"""The weight of a new value in the running mean of prompts: about the last twenty count."""
 _FIRST_MEAN_TOKENS = 512.0
 
 
@@ -105,7 +105,7 @@ class Work(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """One instance's figures. Mutable; `flow` and the beats write, policies read.
+    """What one instance has to do. Mutable; `flow` and the beats write, policies read.
 
     A write computes what policies compare, so that a pick reads only a few attributes:
 
@@ -165,7 +165,7 @@ class Load:
 
     def begin(self, prompt_tokens: int, output_tokens: int = 0) -> None:
         """A call to the instance begins, that is expected to make `output_tokens`; `end` with the
-        same figures must follow.
+        same numbers must follow.
         """
         self._requests += 1
         self._prompt_tokens += prompt_tokens
@@ -174,7 +174,7 @@ class Load:
         self._compute()
 
     def end(self, prompt_tokens: int, output_tokens: int = 0) -> None:
-        """That call is over, however it went."""
+        """The call that began is over, however it went."""
         self._requests -= 1
         self._prompt_tokens -= prompt_tokens
         self._output_tokens -= output_tokens
@@ -253,14 +253,14 @@ class LoadTable:
         self._suspects.update(keys)
 
     def clear(self, keys: Iterable[InstanceKey]) -> None:
-        """That try is over."""
+        """The try at the instances `keys` is over."""
         for key in keys:
             self._suspects[key] -= 1
             if not self._suspects[key]:
                 del self._suspects[key]
 
     def suspected(self) -> frozenset[InstanceKey]:
-        """Where such requests are now."""
+        """Instances on which suspect requests are now."""
         return frozenset(self._suspects)
 
     def _make(self, key: InstanceKey) -> Load:

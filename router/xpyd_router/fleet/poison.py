@@ -33,11 +33,11 @@ Fate = Literal["open", "dead", "alive"]
 """Open until a probe or a beat decides."""
 Verdict = Literal["innocent", "open", "guilty"]
 OnFate = Callable[[InstanceKey, Fate], None]
-"""What calls to an instance broke off of is open now, or known."""
+"""Called with an instance whose break is open now, or whose fate is known."""
 
 
 def fingerprint(body: bytes, key: bytes) -> bytes:
-    """Stands for a request's body. `key`, at most 64 random bytes, makes it hard to forge."""
+    """A digest of a request's body. `key`, at most 64 random bytes, makes it hard to forge."""
     return blake2b(body, digest_size=16, key=key).digest()
 
 
@@ -89,7 +89,7 @@ class Poison:
         return last if last is not None and last.fate == "dead" else None
 
     def known(self) -> list[tuple[InstanceKey, Break]]:
-        """What broke off lately, the oldest first; not what turned out to be alive."""
+        """Breaks of late, the oldest first, without those whose instance is alive."""
         return [(key, one) for key, one in self._last.items() if one.fate != "alive"]
 
     def died(self, key: InstanceKey, now: float) -> None:
@@ -132,7 +132,7 @@ class Poison:
         return max(0.0, self.refused.get(suspect, now) - now)
 
     def tick(self, now: float) -> None:
-        """Forget what is over."""
+        """Forget the breaks and refusals that are over."""
         while self._last and next(iter(self._last.values())).at_s <= now - _KEPT_S:
             self._last.popitem(last=False)
         while self.refused and next(iter(self.refused.values())) <= now:

@@ -125,13 +125,13 @@ class Claims:
         return not added or len(self._models) + len(added) <= MAX_MODELS
 
     def add(self, instance: Instance) -> None:
-        """It is there now."""
+        """Count what `instance` has."""
         self._models.update(instance.beat.models)
         if instance.beat.type != "A":
             self._holders[instance.kv] = instance.key.http
 
     def remove(self, instance: Instance) -> None:
-        """It is not any more; exactly what `add` got."""
+        """Count it no more; `instance` is exactly what `add` got."""
         for name in instance.beat.models:
             self._models[name] -= 1
             if not self._models[name]:
@@ -192,7 +192,7 @@ class Registry:
 
     @property
     def instances(self) -> tuple[Instance, ...]:
-        """All instances with their latest figures, sorted by address."""
+        """All instances with their latest beats, sorted by address."""
         return tuple(sorted(self._instances.values(), key=lambda instance: instance.key))
 
     def apply(

@@ -71,7 +71,7 @@ class FleetView:
 
     @property
     def instances(self) -> tuple[Instance, ...]:
-        """Everyone, with the figures of the last beat."""
+        """All instances, each with its last beat."""
         return self._registry.instances
 
     @property
@@ -107,7 +107,7 @@ class FleetView:
         return gone
 
     def began(self, instances: Iterable[Instance]) -> None:
-        """They were picked for a request: of a half-open one it is the trial."""
+        """`instances` were picked for a request: for a half-open instance it is the trial."""
         if self._health.breakers:
             now = self._clock()
             for instance in instances:
@@ -251,7 +251,7 @@ class FleetView:
         self._judged = asyncio.Event()
 
     def _bury(self, keys: Sequence[InstanceKey], now: float, how: Parting) -> None:
-        """They died without a goodbye."""
+        """The instances of `keys` died without a goodbye."""
         for key in keys:
             self._health.leave(key, now, how)
         self._lose(keys)
@@ -270,7 +270,7 @@ class FleetView:
             listener(now_stands, known.standing, cause)
 
     def _start(self, key: InstanceKey) -> None:
-        """Until the next tick compares it with others, its own share counts."""
+        """The instance's own share counts until the next tick compares it with others."""
         self._loads.of(key).weight = self._health.share(key, self._clock())
         self._slow.add(key)
 

@@ -145,7 +145,7 @@ def _describe_load(fleet: FleetView, instance: Instance) -> AdminInstance:
 
 
 def _describe(fleet: FleetView, instance: Instance, weight: float) -> InstanceReport:
-    """One line of /instances."""
+    """The line of /instances for one instance."""
     beat, health = instance.beat, fleet.report(instance.key)
     return InstanceReport(
         instance=instance.name,
@@ -292,7 +292,7 @@ def _add_state(app: Quart, app_state: AppState) -> None:
 
 @cache
 def _openapi_json() -> bytes:
-    """The same for every app of a process."""
+    """The OpenAPI document: one for every app of a process."""
     return orjson.dumps(openapi_document(__version__))
 
 

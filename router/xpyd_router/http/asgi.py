@@ -21,9 +21,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 BODY_DEADLINE_S = 60.0
-"""For the whole body of a request, from its head."""
+"""Deadline for the whole body of a request, counted from its head."""
 HIGH_WATER_BYTES = 64 * 1024
-"""Of an answer that the client has not taken: above it its source is paused."""
+"""Bytes of an answer that the client has not taken: above this the source is paused."""
 
 
 class ClientLeft(Exception):

@@ -183,7 +183,7 @@ class DirectSink:
 
 
 class UnframedSink(DirectSink):
-    """For HTTP/1.0 clients, whose connection closes behind each answer: that ends a stream."""
+    """A sink for HTTP/1.0 clients: the end of the connection is the end of a stream."""
 
     @property
     def write_frame(self) -> None:
@@ -206,7 +206,9 @@ class UnframedSink(DirectSink):
 
 
 def cost_of(request: InferenceRequest, prompt_tokens: int) -> Cost:
-    """Its prompts and all that its choices may put out; without a limit, what is expected."""
+    """Tokens of the request's prompts and all that its choices may put out; without a limit an
+    estimate.
+    """
     output = (
         request.output_tokens
         if request.max_tokens is None

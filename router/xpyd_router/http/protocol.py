@@ -54,9 +54,9 @@ MAX_DROPPED_BYTES = 64 * 1024 * 1024
 
 
 class Lingering(asyncio.Protocol):
-    """In the place of `owner` once all of the answer is written: drops what comes, until the client
-    closes, `LINGER_S` are over or `MAX_DROPPED_BYTES` came; then calls `close`. `owner` still hears
-    of the client's pace and of the end.
+    """Takes the place of `owner` once all of the answer is written: drops what comes, until the
+    client closes, `LINGER_S` are over or `MAX_DROPPED_BYTES` came; then calls `close`. `owner`
+    still hears of the client's pace and of the end.
     """
 
     def __init__(self, owner: asyncio.Protocol, close: Callable[[], None]) -> None:
@@ -138,7 +138,7 @@ class ClientProtocol(HttpToolsProtocol):
     _direct: DirectRequest | None = None
     """The one that is read or served now."""
     _upgrade_at: int | None = None
-    """Where, in what was read, the parser stopped behind a head that asks for another protocol."""
+    """The place at which the parser stopped, behind a head that asks for another protocol."""
     _sink: DirectSink | None = None
     _served: RequestResponseCycle | None = None
     """uvicorn's last request whose answer began; `cycle` is the last that came."""

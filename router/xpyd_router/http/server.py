@@ -73,7 +73,7 @@ class Acceptor:
         self._listener.close()
 
     async def wait_closed(self) -> None:
-        """Until no connection is being made."""
+        """Wait until no connection is being made."""
         if self._beginning:
             await asyncio.wait(self._beginning)
 
@@ -323,7 +323,7 @@ def source_host(config: RouterConfig) -> str | None:
 
 
 def _protocol(config: RouterConfig) -> type[ClientProtocol]:
-    """uvicorn makes the connections, with no word of ours: so the figure is the class's."""
+    """uvicorn makes the connections without a parameter of ours: so the limit is the class's."""
 
     class Protocol(ClientProtocol):
         stall_s = config.request_timeout_s

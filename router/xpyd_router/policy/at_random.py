@@ -16,7 +16,7 @@ class Random(SidePolicy):
         self._random = context.random
 
     def choose(self, side: Side, want: Want) -> Candidate:
-        """One drawn among all."""
+        """An instance drawn among all."""
         among = side.candidates
         one = among[int(self._random() * len(among))]
         for _ in range(_MOST_DRAWS):

@@ -25,7 +25,7 @@ class Slo(NamedTuple):
     """What a request may take; None: no objective."""
 
     ttft_s: float | None = None
-    """From the request to its first token; in a Want what is left of that, which may be below 0."""
+    """Time from the request to its first token; in a Want what is left of it, maybe below 0."""
     itl_s: float | None = None
     """Between two tokens, in the mean of an answer (its TPOT)."""
 
@@ -40,7 +40,8 @@ class Want(msgspec.Struct, frozen=True, gc=False):
 
     model: str
     alone: Literal["P", "D"] | None = None
-    """Where it would run alone; only on engines of ours, vLLM's cannot parse a bare id."""
+    """The side that serves the request alone; only xpyd's engines do, vLLM's cannot parse its id.
+    """
     exclude: frozenset[InstanceKey] = frozenset()
     """Instances that failed it already."""
     continue_at: str | None = None
@@ -107,7 +108,7 @@ class SidePolicy(Protocol):
 
     @abstractmethod
     def choose(self, side: Side, want: Want) -> Candidate:
-        """One of `side.candidates`, which are at least one."""
+        """Choose one of `side.candidates`; there is at least one."""
 
     def placed(self, instance: Instance, want: Want) -> None:
         """The request goes to `instance`, which this policy chose."""
@@ -155,14 +156,14 @@ class Forecast(NamedTuple):
     """None where the instance is unknown."""
 
     ttft_s: float | None
-    """From the pick to the first token."""
+    """Time from the pick to the first token."""
     itl_s: float | None
     """Between two tokens, in the mean."""
 
 
 def forecast(first: Load, last: Load, prefill_tokens: int) -> Forecast:
-    """Of one request more: `first` computes so many tokens of its prompt, `last` makes its tokens.
-    Neither counts it yet.
+    """A forecast for one request more: `first` computes so many tokens of its prompt, `last` makes
+    its tokens. Neither counts it yet.
     """
     line, gap = first.pace.first, last.pace.gap
     return Forecast(

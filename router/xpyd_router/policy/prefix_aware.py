@@ -16,7 +16,7 @@ from xpyd_router.fleet.loads import TOKENS_PER_SLOT
 from xpyd_router.policy.base import Candidate, PolicyContext, PrefixMark, Side, SidePolicy, Want
 
 MAX_MARKS = 262_144
-"""Of all instances of one side: about 35 MB."""
+"""Marks of all instances of one side: about 35 MB."""
 _MAX_MARKS_OF_ONE = 8192
 """Some hundred prompts of a thousand tokens."""
 
@@ -82,11 +82,11 @@ class PrefixAware(SidePolicy):
         self._caches: dict[InstanceKey, _Cache] = {}
         self._most_marks = _MAX_MARKS_OF_ONE
         self._turns = [context.first_turn, context.first_turn]
-        """Of first and of second tries (see LeastLoaded)."""
+        """The turns of first and of second tries (see LeastLoaded)."""
 
     @property
     def marks(self) -> int:
-        """How many are kept."""
+        """The number of marks that are kept."""
         return sum(map(len, self._caches.values()))
 
     def choose(self, side: Side, want: Want) -> Candidate:
@@ -122,7 +122,7 @@ class PrefixAware(SidePolicy):
         cache.trim(self._most_marks, blocks * DEFAULT_BLOCK_SIZE if blocks else None)
 
     def cached_tokens(self, key: InstanceKey, want: Want) -> int:
-        """Of the longest mark that it has."""
+        """Tokens of the longest mark that the instance has."""
         cache = self._caches.get(key)
         return min(cache.length(want.marks), want.prompt_tokens) if cache else 0
 

@@ -25,7 +25,7 @@ _MOST_PASSES = 64
 
 
 class _Turns:
-    """One counter for each competition, and what the light ones have saved up."""
+    """Counts turns: a counter for each competition, and what light instances have saved up."""
 
     def __init__(self, first_turn: int) -> None:
         self._first_turn = first_turn

@@ -82,7 +82,7 @@ class SessionAffinity(SidePolicy):
         self._seeds.pop(key.http, None)
 
     def _seed(self, key: InstanceKey) -> int:
-        """Of the address: an instance that restarts has its sessions again."""
+        """The hash is of the address: an instance that restarts has its sessions again."""
         seed = self._seeds.get(key.http)
         if seed is None:
             seed = self._seeds[key.http] = _digest(key.http)

@@ -43,12 +43,12 @@ class SloAware(SidePolicy):
     def __init__(self, context: PolicyContext) -> None:
         self._others = LeastLoaded(context)
         self._prefixes = PrefixAware(context)
-        """Only for what it knows of caches."""
+        """Used only for what it knows of caches."""
         self._placed = 0
         self._placed_at: dict[InstanceKey, int] = {}
         """How many requests had been placed when the instance got its last one."""
         self._turns = [0, 0]
-        """Of first and of second tries (see LeastLoaded)."""
+        """The turns of first and of second tries (see LeastLoaded)."""
 
     def choose(self, side: Side, want: Want) -> Candidate:
         """See the class."""
@@ -71,13 +71,13 @@ class SloAware(SidePolicy):
         return best or self._others.choose(side, want)
 
     def placed(self, instance: Instance, want: Want) -> None:
-        """It is tried, and its cache will have the prompt."""
+        """The instance is tried, and its cache will have the prompt."""
         self._placed += 1
         self._placed_at[instance.key] = self._placed
         self._prefixes.placed(instance, want)
 
     def cached_tokens(self, key: InstanceKey, want: Want) -> int:
-        """As PrefixAware."""
+        """See SidePolicy; as in PrefixAware."""
         return self._prefixes.cached_tokens(key, want)
 
     def forget(self, key: InstanceKey) -> None:

@@ -73,7 +73,7 @@ class Channel(asyncio.Protocol, Generic[E]):
         self.send_frame(frame(event))
 
     def send_frame(self, data: bytes) -> None:
-        """The same for what `frame` made: one encoding for several channels."""
+        """Send what `frame` made: one encoding serves several channels."""
         if self._transport is None:
             return
         if not self._unsent:

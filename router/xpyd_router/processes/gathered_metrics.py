@@ -105,7 +105,7 @@ def _number(value: float) -> str:
 
 
 _GATHER_S = 2.0
-"""Of the 5 s that a worker waits, and the 10 s of a scraper."""
+"""Deadline of one answer; a worker waits 5 s, a scraper 10 s."""
 
 
 class MetricsGatherer:
@@ -127,7 +127,7 @@ class MetricsGatherer:
             answer.set_result(event.text)
 
     def retire(self, worker: WorkerProcess) -> None:
-        """Its process ended: what it counted, as far as it was scraped, remains."""
+        """The worker's process ended: its counts, as far as they were scraped, remain."""
         last = self._last.pop(worker, None)
         if last is not None:
             self._past = retire(self._past, last)

@@ -150,7 +150,7 @@ class ParentProcess:
         self.worker_processes.drain()
 
     async def run(self) -> None:
-        """Until all workers have drained, after `stop`."""
+        """Wait until all workers have drained, after `stop`."""
         await self.worker_processes.wait()
 
     @contextlib.asynccontextmanager

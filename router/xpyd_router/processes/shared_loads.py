@@ -45,11 +45,11 @@ class Rows:
         ]
 
     def admission(self, number: int) -> memoryview:
-        """The limits' part of a row."""
+        """The part of a row that admission's limits use."""
         return self._rows[number][:COLUMNS]
 
     def other_admissions(self, number: int) -> list[memoryview]:
-        """That part of all other rows."""
+        """The limits' part of all other rows."""
         return [row[:COLUMNS] for row in self.others(number)]
 
     def row(self, number: int) -> memoryview:
@@ -61,7 +61,7 @@ class Rows:
         return [row for place, row in enumerate(self._rows) if place != number]
 
     def zero(self, number: int) -> None:
-        """Its process ended, and with it all that it had in flight."""
+        """Clear the row of a process that ended: nothing of it is in flight."""
         row = self._rows[number]
         row.cast("B")[:] = bytes(row.nbytes)
 
@@ -127,7 +127,8 @@ def map_rows(descriptor: int, processes: int) -> Rows:
 _LEAST_AGE_S = 0.001
 """What others have is read again after this time: some dozen requests at full speed."""
 _SHARE = 50
-"""And after so many times as long as reading took: it takes a fiftieth of a core at most."""
+"""The pause is also this many times as long as reading took: reading takes 2 % of a core at most.
+"""
 
 
 class SharedLoad(Load):
@@ -192,7 +193,7 @@ class SharedLoadTable(LoadTable):
         self._slots[key] = slot
 
     def take(self, key: InstanceKey, beat: Heartbeat) -> None:
-        """See LoadTable; a beat's figures hold what others have there."""
+        """See LoadTable; a beat's numbers include what other processes have there."""
         if (load := self._bound.get(key)) is not None:
             load.refresh(self._others)
         super().take(key, beat)
@@ -212,7 +213,9 @@ class SharedLoadTable(LoadTable):
             load.refresh(others)
 
     def refresh_when_old(self, clock: Callable[[], float]) -> None:
-        """The same where the last time was more than a moment ago. `clock` is monotonic seconds."""
+        """Refresh all loads if the last refresh is more than a moment old. `clock`: monotonic
+        seconds.
+        """
         began_s = clock()
         if began_s >= self._next_s:
             self.refresh()
@@ -220,7 +223,7 @@ class SharedLoadTable(LoadTable):
             self._next_s = ended_s + max(_LEAST_AGE_S, _SHARE * (ended_s - began_s))
 
     def refresh_one(self, key: InstanceKey) -> None:
-        """The same for one instance."""
+        """Refresh the load of one instance."""
         if (load := self._bound.get(key)) is not None:
             load.refresh(self._others)
 

@@ -57,7 +57,7 @@ from xpyd_router.router import SIGNALS, make_registry, tune_process
 _ANSWER_S = 5.0
 _MAX_OPEN = 4096
 SILENCE_S = 10.0
-"""Without a ping, which come every second: then the parent is stuck."""
+"""The parent is stuck if no ping comes for this time; pings come every second."""
 Answer = Metrics | Done
 
 
@@ -79,7 +79,7 @@ class ParentControl:
         return self._clock() - self._heard_s < SILENCE_S
 
     def take(self, event: ToWorker) -> None:
-        """An answer, or a sign of life; other events are not for here."""
+        """Take an answer or a ping; other events are ignored."""
         if isinstance(event, Ping):
             self._heard_s = self._clock()
             self._send(Pong())
@@ -138,11 +138,13 @@ logger = logging.getLogger("xpyd_router.processes.worker")
 _PR_SET_PDEATHSIG = 1
 _WELCOME_S = 30.0
 ORPHAN_S = 30.0
-"""For the requests of a worker without parent: it is not replaced, and instances come and go."""
+"""Deadline for the requests of a worker without its parent: nothing replaces it, and instances
+leave.
+"""
 
 
 class Worker:
-    """One worker process, from its first event on. `send` reaches the parent."""
+    """A worker process, from its first event on. `send` sends to the parent."""
 
     def __init__(self, number: int, processes: int, memory: int) -> None:
         self._number = number
@@ -266,7 +268,7 @@ class Worker:
 
 
 def _write_lines(data: bytes) -> None:
-    """To standard error, which the other processes have as well."""
+    """Write `data` to standard error, which the other processes share."""
     for piece in pieces(data):
         write_stderr(piece)
 

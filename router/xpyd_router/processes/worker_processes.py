@@ -34,7 +34,7 @@ from xpyd_router.router import SIGNALS
 
 logger = logging.getLogger(__name__)
 _START_S = 60.0
-"""For a worker from its start until it listens."""
+"""Deadline of a worker from its start until it listens."""
 _PING_S = 1.0
 MAX_MISSES = 15
 """Pings without an answer, a second apart, after which a worker is stuck. It answers between two
@@ -51,7 +51,7 @@ class WorkerProcess:
     """One place for a worker, and the process in it now."""
 
     number: int
-    """From 0: its row of counters."""
+    """The worker's number from 0, which is its row of counters."""
     is_ready: bool = False
     channel: Channel[ToParent] | None = None
     process: subprocess.Popen[bytes] | None = None
@@ -68,7 +68,7 @@ class WorkerProcess:
             self.channel.send_frame(data)
 
     def send(self, event: ToWorker) -> None:
-        """The same for an event."""
+        """Send `event` to the worker."""
         self.send_frame(frame(event))
 
     def kill(self) -> None:
@@ -129,7 +129,7 @@ class WorkerProcesses:
             await asyncio.wait([self._watching])
 
     def broadcast(self, event: ToWorker) -> None:
-        """Send it to all workers."""
+        """Send `event` to all workers."""
         data = frame(event)
         for worker in self.workers:
             worker.send_frame(data)
@@ -142,7 +142,7 @@ class WorkerProcesses:
         self.broadcast(Drain())
 
     async def wait(self) -> None:
-        """Until all have ended, after `drain`."""
+        """Wait until all workers have ended, after `drain`."""
         await asyncio.wait(self._tasks)
 
     async def _keep(self, worker: WorkerProcess) -> None:
@@ -176,7 +176,7 @@ class WorkerProcesses:
                     await self._ending.wait()
 
     async def _run(self, worker: WorkerProcess) -> int:
-        """One process from start to end; its exit status."""
+        """Run one process from start to end; returns its exit status."""
         ours, theirs = socket.socketpair()
         with theirs:
             worker.misses = 0

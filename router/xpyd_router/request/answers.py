@@ -286,7 +286,7 @@ class ChunkWriter:
         return _with_usage(self._ask, chunk, self._usage, generated)
 
     def _piece(self, choice: FirstChoice) -> Json | None:
-        """One choice of the first content chunk; None where it would say nothing."""
+        """One choice of the first content chunk; None where it would be empty."""
         request = self._ask
         if not choice.text and choice.logprobs is None and not request.wants_token_ids:
             return None
@@ -331,7 +331,7 @@ def chunk_of(event: bytes) -> Json | None:
 
 
 def without_token_ids(chunk: Json, *, keep: bool = False) -> bytes | None:
-    """`chunk` as an event without token ids; None where it then says nothing."""
+    """`chunk` as an event without token ids; None where nothing would be left in it."""
     choices = cast("list[Json]", chunk["choices"])
     if not keep:
         for choice in choices:

@@ -75,9 +75,9 @@ class Attempt:
         self.request_id = uuid
         self.instances: tuple[Instance, ...]
         self.prefill_load: Load
-        """Of the first of them."""
+        """The load of the attempt's first instance."""
         self.load: Load
-        """Of the last of them."""
+        """The load of the attempt's last instance."""
         if isinstance(choice, Pair):
             self.request_id = pair_id_text(choice.prefill.kv_text, choice.decode.kv_text, uuid)
             self.instances = (choice.prefill, choice.decode)
@@ -91,13 +91,13 @@ class Attempt:
         self.called = self.instances[0]
         """The instance that was called last."""
         self.is_suspect = False
-        """An instance died under an earlier try of its request."""
+        """Whether an instance died under an earlier try of its request."""
         self.prefill_tokens = 0
-        """About how much of the prompt the first of them has to compute."""
+        """About how many tokens of the prompt the first instance has to compute."""
         self.waiting_tokens = 0.0
-        """Prompt tokens on the last of them when it was picked, its own included."""
+        """Prompt tokens on the last instance when it was picked, this request's included."""
         self.owes_release = False
-        """P was called, and D may hold or get KV that no call will ask for."""
+        """Whether P was called, and D may hold or get KV that no call will ask for."""
         self.running: CallMetrics | None = None
         """The call that runs: one at a time."""
         self.call_s: float | None = None

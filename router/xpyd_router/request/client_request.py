@@ -37,7 +37,7 @@ MAX_SLO_MS = 3_600_000
 """An hour: longer than any request may take."""
 _MAX_CLIENT_ID = 256
 _MAX_TRACESTATE = 512
-"""As much as W3C asks proxies to pass on."""
+"""Bytes of a tracestate: as many as W3C asks proxies to pass on."""
 _MAX_TRACEPARENT = 256
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}")
 _PRINTABLE = re.compile(rb"[ -~]*")
@@ -74,13 +74,13 @@ class ClientHead(NamedTuple):
     request_id: bytes = b""
     """The client's X-Request-Id: echoed and logged, never parsed, never sent on."""
     trace_id: str = ""
-    """Of its traceparent, 32 hex digits; empty where it sent no valid one."""
+    """The trace id of the client's traceparent, 32 hex digits; empty without a valid one."""
     forwarded: str = ""
     """Header lines for the engines, each with its end of line. Latin-1."""
     session: str = ""
     """The client's X-Session-Id: read by policies, goes on only where a flag names it."""
     slo: Slo = NO_SLO
-    """Its objectives; the names of the headers are llm-d's."""
+    """The request's objectives; the names of the headers are llm-d's."""
     complaint: ApiError | None = None
     """Why the request is refused."""
 
@@ -200,9 +200,11 @@ _READERS: Mapping[Endpoint, type[RoutedChat | RoutedCompletion]] = {
     "chat/completions": RoutedChat,
 }
 MAX_DEPTH = 254
-"""Of lists and objects in the body: orjson reads more of them than it writes."""
+"""Depth of lists and objects in the body: orjson reads more of them than it writes."""
 _BYTES_PER_TOKEN = 4
-"""Of English text; without the model's tokenizer a body's length is what is known."""
+"""Bytes of one token of English text; without the model's tokenizer a body's length is what is
+known.
+"""
 _EXPECTED_TOKENS = 256
 _MOST_EXPECTED_TOKENS = 1024
 """Clients give limits far above what their answers need."""
@@ -227,15 +229,16 @@ class InferenceRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """The client's limit; None where it gave none."""
     seed: int | None
     choices: int
-    """Of all prompts together."""
+    """Choices of all prompts together."""
     prompt_tokens: int
     """An estimate by the body's length, for policies and limits that have no count."""
     output_tokens: int
-    """An estimate of what is generated: the limit, where it is no figure of fear."""
+    """An estimate of what is generated: the limit, unless it is far too high."""
     shows_prompt: bool
-    """The answer holds the prompt's text or logprobs."""
+    """Whether the answer holds the prompt's text or logprobs."""
     alone: Literal["P", "D"] | None
-    """Where it runs alone: what ends with P's token on P, what shows the prompt's side on D."""
+    """The instance that serves the request alone: P if P's token is the last one, D if the answer
+    shows the prompt; None: both take part."""
 
     @property
     def is_chat(self) -> bool:
@@ -277,7 +280,7 @@ def _limit(routed: Routed) -> int | None:
 
 
 def _prompts(fields: Mapping[str, Any], endpoint: Endpoint) -> int:
-    """How many prompts the body has; what is no valid prompt is the engine's to refuse."""
+    """How many prompts the body has; the engine refuses an invalid prompt."""
     prompt = fields.get("prompt")
     if endpoint != "completions" or not isinstance(prompt, list) or not prompt:
         return 1
@@ -354,7 +357,7 @@ _TEXT = tuple(
     (blocks * DEFAULT_BLOCK_SIZE, blocks * DEFAULT_BLOCK_SIZE * _BYTES_PER_TOKEN)
     for blocks in _BLOCKS
 )
-"""The same in tokens, and in bytes of text."""
+"""Ends of marks in tokens, and in bytes of text."""
 
 
 def session_in(fields: Mapping[str, Any]) -> str:

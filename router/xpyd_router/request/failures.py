@@ -46,7 +46,7 @@ class Failures:
         self._fleet.acquit(request.raw)
 
     async def after(self, state: RequestState, attempt: Attempt, failure: CallFailed) -> None:
-        """Count, tell and remember it; returns when another try is due, else raises ApiError."""
+        """Count, log and report it; returns when another try is due, else raises ApiError."""
         instance, cause = attempt.called, failure.cause
         phase = PHASES[instance.beat.type]
         self._metrics.failed(instance, cause)

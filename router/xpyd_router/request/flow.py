@@ -279,7 +279,7 @@ class Flow:
         return prefilled
 
     def _left_s(self, state: RequestState) -> float:
-        """Until a stream begins the request's deadline counts, from then on the gap in it."""
+        """The time left: of the request's deadline until a stream begins, then of the gap in it."""
         if state.has_decode_begun:
             return self._config.request_timeout_s
         return state.deadline_s - self._clock()

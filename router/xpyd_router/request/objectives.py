@@ -56,7 +56,7 @@ class Objectives:
         return Slo(ttft_s, self._default.itl_s if asked.itl_s is None else asked.itl_s)
 
     def left(self, state: RequestState) -> Slo:
-        """What is left of them now; no first token is wanted of one that has it."""
+        """The time left of the request's objectives; none for a first token that was sent."""
         slo = state.slo
         if slo.ttft_s is None:
             return slo

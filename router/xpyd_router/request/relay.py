@@ -30,7 +30,7 @@ from xpyd_router.upstream.connection import Exchange
 
 KNOWN_LINES = 4096
 CHUNK_LINES: tuple[bytes, ...] = tuple(b"%x\r\n" % size for size in range(KNOWN_LINES))
-"""By a chunk's size: to look one up takes a tenth of the time that formatting takes."""
+"""Length lines by a chunk's size: a look-up takes a tenth of the time that formatting takes."""
 _LONGEST_OF_TWO_DIGITS = 255 + 6
 
 
@@ -130,7 +130,8 @@ class ClientStream:
 
 
 _BODY_END_S = 1.0
-"""For the end of an engine's body behind its last event; else the connection is not kept."""
+"""Deadline for the end of an engine's body behind its last event; later the connection is closed.
+"""
 _CHUNK = b'data: {"id"'
 _LINE_END = b"}\n\n"
 _FRAME_END = _LINE_END + b"\r\n"
@@ -165,7 +166,7 @@ class Relay:
         self.passes_frames = sent is None and client.takes_frames
         """Chunks of the engine can be chunks of the answer, with another id in them."""
         self._came = self._goes = b""
-        """How they begin, up to the id and with it: from the engine, and to the client."""
+        """How events begin, up to the id and with it: from the engine, and to the client."""
         self._is_flowing = False
         """The stream has begun, and what comes next begins an event."""
         self.is_done = False

@@ -45,7 +45,7 @@ class Sent:
     """What the client has of a stream; it grows while D streams."""
 
     token_ids: list[list[int]]
-    """Per choice, those whose text is held back included."""
+    """Tokens of each choice, with those whose text is held back."""
     compatibility: str
     """Only instances of this key give the ids the same meaning."""
     usage: dict[str, Any]
@@ -103,7 +103,7 @@ class RequestState(msgspec.Struct, kw_only=True):
     """The hex part of the response id."""
     seed: int
     deadline_s: float
-    """Until the answer is whole or its stream has begun; on the router's clock."""
+    """Deadline until the answer is whole or its stream has begun; on the router's clock."""
     prompt_tokens: int
     """Counted, or estimated."""
     forwarded: str = ""
@@ -124,9 +124,9 @@ class RequestState(msgspec.Struct, kw_only=True):
     shunned: tuple[frozenset[InstanceKey], ...] = ()
     """Sets of instances to avoid: the next attempt avoids the first set that leaves a choice."""
     breaks: list[Break] = []
-    """Those under it, a few tokens apart: instances may have died of it."""
+    """Breaks that this request met, a few tokens apart: instances may have died of it."""
     broke_at_tokens: int = 0
-    """How much the client had at the last of them."""
+    """Tokens that the client had at the last of these breaks."""
     last_cause: str = ""
     sent: Sent | None = None
     extends: bool = True

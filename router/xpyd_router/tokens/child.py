@@ -57,9 +57,11 @@ class PromptLimits(NamedTuple):
     """Bounds on one request."""
 
     max_characters: int = 4 * 1024 * 1024
-    """Of what a template puts out."""
+    """The bound on characters that a template puts out."""
     max_hashes: int = 2048
-    """Of a chain: 32 Ki tokens in blocks of 16. Longer prefixes are not distinguished."""
+    """The bound on hashes of a chain: 32 Ki tokens in blocks of 16. Longer prefixes are not
+    distinguished.
+    """
 
 
 class Counts(NamedTuple):
@@ -135,14 +137,14 @@ class Checkpoint:
 
 
 MAX_MEMORY_BYTES = 2 * 1024**3
-"""Of private data: a vocabulary of 256 k entries takes some 300 MB."""
+"""Limit of private data: a vocabulary of 256 k entries takes some 300 MB."""
 RENDER_CPU_S = 0.5
 """A conversation of a hundred messages takes about a millisecond."""
 _PR_SET_PDEATHSIG = 1
 
 
 class _OutOfTime(BaseException):
-    """Not an Exception, so that what a template calls does not catch it."""
+    """The child's time is over. No Exception, so that what a template calls does not catch it."""
 
 
 @contextlib.contextmanager

@@ -47,11 +47,11 @@ class ChildLimits:
     wait_s: float = 1.0
     """How long an asker waits: the prompt is to be prefilled meanwhile."""
     answer_s: float = 10.0
-    """For one count in the child. One that is longer than any honest one has it killed."""
+    """Deadline for one count in the child, far above an honest one; the child is killed then."""
     load_s: float = 60.0
-    """For writing and reading tokenizer files of 64 MiB."""
+    """Deadline for writing and reading tokenizer files of 64 MiB."""
     max_body_bytes: int = 1024 * 1024
-    """Of one request. A megabyte is encoded in about half a second."""
+    """The bound on one request. A megabyte is encoded in about half a second."""
     max_waiting: int = 256
     max_waiting_bytes: int = 8 * 1024 * 1024
     ahead: int = 4
@@ -80,7 +80,7 @@ class _Question:
     answer: asyncio.Future[Answer]
     asked_s: float
     limit_s: float
-    """How long the child may be at it."""
+    """How long the child may work at the question."""
 
 
 class TokenChild(asyncio.SubprocessProtocol):
@@ -104,7 +104,7 @@ class TokenChild(asyncio.SubprocessProtocol):
         self.block_tokens: dict[str, int] = {}
         """Tokens of a block, by the key of what is loaded."""
         self.blamed: str | None = None
-        """The key whose question it died of."""
+        """The key whose question the child died of."""
 
     @classmethod
     async def start(cls, limits: ChildLimits, command: Sequence[str] = COMMAND) -> TokenChild:
@@ -242,7 +242,7 @@ class TokenChild(asyncio.SubprocessProtocol):
 
     @property
     def _tick_s(self) -> float:
-        """How often is looked: so late, at most, a limit is noticed."""
+        """The period of checks: a limit is noticed at most this much late."""
         return min(self._limits.wait_s, self._limits.answer_s, self._limits.load_s) / 4
 
     def _look(self) -> None:
@@ -269,7 +269,7 @@ class TokenChild(asyncio.SubprocessProtocol):
         self._may_write.clear()
 
     def resume_writing(self) -> None:
-        """It has room again."""
+        """The pipe has room again."""
         self._may_write.set()
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
@@ -295,12 +295,12 @@ class TokenChild(asyncio.SubprocessProtocol):
             question.answer.set_result((message, body))
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        """It closed a pipe, or a write to it failed: without both it is of no use."""
+        """The child closed a pipe, or a write failed: it needs both, so it is ended."""
         self._may_write.set()
         self.kill()
 
     def process_exited(self) -> None:
-        """It is gone."""
+        """The child has exited."""
         if self._sent:
             self.blamed = self._sent[0].message.key
         for question in (*self._sent, *self._waiting):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 BYTES_PER_TOKEN = 4
-"""Of English text in vocabularies of 32 k to 256 k tokens: 3.5 to 4.5."""
+"""Bytes of a token of English text in vocabularies of 32 k to 256 k tokens: 3.5 to 4.5."""
 _MESSAGE_TOKENS = 4
 """What a template puts around one message, about."""
 _MAX_PROMPTS = 256

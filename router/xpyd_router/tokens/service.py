@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _FETCH_S = 30.0
 _PIECE_BYTES = 256 * 1024
 _LOOK_S = 1.0
-"""How often is looked whether the child lives and whether something is due."""
+"""The period of checks whether the child lives and whether something is due."""
 _MAX_START_BACKOFF_S = 60.0
 
 

@@ -43,7 +43,7 @@ class _Entry:
     failures: int = 0
     """Since the last success: which engine is next, and how long to wait."""
     strikes: int = 0
-    """How often the child died of it. Never forgiven: the same files would kill it again."""
+    """How often the child died of these files. Never reset: they would kill it again."""
 
     @property
     def is_wanted(self) -> bool:
@@ -54,7 +54,7 @@ class _Entry:
 
 @dataclass(eq=False)
 class WantedFiles:
-    """What is there and what is missing, at most `max_kept` checkpoints."""
+    """The files that the child has and those that it lacks, of at most `max_kept` checkpoints."""
 
     max_kept: int = MAX_KEPT
     _entries: dict[str, _Entry] = field(default_factory=dict[str, _Entry])
@@ -108,7 +108,7 @@ class WantedFiles:
             entry.not_before_s = now + _REFRESH_S
 
     def failed(self, fetch: NextFetch, now: float) -> None:
-        """They could not be had or read: another try after 1, 2, 4, ... 512 s."""
+        """The files could not be had or read: another try after 1, 2, 4, ... 512 s."""
         if entry := self._entries.get(fetch.key):
             entry.not_before_s = now + _backoff_s(entry.failures)
             entry.failures += 1

@@ -35,14 +35,16 @@ class Count(msgspec.Struct, frozen=True, tag="count"):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """`error` is empty where it went well. `block_tokens`: of the blocks that hashes are of."""
+    """The answer to LoadTokenizer; `error` is empty for success. `block_tokens`: the size of hashed
+    blocks.
+    """
 
     error: str = ""
     block_tokens: int = 0
 
 
 class Counted(msgspec.Struct, frozen=True, tag="counted"):
-    """The hashes are in the body. `refused` says why there is no count."""
+    """The answer to Count, with the hashes in the body. `refused` says why there is no count."""
 
     tokens: int = 0
     refused: str = ""
@@ -57,6 +59,6 @@ from_child = msgspec.msgpack.Decoder(FromChild)
 
 
 def frame_head(message: ToChild | FromChild, body_bytes: int) -> bytes:
-    """All of a frame before its body."""
+    """The bytes of a frame in front of its body."""
     head = _encoder.encode(message)
     return HEAD.pack(len(head), body_bytes) + head

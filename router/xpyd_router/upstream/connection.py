@@ -25,7 +25,7 @@ from xpyd_router.fleet.instances import InstanceKey
 MAX_ANSWER_BYTES = 128 * 1024 * 1024
 MAX_HEAD_BYTES = 64 * 1024
 _WAITING_BYTES = 256 * 1024
-"""Of an answer that has no reader yet; then the engine is not read from."""
+"""Bytes of an answer that has no reader yet; above this the engine is not read from."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +51,7 @@ class Exchange:
     has_news: bool = False
     """A piece came since `is_due` was asked; per token, a mark is cheaper than a time."""
     _waiter: asyncio.Future[None] | None = None
-    """Of the caller, for the head or for the end."""
+    """The caller's wait for the head or for the end."""
     _waits_for_end: bool = False
     _consumer: Callable[[bytes], None] | None = None
     _body: list[bytes] = field(default_factory=list[bytes])
@@ -180,7 +180,7 @@ class Exchange:
     # What the connection does.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header line of the answer; the name in lower case."""
+        """A header line of the answer; the name in lower case."""
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEAD_BYTES:
             self.fail("too_large")

@@ -65,7 +65,7 @@ def device_bytes(
 
 
 def all_reduces(layers: int) -> int:
-    """Of one step: behind attention and behind the MLP of each layer."""
+    """All-reduces of one step: behind attention and behind the MLP of each layer."""
     return 2 * layers
 
 
@@ -90,7 +90,7 @@ def launches_s(link: Link, count: int) -> tuple[float, float] | None:
 
 
 def boundary_bytes(tokens: int, hidden: int, element_bytes: int, *, tensor: int = 1) -> int:
-    """From one rank to its twin in the next stage: its share of hidden states and residual."""
+    """Bytes from a rank to its twin in the next stage: its share of hidden states and residual."""
     return 2 * tokens * hidden * element_bytes // tensor
 
 
@@ -118,7 +118,9 @@ def experts_of_a_rank(experts: int, ranks: int) -> int:
 
 
 def all_to_all_bytes(tokens: int, hidden: int, element_bytes: int, per_token: int) -> int:
-    """One of the two of a layer with experts: each token to each of its experts, or back."""
+    """Bytes of one of the two exchanges of a layer with experts: each token to its experts, or
+    back.
+    """
     return tokens * hidden * element_bytes * per_token
 
 
@@ -127,8 +129,8 @@ def all_to_all_bytes(tokens: int, hidden: int, element_bytes: int, per_token: in
 
 @dataclass(frozen=True)
 class Communicators:
-    """Of a fleet over NCCL whose instances all have the same tensor parallelism: one for each pair
-    of P and D rank at the same place, and one for each instance's tensor group."""
+    """Communicators of a fleet over NCCL whose instances all have the same tensor parallelism: one
+    for each pair of P and D rank at the same place, and one for each instance's tensor group."""
 
     transfer: int
     tensor_groups: int
@@ -139,6 +141,6 @@ class Communicators:
 
 
 def communicators(prefill: int, decode: int, tensor: int) -> Communicators:
-    """Of `prefill` and `decode` instances of `tensor` ranks each."""
+    """Communicators between `prefill` and `decode` instances of `tensor` ranks each."""
     groups = prefill + decode if tensor > 1 else 0
     return Communicators(prefill * decode * tensor, groups)

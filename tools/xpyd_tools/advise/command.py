@@ -165,7 +165,7 @@ def _hardware(args: argparse.Namespace) -> Hardware:
 
 
 def _memory(in_gpus: str | None, gpu_memory: str | None) -> int:
-    """Of each device, in bytes: as --gpus says, or else --gpu-memory."""
+    """Memory of each device in bytes: as --gpus says, or else --gpu-memory."""
     if in_gpus and gpu_memory:
         raise UserError(f"--gpu-memory: --gpus says {in_gpus} of each already; leave one out")
     flag, text = ("--gpus", in_gpus) if in_gpus else ("--gpu-memory", gpu_memory or _GPU_MEMORY)
@@ -225,7 +225,7 @@ def _not_served(config: Json, quantization: str | None) -> str | None:
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 _MAX_CONFIG_BYTES = 4 << 20
 _MAX_INDEX_BYTES = 64 << 20
-"""Of a name for each of some 100,000 tensors."""
+"""The bound on an index with names of some 100,000 tensors."""
 
 
 @dataclass(frozen=True)

@@ -147,9 +147,9 @@ class ExpertFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """One model. `kv_numbers`: of KV for one token in one layer. `kv_heads`: in how many parts a
-    tensor group can divide them; 0: a latent, which each rank keeps whole. `embedding` and `head`:
-    parameters; a tied head is the embedding's and counts 0."""
+    """One model. `kv_numbers`: numbers of KV for one token in one layer. `kv_heads`: in how many
+    parts a tensor group can divide them; 0: a latent, which each rank keeps whole. `embedding` and
+    `head`: parameters; a tied head is the embedding's and counts 0."""
 
     architecture: str
     hidden: int

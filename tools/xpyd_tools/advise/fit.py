@@ -83,7 +83,7 @@ def divide(facts: ModelFacts, tensor: int, pipeline: int = 1) -> Division:
 
 
 def dealt(experts: int, tensor: int) -> int:
-    """To how many ranks `experts` are dealt: to each of a tensor group, or not at all (1)."""
+    """How many ranks `experts` are dealt to: each of a tensor group, or not at all (1)."""
     return tensor if tensor <= experts else 1
 
 
@@ -221,7 +221,7 @@ def nodes_of(hardware: Hardware, tensor: int, pipeline: int) -> int:
 
 
 def copies(hardware: Hardware, tensor: int, pipeline: int) -> int:
-    """How many the devices have room for; no copy shares a pod with another."""
+    """How many copies the devices have room for; no copy shares a pod with another."""
     pods = nodes_of(hardware, tensor, pipeline)
     of_a_pod = tensor * stages_of_a_pod(hardware, tensor, pipeline)
     return hardware.nodes * (hardware.gpus_per_node // of_a_pod) // pods

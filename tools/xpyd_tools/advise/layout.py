@@ -1,4 +1,4 @@
-"""From a model, devices and wishes to a layout with its costs. Pure.
+"""Computes a layout with its costs from a model, devices and requirements. Pure.
 
 The costs: what a step of the layout sends between its ranks, and what moving KV from P to D takes.
 """
@@ -44,8 +44,8 @@ CHANNELS = (16, NcclLimits().channels)
 
 @dataclass(frozen=True)
 class Messages:
-    """Of one kind in one step: how many, the bytes that a rank gives to each, the bytes that leave
-    a rank in the step, how long these take at full speed, and what launching takes."""
+    """Messages of one kind in one step: how many, the bytes that a rank gives to each, the bytes
+    that leave a rank in the step, how long these take at full speed, and what launching takes."""
 
     count: int
     each_bytes: int

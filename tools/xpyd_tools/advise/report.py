@@ -151,7 +151,7 @@ def _rows(rows: list[tuple[str, str]]) -> str:
 
 
 def json_of(name: str, advice: Advice, *, not_served: str | None) -> dict[str, Any]:
-    """The same for a machine: sizes in bytes, times in seconds."""
+    """The report as JSON: sizes in bytes, times in seconds."""
     facts, memory, decision = advice.facts, advice.memory, advice.decision
     return {
         "model": {
@@ -208,7 +208,7 @@ def _moves_json(moves: Moves) -> dict[str, Any]:
 
 
 def notes_of(advice: Advice) -> list[str]:
-    """One sentence for each, those of the decision first."""
+    """One sentence for each note, those of the decision first."""
     layout, facts = advice.layout, advice.facts
     found = list(advice.decision.notes)
     if layout.expert > 1:

@@ -152,7 +152,7 @@ def _why_tensor(sizing: Sizing) -> str:
 
 def _why_data(sizing: Sizing, one: Layout, two: Layout) -> str:
     if sizing.fits_device:
-        return "each device holds a whole copy; one without a copy would serve nobody"
+        return "each device holds a whole copy; a device without a copy would serve no request"
     if one.data > two.data:
         return "tree 2 does not ask for availability"
     return "tree 1 does not ask for throughput where one device is too small"

@@ -134,11 +134,11 @@ class Target:
     endpoint: str
     model: str
     members: Mapping[str, Any]
-    """Of the body: temperature, ignore_eos, ..."""
+    """Fields of the body: temperature, ignore_eos, ..."""
     timeout_s: float
     api_key: str = ""
     prefix: str = ""
-    """Of every path, without a slash at its end."""
+    """The beginning of every path, without a slash at its end."""
 
     def body(self, request: LoadRequest) -> bytes:
         """The JSON body for one prompt."""
@@ -302,7 +302,7 @@ async def run_load(
     done: Callable[[Sample], None] = lambda _: None,
 ) -> list[Sample]:
     """Send `requests[i]` at `times_s[i]` from now on (ascending), later where `max_concurrency` are
-    under way. The samples stand in the requests' order; `done` hears of each as it ends."""
+    under way. The samples are in the requests' order; `done` is called with each as it ends."""
     turn = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
 
     async def one(request: LoadRequest) -> Sample:

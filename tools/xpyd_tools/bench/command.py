@@ -32,7 +32,7 @@ _EPILOG = """examples:
   xpyd bench latency --model examples/demo-model --batch-size 8
   xpyd bench throughput --model examples/demo-model --num-prompts 1000
 """
-# Ids that every vocabulary has, above where special tokens and single bytes use to stand.
+# Ids that every vocabulary has, above the usual ids of special tokens and single bytes.
 _VOCABULARY = "300:1000"
 _ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 

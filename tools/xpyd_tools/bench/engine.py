@@ -34,7 +34,7 @@ class Throughput:
         return self.requests / self.seconds
 
     def as_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """The result as a JSON object."""
         return {
             "requests": self.requests,
             "seconds": round(self.seconds, 3),

@@ -1,4 +1,4 @@
-"""From the times of requests to the summary of a run, as JSON and as tables. Pure.
+"""Makes the summary of a run from the times of requests, as JSON and as tables. Pure.
 
 TTFT   from sending a request to its first token
 ITL    between two pieces of the stream; a piece is a token, where the server sends them singly
@@ -71,7 +71,7 @@ class Summary:
     goodput: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The same as a JSON object, rounded to what means something."""
+        """The summary as a JSON object, rounded to significant digits."""
         return {name: _rounded(value) for name, value in asdict(self).items()}
 
 
@@ -93,7 +93,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def spread(seconds: Iterable[float]) -> Spread:
-    """Of these times; zeros where there are none."""
+    """The summary of these times; zeros where there are none."""
     values = [one * 1e3 for one in seconds]
     mean = math.fsum(values) / len(values) if values else 0.0
     return Spread(mean, percentile(values, 50), percentile(values, 99))

@@ -264,7 +264,7 @@ class Feed:
         self._waived: set[Kind] = set()
         self._parts: dict[_ListScope, set[str]] = {}
         self.listed: frozenset[Kind] = frozenset()
-        """Kinds whose first lists are in."""
+        """Kinds whose first lists have come."""
 
     def expect(self, kinds: Iterable[Kind], places: Sequence[str | None]) -> None:
         """Watches of `kinds` begin; each will bring a list for every place."""

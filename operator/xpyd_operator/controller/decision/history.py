@@ -31,7 +31,7 @@ _STEPS_S = (2.0, 6.0, 12.0)
 _URGENT_S = 0.25
 """Quiet before an urgent write."""
 _CALM_S = 30.0
-"""Without a write for so long, a fleet begins with the first step again."""
+"""After this time without a write, a fleet begins with the first step again."""
 _POOLS_S = 5.0
 """Between two writes of the pools' statuses. An HPA looks every 15 s."""
 _POOLS_READY_S = 1.0
@@ -62,7 +62,7 @@ class StatusPace:
         return max(0.0, self._last + (_URGENT_S if urgent else step) - now)
 
     def wait_of_pools_s(self, now: float, *, ready: bool) -> float:
-        """As wait_s, of the pools alone. `ready`: the fleet is."""
+        """As wait_s, for the pools alone. `ready`: whether the fleet is."""
         if self._pools_at is None:
             return 0.0 if ready else max(0.0, self._first_pools_at - now)
         return max(0.0, self._pools_at + (_POOLS_READY_S if ready else _POOLS_S) - now)
@@ -125,7 +125,7 @@ long ago. A pool that is scaled up and down by turns stays far below."""
 
 
 class FleetHistory:
-    """One fleet's history. Owned by the turn that runs."""
+    """The history of one fleet, owned by the turn that runs."""
 
     def __init__(self, now: float) -> None:
         self.pace = StatusPace(now)

@@ -101,7 +101,7 @@ _BY_PATH: Mapping[tuple[str, str], Kind] = {
 
 
 def kind_of(obj: Mapping[str, Any]) -> Kind:
-    """The kind of an object of ours; KeyError: it is none of ours."""
+    """The kind of an object that the operator makes; KeyError for another one."""
     return _BY_TYPE[obj["apiVersion"], obj["kind"]]
 
 
@@ -276,7 +276,7 @@ def parse(body: bytes, use: Callable[[Any], T], decoder: Decoder[Any] = _ANYTHIN
 
 
 def parse_event(kind: Kind, line: bytes, use: Callable[[Any], T]) -> T:
-    """As parse, of one line of a watch of `kind`; fields of pods that are not read are skipped."""
+    """As parse, for one line of a watch of `kind`; fields of pods that are not read are skipped."""
     return parse(line, use, _POD_EVENT if kind == POD else _ANYTHING)
 
 

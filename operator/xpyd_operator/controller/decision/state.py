@@ -104,7 +104,7 @@ def effect_of(write: Write) -> Effect | None:
 
 
 def pool_of(write: Write) -> str:
-    """The pool whose object it is; empty: the whole fleet's, or unknown."""
+    """The pool of the object; empty: the object is of the whole fleet, or the pool is unknown."""
     return text(write.obj, "metadata", "labels", LABEL_POOL) if isinstance(write, Apply) else ""
 
 

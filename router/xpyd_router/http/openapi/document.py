@@ -206,7 +206,7 @@ def _readiness() -> Json:
 
 
 def _plain(operation: str, text: str, answer: str, media: str, kind: str) -> Json:
-    """Of a GET whose answer is no struct of `shapes`."""
+    """The operation of a GET whose answer is no struct of `shapes`."""
     made = _read(operation, "State", "Alive", text)
     content = {media: {"schema": {"type": kind}}}
     made["responses"]["200"] = {"description": answer, "content": content}

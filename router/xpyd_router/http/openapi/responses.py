@@ -193,7 +193,7 @@ def stream_example(endpoint: str) -> str:
 
 
 class ErrorKind(NamedTuple):
-    """One row of the table on the router's page. `code` is OpenAI's machine-readable `code`."""
+    """A row of the table on the router's page. `code` is OpenAI's machine-readable `code`."""
 
     status: int
     code: str | None
