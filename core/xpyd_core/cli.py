@@ -132,7 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; the exit status is its own, 2 for wrong input, 130 after Ctrl-C."""
     if os.getpid() == 1:
-        # A container's first process hears only of signals that it handles: this one ends it as it
+        # A container's first process gets only signals that it handles: this one ends it as it
         # ends any other, till the sub-command handles it.
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     args = build_parser().parse_args(argv)

@@ -1,4 +1,4 @@
-"""From a fleet document to running pods.
+"""Turns a fleet document into running pods, and keeps them so.
 
     document    the document: typed, bounded, every mistake named
     plan        what should run, and what to do next: pure

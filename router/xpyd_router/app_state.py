@@ -35,7 +35,7 @@ class RouterControl(Protocol):
 
     async def cordon(self, key: InstanceKey, *, is_cordoned: bool) -> None:
         """Keep new requests from an instance, or let them come again; returns when every process
-        has been told. Raises ApiError 503 where they cannot be.
+        has got it. Raises ApiError 503 where a process cannot be reached.
         """
         ...
 

@@ -48,7 +48,7 @@ class Sizes:
 
     @property
     def output_rank(self) -> int:
-        """The rank within a replica that tells what was drawn: the first of the last stage."""
+        """The rank within a replica that sends what was drawn: the first of the last stage."""
         return self.replica - self.tensor * self.context
 
     def depth(self, of_device: int) -> int:

@@ -274,7 +274,7 @@ def _ready_of(summary: Raw, pools: Sequence[Raw]) -> dict[str, str]:
 
 
 def _counts_of(pool: str, children: Children) -> Mapping[str, Counts]:
-    """By revision."""
+    """The pool's counts by revision."""
     return {rev: have for (name, rev), have in children.counts.items() if name == pool}
 
 

@@ -3,7 +3,7 @@
 A pod finds here what it would find in Kubernetes: the same variables, the same ports, an address of
 its own. PodProcess is one pod through its restarts and the only owner of its Popen. LocalPods holds
 the pods of all workloads and applies the actions of plan() and keep(); it decides nothing. The
-program of a pod is a parameter: tests start stand-ins.
+program of a pod is a parameter: tests start fakes.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ Program = Callable[[Pod], list[str]]
 
 
 def xpyd_program(pod: Pod) -> list[str]:
-    """This Python's own xpyd. -P: a folder named like a module in the working folder is not it."""
+    """This Python's own xpyd. -P ignores a folder of a module's name in the working folder."""
     command = "router" if pod.template.role == ROUTER else "worker"
     return [sys.executable, "-P", "-m", "xpyd_core", command]
 

@@ -174,7 +174,7 @@ def run_up(
     program: Program = xpyd_program,
     daemon: tuple[str, ...] = DAEMON,
 ) -> int:
-    """The command; tests replace `program` and `daemon` by stand-ins."""
+    """The command; tests replace `program` and `daemon` by fakes."""
     fleet = _load(options)
     if line := cluster_only(fleet):
         sys.stdout.write(line + "\n")

@@ -33,7 +33,7 @@ _MAX_UNSENT_BYTES = 4096
 
 @dataclass(frozen=True)
 class PortLimits:
-    """What strangers may take."""
+    """Bounds on what strangers may take."""
 
     connections: int = _MAX_CONNECTIONS
     held_bytes: int = 32 * 1024 * 1024
@@ -369,7 +369,7 @@ class Discovery:
 
 
 def _has_mac(frames: tuple[bytes, ...]) -> bool:
-    """Whether there is a signature; a frame of another length is not ours."""
+    """Whether there is a signature; a frame of another length is none of this protocol."""
     return len(frames) > 1 and len(frames[1]) == BEAT_MAC_BYTES
 
 

@@ -143,7 +143,7 @@ class Claims:
 MAX_SKEW_S = 120.0
 """How old the first signed beat of an incarnation may be, or how far ahead: clocks differ, and an
 old beat that was kept must not bring back an instance that is gone."""
-# A period is a stranger's word: within these bounds a wrong one neither flaps nor stays for ever.
+# A period may be wrong: within these bounds an instance neither flaps nor stays for ever.
 _PERIOD_BOUNDS_S = (0.05, 60.0)
 Outcome = Literal[
     "new", "refreshed", "replaced", "gone", "repeated", "stale", "skewed", "unsigned", "conflict",

@@ -243,7 +243,7 @@ class FleetView:
         self._listeners.append(listener)
 
     def on_gone(self, forget: Callable[[InstanceKey], None]) -> None:
-        """Have `forget` called with each that left the fleet, for whatever reason."""
+        """Have `forget` called with each instance that leaves the fleet."""
         self._forgetting.append(forget)
 
     def _wake_judges(self, _key: InstanceKey, _fate: Fate) -> None:

@@ -54,7 +54,7 @@ class DirectRequest:
     began_s: float
     keep_alive: bool
     takes_chunks: bool
-    """Else the end of the connection is the end of a stream: HTTP/1.0 has no chunks."""
+    """Whether the client takes chunks; HTTP/1.0 has none: the connection's end ends a stream."""
     parts: list[bytes] = field(default_factory=list[bytes])
     response_complete: bool = False
     disconnected: bool = False
@@ -163,7 +163,7 @@ class DirectSink:
         self.on_pause()
 
     def resume(self) -> None:
-        """It has room."""
+        """The transport's buffer has room again."""
         self.is_paused = False
         self.on_resume()
 

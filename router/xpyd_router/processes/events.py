@@ -215,7 +215,7 @@ class AskMetrics(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Text(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """This worker's own metrics."""
+    """The answer to GiveText: this worker's own metrics."""
 
     ask: int
     text: bytes

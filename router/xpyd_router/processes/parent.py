@@ -86,8 +86,8 @@ _EVERY_S = 1.0
 
 
 async def reap_orphans(own: Callable[[], Collection[int | None]]) -> None:
-    """Until cancelled. `own` gives the children that have a waiting task; all others that have
-    ended are forgotten. For a process that has no further children.
+    """Reap ended children until cancelled, but those of `own`, which have a task that waits for
+    them. For a process that has no further children.
     """
     while True:
         _reap(own)

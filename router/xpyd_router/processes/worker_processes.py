@@ -59,11 +59,11 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process."""
+        """The id of the process."""
         return self.process.pid if self.process is not None else None
 
     def send_frame(self, data: bytes) -> None:
-        """Send it to the process, where there is one."""
+        """Send `data` to the process, where there is one."""
         if self.channel is not None:
             self.channel.send_frame(data)
 
@@ -80,7 +80,7 @@ class WorkerProcess:
 
 class WorkerProcesses:
     """See the module. `greet` gives the first events of a new worker; `take` gets events but those
-    of life; `ended` hears of each worker that is gone.
+    of life; `ended` is called with each worker that is gone.
     """
 
     def __init__(

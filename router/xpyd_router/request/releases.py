@@ -36,7 +36,7 @@ class Releases:
 
     def send(self, decode: Instance, uuid: str) -> None:
         """Have `decode` free what came for `uuid` and refuse what still comes."""
-        if not decode.is_continuing:  # engines not of ours do not know it
+        if not decode.is_continuing:  # engines other than xpyd's lack the call
             return
         if len(self._tasks) >= _MAX_IN_FLIGHT:
             self._metrics.releases.labels("dropped").inc()

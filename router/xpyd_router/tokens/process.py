@@ -130,11 +130,11 @@ class TokenChild(asyncio.SubprocessProtocol):
 
     @property
     def pid(self) -> int | None:
-        """Of the process."""
+        """The id of the child."""
         return self._process.get_pid() if self._process is not None else None
 
     async def close(self) -> None:
-        """End it, and wait until it is gone."""
+        """End the child, and wait until it is gone."""
         self.kill()
         async with asyncio.timeout(_ENDING_S):
             await self._ended.wait()

@@ -118,16 +118,16 @@ class Exchange:
         await self._finished()
 
     def bound_gaps(self, gap_s: float) -> None:
-        """From now on it is due `gap_s` after each piece that comes, and not while it is paused."""
+        """Make the answer due `gap_s` after each piece that comes, unless reading is paused."""
         self._gap_s = gap_s
         self.due_s = self._loop.time() + gap_s
 
     def end_within(self, left_s: float) -> None:
-        """What matters of the body has come: it is due in `left_s`, whatever comes still."""
+        """What matters of the body has come: its end is due in `left_s`, even if pieces come."""
         self._end_by_s = self._loop.time() + left_s
 
     def is_due(self, now_s: float) -> bool:
-        """Whether its time is up; asked by the client's sweep, some times a second."""
+        """Whether the answer's time is up; asked by the client's sweep, some times a second."""
         if now_s >= self._end_by_s:
             return True
         if self.has_news:

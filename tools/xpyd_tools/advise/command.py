@@ -32,7 +32,7 @@ USUAL_CONTEXT = 8192
 USUAL_NODE_GPUS = 8
 MAX_GPUS = 1024
 MAX_NODE_GPUS = 16
-"""Of a pod in a fleet document."""
+"""Devices of a pod in a fleet document."""
 _GPU_MEMORY = "80G"
 _GPUS = re.compile(r"([1-9][0-9]{0,3})(?:x(.+))?")
 _EPILOG = """examples:

@@ -167,23 +167,23 @@ class ModelFacts:
 
     @property
     def element_bytes(self) -> int:
-        """Of a number of hidden states and KV."""
+        """Bytes of a number of hidden states and KV."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def expert_element_bytes(self) -> int:
-        """Of a number of hidden states on the way to experts: experts in fp8 are sent fp8."""
+        """Bytes of a number of hidden states on the way to experts: experts in fp8 are sent fp8."""
         return 1 if self.weights.label == "fp8" else self.element_bytes
 
     @property
     def parameters(self) -> int:
-        """All of them, as computed."""
+        """The number of all parameters, as computed."""
         layers = sum(layer.shared + layer.experts for layer in self.layers)
         return layers + self.embedding + self.head
 
     @property
     def weights_bytes(self) -> int:
-        """One whole copy."""
+        """Bytes of the weights of one whole copy."""
         layers = sum(layer.shared + layer.experts for layer in self.layers)
         outer = self.embedding + self.head
         return int(self.weights.of_layers(layers) + self.weights.of_outer(outer))

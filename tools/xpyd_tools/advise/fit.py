@@ -13,7 +13,7 @@ from xpyd_tools.advise.arithmetic import experts_of_a_rank, kv_bytes_per_token
 from xpyd_tools.advise.facts import ModelFacts
 
 MAX_STAGES = 64
-"""Of a fleet document."""
+"""The bound on stages in a fleet document."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Hardware:
 
     @property
     def gpus(self) -> int:
-        """In all."""
+        """All devices of all nodes."""
         return self.nodes * self.gpus_per_node
 
 
@@ -48,14 +48,14 @@ class Need:
 
     @property
     def blocks(self) -> int:
-        """Of all requests."""
+        """KV blocks of all requests."""
         return self.concurrency * self.request_blocks
 
 
 @dataclass(frozen=True)
 class Division:
-    """Of one copy of the model. `expert`: ranks that experts are dealt to; 1: each expert is
-    divided as the rest of its layer."""
+    """How one copy of the model is divided. `expert`: ranks that experts are dealt to; 1: each
+    expert is divided as the rest of its layer."""
 
     tensor: int
     pipeline: int = 1
@@ -149,12 +149,12 @@ class Sizing:
 
     @property
     def fits(self) -> bool:
-        """All devices together."""
+        """Whether all devices together hold the model."""
         return self.tensor_least is not None or self.staged is not None
 
     @property
     def nodes(self) -> int:
-        """That one copy with stages takes; 0: there is none."""
+        """Nodes that one copy with stages takes; 0: there is none."""
         if self.staged is None:
             return 0
         return nodes_of(self.hardware, self.staged.tensor, self.staged.pipeline)

@@ -39,7 +39,7 @@ from xpyd_tools.advise.fit import (
 from xpyd_tools.advise.trees import Decision, Layout, decide
 
 CHANNELS = (16, NcclLimits().channels)
-"""Of a communicator: NCCL's usual number, and what engines ask for."""
+"""Channels of a communicator: NCCL's usual number, and what engines ask for."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Messages:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of `tokens`. None: there are no such messages in this layout. `all_to_alls` stand in
-    place of one all-reduce of each layer with experts, and count as if all of a token's experts
+    """One step of `tokens`. None: there are no such messages in this layout. `all_to_alls` replace
+    one all-reduce of each layer with experts, and count as if all of a token's experts
     were elsewhere."""
 
     tokens: int
@@ -163,7 +163,7 @@ class Advice:
 
     @property
     def requests(self) -> int:
-        """Of the whole context, that fit into one copy's KV cache at once."""
+        """Requests of the whole context that fit into one copy's KV cache at once."""
         return self.memory.blocks // -(-self.wishes.context // DEFAULT_BLOCK_SIZE)
 
     @property

@@ -134,7 +134,7 @@ def _parameters(count: int) -> str:
 
 
 def _size(count: float) -> str:
-    """In powers of 1000, as memory of devices is sold and KV is counted."""
+    """A size in powers of 1000, as memory of devices is sold and KV is counted."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 

@@ -59,7 +59,7 @@ class Decision:
 
 
 def first_tree(sizing: Sizing, *, high_availability: bool) -> Answer:
-    """By place: a device, a node, several."""
+    """The layout by place: a device, a node, several nodes."""
     hardware, each = sizing.hardware, sizing.hardware.gpus_per_node
     steps = [("one device holds it", sizing.fits_device)]
     if sizing.fits_device:
@@ -74,7 +74,7 @@ def first_tree(sizing: Sizing, *, high_availability: bool) -> Answer:
 
 
 def second_tree(sizing: Sizing, *, throughput: bool) -> Answer:
-    """By what the links allow."""
+    """The layout by what the links allow."""
     hardware = sizing.hardware
     steps = [("one device holds it", sizing.fits_device)]
     if sizing.fits_device:

@@ -82,7 +82,7 @@ def batch_latency(
 
 
 def throughput(llm: LLM, requests: Sequence[LoadRequest]) -> Throughput:
-    """Of all prompts given to the engine at once."""
+    """The throughput of all prompts given to the engine at once."""
     start_s = time.perf_counter()
     input_tokens, output_tokens = _generate(llm, requests, use_tqdm=True)
     return Throughput(len(requests), time.perf_counter() - start_s, input_tokens, output_tokens)

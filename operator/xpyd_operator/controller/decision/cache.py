@@ -115,7 +115,7 @@ class Cache:
         return entry.children if entry else {}
 
     def find(self, kind: Kind, namespace: str, name: str) -> Obj | None:
-        """One object, whatever its fleet."""
+        """One object of any fleet."""
         key = self._where[kind].get((namespace, name))
         if key is None:
             return None

@@ -35,7 +35,7 @@ _CALM_S = 30.0
 _POOLS_S = 5.0
 """Between two writes of the pools' statuses. An HPA looks every 15 s."""
 _POOLS_READY_S = 1.0
-"""The same where the fleet is ready: then its pools' statuses should not deny it for long."""
+"""The same pause where the fleet is ready: its pools' statuses must not deny it for long."""
 _FIRST_POOLS_S = 30.0
 """A new fleet's pools get their first status when the fleet is ready, or after this time."""
 

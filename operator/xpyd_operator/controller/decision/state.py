@@ -183,12 +183,12 @@ class FleetState:
 
     @property
     def uid(self) -> str:
-        """The document's."""
+        """The document's uid."""
         return str(self.document["metadata"]["uid"])
 
     @property
     def placement(self) -> Placement:
-        """For rendering."""
+        """Where the fleet's objects are rendered to."""
         return Placement(self.document["metadata"]["namespace"], self.uid, self.settings)
 
     @cached_property
