@@ -78,7 +78,7 @@ class Call:
         return self.request_id[-32:]
 
 
-Script = Callable[["FakeEngine", Call, web.Request], Awaitable[web.StreamResponse]]
+Script = Callable[["HttpEngine", Call, web.Request], Awaitable[web.StreamResponse]]
 
 
 class Generated:
@@ -87,7 +87,7 @@ class Generated:
     Token t of choice c is the text `t<c>.<t> `, its id 100 * c + t.
     """
 
-    def __init__(self, engine: FakeEngine, call: Call) -> None:
+    def __init__(self, engine: HttpEngine, call: Call) -> None:
         self.body = body = call.body
         self.params = params = body.get("kv_transfer_params") or {}
         self.is_chat = call.path.endswith("chat/completions")
@@ -186,7 +186,7 @@ async def start_stream(request: web.Request) -> web.StreamResponse:
     return response
 
 
-async def serve_model(engine: FakeEngine, call: Call, request: web.Request) -> web.StreamResponse:
+async def serve_model(engine: HttpEngine, call: Call, request: web.Request) -> web.StreamResponse:
     """The contract's engine."""
     generated = Generated(engine, call)
     if not generated.body.get("stream"):
@@ -199,14 +199,14 @@ async def serve_model(engine: FakeEngine, call: Call, request: web.Request) -> w
     return response
 
 
-async def hang(engine: FakeEngine, call: Call, request: web.Request) -> web.StreamResponse:
+async def hang(engine: HttpEngine, call: Call, request: web.Request) -> web.StreamResponse:
     """An engine that never answers."""
     await asyncio.Event().wait()
     raise AssertionError
 
 
 async def begin_and_hang(
-    engine: FakeEngine, call: Call, request: web.Request
+    engine: HttpEngine, call: Call, request: web.Request
 ) -> web.StreamResponse:
     """An engine that streams its first chunk and then nothing."""
     response = await start_stream(request)
@@ -215,14 +215,14 @@ async def begin_and_hang(
     raise AssertionError
 
 
-async def begin_and_die(engine: FakeEngine, call: Call, request: web.Request) -> web.StreamResponse:
+async def begin_and_die(engine: HttpEngine, call: Call, request: web.Request) -> web.StreamResponse:
     """An engine whose process dies in its stream."""
     response = await start_stream(request)
     await response.write(sse(next(Generated(engine, call).chunks())))
     return await die(engine, call, request)
 
 
-async def die(engine: FakeEngine, call: Call, request: web.Request) -> web.StreamResponse:
+async def die(engine: HttpEngine, call: Call, request: web.Request) -> web.StreamResponse:
     """An engine whose process dies before it answers."""
     assert request.transport is not None
     request.transport.abort()
@@ -232,15 +232,15 @@ async def die(engine: FakeEngine, call: Call, request: web.Request) -> web.Strea
 def answer(status: int, body: Any, **headers: str) -> Script:
     """An engine that answers just this."""
 
-    async def script(_: FakeEngine, __: Call, ___: web.Request) -> web.StreamResponse:
+    async def script(_: HttpEngine, __: Call, ___: web.Request) -> web.StreamResponse:
         return web.json_response(body, status=status, headers=headers)
 
     return script
 
 
 @dataclass
-class FakeEngine:
-    """One fake engine. `beat` is what it says of itself."""
+class HttpEngine:
+    """The HTTP side of a fake engine. `beat` is what it sends of itself."""
 
     beat: Heartbeat
     port: int
@@ -325,16 +325,16 @@ class Fleet:
     stack: contextlib.AsyncExitStack
     key: bytes | None
     """Signs the engines' beats; None: they are not signed."""
-    engines: list[FakeEngine] = field(default_factory=list)
+    engines: list[HttpEngine] = field(default_factory=list)
 
     @property
     def base(self) -> str:
         return f"http://127.0.0.1:{self.router.http_port}"
 
-    async def engine(self, kind: str, *, is_ours: bool = True, **beat: Any) -> FakeEngine:
+    async def engine(self, kind: str, *, is_ours: bool = True, **beat: Any) -> HttpEngine:
         """Start an engine of `kind` P, D or A and let it beat once."""
         number = next(_instance_numbers)
-        engine = FakeEngine(Heartbeat(type=kind, http_address="x:1", zmq_address="x:1"), 0)
+        engine = HttpEngine(Heartbeat(type=kind, http_address="x:1", zmq_address="x:1"), 0)
         await engine.start()
         self.stack.push_async_callback(engine.stop)
         ours = {
@@ -354,7 +354,7 @@ class Fleet:
         await self.beat(engine)
         return engine
 
-    async def beat(self, engine: FakeEngine, **changes: Any) -> None:
+    async def beat(self, engine: HttpEngine, **changes: Any) -> None:
         """Send one beat and wait until the router has taken it."""
         engine.beat = replace_beat(engine.beat, changes)
         taken = self.taken()
@@ -470,7 +470,7 @@ async def fleet(**config: Any) -> AsyncGenerator[Fleet]:
 
 
 @contextlib.asynccontextmanager
-async def pair(**config: Any) -> AsyncGenerator[tuple[Fleet, FakeEngine, FakeEngine]]:
+async def pair(**config: Any) -> AsyncGenerator[tuple[Fleet, HttpEngine, HttpEngine]]:
     """A fleet of one P and one D of ours."""
     async with fleet(**config) as made:
         yield made, await made.engine("P"), await made.engine("D")

@@ -15,7 +15,7 @@ from typing import Any, cast
 import aiohttp
 
 from bench.process import free_port
-from tests.router.fakes import PATIENCE_S, FakeEngine, Fleet, beating, replace_beat
+from tests.router.fakes import PATIENCE_S, Fleet, HttpEngine, beating, replace_beat
 from xpyd_core.messages import encode_heartbeat
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
@@ -102,7 +102,7 @@ class Client:
         """Whether these are the instances."""
         return set(await self.states()) == names
 
-    async def has_state(self, engine: FakeEngine, state: str) -> bool:
+    async def has_state(self, engine: HttpEngine, state: str) -> bool:
         """Whether an instance is in this state."""
         return (await self.states()).get(engine.beat.instance) == state
 
@@ -178,7 +178,7 @@ async def several(processes: int = 2, **config: Any) -> AsyncGenerator[Several]:
 class Elsewhere(Fleet):
     """A Fleet whose router is another process: nobody tells when a beat was taken."""
 
-    async def beat(self, engine: FakeEngine, **changes: Any) -> None:
+    async def beat(self, engine: HttpEngine, **changes: Any) -> None:
         """Send one beat."""
         engine.beat = replace_beat(engine.beat, changes)
         await self.dealer.send(encode_heartbeat(engine.beat))

@@ -16,7 +16,7 @@ import zmq.asyncio
 from aiohttp import web
 
 from tests.e2e.harness import Fleet, empty_fleet, wait_for
-from tests.router.fakes import Call, FakeEngine, now_us, replace_beat, serve_model
+from tests.router.fakes import Call, HttpEngine, now_us, replace_beat, serve_model
 from xpyd_core.errors import ApiError
 from xpyd_core.keys import beat_mac, read_keys
 from xpyd_core.messages import Heartbeat, encode_heartbeat
@@ -28,7 +28,7 @@ CONTEXT_TOKENS = 64
 ADMIN_KEY = "the-key-of-the-admin-in-tests"
 
 
-async def strict(engine: FakeEngine, call: Call, request: web.Request) -> web.StreamResponse:
+async def strict(engine: HttpEngine, call: Call, request: web.Request) -> web.StreamResponse:
     """The contract's engine behind our engine's checks, with a short context."""
     try:
         is_chat = call.path.endswith("chat/completions")
@@ -80,10 +80,10 @@ class Engines:
                     await asyncio.wait_for(self._stopping.wait(), 0.5)
 
     @staticmethod
-    async def _engine(number: int, name: str) -> FakeEngine:
+    async def _engine(number: int, name: str) -> HttpEngine:
         kind = "D" if name.startswith("d") else "P"
         group = "other" if name == SPARE else MODEL
-        engine = FakeEngine(Heartbeat(type=kind, http_address="x:1", zmq_address="x:1"), 0, strict)
+        engine = HttpEngine(Heartbeat(type=kind, http_address="x:1", zmq_address="x:1"), 0, strict)
         await engine.start()
         engine.beat = Heartbeat(
             type=kind,

@@ -11,7 +11,7 @@ import pytest
 import zmq
 from aiohttp import web
 
-from tests.router.fakes import FakeEngine, Fleet, fleet, until
+from tests.router.fakes import Fleet, HttpEngine, fleet, until
 from xpyd_core.request_id import Address, is_dialable, parse_pair_id
 from xpyd_router.upstream.client import source_for
 
@@ -27,7 +27,7 @@ async def fleet_on_ipv6(**config: Any) -> AsyncGenerator[Fleet]:
         yield fleet_
 
 
-async def moved_to(fleet_: Fleet, kind: str, host: str, **fields: Any) -> FakeEngine:
+async def moved_to(fleet_: Fleet, kind: str, host: str, **fields: Any) -> HttpEngine:
     """An engine that also serves on ::1, and whose beats name it as `host`."""
     engine = await fleet_.engine(kind, state="Starting", **fields)
     assert engine.runner is not None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.router.beats import beat
-from tests.router.fakes import FakeEngine, Fleet, fleet, pair, until
+from tests.router.fakes import Fleet, HttpEngine, fleet, pair, until
 from xpyd_core.errors import UserError
 from xpyd_router.fleet.registry import Registry, key_of
 from xpyd_router.http.app import is_admin
@@ -143,7 +143,7 @@ async def test_a_cordon_leaves_what_runs_and_its_end_can_be_polled(key_file: Pat
         end = asyncio.Event()
         serve = engine.script
 
-        async def held(engine: FakeEngine, call: Any, request: Any) -> Any:
+        async def held(engine: HttpEngine, call: Any, request: Any) -> Any:
             await end.wait()
             return await serve(engine, call, request)
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from tests.router.beats import beat
-from tests.router.fakes import Call, FakeEngine, answer, die, fleet, serve_model, until
+from tests.router.fakes import Call, HttpEngine, answer, die, fleet, serve_model, until
 from tests.router.test_router_request_state import request_state
 from xpyd_core.errors import ApiError
 from xpyd_router.app_state import AppState
@@ -161,7 +161,7 @@ async def test_a_body_that_is_served_after_all_is_refused_no_more() -> None:
     async with fleet() as fleet_:
         engine, may_go = await fleet_.engine("A"), asyncio.Event()
 
-        async def script(one: FakeEngine, call: Call, request: Any) -> Any:
+        async def script(one: HttpEngine, call: Call, request: Any) -> Any:
             await may_go.wait()
             return await serve_model(one, call, request)
 
@@ -191,7 +191,7 @@ async def test_where_all_broke_off_who_lives_is_tried_again(stream: bool) -> Non
             found = fleet_.router.state.fleet.instances
             return sum(one.standing == "Good" for one in found) == 2
 
-        async def script(engine: FakeEngine, call: Call, request: Any) -> Any:
+        async def script(engine: HttpEngine, call: Call, request: Any) -> Any:
             # The first is there again when the second breaks off: none is to be waited for.
             await until(are_well)
             return await (die if asked() <= 2 else serve_model)(engine, call, request)
@@ -213,7 +213,7 @@ async def test_requests_that_met_the_same_death_are_tried_apart() -> None:
         def asked() -> int:
             return sum(engine.served for engine in engines)
 
-        async def script(engine: FakeEngine, call: Call, request: Any) -> Any:
+        async def script(engine: HttpEngine, call: Call, request: Any) -> Any:
             is_first = asked() <= 2
             await until(lambda: asked() >= (2 if is_first else 4))
             return await (die if is_first else serve_model)(engine, call, request)
@@ -242,7 +242,7 @@ async def test_a_failed_transfer_is_tried_on_a_pair_that_shares_nobody_with_it()
         ds = [await fleet_.engine("D") for _ in range(3)]
         turns = iter([answer(503, NO_KV)])
 
-        async def script(engine: FakeEngine, call: Call, request: Any) -> Any:
+        async def script(engine: HttpEngine, call: Call, request: Any) -> Any:
             return await next(turns, serve_model)(engine, call, request)
 
         for d in ds:
@@ -263,7 +263,7 @@ async def test_a_failed_transfer_is_tried_again_where_there_is_no_other_pair(
         engines = [await fleet_.engine(kind) for kind in kinds]
         turns = iter([answer(503, NO_KV)])
 
-        async def script(engine: FakeEngine, call: Call, request: Any) -> Any:
+        async def script(engine: HttpEngine, call: Call, request: Any) -> Any:
             return await next(turns, serve_model)(engine, call, request)
 
         for engine in engines:

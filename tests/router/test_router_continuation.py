@@ -9,8 +9,8 @@ from aiohttp import web
 
 from tests.router.fakes import (
     Call,
-    FakeEngine,
     Generated,
+    HttpEngine,
     Script,
     answer,
     fleet,
@@ -26,7 +26,7 @@ def dies_after(events: int, cut: int = 0) -> Script:
     second call on it serves."""
     calls = 0
 
-    async def script(engine: FakeEngine, call: Call, request: web.Request) -> Any:
+    async def script(engine: HttpEngine, call: Call, request: web.Request) -> Any:
         nonlocal calls
         calls += 1
         if calls > 1:

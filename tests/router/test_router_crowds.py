@@ -23,7 +23,7 @@ from tests.router.chaos.asks import draw
 from tests.router.chaos.world import World, world
 from tests.router.fakes import (
     Call,
-    FakeEngine,
+    HttpEngine,
     begin_and_hang,
     fleet,
     hang,
@@ -80,7 +80,7 @@ async def several(count: int, at_once: int, work: Callable[[int], Awaitable[None
     await asyncio.gather(*(worker() for _ in range(at_once)))
 
 
-async def moody(engine: FakeEngine, call: Call, request: web.Request) -> web.StreamResponse:
+async def moody(engine: HttpEngine, call: Call, request: web.Request) -> web.StreamResponse:
     """An engine that serves every third call, hangs in another, and begins the others only."""
     if call.body.get("stream") and len(engine.calls) % 3 == 0:
         return await begin_and_hang(engine, call, request)
@@ -177,7 +177,7 @@ _EVENTS = 400
 _READERS = 12
 
 
-async def flood(engine: FakeEngine, call: Call, request: web.Request) -> web.StreamResponse:
+async def flood(engine: HttpEngine, call: Call, request: web.Request) -> web.StreamResponse:
     """An engine that streams as fast as it is read: 24 MB, or as much as max_tokens says."""
     response = await start_stream(request)
     for _ in range(call.body.get("max_tokens", _EVENTS)):
@@ -188,10 +188,10 @@ async def flood(engine: FakeEngine, call: Call, request: web.Request) -> web.Str
 
 
 @contextlib.asynccontextmanager
-async def flooding(router: Process, host: str, key: bytes) -> AsyncGenerator[FakeEngine]:
+async def flooding(router: Process, host: str, key: bytes) -> AsyncGenerator[HttpEngine]:
     """An engine that floods, in this process, known to `router`; its calls."""
     beat = Heartbeat(type="A", http_address=f"{host}:20001", zmq_address=f"{host}:21001")
-    engine = FakeEngine(beat, 20001, flood)
+    engine = HttpEngine(beat, 20001, flood)
     app = web.Application()
     app.router.add_post("/v1/completions", engine.handle)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.router.discovery_fuzz import ATTACKS, attack
 from tests.router.fakes import until
-from tests.router.test_router_beat_port import Port, beat, port
+from tests.router.test_router_discovery_port import Port, beat, port
 
 SEED = 20_260_901
 _AT_ONCE = 16

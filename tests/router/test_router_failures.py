@@ -11,7 +11,7 @@ import pytest
 
 from tests.router.fakes import (
     Call,
-    FakeEngine,
+    HttpEngine,
     Script,
     answer,
     begin_and_die,
@@ -46,13 +46,13 @@ def once(first: Script) -> Script:
     """`first` for the first call of all the engines that get it, then the contract."""
     turns = iter([first])
 
-    async def script(engine: FakeEngine, call: Call, request: Any) -> Any:
+    async def script(engine: HttpEngine, call: Call, request: Any) -> Any:
         return await next(turns, serve_model)(engine, call, request)
 
     return script
 
 
-def addresses(engines: list[FakeEngine]) -> list[str]:
+def addresses(engines: list[HttpEngine]) -> list[str]:
     return [a for e in engines for a in (e.beat.http_address, e.beat.zmq_address)]
 
 
@@ -265,7 +265,7 @@ async def test_neither_ids_nor_addresses_of_engines_reach_the_client(
 async def test_an_engines_error_is_cleared_of_addresses() -> None:
     async with pair() as (fleet_, p, d):
 
-        async def script(engine: FakeEngine, call: Call, request: Any) -> Any:
+        async def script(engine: HttpEngine, call: Call, request: Any) -> Any:
             said = f"{call.request_id} {p.beat.http_address} {d.beat.zmq_address}"
             return await answer(400, {"error": {"message": said}})(engine, call, request)
 

@@ -60,7 +60,7 @@ class FramingSink(DirectSink):
 
 
 class Stream:
-    """An engine's stream on its way: connection, exchange, relay, outlet and sink, all real."""
+    """An engine's stream on its way: connection, exchange, relay, client stream, sink; all real."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, *, is_framed: bool = True, takes_frames: bool = True
@@ -71,7 +71,7 @@ class Stream:
             kind = FramingSink
         sink = kind(self.client)  # type: ignore[arg-type]  # what the sink uses of it
         self.trace = Trace("completions", 0.0)
-        self.outlet = ClientStream(sink, [], self.trace, lambda: 1.0)
+        self.client_stream = ClientStream(sink, [], self.trace, lambda: 1.0)
         attempt: Any = SimpleNamespace(
             running=self.seen, secret=SECRET, uuid_bytes=UUID, public_bytes=PUBLIC
         )
@@ -82,7 +82,7 @@ class Stream:
             sent=None,
             trace=self.trace,
         )
-        self.relay = Relay(request_state, attempt, self.outlet, sent=None)
+        self.relay = Relay(request_state, attempt, self.client_stream, sent=None)
         self.taken = 0
         self.exchange = Exchange(None, loop, 10.0)
         self.engine = EngineConnection(lambda _: None, lambda _: None)
@@ -142,7 +142,7 @@ def test_events_of_all_sizes_pass_with_the_clients_id() -> None:
     assert stream.taken == 14
     assert stream.seen.chunks == len(events) - 1
     assert stream.seen.size_bytes == sum(map(len, events))
-    assert stream.outlet.sent_bytes == len(body_of(answer))
+    assert stream.client_stream.sent_bytes == len(body_of(answer))
 
 
 def test_the_chunk_with_the_usage_is_read() -> None:

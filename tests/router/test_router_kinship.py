@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.router.fakes import FakeEngine, Fleet, fleet
+from tests.router.fakes import Fleet, HttpEngine, fleet
 
 
-async def homes(fleet_: Fleet, engines: list[FakeEngine], *bodies: dict[str, Any]) -> list[int]:
+async def homes(fleet_: Fleet, engines: list[HttpEngine], *bodies: dict[str, Any]) -> list[int]:
     """Which of `engines` each request reaches."""
     found: list[int] = []
     for body in bodies:
@@ -55,7 +55,7 @@ async def test_what_a_cache_has_is_no_load_of_p_and_all_figures_end_at_nothing()
         seen: list[int] = []
         serve = p.script
 
-        async def look(engine: FakeEngine, call: Any, request: Any) -> Any:
+        async def look(engine: HttpEngine, call: Any, request: Any) -> Any:
             seen.append(max(load.own.prompt_tokens for load in loads if load.key.http in name))
             return await serve(engine, call, request)
 

@@ -13,9 +13,9 @@ from aiohttp import web
 
 from tests.router.fakes import (
     Call,
-    FakeEngine,
     Fleet,
     Generated,
+    HttpEngine,
     fleet,
     pair,
     sse,
@@ -160,7 +160,7 @@ async def test_half_a_head_behind_a_request_does_not_end_its_answer(
         writer.close()
 
 
-async def stream_on(engine: FakeEngine, call: Call, request: web.Request) -> web.StreamResponse:
+async def stream_on(engine: HttpEngine, call: Call, request: web.Request) -> web.StreamResponse:
     """An engine that streams for ever."""
     response = await start_stream(request)
     generated = Generated(engine, call)

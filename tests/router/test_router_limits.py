@@ -14,8 +14,8 @@ import pytest
 
 from tests.router.fakes import (
     Call,
-    FakeEngine,
     Fleet,
+    HttpEngine,
     Script,
     answer,
     begin_and_die,
@@ -42,12 +42,12 @@ def waiting(fleet_: Fleet) -> int:
 
 
 @contextlib.asynccontextmanager
-async def busy(limits: AdmissionLimits) -> AsyncGenerator[tuple[Fleet, FakeEngine, asyncio.Event]]:
+async def busy(limits: AdmissionLimits) -> AsyncGenerator[tuple[Fleet, HttpEngine, asyncio.Event]]:
     """A fleet whose P holds one request until the event is set."""
     async with pair(limits=limits) as (fleet_, p, _):
         release = asyncio.Event()
 
-        async def hold(engine: FakeEngine, call: Call, request: Any) -> Any:
+        async def hold(engine: HttpEngine, call: Call, request: Any) -> Any:
             await release.wait()
             return await serve_model(engine, call, request)
 

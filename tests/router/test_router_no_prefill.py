@@ -9,8 +9,8 @@ import pytest
 
 from tests.router.fakes import (
     Call,
-    FakeEngine,
     Fleet,
+    HttpEngine,
     answer,
     begin_and_die,
     die,
@@ -31,7 +31,7 @@ async def status_of(fleet_: Fleet, path: str) -> int:
         return response.status
 
 
-async def gone(fleet_: Fleet, engine: FakeEngine) -> None:
+async def gone(fleet_: Fleet, engine: HttpEngine) -> None:
     await fleet_.beat(engine, state="Gone")
 
 
@@ -92,7 +92,7 @@ async def test_a_stream_goes_on_alone_only_on_a_d_of_its_own_key(compatibility: 
     async with fleet(on_no_prefill="PrefillOnDecode") as fleet_:
         p, d = await fleet_.engine("P"), await fleet_.engine("D")
 
-        async def lose_p_and_die(engine: FakeEngine, call: Call, request: Any) -> Any:
+        async def lose_p_and_die(engine: HttpEngine, call: Call, request: Any) -> Any:
             await gone(fleet_, p)
             await fleet_.engine("D", compatibility=compatibility)
             return await begin_and_die(engine, call, request)

@@ -12,9 +12,9 @@ from tests.router.beats import beat
 from tests.router.choosing import key_of
 from tests.router.fakes import (
     Call,
-    FakeEngine,
     Fleet,
     Generated,
+    HttpEngine,
     answer,
     begin_and_die,
     fleet,
@@ -59,7 +59,7 @@ def all_counted(fleet_: Fleet) -> int:
     )
 
 
-async def drip(engine: FakeEngine, call: Call, request: web.Request) -> web.StreamResponse:
+async def drip(engine: HttpEngine, call: Call, request: web.Request) -> web.StreamResponse:
     """The contract's engine, one chunk at a time."""
     generated = Generated(engine, call)
     if not generated.body.get("stream"):

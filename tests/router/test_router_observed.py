@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.router.fakes import (
     Call,
-    FakeEngine,
     Fleet,
     Generated,
+    HttpEngine,
     answer,
     die,
     fleet,
@@ -66,7 +66,7 @@ class Stepwise:
     def __init__(self) -> None:
         self.steps = asyncio.Semaphore(0)
 
-    async def __call__(self, engine: FakeEngine, call: Call, request: Any) -> Any:
+    async def __call__(self, engine: HttpEngine, call: Call, request: Any) -> Any:
         response = await start_stream(request)
         events = [sse(chunk) for chunk in Generated(engine, call).chunks()]
         for event in (*events, b"data: [DONE]\n\n"):
@@ -100,7 +100,7 @@ class Heavy:
         self.go = asyncio.Event()
         self.written = 0
 
-    async def __call__(self, engine: FakeEngine, call: Call, request: Any) -> Any:
+    async def __call__(self, engine: HttpEngine, call: Call, request: Any) -> Any:
         response = await start_stream(request)
         event = sse({"choices": [{"index": 0, "text": "x" * 60_000}]})
         await response.write(event)

@@ -12,8 +12,8 @@ import pytest
 
 from tests.router.fakes import (
     Call,
-    FakeEngine,
     Fleet,
+    HttpEngine,
     Script,
     answer,
     die,
@@ -101,12 +101,12 @@ async def test_want_of_files_or_ports_here_is_not_held_against_the_instance(numb
     assert await probe_http(Address("127.0.0.1", 9), 10.0) == "void"
 
 
-def standing(fleet_: Fleet, engine: FakeEngine) -> str:
+def standing(fleet_: Fleet, engine: HttpEngine) -> str:
     found = [i for i in fleet_.router.state.fleet.instances if i.beat == engine.beat]
     return found[0].standing
 
 
-def instance(fleet_: Fleet, engine: FakeEngine) -> Instance:
+def instance(fleet_: Fleet, engine: HttpEngine) -> Instance:
     return next(i for i in fleet_.router.state.fleet.instances if i.beat == engine.beat)
 
 
@@ -158,7 +158,7 @@ async def test_an_instance_that_is_slow_to_answer_probes_but_beats_keeps_its_cal
         busy.health_status = None
         gate = asyncio.Event()
 
-        async def slow(engine: FakeEngine, call: Call, request: Any) -> Any:
+        async def slow(engine: HttpEngine, call: Call, request: Any) -> Any:
             await gate.wait()
             return await serve_model(engine, call, request)
 
@@ -234,7 +234,7 @@ async def test_one_request_many_times_opens_no_breaker(
         assert {standing(fleet_, engine) for engine in engines} == {"Good"}
 
 
-async def be_killed(engine: FakeEngine, call: Call, request: Any) -> Any:
+async def be_killed(engine: HttpEngine, call: Call, request: Any) -> Any:
     """An engine whose process dies of the request that says so."""
     if "kill" not in call.body["prompt"]:
         return await serve_model(engine, call, request)
@@ -271,7 +271,7 @@ async def test_a_request_whose_calls_break_off_while_instances_live_is_tried_thr
         engines = [await fleet_.engine("A") for _ in range(3)]
         turns = iter([die, die])
 
-        async def script(engine: FakeEngine, call: Call, request: Any) -> Any:
+        async def script(engine: HttpEngine, call: Call, request: Any) -> Any:
             return await next(turns, serve_model)(engine, call, request)
 
         for engine in engines:

@@ -23,7 +23,7 @@ UUID, PUBLIC = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 
 
 class Client:
-    """Takes what the outlet writes; no frames."""
+    """Takes what the stream writes; no frames."""
 
     write_frame = None
 
@@ -67,8 +67,8 @@ class Stream:
             loads=LoadTable(), fleet=unused, upstream=unused, instance_metrics=unused,
         )  # fmt: skip
         attempt.running = cast(Any, self.instance_metrics)
-        outlet = ClientStream(cast(Any, self.client), (), Trace("completions", 0.0), lambda: 0.0)
-        self.relay = Relay(self.request_state, attempt, outlet, sent=sent)
+        stream = ClientStream(cast(Any, self.client), (), Trace("completions", 0.0), lambda: 0.0)
+        self.relay = Relay(self.request_state, attempt, stream, sent=sent)
 
     def feed(self, *pieces: bytes) -> None:
         for piece in pieces:

@@ -12,8 +12,8 @@ from aiohttp import web
 
 from tests.router.fakes import (
     Call,
-    FakeEngine,
     Generated,
+    HttpEngine,
     fleet,
     pair,
     sse,
@@ -81,7 +81,7 @@ async def test_an_engine_that_does_not_end_its_body_behind_done_is_left() -> Non
     async with fleet() as fleet_:
         engine = await fleet_.engine("A")
 
-        async def script(one: FakeEngine, call: Call, request: web.Request) -> Any:
+        async def script(one: HttpEngine, call: Call, request: web.Request) -> Any:
             response = await start_stream(request)
             for chunk in Generated(one, call).chunks():
                 await response.write(sse(chunk))

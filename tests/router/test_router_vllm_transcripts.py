@@ -18,8 +18,8 @@ from aiohttp import web
 
 from tests.router.fakes import (
     Call,
-    FakeEngine,
     Fleet,
+    HttpEngine,
     fleet,
     parse_events,
     start_stream,
@@ -45,7 +45,7 @@ def beats() -> dict[str, bytes]:
 def replay(name: str, *, status: int = 200, suffix: str = "") -> Any:
     """An engine that says what stands in the file."""
 
-    async def script(engine: FakeEngine, call: Call, request: web.Request) -> web.StreamResponse:
+    async def script(engine: HttpEngine, call: Call, request: web.Request) -> web.StreamResponse:
         text = (FOLDER / name).read_text().replace("{id}", call.request_id + suffix)
         data = text.replace("{http}", f"http://{engine.beat.http_address}").encode()
         if not name.endswith(".sse"):
@@ -59,9 +59,9 @@ def replay(name: str, *, status: int = 200, suffix: str = "") -> Any:
     return script
 
 
-async def vllm_pair(fleet_: Fleet, prefill: Any, decode: Any) -> tuple[FakeEngine, FakeEngine]:
+async def vllm_pair(fleet_: Fleet, prefill: Any, decode: Any) -> tuple[HttpEngine, HttpEngine]:
     """Two engines that beat three fields, byte for byte as in the file but for the addresses."""
-    engines: list[FakeEngine] = []
+    engines: list[HttpEngine] = []
     for kind, script in (("P", prefill), ("D", decode)):
         engine = await fleet_.engine(kind, is_ours=False)
         engine.script = script
@@ -69,7 +69,7 @@ async def vllm_pair(fleet_: Fleet, prefill: Any, decode: Any) -> tuple[FakeEngin
     return engines[0], engines[1]
 
 
-def leaks(data: bytes, *engines: FakeEngine) -> list[bytes]:
+def leaks(data: bytes, *engines: HttpEngine) -> list[bytes]:
     """What of the pair's ids and addresses stands in `data`."""
     secrets = [b"___prefill_addr_", b"___decode_addr_"]
     for engine in engines:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.router.chat_templates import DEMO_MODEL, files_of
-from tests.router.fakes import Call, FakeEngine, Fleet, fleet, serve_model, until
+from tests.router.fakes import Call, Fleet, HttpEngine, fleet, serve_model, until
 from xpyd_core.tokenizer_files import encode_tokenizer_files
 from xpyd_router.admission import AdmissionLimits
 from xpyd_router.request.client_request import hash_marks
@@ -60,7 +60,7 @@ async def test_limits_and_loads_go_by_counted_tokens() -> None:
         before = engine.served
         release = asyncio.Event()
 
-        async def hold(engine: FakeEngine, call: Call, request: Any) -> Any:
+        async def hold(engine: HttpEngine, call: Call, request: Any) -> Any:
             await release.wait()
             return await serve_model(engine, call, request)
 

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.router.fakes import Call, FakeEngine, serve_model, until
+from tests.router.fakes import Call, HttpEngine, serve_model, until
 from tests.router.several import Client, Several, children, routed, several, when
 from xpyd_router.admission import AdmissionLimits
 
@@ -27,7 +27,7 @@ class Gate:
     def __init__(self) -> None:
         self.open = asyncio.Event()
 
-    async def __call__(self, engine: FakeEngine, call: Call, request: Any) -> Any:
+    async def __call__(self, engine: HttpEngine, call: Call, request: Any) -> Any:
         await self.open.wait()
         return await serve_model(engine, call, request)
 
@@ -36,7 +36,7 @@ async def begin(client: Client, **body: Any) -> asyncio.Task[int]:
     return asyncio.create_task(client.status(**body))
 
 
-async def with_pair(made: Several) -> tuple[FakeEngine, FakeEngine, list[Client]]:
+async def with_pair(made: Several) -> tuple[HttpEngine, HttpEngine, list[Client]]:
     p, d = await made.engine("P"), await made.engine("D")
     clients = await made.clients()
     await made.known_to_all(clients)
@@ -204,7 +204,7 @@ async def test_a_new_worker_has_the_present_state_when_it_listens(tmp_path: Path
     keys = tmp_path / "admin.key"
     keys.write_text("k" * 32)
 
-    def d_key(made: Several, engine: FakeEngine) -> Any:
+    def d_key(made: Several, engine: HttpEngine) -> Any:
         return next(i.key for i in made.parent.fleet.instances if i.name == engine.beat.instance)
 
     async with several(2, admin_key_file=keys) as made:

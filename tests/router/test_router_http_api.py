@@ -12,8 +12,8 @@ import pytest
 
 from tests.router.fakes import (
     Call,
-    FakeEngine,
     Fleet,
+    HttpEngine,
     fleet,
     pair,
     parse_events,
@@ -233,7 +233,7 @@ class Flood:
     def __init__(self) -> None:
         self.written = 0
 
-    async def __call__(self, engine: FakeEngine, call: Call, request: Any) -> Any:
+    async def __call__(self, engine: HttpEngine, call: Call, request: Any) -> Any:
         response = await start_stream(request)
         event = sse({"choices": [{"index": 0, "text": "x" * 60_000}]})
         while True:

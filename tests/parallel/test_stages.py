@@ -1,4 +1,4 @@
-"""Hidden states from stage to stage (article facts 39 to 41), and what was drawn, back (42)."""
+"""Hidden states from stage to stage, and what was drawn, back to every stage."""
 
 from __future__ import annotations
 
