@@ -36,18 +36,29 @@ except ModuleNotFoundError:
     sys.modules["xxhash"] = SimpleNamespace(xxh3_64=Sum)  # pyright: ignore[reportArgumentType]
 
 
-COROUTINE_S = 20.0
-"""For a test that is a coroutine."""
+COROUTINE_S = 120.0
+"""Deadline of a test that is a coroutine, unless its mark `patience` names one."""
+_LOOPS = ("both_loops", "uv_loop", "virtual_loop")
+"""Fixtures (tests/router/conftest.py) that give a factory of event loops."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine, on a loop of its own."""
-    test = pyfuncitem.obj
+    """Run a test that is a coroutine under a deadline, on a loop of its own: asyncio's, or that of
+    a fixture."""
+    test, given = pyfuncitem.obj, pyfuncitem.funcargs
     if not inspect.iscoroutinefunction(test):
         return None
-    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
-    asyncio.run(asyncio.wait_for(test(**arguments), COROUTINE_S))
+    work = test(**{name: given[name] for name in inspect.signature(test).parameters})
+    mark = pyfuncitem.get_closest_marker("patience")
+
+    async def bounded() -> None:
+        async with asyncio.timeout(mark.args[0] if mark else COROUTINE_S):
+            await work
+
+    loop = next((given[name] for name in _LOOPS if name in given), None)
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(bounded())
     return True
 
 
