@@ -24,7 +24,7 @@ from xpyd_operator.controller.decision.kinds import (
     trim,
 )
 from xpyd_operator.controller.decision.state import DeleteObject
-from xpyd_operator.controller.reconcile import Executor
+from xpyd_operator.controller.reconcile import WriteExecutor
 
 CHAT = FleetKey("ns", "chat")
 CODE = FleetKey("ns", "code")
@@ -233,7 +233,7 @@ def test_what_the_executor_deletes_is_gone_before_the_watch_says_so() -> None:
         deleted.append((*what, preconditions))
 
     write = DeleteObject(POD, "p", "uid-p", "1")
-    executor = Executor(cast("Any", SimpleNamespace(delete=delete)), cache)
+    executor = WriteExecutor(cast("Any", SimpleNamespace(delete=delete)), cache)
     outcome = asyncio.run(executor.execute(CHAT, cast("Any", None), [(write,)]))
     assert outcome.done == [write]
     assert deleted == [(POD, "ns", "p", {"uid": "uid-p", "resource_version": "1"})]

@@ -7,7 +7,7 @@ import pytest
 from xpyd_core.errors import UserError
 from xpyd_core.parallel.checks import Shape, check_parallel
 from xpyd_core.parallel.partition import parse_override, partition, stage_sizes
-from xpyd_core.parallel.ranks import Place, Sizes, group_of
+from xpyd_core.parallel.ranks import RankCoordinates, Sizes, group_of
 
 PARTITIONS = {
     (32, 4): [8, 8, 8, 8],
@@ -135,7 +135,9 @@ def test_the_number_in_a_group_is_not_the_rank() -> None:
     """Article fact 50."""
     sizes = Sizes(data=2, pipeline=2, tensor=4)
     assert group_of(sizes.tensor_groups, 14).index(14) == 2
-    assert sizes.coordinates(14) == Place(external=0, data=1, stage=1, context=0, tensor=2)
+    assert sizes.coordinates(14) == RankCoordinates(
+        external=0, data=1, stage=1, context=0, tensor=2
+    )
 
 
 SHAPE = Shape(layers=22, heads=32, kv_heads=8, intermediate_sizes=frozenset({5632}))
