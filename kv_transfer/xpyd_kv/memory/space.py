@@ -171,11 +171,11 @@ class ExtentRoom:
 
 
 class OwnSpace:
-    """See Space: the memory of this process, beside the cache `memory`. It is also what a rank's
-    places mean, whose engine keeps the books in another process.
+    """See Space: the memory of this process apart from the cache `memory`. A rank whose engine
+    leases its memory from another process resolves the engine's places here.
 
-    The host pool is one allocation at start: on a CPU the system brings its pages when they are
-    first touched, with a GPU it is pinned. So is the device buffer, but on a CPU where nobody else
+    The host pool is one allocation at start: on a CPU the system supplies its pages at the first
+    access, with a GPU it is pinned. So is the device buffer, except on a CPU where no other process
     names its units: there each landing gets memory of its own.
     """
 

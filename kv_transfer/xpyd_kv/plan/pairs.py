@@ -95,7 +95,7 @@ def _parts(
     source: EngineLayout, destination: EngineLayout, segment: Segment, index: int
 ) -> list[Part]:
     """The parts of the `index`-th P block, which are its units' runs on D in the order in which
-    their bytes stand on P."""
+    their bytes lie on P."""
     size = source.block_size
     pieces = units(
         (index + 1) * size,

@@ -85,7 +85,7 @@ class DataEnd(NamedTuple):
 
 
 Allowed = frozenset[type[Message] | None] | None
-"""Types that may come now; the element None stands for all unknown ones."""
+"""Types that may come now; the element None means all unknown ones."""
 
 FrameEvent = Frame | DataBegin | DataChunk | DataEnd
 

@@ -35,8 +35,8 @@ _Address = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z.:\[\]%]+\Z", max_le
 _Ranks = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 _Layers = Annotated[tuple[_U16, ...], msgspec.Meta(min_length=1, max_length=1024)]
 Mode = Literal["put_async", "put", "get"]
-"""The side that decides when a prompt's KV moves: P as soon as it stands (put_async), P while its
-engine waits (put), or D when its request runs (get)."""
+"""The side that decides when a prompt's KV moves: P as soon as it is computed (put_async), P while
+its engine waits (put), or D when its request runs (get)."""
 MODES: tuple[Mode, ...] = ("put_async", "put", "get")
 _Mac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -234,7 +234,7 @@ class Copied(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """P -> D: bytes of no transfer, moved as DATA is: what are they? Body: `size_bytes` bytes, or,
-    `shared`, where they stand, as in SHARED. `checksum`: xxh3-64 of the bytes, big-endian. One at a
+    `shared`, where they lie, as in SHARED. `checksum`: xxh3-64 of the bytes, big-endian. One at a
     time."""
 
     token: _U32

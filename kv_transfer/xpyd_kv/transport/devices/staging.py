@@ -172,7 +172,7 @@ class _Landing(NamedTuple):
 
 class Inward:
     """D's side of one connection. `room_bytes`: what one read may begin, its longest frame and all
-    that stands in one read of control frames."""
+    that one read of control frames contains."""
 
     def __init__(self, staging: Staging, *, room_bytes: int) -> None:
         self._staging = staging

@@ -1,9 +1,9 @@
-"""The seam between a connection and what moves DATA beside its socket. Documented here and only
+"""The seam between a connection and what moves DATA outside its socket. Documented here and only
 here.
 
-P says once, in REGION, what it lends. A SHARED frame then says where a DATA frame's bytes stand
-(Runs); D fetches them from there and says COPIED. Until then P's views are lent: nobody may write
-there. `sharing` keeps the books of that for each connection; a data path knows no frames, only its
+P says once, in REGION, what it lends. A SHARED frame then says where a DATA frame's bytes lie
+(Runs); D fetches them from there and says COPIED. Until then P's views are lent: P may not write
+there. `sharing` keeps account of that for each connection; a data path knows no frames, only its
 memory. Everything here runs on the I/O thread.
 """
 

@@ -43,7 +43,7 @@ _TOKEN_BYTES = 16
 def host_token() -> bytes:
     """Return a token that is the same for all processes of this boot of this machine in this IPC
     namespace, in which the driver passes handles (pods have one each, but for `hostIPC`). Empty
-    where nobody can tell."""
+    where the system does not say."""
     try:
         place = f"{_BOOT_ID.read_text().strip()} {os.readlink(_IPC_NAMESPACE)}"
     except OSError:

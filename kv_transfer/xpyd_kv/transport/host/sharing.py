@@ -128,7 +128,7 @@ class Borrowing:
     def receive(self, sock: socket.socket, room: memoryview) -> int:
         """Read into `room`, and take the descriptor that may come with the bytes."""
         if self._is_open or not self._borrower.takes_descriptors:
-            return sock.recv_into(room)  # The kernel drops what nobody asks for.
+            return sock.recv_into(room)  # The kernel drops descriptors that are not asked for.
         space = socket.CMSG_SPACE(_INT_BYTES)
         count, came, flags, _ = sock.recvmsg_into([room], space, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in came:

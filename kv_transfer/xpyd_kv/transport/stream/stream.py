@@ -222,8 +222,8 @@ class Stream:
             return count, room
         room = len(self._scratch)
         if self.main is not None or (self._inward is not None and landing is not None):
-            # What stands behind D's LAYOUT is for the thread that the socket goes to then; behind
-            # a frame's checksum may stand a frame for which no slab is reserved.
+            # The bytes behind D's LAYOUT are for the thread that gets the socket then; a frame
+            # for which no slab is reserved may follow a frame's checksum.
             room = min(room, self.protocol.wanted_bytes)
         if self._may_borrow and self.protocol.is_proved:
             self._borrow()
@@ -321,7 +321,7 @@ class Stream:
             if self._staging is not None and self._address is None:
                 room = self.protocol.max_own_data_bytes + len(self._scratch)
                 self._inward = Inward(self._staging, room_bytes=room)
-                # For what may stand behind LAYOUT in this read.
+                # For frames that may follow LAYOUT in this read.
                 self._inward.reserve()
             self._opened(self)
 
@@ -431,7 +431,7 @@ class Stream:
 
     def tick(self, now: float) -> None:
         """Send a PING when it is due, or raise SilentPeerError. TimeoutError while connecting.
-        Nothing while it is paused: what the peer says stands unread."""
+        Nothing while reading is paused: answers of the peer are unread."""
         if self.paused_since is not None:
             return
         if self.connect_by is not None:

@@ -228,7 +228,7 @@ class SocketWriter:
 
     def _gathered(self, outward: Outward, now: float) -> memoryview | None:
         """The next frame's bytes, once they are here. A turn may send more frames than were
-        gathered before it: with none under way nobody would look at the queue again."""
+        gathered before it: with none under way the queue would not be read again."""
         outward.gather(self._staged_frames(), now)
         return outward.next()
 

@@ -208,7 +208,7 @@ class Nccl:
 
     def abort(self, comm: int) -> None:
         """End the communicator and what it has under way, here alone; the handle is gone. May take
-        for ever: only on a thread that nobody waits for without a deadline."""
+        for ever: only on a thread that no other thread joins without a deadline."""
         self._check("ncclCommAbort", self._library.ncclCommAbort(c_void_p(comm)))
 
     def _check(self, name: str, status: int, comm: int | None = None) -> None:

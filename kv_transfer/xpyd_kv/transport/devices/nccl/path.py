@@ -1,7 +1,7 @@
 """The data path `nccl`: P sends a frame's blocks in one group, D receives them where they belong.
 
 REGION names a communicator, which both sides then make; SHARED says which messages come through it
-now, also those that nobody wants: D receives them into scratch memory, so that P's send ends.
+now, also those that D discards: D receives them into scratch memory, so that P's send ends.
 Fills the seam of `data_path`.
 """
 
@@ -108,7 +108,7 @@ class NcclLender(Lender):
 
     def close(self) -> None:
         if self._communicator is not None:
-            # What is being read may be overwritten: nobody will use what comes of it.
+            # P may overwrite the blocks while they are read: D discards what it receives.
             self._communicators.end(self._communicator, "closed")
 
 

@@ -1,4 +1,4 @@
-"""A main process that stands still, as its ranks see it: in looks instead of seconds."""
+"""A main process that stops, as its ranks see it: by the number of looks, not by seconds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Main:
 
 
 @pytest.mark.parametrize("place", [0, 3])
-def test_one_that_stands_still_is_ended_after_so_many_looks(
+def test_a_main_process_that_stops_is_ended_after_so_many_looks(
     place: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     main = Main(place=place)
@@ -44,7 +44,7 @@ def test_one_that_stands_still_is_ended_after_so_many_looks(
     assert f"its main process (pid {PID}) has given no sign of life for 8" in caplog.text
 
 
-def test_one_that_lives_is_left_alone() -> None:
+def test_a_main_process_that_runs_is_left_alone() -> None:
     main = Main()
     for _ in range(3):
         main.look(SILENT_LOOKS - 1)
@@ -52,14 +52,14 @@ def test_one_that_lives_is_left_alone() -> None:
     assert not main.ended
 
 
-def test_one_that_starts_or_ends_or_is_anybody_s_program_is_left_alone() -> None:
+def test_a_program_that_starts_or_ends_or_is_no_main_process_is_left_alone() -> None:
     main, other = Main(), Main(pid=0)
     main.look(3 * SILENT_LOOKS, is_serving=False)
     other.look(3 * SILENT_LOOKS)
     assert not main.ended + other.ended
 
 
-def test_one_that_is_gone_needs_no_end() -> None:
+def test_a_main_process_that_is_gone_needs_no_end() -> None:
     process = subprocess.Popen(["sleep", "600"])
     kill(process.pid)
     assert process.wait(60) == -signal.SIGKILL
@@ -82,7 +82,7 @@ def test_ranks_see_that_their_page_s_maker_looks_at_them() -> None:
     page.close()
 
 
-def test_who_watches_ranks_shows_itself_to_them() -> None:
+def test_the_watcher_of_ranks_shows_itself_to_them() -> None:
     with started(Sizes(pipeline=2)) as instance:
         page = instance._pod._page  # pyright: ignore[reportPrivateUsage]
         before = page.maker()
