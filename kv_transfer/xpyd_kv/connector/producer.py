@@ -151,7 +151,7 @@ class KvProducer:
         self._chunks.cached(prompt, first, self._take(prompt, block_ids, end))
 
     def stage(self, key: TransferKey, block_ids: Sequence[int], tokens: int) -> None:
-        """Before the forward of a chunk: after it the first `tokens` tokens are in `block_ids`,
+        """Stage a chunk, before its forward: after it the first `tokens` tokens are in `block_ids`,
         the sequence's whole table."""
         prompt = self._sendable(key)
         if prompt is None or prompt.computed:
@@ -173,8 +173,8 @@ class KvProducer:
         self._chunks.layer_done(layer)
 
     def step_done(self, *, failed: bool = False) -> None:
-        """After the forward of the oldest step: its staged chunks are complete (or the step failed:
-        cancel them). A transfer whose offered tokens are all computed is committed."""
+        """End the oldest step, after its forward: its staged chunks are complete (or the step
+        failed: cancel them). A transfer whose offered tokens are all computed is committed."""
         chunks = self._chunks.end(failed=failed)
         for chunk in chunks:
             prompt = chunk.owner

@@ -36,7 +36,7 @@ def _copy_pieces(table, word: tl.constexpr, words_per_program: tl.constexpr) -> 
 
 
 def word_bytes(pieces: Iterable[CopyRun]) -> int:
-    """The longest word (8, 4 or 1 bytes) that all addresses and lengths are multiples of."""
+    """Return the longest word (8, 4 or 1 bytes) that all addresses and lengths are multiples of."""
     together = 0
     for piece in pieces:
         together |= piece.target | piece.source | piece.length
@@ -44,7 +44,7 @@ def word_bytes(pieces: Iterable[CopyRun]) -> int:
 
 
 def rows_of(pieces: Iterable[CopyRun], word: int) -> list[tuple[int, int, int]]:
-    """The table for words of this length."""
+    """Return the table of a copy in words of this length."""
     return [(piece.target, piece.source, piece.length // word) for piece in pieces]
 
 

@@ -50,7 +50,7 @@ def is_on_host(views: Iterable[View]) -> bool:
 
 
 def on_host(views: Sequence[View]) -> Sequence[memoryview]:
-    """These views, all of the host's memory. DeviceError when one is not."""
+    """Return these views, all of which must be the host's memory. DeviceError when one is not."""
     if DeviceView in set(map(type, views)):
         raise DeviceError("device memory where the CPU has to see the bytes")
     return cast("Sequence[memoryview]", views)

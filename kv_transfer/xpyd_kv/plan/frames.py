@@ -72,7 +72,7 @@ def split(area: Area, *, block_bytes: int, max_frame_bytes: int) -> list[Area]:
 def frames(
     num_layers: int, first_block: int, end_block: int, *, block_bytes: int, limits: FrameLimits
 ) -> list[Area]:
-    """All frames of blocks [first_block, end_block) of all layers, first layer first."""
+    """Return all frames of blocks [first_block, end_block) of all layers, first layer first."""
     layer_bytes = block_bytes * (end_block - first_block)
     return [
         part

@@ -90,7 +90,7 @@ class Placing:
 
 
 class Origin:
-    """What is the same for all transfers of one peer. `fits`: not where surplus could come to a
+    """The values that all transfers of one peer share. `fits`: not where surplus could come to a
     GPU's memory, in which there is nothing to put it. `placing`: where frames of the peer go; None:
     there are none, since our ranks take them."""
 

@@ -66,7 +66,7 @@ class Ready(_OfTransfer, frozen=True, kw_only=True):
 
 
 class Complete(_OfTransfer, frozen=True, kw_only=True):
-    """No more areas follow. As Ready."""
+    """No more areas follow this transfer's last Ready."""
 
 
 class Cancel(_OfTransfer, frozen=True, kw_only=True):

@@ -63,8 +63,8 @@ class KvSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionContext:
-    """What the sessions of one process share. `engine`: all of the cache, `memory`: what of it is
-    here; `on_device`: whether that is on a GPU."""
+    """The values that the sessions of one process share. `engine`: all of the cache, `memory`: what
+    of it is here; `on_device`: whether that is on a GPU."""
 
     endpoint: Endpoint
     memory: KvMemory

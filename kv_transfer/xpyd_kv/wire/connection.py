@@ -117,7 +117,8 @@ class Connection:
         self._layout = ours.layout
         # Nothing of the handshake has a body: no limit is needed before the peer's LAYOUT.
         self.decoder = Decoder(Limits(), frozenset((Hello,)))
-        """Its `data_left` KV bytes of the DATA frame under way the shell may read elsewhere."""
+        """Decodes the peer's frames. The shell may read the `data_left` KV bytes of the DATA frame
+        under way elsewhere."""
         self._peer_limits = Limits()
         self.own_frames = bytearray(self._handshake.begin())
         """The bytes that `outgoing` returns next."""
@@ -164,8 +165,9 @@ class Connection:
 
     @property
     def wanted_bytes(self) -> int:
-        """So many more belong to the control frame under way, or to the next, or to DATA's checksum
-        behind its last KV byte: a read of no more takes nothing of what follows. At least 1."""
+        """The number of bytes that belong to the control frame under way, or to the next, or to
+        DATA's checksum behind its last KV byte: a read of no more takes nothing of what follows. At
+        least 1."""
         return self.decoder.wanted_bytes
 
     @property

@@ -162,7 +162,7 @@ class Into(NamedTuple):
 
 
 class _Landing(NamedTuple):
-    """A call for the session, after `event` (None: after those before it)."""
+    """Queue a call for the session, after `event` (None: after the calls before it)."""
 
     call: Callable[[], None]
     event: Event | None = None

@@ -149,8 +149,8 @@ class Linked(Protocol):
     themselves where nothing comes."""
 
     def attach(self, number: int, sock: socket.socket) -> None:
-        """One more, authenticated, blocking with a timeout, its own from now on; both sides know it
-        by `number`, from 1. ProtocolError for a number that has no place."""
+        """Take over a further connection, which is authenticated and blocks with a timeout; both
+        sides know it by `number`, from 1. ProtocolError for a number that has no place."""
         ...
 
 

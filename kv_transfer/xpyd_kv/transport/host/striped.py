@@ -124,7 +124,7 @@ class StripedLender(Lender):
         self._views: Sequence[memoryview] = ()
 
     def attach(self, number: int, sock: socket.socket) -> None:
-        """One of the connections."""
+        """Add one of the connections."""
         self._links.add(number, sock).put(self._await_ready)
 
     def lent(self) -> Lent:
@@ -161,7 +161,7 @@ class StripedBorrower(Borrower):
         self._frames = 0
 
     def attach(self, number: int, sock: socket.socket) -> None:
-        """One of the connections. ProtocolError for a number that is here, or too high."""
+        """Add one of the connections. ProtocolError for a number that is here, or too high."""
         if number > MAX_LINKS or number in self._links:
             raise ProtocolError(f"further connection {number}: again, or over {MAX_LINKS}")
         self._links.add(number, sock).put(lambda sock: sock.sendall(_READY))

@@ -64,7 +64,7 @@ class NcclLimits:
     abort_s: float = 5.0
     """Until an aborted communicator must have let go of the GPU."""
     idle_s: float = 60.0
-    """After so long P ends a communicator that nothing went through, and D after twice that."""
+    """P ends a communicator after this time without a frame, D after twice this time."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.channels <= MAX_CHANNELS:

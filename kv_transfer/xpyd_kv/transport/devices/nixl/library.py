@@ -139,7 +139,7 @@ class Agent:
             return Remote(self._live().loadRemoteMD(its_metadata))
 
     def prepare(self, row: Row, unit: int, remote: Remote | None = None) -> Prepared:
-        """The units of a row of whole units, of a peer or (None) of ours: checked once."""
+        """Return the units of a peer's row or (None) of our own; the row is checked once."""
         name = self._module.NIXL_INIT_AGENT if remote is None else remote.name
         strided = [
             (region.address, unit, max(0, region.device), unit, region.length // unit)
