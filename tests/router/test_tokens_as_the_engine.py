@@ -25,12 +25,12 @@ from xpyd_router.tokens.prompts import Refused
 from xpyd_worker.engine.request import EngineRequest
 from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.bridge import EngineBridge
-from xpyd_worker.server.http.request_ids import RequestId
 from xpyd_worker.server.openai.jobs import make_jobs
 from xpyd_worker.server.openai.params import parse_chat, parse_completion
+from xpyd_worker.server.openai.prompts import chat_ids, completion_ids
+from xpyd_worker.server.request_ids import RequestId
 from xpyd_worker.server.service import InstanceInfo, ServedModel, Service
 from xpyd_worker.server.telemetry.metrics import ServerMetrics
-from xpyd_worker.server.text.prompts import chat_ids, completion_ids
 
 LONG = "The quick brown fox, 日本語 <s> é😀 hello\n" * 150
 

@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from tests.worker.test_runner_tokenizer import save
 from xpyd_worker.runner.tokenizer import Tokenizer as Wrapper
+from xpyd_worker.server.output_text import Detokenizer, OutputText
 from xpyd_worker.server.service import ServedModel
-from xpyd_worker.server.text.output_text import Detokenizer, OutputText
 
 # Emoji of several code points, combining marks, right to left, three and four bytes, a literal
 # replacement character, spaces.

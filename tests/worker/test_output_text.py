@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpyd_worker.server.text.output_text import Detokenizer, OutputText
+from xpyd_worker.server.output_text import Detokenizer, OutputText
 
 # Every single byte, and pieces that split characters in all places, as byte-level BPE does.
 PIECES = [bytes([i]) for i in range(256)] + [

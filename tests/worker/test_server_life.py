@@ -15,11 +15,11 @@ from tests.worker.server_fakes import KEY, FakeEngine, Running, say, serving
 from xpyd_core.keys import call_mac
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.values import OfferedPrompt
-from xpyd_worker.server.generation import Ending, Generation
-from xpyd_worker.server.http.request_ids import RequestId
 from xpyd_worker.server.http.server import WriteDeadline
+from xpyd_worker.server.openai.generation import Ending, Generation
 from xpyd_worker.server.openai.jobs import make_jobs
 from xpyd_worker.server.openai.params import parse_completion
+from xpyd_worker.server.request_ids import RequestId
 
 UUID = "93923d63113b4b338973f24d19d4bf11"
 PAIR = f"___prefill_addr_10.0.1.2:21001___decode_addr_10.0.1.3:22001_{UUID}"

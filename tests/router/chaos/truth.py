@@ -14,7 +14,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from xpyd_worker.server.text.output_text import Detokenizer, OutputText
+from xpyd_worker.server.output_text import Detokenizer, OutputText
 
 EOS = 256
 VOCABULARY = 258

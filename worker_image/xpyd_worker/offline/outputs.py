@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from xpyd_worker.engine.request import TokenLogprob
 from xpyd_worker.runner.tokenizer import Tokenizer
-from xpyd_worker.server.generation import ChoiceDelta
+from xpyd_worker.server.openai.generation import ChoiceDelta
 
 
 @dataclass(frozen=True)

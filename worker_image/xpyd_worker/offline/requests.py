@@ -16,13 +16,13 @@ from xpyd_core.errors import UserError
 from xpyd_core.openai import TokenId, read
 from xpyd_worker.offline.outputs import RequestOutput, completion_output, prompt_alternatives
 from xpyd_worker.offline.sampling import SamplingParams, check_text
-from xpyd_worker.server.generation import ChoiceDelta, Generation, ending_of
-from xpyd_worker.server.http.request_ids import read_request_id
 from xpyd_worker.server.openai.answers import collect
+from xpyd_worker.server.openai.generation import ChoiceDelta, Generation, ending_of
 from xpyd_worker.server.openai.jobs import Job, make_jobs
 from xpyd_worker.server.openai.params import Message, Options
+from xpyd_worker.server.openai.prompts import bad_word_ids, chat_ids, completion_ids
+from xpyd_worker.server.request_ids import read_request_id
 from xpyd_worker.server.service import Service
-from xpyd_worker.server.text.prompts import bad_word_ids, chat_ids, completion_ids
 
 # Calls that tokenize at once: half of what the text threads let wait.
 _PREPARING = 32

@@ -23,7 +23,7 @@ from xpyd_core.tokenizer_files import MAX_BYTES, TokenizerFiles, encode_tokenize
 from xpyd_worker.config import Role
 from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.bridge import EngineBridge
-from xpyd_worker.server.text.output_text import Detokenizer
+from xpyd_worker.server.output_text import Detokenizer
 
 if TYPE_CHECKING:
     from xpyd_worker.kv.engine import ProbePeer

@@ -29,9 +29,9 @@ from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.bridge import called_back
 from xpyd_worker.server.http.bodies import json_body, json_response
 from xpyd_worker.server.http.inference import Api
+from xpyd_worker.server.openai.prompts import detokenize, tokenize
 from xpyd_worker.server.service import Service, tokenizer_files_response
 from xpyd_worker.server.telemetry.metrics import ServerMetrics
-from xpyd_worker.server.text.prompts import detokenize, tokenize
 
 # Set by browsers on every cross-site POST, and by proxies that speak for others; lower case, as
 # they begin.

@@ -15,8 +15,8 @@ from xpyd_core.errors import ApiError
 from xpyd_core.messages import InstanceState
 from xpyd_core.openai import MAX_PROMPTS
 from xpyd_worker.server.http.bodies import BodyBudget
-from xpyd_worker.server.http.request_ids import RequestId
 from xpyd_worker.server.openai.jobs import keys_of
+from xpyd_worker.server.request_ids import RequestId
 from xpyd_worker.server.service import Service
 
 _RETRY_AFTER_S = 1

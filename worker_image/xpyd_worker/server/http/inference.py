@@ -18,10 +18,8 @@ from quart import Response, request
 
 from xpyd_core.errors import ApiError
 from xpyd_worker.runner.tokenizer import Tokenizer
-from xpyd_worker.server.generation import ChoiceDelta, Generation, ending_of
 from xpyd_worker.server.http.admission import Admitted, Lifecycle, RequestGate
 from xpyd_worker.server.http.bodies import JSON, json_response, parsed_body
-from xpyd_worker.server.http.request_ids import RequestId, current
 from xpyd_worker.server.openai.answers import (
     INLINE_SCORES,
     AnswerId,
@@ -33,6 +31,7 @@ from xpyd_worker.server.openai.answers import (
     usage_json,
 )
 from xpyd_worker.server.openai.formats import ChatFormat, CompletionFormat
+from xpyd_worker.server.openai.generation import ChoiceDelta, Generation, ending_of
 from xpyd_worker.server.openai.jobs import COMPLETION_DEFAULT_TOKENS, Job, make_jobs, offered_ids
 from xpyd_worker.server.openai.params import (
     ChatCall,
@@ -41,9 +40,10 @@ from xpyd_worker.server.openai.params import (
     parse_chat,
     parse_completion,
 )
+from xpyd_worker.server.openai.prompts import bad_word_ids, chat_ids, completion_ids, prompt_texts
+from xpyd_worker.server.request_ids import RequestId, current
 from xpyd_worker.server.service import Service
 from xpyd_worker.server.telemetry.tracing import Operation, Outcome, RequestTrace
-from xpyd_worker.server.text.prompts import bad_word_ids, chat_ids, completion_ids, prompt_texts
 
 if TYPE_CHECKING:
     # Its packages are an extra.

@@ -31,7 +31,7 @@ from xpyd_worker.server.http.bodies import (
     register_errors,
 )
 from xpyd_worker.server.http.inference import Api
-from xpyd_worker.server.http.request_ids import register_request_ids
+from xpyd_worker.server.request_ids import register_request_ids
 
 HEAD_DEADLINE_S = 30.0
 

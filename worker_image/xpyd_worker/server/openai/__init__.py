@@ -1,2 +1,2 @@
-"""OpenAI's API: parameters in, engine requests, and the members of answers out. No HTTP.
+"""OpenAI's API: bodies to engine requests, and their outputs to the members of answers. No HTTP.
 See journey 4 of docs/architecture.md."""

@@ -17,7 +17,7 @@ import orjson
 
 from xpyd_core.blocks import prompt_digest
 from xpyd_core.errors import ApiError
-from xpyd_worker.server.generation import ChoiceDelta, Generation, Usage
+from xpyd_worker.server.openai.generation import ChoiceDelta, Generation, Usage
 from xpyd_worker.server.openai.params import Options
 from xpyd_worker.server.service import TextThreads
 

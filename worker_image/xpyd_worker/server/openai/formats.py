@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from xpyd_worker.engine.request import TokenLogprob
 from xpyd_worker.runner.tokenizer import Tokenizer
-from xpyd_worker.server.generation import ChoiceDelta, Generation
+from xpyd_worker.server.openai.generation import ChoiceDelta, Generation
 from xpyd_worker.server.openai.jobs import Job
 from xpyd_worker.server.openai.params import Options
 

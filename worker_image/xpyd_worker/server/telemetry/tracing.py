@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from xpyd_worker.server.bridge import RequestTimes
-from xpyd_worker.server.generation import Generation, Usage
 from xpyd_worker.server.openai.answers import AnswerId
+from xpyd_worker.server.openai.generation import Generation, Usage
 from xpyd_worker.server.openai.params import Options
 
 Operation = Literal["chat", "text_completion"]

@@ -24,8 +24,8 @@ from xpyd_worker.engine.request import (
 from xpyd_worker.server.bridge import Mailbox, RequestTimes
 from xpyd_worker.server.openai.jobs import Job
 from xpyd_worker.server.openai.params import Options
+from xpyd_worker.server.output_text import OutputText
 from xpyd_worker.server.service import Service
-from xpyd_worker.server.text.output_text import OutputText
 
 _log = logging.getLogger(__name__)
 _FAILURES: Mapping[ErrorKind, str] = MappingProxyType(
