@@ -9,7 +9,7 @@ from xpyd_worker.ranks.watch.judge import Shown
 from xpyd_worker.server.telemetry.metrics import rank_samples
 
 
-def test_each_rank_has_its_own_figures_under_its_place() -> None:
+def test_each_rank_has_its_own_metrics_under_its_place() -> None:
     sizes = Sizes(pipeline=2, tensor=2)
     samples = rank_samples(
         sizes,

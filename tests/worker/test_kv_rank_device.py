@@ -158,8 +158,8 @@ def test_every_landing(tmp_path: Path, name: str, transport: str, where: str) ->
         assert d.kv.metrics.landings == {where: 1}
         d.pool.release(landed.block_ids)
         assert is_back(d.pool)
-        figures = d.kv.store.metrics()
-        assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (0, 0, 0)
+        metrics = d.kv.store.metrics()
+        assert (metrics.leases, metrics.buffer_used_bytes, metrics.pool_used_bytes) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("name", ["tp2-pp2", "tp1-tp4 of 2 heads"])

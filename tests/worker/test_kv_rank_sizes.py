@@ -86,10 +86,10 @@ def test_the_memory_of_the_ranks_adds_up_to_the_instances(name: str, buffer: str
     try:
         taken = [[len(region) for region in part.space.regions] for part in side.parts]
         assert side.kv.store is not None
-        figures = side.kv.store.metrics()
+        metrics = side.kv.store.metrics()
     finally:
         side.close()
-    booked = {"buffer": figures.buffer_bytes, "pool": figures.pool_bytes}
+    booked = {"buffer": metrics.buffer_bytes, "pool": metrics.pool_bytes}
     assert booked == dict(zip(wanted, map(sum, zip(*taken, strict=True)), strict=True))
     # But for what is left over of a whole block.
     for where, size in booked.items():
