@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worker.server_fakes import FakeEngine
+from tests.worker.server_fakes import ScriptedEngine
 from xpyd_core.distribution import Distribution
 from xpyd_worker.engine.request import (
     ChoiceOutput,
@@ -131,7 +131,7 @@ def test_times_are_those_of_the_engines_thread_not_of_a_late_loop() -> None:
         now_s = [SUBMITTED_S]
         figures = RequestMetrics()
         bridge = EngineBridge(figures, clock=lambda: now_s[0])
-        bridge.bind(FakeEngine(silent=True))
+        bridge.bind(ScriptedEngine(silent=True))
         mailbox = Mailbox()
         bridge.submit(EngineRequest("r", "r", (1, 2), SamplingParams(4, 0)), mailbox)
         for at_s, is_last in ((1000.5, False), (1000.75, True)):

@@ -43,9 +43,9 @@ def four() -> Iterator[Four]:
 
 def test_the_first_batch_leaves_while_the_fourth_enters() -> None:
     """Article fact 44."""
-    bench, executor = timed(4, budget=8, blocks=64)
-    submit(bench, length=8 * 7, max_tokens=1)
-    bench.run()
+    driver, executor = timed(4, budget=8, blocks=64)
+    submit(driver, length=8 * 7, max_tokens=1)
+    driver.run()
     first, last = executor.spans[0], executor.spans[-1]
     assert last[0] == first[3] == (30, 40), "A's last stage and D's first one are the fourth step"
     assert last[-1][1] == 10 * (4 + 7 - 1)

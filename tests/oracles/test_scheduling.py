@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.worker.engine_bench import Bench, make_request, prompt_of, prompt_that_draws
+from tests.worker.engine_driver import EngineDriver, make_request, prompt_of, prompt_that_draws
 from tests.worker.engine_fakes import BLOCK, EOS
-from tests.worker.server_fakes import FakeEngine, say, serving
+from tests.worker.server_fakes import ScriptedEngine, say, serving
 from xpyd_core.blocks import block_hashes, blocks_for, next_block_hash, root_hash
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.open_requests import End, StopRules
@@ -30,14 +30,14 @@ def fill(pool: BlockManager, ids: list[int], salt: bytes = b"") -> list[int]:
     return blocks
 
 
-def counts(bench: Bench) -> list[list[int]]:
+def counts(driver: EngineDriver) -> list[list[int]]:
     """Tokens of each sequence in each step."""
-    return [[len(s.token_ids) for s in step.sequences] for step in bench.executor.steps]
+    return [[len(s.token_ids) for s in step.sequences] for step in driver.executor.steps]
 
 
-def names(bench: Bench) -> list[list[str]]:
+def names(driver: EngineDriver) -> list[list[str]]:
     """Whose sequences each step has."""
-    return [[s.log_id for s in step.sequences] for step in bench.executor.steps]
+    return [[s.log_id for s in step.sequences] for step in driver.executor.steps]
 
 
 # --- 18: blocks
@@ -52,10 +52,10 @@ def test_blocks_for_n_tokens_is_n_over_16_rounded_up(count: int, blocks: int) ->
 @pytest.mark.parametrize(("length", "blocks"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
 def test_a_sequence_has_that_many_in_its_table(length: int, blocks: int) -> None:
     """Article fact 18."""
-    bench = Bench()
-    bench.submit(make_request("a", prompt_of(length), max_tokens=1))
-    bench.run()
-    assert len(bench.executor.steps[0].sequences[0].block_ids) == blocks == -(-length // BLOCK)
+    driver = EngineDriver()
+    driver.submit(make_request("a", prompt_of(length), max_tokens=1))
+    driver.run()
+    assert len(driver.executor.steps[0].sequences[0].block_ids) == blocks == -(-length // BLOCK)
 
 
 # --- 19: who runs
@@ -63,35 +63,35 @@ def test_a_sequence_has_that_many_in_its_table(length: int, blocks: int) -> None
 
 def test_running_sequences_come_first_then_the_queue_in_order() -> None:
     """Article fact 19."""
-    bench = Bench(seqs=2, budget=8)
+    driver = EngineDriver(seqs=2, budget=8)
     for name in ("a", "b", "c"):
-        bench.submit(make_request(name, prompt_of(3), max_tokens=6, ignore_eos=True))
-    bench.turns(3)
-    assert names(bench) == [["a", "b"], ["a", "b"], ["a", "b"]]
-    bench.run()
-    assert bench.executor.steps[6].sequences[0].log_id == "c"
+        driver.submit(make_request(name, prompt_of(3), max_tokens=6, ignore_eos=True))
+    driver.turns(3)
+    assert names(driver) == [["a", "b"], ["a", "b"], ["a", "b"]]
+    driver.run()
+    assert driver.executor.steps[6].sequences[0].log_id == "c"
     for name in ("a", "b", "c"):
-        bench.assert_as_alone(name)
+        driver.assert_as_alone(name)
 
 
 def test_each_takes_its_tokens_from_the_budget() -> None:
     """Article fact 19."""
-    bench = Bench(budget=10)
+    driver = EngineDriver(budget=10)
     for number, length in enumerate((4, 3, 9)):
         prompt = prompt_of(length, number)
-        bench.submit(make_request(f"r{number}", prompt, max_tokens=4, ignore_eos=True))
-    bench.turns(2)
-    assert counts(bench) == [[4, 3, 3], [1, 1, 6]]
+        driver.submit(make_request(f"r{number}", prompt, max_tokens=4, ignore_eos=True))
+    driver.turns(2)
+    assert counts(driver) == [[4, 3, 3], [1, 1, 6]]
 
 
 def test_by_priority_the_queue_is_a_heap_and_fcfs_appends() -> None:
     """Article fact 19."""
     for policy, order in (("fcfs", ["a", "b", "c", "d"]), ("priority", ["c", "d", "b", "a"])):
-        bench = Bench(seqs=1, policy=policy)  # pyright: ignore
+        driver = EngineDriver(seqs=1, policy=policy)  # pyright: ignore
         for name, priority in (("a", 9), ("b", 5), ("c", -1), ("d", 0)):
-            bench.submit(make_request(name, prompt_of(3), max_tokens=1, priority=priority))
-        bench.run()
-        assert [one for (one,) in names(bench)] == order
+            driver.submit(make_request(name, prompt_of(3), max_tokens=1, priority=priority))
+        driver.run()
+        assert [one for (one,) in names(driver)] == order
 
 
 @pytest.mark.parametrize(("policy", "victim"), [("fcfs", "new"), ("priority", "old")])
@@ -99,34 +99,34 @@ def test_without_blocks_the_lower_in_rank_gives_its_blocks_back_and_recomputes(
     policy: str, victim: str
 ) -> None:
     """Article fact 19."""
-    bench = Bench(blocks=6, budget=64, policy=policy)  # pyright: ignore
+    driver = EngineDriver(blocks=6, budget=64, policy=policy)  # pyright: ignore
     for name, first, priority in (("old", 1, 1), ("new", 9, 0)):
         prompt = prompt_of(8, first)
-        bench.submit(make_request(name, prompt, max_tokens=12, ignore_eos=True, priority=priority))
-    bench.run()
+        driver.submit(make_request(name, prompt, max_tokens=12, ignore_eos=True, priority=priority))
+    driver.run()
     restarts = {
         s.log_id
-        for step in bench.executor.steps[1:]
+        for step in driver.executor.steps[1:]
         for s in step.sequences
         if s.start <= 8 and len(s.token_ids) > 1
     }
     assert restarts == {victim}
-    assert bench.core.stats().preemptions == 1
+    assert driver.core.stats().preemptions == 1
     for name in ("old", "new"):
-        bench.assert_as_alone(name)
-    bench.assert_all_blocks_free()
+        driver.assert_as_alone(name)
+    driver.assert_all_blocks_free()
 
 
 def test_a_waiting_request_without_blocks_is_skipped_and_preempts_none() -> None:
     """Article fact 19."""
-    bench = Bench(blocks=5, budget=64, policy="priority")
-    bench.submit(make_request("old", prompt_of(8), max_tokens=8, ignore_eos=True, priority=9))
-    bench.turns(1)
-    bench.submit(make_request("new", prompt_of(12, 5), max_tokens=2, priority=0))
-    bench.run()
-    assert bench.core.stats().preemptions == 0
-    assert names(bench)[:8] == [["old"]] * 8
-    bench.assert_as_alone("new")
+    driver = EngineDriver(blocks=5, budget=64, policy="priority")
+    driver.submit(make_request("old", prompt_of(8), max_tokens=8, ignore_eos=True, priority=9))
+    driver.turns(1)
+    driver.submit(make_request("new", prompt_of(12, 5), max_tokens=2, priority=0))
+    driver.run()
+    assert driver.core.stats().preemptions == 0
+    assert names(driver)[:8] == [["old"]] * 8
+    driver.assert_as_alone("new")
 
 
 # --- 20: chunked prefill
@@ -134,22 +134,22 @@ def test_a_waiting_request_without_blocks_is_skipped_and_preempts_none() -> None
 
 def test_a_prompt_of_18_in_chunks_of_8_takes_three_steps_and_samples_in_the_last() -> None:
     """Article fact 20."""
-    for bench in (Bench(budget=8), Bench(budget=64, threshold=8)):
-        bench.submit(make_request("a", prompt_of(18), max_tokens=1))
-        bench.run()
-        assert counts(bench) == [[8], [8], [2]]
-        sampled = [bool(step.sequences[0].samples) for step in bench.executor.steps]
+    for driver in (EngineDriver(budget=8), EngineDriver(budget=64, threshold=8)):
+        driver.submit(make_request("a", prompt_of(18), max_tokens=1))
+        driver.run()
+        assert counts(driver) == [[8], [8], [2]]
+        sampled = [bool(step.sequences[0].samples) for step in driver.executor.steps]
         assert sampled == [False, False, True]
-        bench.assert_as_alone("a")
+        driver.assert_as_alone("a")
 
 
 def test_the_threshold_caps_each_request_and_the_budget_cuts_in_any_case() -> None:
     """Article fact 20."""
-    bench = Bench(budget=10, threshold=6)
-    bench.submit(make_request("a", prompt_of(13), max_tokens=1))
-    bench.submit(make_request("b", prompt_of(13, 5), max_tokens=1))
-    bench.run()
-    assert counts(bench) == [[6, 4], [6, 4], [1, 5]]
+    driver = EngineDriver(budget=10, threshold=6)
+    driver.submit(make_request("a", prompt_of(13), max_tokens=1))
+    driver.submit(make_request("b", prompt_of(13, 5), max_tokens=1))
+    driver.run()
+    assert counts(driver) == [[6, 4], [6, 4], [1, 5]]
 
 
 # --- 21: what hits
@@ -191,16 +191,16 @@ def test_of_a_shared_prefix_the_tokens_beyond_its_full_blocks_are_computed_again
     extra: int,
 ) -> None:
     """Article fact 21."""
-    bench = Bench()
+    driver = EngineDriver()
     shared = prompt_of(3 * BLOCK + extra)
-    bench.submit(make_request("a", [*shared, 30], max_tokens=1))
-    bench.run()
-    bench.submit(make_request("b", [*shared, 9, 8, 7], max_tokens=1))
-    bench.run()
-    last = bench.executor.steps[-1].sequences[0]
+    driver.submit(make_request("a", [*shared, 30], max_tokens=1))
+    driver.run()
+    driver.submit(make_request("b", [*shared, 9, 8, 7], max_tokens=1))
+    driver.run()
+    last = driver.executor.steps[-1].sequences[0]
     assert (last.start, len(last.token_ids)) == (3 * BLOCK, len(shared) % BLOCK + 3)
-    assert bench.outputs["b"][-1].cached_tokens == 3 * BLOCK
-    assert bench.core.stats().prefix_hit_tokens == 3 * BLOCK
+    assert driver.outputs["b"][-1].cached_tokens == 3 * BLOCK
+    assert driver.core.stats().prefix_hit_tokens == 3 * BLOCK
 
 
 # --- 22: reference counts
@@ -241,17 +241,17 @@ def test_content_is_forgotten_only_when_its_block_is_taken() -> None:
 
 def test_two_running_requests_share_the_blocks_of_their_prefix() -> None:
     """Article fact 22."""
-    bench = Bench(budget=64)
+    driver = EngineDriver(budget=64)
     shared = prompt_of(2 * BLOCK)
-    bench.submit(make_request("a", [*shared, 5], max_tokens=6, ignore_eos=True))
-    bench.turns(1)
-    bench.submit(make_request("b", [*shared, 6], max_tokens=6, ignore_eos=True))
-    bench.turns(1)
-    first, second = (s.block_ids for s in bench.executor.steps[1].sequences)
+    driver.submit(make_request("a", [*shared, 5], max_tokens=6, ignore_eos=True))
+    driver.turns(1)
+    driver.submit(make_request("b", [*shared, 6], max_tokens=6, ignore_eos=True))
+    driver.turns(1)
+    first, second = (s.block_ids for s in driver.executor.steps[1].sequences)
     assert first[:2] == second[:2]
-    assert [bench.pool.references(block) for block in first] == [2, 2, 1]
-    bench.run()
-    assert bench.pool.references(first[0]) == 0
+    assert [driver.pool.references(block) for block in first] == [2, 2, 1]
+    driver.run()
+    assert driver.pool.references(first[0]) == 0
 
 
 # --- 23: what ends a choice
@@ -291,17 +291,17 @@ def test_eos_stop_ids_and_lengths_end_a_choice(
 
 def test_the_stop_token_stays_in_the_output() -> None:
     """Article fact 23."""
-    bench = Bench()
-    bench.submit(make_request("a", prompt_that_draws(21), stop_token_ids=(21,)))
-    bench.run()
-    assert bench.tokens("a") == [21]
-    assert bench.outputs["a"][-1].choices[0].stop_token_id == 21
+    driver = EngineDriver()
+    driver.submit(make_request("a", prompt_that_draws(21), stop_token_ids=(21,)))
+    driver.run()
+    assert driver.tokens("a") == [21]
+    assert driver.outputs["a"][-1].choices[0].stop_token_id == 21
 
 
 async def test_a_stop_string_cuts_the_text_before_it_and_aborts_the_choice_in_the_engine() -> None:
     """Article fact 23."""
 
-    engine = FakeEngine(script=say("hello, world, hello, moon"))
+    engine = ScriptedEngine(script=say("hello, world, hello, moon"))
     async with serving(engine) as running:
         body = {"model": "fake", "prompt": "p", "stop": [", h", "wor"], "max_tokens": 100}
         answer = (await running.post("/v1/completions", body)).json()["choices"][0]
@@ -315,22 +315,22 @@ async def test_a_stop_string_cuts_the_text_before_it_and_aborts_the_choice_in_th
 
 def test_a_batched_sequence_gets_the_tokens_it_gets_alone() -> None:
     """Article fact 24."""
-    bench = Bench(budget=64)
+    driver = EngineDriver(budget=64)
     for number in range(8):
-        bench.submit(make_request(f"r{number}", prompt_of(3 + 2 * number, number), max_tokens=12))
-    bench.run()
+        driver.submit(make_request(f"r{number}", prompt_of(3 + 2 * number, number), max_tokens=12))
+    driver.run()
     for number in range(8):
-        bench.assert_as_alone(f"r{number}")
-    assert len(bench.executor.steps[0].sequences) == 8
+        driver.assert_as_alone(f"r{number}")
+    assert len(driver.executor.steps[0].sequences) == 8
 
 
 def test_a_step_holds_each_sequences_own_tokens_and_no_padding() -> None:
     """Article fact 24."""
-    bench = Bench(budget=64)
+    driver = EngineDriver(budget=64)
     for number, length in enumerate((3, 8, 5)):
-        bench.submit(make_request(f"r{number}", prompt_of(length, number), max_tokens=2))
-    bench.turns(1)
-    (step,) = bench.executor.steps
+        driver.submit(make_request(f"r{number}", prompt_of(length, number), max_tokens=2))
+    driver.turns(1)
+    (step,) = driver.executor.steps
     assert step.tokens == 3 + 8 + 5
     flat = [list(s.token_ids) for s in step.sequences]
     assert flat == [prompt_of(3, 0), prompt_of(8, 1), prompt_of(5, 2)]

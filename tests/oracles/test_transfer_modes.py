@@ -15,7 +15,7 @@ import pytest
 
 from tests.kv.kvfakes import BLOCK_SIZE, LAYOUT
 from tests.kv.kvsim import Sent, World
-from tests.worker.engine_bench import Bench, make_request, prompt_of
+from tests.worker.engine_driver import EngineDriver, make_request, prompt_of
 from tests.worker.engine_fakes import BLOCK
 from xpyd_core.pod_env import PodEnv
 from xpyd_core.request_id import Address, TransferKey
@@ -143,24 +143,24 @@ def test_p_looks_into_its_own_cache_then_offers_then_computes_and_waits_for_noth
 
     Article fact 17.
     """
-    bench = Bench(sends=True)
-    assert bench.producer is not None
-    bench.submit(make_request("warm", prompt_of(2 * BLOCK + 1), max_tokens=1))
-    bench.run()
+    driver = EngineDriver(sends=True)
+    assert driver.producer is not None
+    driver.submit(make_request("warm", prompt_of(2 * BLOCK + 1), max_tokens=1))
+    driver.run()
     forwards: list[tuple[int, int]] = []
-    producer, layers = bench.producer, len(bench.producer.layers)
-    bench.executor.during = lambda step: forwards.append(
+    producer, layers = driver.producer, len(driver.producer.layers)
+    driver.executor.during = lambda step: forwards.append(
         (step.sequences[0].start, len(producer.layers) - layers)
     )
     prompt = prompt_of(2 * BLOCK + 3)
     transfer = SendTo(KEY, PEER, len(prompt), True)
-    bench.submit(make_request("a", prompt, transfer=transfer, max_tokens=1))
-    bench.run()
+    driver.submit(make_request("a", prompt, transfer=transfer, max_tokens=1))
+    driver.run()
     assert [call[0] for call in producer.calls] == ["offer", "cached", "stage"]
     # The step began behind the local hit, and no layer was reported before it.
     assert forwards == [(2 * BLOCK, 0)]
     assert producer.layers[layers:] == [0, 1]
-    assert bench.consumer is None
+    assert driver.consumer is None
 
 
 def test_d_asks_until_the_kv_stands_and_loads_only_in_the_first_step() -> None:
@@ -168,26 +168,26 @@ def test_d_asks_until_the_kv_stands_and_loads_only_in_the_first_step() -> None:
 
     Article fact 17.
     """
-    bench = Bench(receives=True)
-    assert bench.consumer is not None
-    bench.submit(make_request("warm", prompt_of(BLOCK + 1), max_tokens=1))
-    bench.run()
+    driver = EngineDriver(receives=True)
+    assert driver.consumer is not None
+    driver.submit(make_request("warm", prompt_of(BLOCK + 1), max_tokens=1))
+    driver.run()
     prompt = prompt_of(3 * BLOCK + 2)
-    bench.consumer.arrive(KEY, prompt, "direct")
-    assert bench.consumer.arrivals[KEY].skipped == BLOCK
+    driver.consumer.arrive(KEY, prompt, "direct")
+    assert driver.consumer.arrivals[KEY].skipped == BLOCK
     transfer = ReceiveFrom(KEY, 5.0)
-    bench.submit(make_request("a", prompt, transfer=transfer, max_tokens=4, ignore_eos=True))
-    before = len(bench.executor.steps)
-    bench.turns(3)
-    assert len(bench.executor.steps) == before, "computed before its KV stood"
-    bench.consumer.land(KEY)
-    bench.run()
-    starts = [step.sequences[0].start for step in bench.executor.steps[before:]]
+    driver.submit(make_request("a", prompt, transfer=transfer, max_tokens=4, ignore_eos=True))
+    before = len(driver.executor.steps)
+    driver.turns(3)
+    assert len(driver.executor.steps) == before, "computed before its KV stood"
+    driver.consumer.land(KEY)
+    driver.run()
+    starts = [step.sequences[0].start for step in driver.executor.steps[before:]]
     assert starts == list(range(len(prompt) - 1, len(prompt) + 3))
     # Adopted once: afterwards the transfer is not known any more, and nobody asks for it.
-    assert bench.consumer.calls == [("expect", KEY)]
-    assert bench.consumer.arrivals == {}
-    bench.assert_as_alone("a")
+    assert driver.consumer.calls == [("expect", KEY)]
+    assert driver.consumer.arrivals == {}
+    driver.assert_as_alone("a")
 
 
 @pytest.mark.parametrize("role", ["p", "d"])

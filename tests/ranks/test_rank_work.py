@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.ranks.kit.pipeline import FakePipeline
-from tests.worker.engine_bench import Bench, make_request, prompt_of, seeds
+from tests.worker.engine_driver import EngineDriver, make_request, prompt_of, seeds
 from tests.worker.test_engine_walks import Walk
 from xpyd_worker.kernels.post_update import Sampled
 from xpyd_worker.ranks.compute.request_states import RequestStates
@@ -26,11 +26,11 @@ def pipeline(stages: int, *states: type[RequestStates]) -> type[FakePipeline]:
     return Pipeline
 
 
-def bench_of(*states: type[RequestStates]) -> Bench:
-    bench = Bench(make_executor=pipeline(len(states), *states))
-    bench.submit(make_request("r", prompt_of(7), ignore_eos=True, min_tokens=8))
-    bench.run()
-    return bench
+def bench_of(*states: type[RequestStates]) -> EngineDriver:
+    driver = EngineDriver(make_executor=pipeline(len(states), *states))
+    driver.submit(make_request("r", prompt_of(7), ignore_eos=True, min_tokens=8))
+    driver.run()
+    return driver
 
 
 def test_a_pipeline_gives_a_request_its_tokens():
@@ -58,10 +58,10 @@ def test_walks_over_a_pipeline_give_every_request_its_own_tokens(
     depth = stages if is_filled else 1
     walk = Walk(seed, make_executor=pipeline(stages), depth=depth, draws_ahead=False, **sizes)  # pyright: ignore
     walk.run(300)
-    executor = walk.bench.executor
+    executor = walk.driver.executor
     assert isinstance(executor, FakePipeline)
     assert executor.most_launched == depth
-    assert walk.bench.core.stats().preemptions > 0
+    assert walk.driver.core.stats().preemptions > 0
 
 
 def on_device(stages: int) -> type[FakePipeline]:
@@ -80,7 +80,7 @@ def test_so_do_walks_whose_last_stage_has_a_gpu(seed: int, stages: int):
         seed, make_executor=on_device(stages), depth=depth, draws_ahead=stages == 1, **sizes
     )  # pyright: ignore
     walk.run(300)
-    executor = walk.bench.executor
+    executor = walk.driver.executor
     assert isinstance(executor, FakePipeline)
     assert executor.most_launched == depth
     device = executor.parts[-1].device

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from tests.ranks.kit.coded_executor import CodedExecutor, CrowdedExecutor
-from tests.worker.engine_bench import Way, walks
+from tests.worker.engine_driver import Way, walks
 from tests.worker.test_engine_walks import Walk
 from xpyd_worker.ranks.step.messages import Ahead, Chunk, Full, Going
 
@@ -21,7 +21,7 @@ def walk(seed: int, make_executor: type[CodedExecutor], **options: int | bool) -
     sizes = {"seqs": 5, "budget": 9, "model_len": 48} | options
     one = Walk(seed, make_executor=make_executor, **sizes)  # pyright: ignore
     one.run(300)
-    executor = one.bench.executor
+    executor = one.driver.executor
     assert isinstance(executor, CodedExecutor)
     return Counter(map(type, executor.rows))
 

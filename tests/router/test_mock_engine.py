@@ -13,7 +13,7 @@ from tests.router.chaos import truth
 from tests.router.chaos.asks import Ask, draw
 from tests.router.chaos.truth import Wanted
 from tests.router.chaos.wire import Call, Stream, whole
-from tests.worker.server_fakes import ByteTokenizer, FakeEngine, Running, run, serving
+from tests.worker.server_fakes import ByteTokenizer, Running, ScriptedEngine, run, serving
 from xpyd_worker.engine.request import EngineRequest, TokenLogprob
 
 UUID = "93923d63113b4b338973f24d19d4bf11"
@@ -30,7 +30,7 @@ class Tokenizer(ByteTokenizer):
         return truth.TOKEN_BYTES[token_id]
 
 
-class Engine(FakeEngine):
+class Engine(ScriptedEngine):
     """The server's fake engine with the mocks' model; `wanted` is what it is asked next."""
 
     wanted: Wanted

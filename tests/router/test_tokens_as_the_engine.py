@@ -17,7 +17,7 @@ from tests.router.chat_templates import (
     save_byte_level,
     save_sentence_pieces,
 )
-from tests.worker.engine_bench import Bench
+from tests.worker.engine_driver import EngineDriver
 from tests.worker.engine_fakes import BLOCK
 from xpyd_core.errors import ApiError
 from xpyd_router.tokens.child import Checkpoint, PromptLimits
@@ -69,12 +69,12 @@ class Both:
         requests = self.engine_requests(body, is_chat=is_chat)
         counts = self.checkpoint.count(body, is_chat=is_chat)
         assert counts.tokens == sum(len(request.prompt) for request in requests)
-        bench = Bench(blocks=8192, budget=512, model_len=50_000)
-        assert bench.pool.lookup(counts.hashes) == []
-        bench.submit(requests[0])
-        bench.run()
+        driver = EngineDriver(blocks=8192, budget=512, model_len=50_000)
+        assert driver.pool.lookup(counts.hashes) == []
+        driver.submit(requests[0])
+        driver.run()
         assert len(counts.hashes) == len(requests[0].prompt) // BLOCK
-        assert len(bench.pool.lookup(counts.hashes)) == len(counts.hashes)
+        assert len(driver.pool.lookup(counts.hashes)) == len(counts.hashes)
 
 
 def both(folder: Path, *, knows_developer: bool = False) -> Both:

@@ -81,7 +81,7 @@ def say(text: str, *, eos: bool = True) -> Script:
 
 
 @dataclass
-class FakeEngine:
+class ScriptedEngine:
     """Puts out scripted tokens, one per choice and step, on the loop. Follows the engine's rules
     for max_tokens, EOS, stop ids, continue_from and abort."""
 
@@ -225,7 +225,7 @@ class FakeEngine:
 class Running:
     """A server under test."""
 
-    engine: FakeEngine
+    engine: ScriptedEngine
     api: Api
     url: str
     client: httpx.AsyncClient
@@ -238,7 +238,7 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def serving(
-    engine: FakeEngine | None = None,
+    engine: ScriptedEngine | None = None,
     *,
     role: Any = "Aggregated",
     max_model_len: int = 200,
@@ -253,7 +253,7 @@ async def serving(
     bodies: BodyBudget | None = None,
 ) -> AsyncIterator[Running]:
     """The API over `engine` on a loopback port."""
-    engine = engine or FakeEngine()
+    engine = engine or ScriptedEngine()
     metrics = ServerMetrics()
     bridge = EngineBridge(metrics.requests)
     engine.deliver = bridge.deliver

@@ -37,7 +37,7 @@ class Model:
         )
 
 
-class FakeGraph:
+class ReplayedGraph:
     """Runs the model again for a replay, into the memory of the captured output."""
 
     def __init__(self, run: Callable[[], Tensor], model: Model) -> None:
@@ -54,15 +54,15 @@ class FakeGraph:
         self.output.copy_(found)
 
 
-class FakeDevice:
+class CapturingDevice:
     def __init__(self, model: Model) -> None:
         self._model = model
-        self.graphs: dict[int, FakeGraph] = {}
+        self.graphs: dict[int, ReplayedGraph] = {}
         self.runs_before: list[int] = []
 
-    def capture(self, run: Callable[[], Tensor]) -> FakeGraph:
+    def capture(self, run: Callable[[], Tensor]) -> ReplayedGraph:
         self.runs_before.append(len(self._model.calls))
-        graph = FakeGraph(run, self._model)
+        graph = ReplayedGraph(run, self._model)
         self.graphs[len(graph.output)] = graph
         return graph
 
@@ -72,9 +72,9 @@ def static_plan(size: int) -> StaticPlan:
 
 
 @pytest.fixture
-def made() -> tuple[DecodeGraphs, FakeDevice, Model]:
+def made() -> tuple[DecodeGraphs, CapturingDevice, Model]:
     model = Model()
-    device = FakeDevice(model)
+    device = CapturingDevice(model)
     graphs = DecodeGraphs(device, model.forward, static_plan, sizes=padded_sizes(6), on=CPU)
     return graphs, device, model
 
@@ -91,7 +91,7 @@ def test_sizes_are_powers_of_two_and_the_largest_batch() -> None:
 
 
 def test_the_largest_is_captured_first_and_each_after_runs_that_set_things_up(
-    made: tuple[DecodeGraphs, FakeDevice, Model],
+    made: tuple[DecodeGraphs, CapturingDevice, Model],
 ) -> None:
     graphs, device, model = made
     assert graphs.most == 6
@@ -102,7 +102,7 @@ def test_the_largest_is_captured_first_and_each_after_runs_that_set_things_up(
 
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 6), (6, 6)])
 def test_a_batch_is_padded_to_the_next_size_with_rows_that_touch_no_block(
-    made: tuple[DecodeGraphs, FakeDevice, Model], count: int, size: int
+    made: tuple[DecodeGraphs, CapturingDevice, Model], count: int, size: int
 ) -> None:
     graphs, device, _ = made
     starts = [5 * i for i in range(count)]
@@ -118,7 +118,7 @@ def test_a_batch_is_padded_to_the_next_size_with_rows_that_touch_no_block(
 
 
 def test_a_smaller_step_leaves_nothing_of_a_larger_one(
-    made: tuple[DecodeGraphs, FakeDevice, Model],
+    made: tuple[DecodeGraphs, CapturingDevice, Model],
 ) -> None:
     graphs, device, _ = made
     graphs.run([1, 2, 3, 4], spans([1, 2, 3, 4]))
@@ -140,7 +140,9 @@ def test_buffers_that_move_are_seen() -> None:
             self._static.copy_(spans)
 
     model = Model()
-    graphs = DecodeGraphs(FakeDevice(model), model.forward, lambda _: Moving(), sizes=[2], on=CPU)
+    graphs = DecodeGraphs(
+        CapturingDevice(model), model.forward, lambda _: Moving(), sizes=[2], on=CPU
+    )
     with pytest.raises(AssertionError, match="addresses"):
         graphs.run([1, 2], spans([1, 2]))
 
@@ -164,7 +166,7 @@ def test_a_capture_does_not_mind_what_other_threads_ask_of_the_device(
 
 @pytest.mark.parametrize("count", [0, 7])
 def test_batches_without_a_graph_are_refused(
-    made: tuple[DecodeGraphs, FakeDevice, Model], count: int
+    made: tuple[DecodeGraphs, CapturingDevice, Model], count: int
 ) -> None:
     with pytest.raises(ValueError, match="1 to 6 fit"):
         made[0].run([1] * count, spans([1] * count))

@@ -8,90 +8,96 @@ from __future__ import annotations
 
 import pytest
 
-from tests.worker.engine_bench import Bench, StepFailed, make_request, prompt_of, prompt_that_draws
+from tests.worker.engine_driver import (
+    EngineDriver,
+    StepFailed,
+    make_request,
+    prompt_of,
+    prompt_that_draws,
+)
 from tests.worker.engine_fakes import BLOCK, EOS
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_worker.engine.executor import DRAWN_BEFORE, StepInput
 from xpyd_worker.engine.request import EngineRequest, SendTo
 
 
-def under_way(bench: Bench) -> list[StepInput]:
-    return list(bench.executor.launched)
+def under_way(driver: EngineDriver) -> list[StepInput]:
+    return list(driver.executor.launched)
 
 
-def submit(bench: Bench, name: str = "r", **options: object) -> EngineRequest:
+def submit(driver: EngineDriver, name: str = "r", **options: object) -> EngineRequest:
     """A request that does not end by itself before its max_tokens."""
-    prompt = prompt_of(6, first=1 + len(bench.requests))
+    prompt = prompt_of(6, first=1 + len(driver.requests))
     request = make_request(name, prompt, ignore_eos=True, **options)  # pyright: ignore
-    return bench.submit(request)
+    return driver.submit(request)
 
 
 def test_the_next_step_is_launched_before_the_last_one_is_waited_for() -> None:
-    bench = Bench(depth=2)
-    submit(bench)
-    bench.turns(1)
-    assert [step.sequences[0].token_ids for step in under_way(bench)] == [tuple(prompt_of(6))]
-    assert bench.tokens("r") == []
-    bench.turns(1)
-    (ahead,) = under_way(bench)
+    driver = EngineDriver(depth=2)
+    submit(driver)
+    driver.turns(1)
+    assert [step.sequences[0].token_ids for step in under_way(driver)] == [tuple(prompt_of(6))]
+    assert driver.tokens("r") == []
+    driver.turns(1)
+    (ahead,) = under_way(driver)
     assert ahead.sequences[0].token_ids == (DRAWN_BEFORE,)
     assert ahead.sequences[0].samples[0].position == 1
-    assert len(bench.tokens("r")) == 1
-    bench.run()
-    bench.assert_as_alone("r")
+    assert len(driver.tokens("r")) == 1
+    driver.run()
+    driver.assert_as_alone("r")
 
 
 def test_chunks_of_a_prompt_follow_each_other_without_a_wait() -> None:
-    bench = Bench(depth=2, budget=4, seqs=4)
-    bench.submit(make_request("r", prompt_of(11), ignore_eos=True))
-    bench.turns(4)
-    launched = [step.sequences[0] for step in bench.executor.steps]
+    driver = EngineDriver(depth=2, budget=4, seqs=4)
+    driver.submit(make_request("r", prompt_of(11), ignore_eos=True))
+    driver.turns(4)
+    launched = [step.sequences[0] for step in driver.executor.steps]
     assert [(s.start, len(s.token_ids)) for s in launched] == [(0, 4), (4, 4), (8, 3), (11, 1)]
     assert launched[3].token_ids == (DRAWN_BEFORE,)
-    bench.run()
-    bench.assert_as_alone("r")
+    driver.run()
+    driver.assert_as_alone("r")
 
 
 def test_nobody_takes_part_behind_its_last_token_by_length() -> None:
-    bench = Bench(depth=2)
-    submit(bench, max_tokens=3)
-    bench.run()
-    assert [len(step.sequences) for step in bench.executor.steps] == [1, 1, 1]
-    bench.assert_as_alone("r")
+    driver = EngineDriver(depth=2)
+    submit(driver, max_tokens=3)
+    driver.run()
+    assert [len(step.sequences) for step in driver.executor.steps] == [1, 1, 1]
+    driver.assert_as_alone("r")
 
 
 def test_who_draws_eos_has_taken_part_once_more_and_puts_out_nothing_behind_it() -> None:
-    bench = Bench(depth=2)
-    bench.submit(make_request("r", prompt_that_draws(EOS)))
-    bench.turns(2)
-    assert bench.reasons("r") == {0: "stop"}
-    assert len(under_way(bench)) == 1
-    assert not bench.core.is_idle()
-    bench.run()
-    assert bench.tokens("r") == [EOS]
-    assert bench.core.is_idle()
+    driver = EngineDriver(depth=2)
+    driver.submit(make_request("r", prompt_that_draws(EOS)))
+    driver.turns(2)
+    assert driver.reasons("r") == {0: "stop"}
+    assert len(under_way(driver)) == 1
+    assert not driver.core.is_idle()
+    driver.run()
+    assert driver.tokens("r") == [EOS]
+    assert driver.core.is_idle()
 
 
 def test_blocks_stay_until_the_step_that_writes_to_them_is_over() -> None:
-    bench = Bench(depth=2)
-    bench.submit(make_request("r", prompt_that_draws(EOS, length=2 * BLOCK)))
-    bench.turns(2)
-    assert bench.finished("r")
-    held = under_way(bench)[0].sequences[0].block_ids
-    assert [bench.pool.references(block) for block in held] == [1] * len(held)
-    bench.turns(1)
-    bench.assert_all_blocks_free()
+    driver = EngineDriver(depth=2)
+    driver.submit(make_request("r", prompt_that_draws(EOS, length=2 * BLOCK)))
+    driver.turns(2)
+    assert driver.finished("r")
+    held = under_way(driver)[0].sequences[0].block_ids
+    assert [driver.pool.references(block) for block in held] == [1] * len(held)
+    driver.turns(1)
+    driver.assert_all_blocks_free()
 
 
 def test_blocks_of_an_aborted_request_stay_until_its_step_is_over() -> None:
-    bench = Bench(depth=2)
-    submit(bench)
-    bench.turns(3)
-    bench.core.abort("r")
-    bench.core.turn()
-    bench.run()
-    bench.assert_all_blocks_free()
-    assert bench.core.is_idle()
+    driver = EngineDriver(depth=2)
+    submit(driver)
+    driver.turns(3)
+    driver.core.abort("r")
+    driver.core.turn()
+    driver.run()
+    driver.assert_all_blocks_free()
+    assert driver.core.is_idle()
 
 
 @pytest.mark.parametrize(
@@ -100,102 +106,102 @@ def test_blocks_of_an_aborted_request_stay_until_its_step_is_over() -> None:
 def test_a_draw_that_reads_earlier_tokens_keeps_the_engine_from_running_ahead(
     options: dict[str, object],
 ) -> None:
-    bench = Bench(depth=2)
-    submit(bench, "reads", **options)
-    submit(bench, "other")
-    bench.run()
-    ids = [s.token_ids for step in bench.executor.steps for s in step.sequences]
+    driver = EngineDriver(depth=2)
+    submit(driver, "reads", **options)
+    submit(driver, "other")
+    driver.run()
+    ids = [s.token_ids for step in driver.executor.steps for s in step.sequences]
     assert (DRAWN_BEFORE,) not in ids
     for name in ("reads", "other"):
-        bench.assert_as_alone(name)
+        driver.assert_as_alone(name)
 
 
 def test_a_fork_is_waited_for_and_then_it_runs_ahead_again() -> None:
-    bench = Bench(depth=2)
-    submit(bench, n=3, max_tokens=9)
-    bench.run()
-    bench.assert_as_alone("r")
-    assert [(DRAWN_BEFORE,) in _ids(step) for step in bench.executor.steps[:4]] == [
+    driver = EngineDriver(depth=2)
+    submit(driver, n=3, max_tokens=9)
+    driver.run()
+    driver.assert_as_alone("r")
+    assert [(DRAWN_BEFORE,) in _ids(step) for step in driver.executor.steps[:4]] == [
         *(False, False),
         *(True, True),
     ]
 
 
 def test_chunks_of_a_prompt_that_is_scored_follow_each_other_without_a_wait() -> None:
-    bench = Bench(depth=2, budget=8)
-    request = submit(bench, prompt_logprobs=1, max_tokens=6)
-    long = bench.submit(make_request("long", prompt_of(21), ignore_eos=True, prompt_logprobs=0))
-    bench.run()
+    driver = EngineDriver(depth=2, budget=8)
+    request = submit(driver, prompt_logprobs=1, max_tokens=6)
+    long = driver.submit(make_request("long", prompt_of(21), ignore_eos=True, prompt_logprobs=0))
+    driver.run()
     for one in (request, long):
-        bench.assert_as_alone(one.request_id)
-        (scored,) = (o.prompt_logprobs for o in bench.outputs[one.request_id] if o.prompt_logprobs)
+        driver.assert_as_alone(one.request_id)
+        (scored,) = (o.prompt_logprobs for o in driver.outputs[one.request_id] if o.prompt_logprobs)
         assert [s and s.token_id for s in scored] == [None, *one.prompt[1:]]
 
 
 def test_who_lacks_a_block_waits_for_the_step_under_way_before_anyone_is_preempted() -> None:
     """Two fill the pool; the one that ends in the step under way makes room for the other."""
-    bench = Bench(depth=2, blocks=4)
-    bench.submit(make_request("ends", prompt_of(BLOCK), max_tokens=4, ignore_eos=True))
-    bench.submit(make_request("goes on", prompt_of(BLOCK, 2), max_tokens=6, ignore_eos=True))
-    bench.run()
-    assert bench.core.stats().preemptions == 0
+    driver = EngineDriver(depth=2, blocks=4)
+    driver.submit(make_request("ends", prompt_of(BLOCK), max_tokens=4, ignore_eos=True))
+    driver.submit(make_request("goes on", prompt_of(BLOCK, 2), max_tokens=6, ignore_eos=True))
+    driver.run()
+    assert driver.core.stats().preemptions == 0
     for name in ("ends", "goes on"):
-        bench.assert_as_alone(name)
+        driver.assert_as_alone(name)
 
 
 def test_a_choice_that_is_ended_while_its_token_is_drawn_gets_none() -> None:
-    bench = Bench(depth=2)
-    submit(bench, n=3, max_tokens=4)
-    bench.turns(1)
-    bench.core.abort("r", (1,))
-    bench.run()
-    assert bench.tokens("r", 1) == []
-    assert [len(bench.tokens("r", choice)) for choice in (0, 2)] == [4, 4]
-    bench.assert_begins_as_alone("r")
-    bench.assert_all_blocks_free()
+    driver = EngineDriver(depth=2)
+    submit(driver, n=3, max_tokens=4)
+    driver.turns(1)
+    driver.core.abort("r", (1,))
+    driver.run()
+    assert driver.tokens("r", 1) == []
+    assert [len(driver.tokens("r", choice)) for choice in (0, 2)] == [4, 4]
+    driver.assert_begins_as_alone("r")
+    driver.assert_all_blocks_free()
 
 
 def test_a_sender_takes_one_step_at_a_time() -> None:
-    bench = Bench(depth=2, sends=True)
+    driver = EngineDriver(depth=2, sends=True)
     key = TransferKey("0" * 32, 0)
     send = SendTo(key, Address("127.0.0.1", 21001), 6, True)
-    submit(bench, transfer=send)
-    bench.turns(1)
-    assert under_way(bench) == []
-    bench.run()
-    bench.assert_as_alone("r")
+    submit(driver, transfer=send)
+    driver.turns(1)
+    assert under_way(driver) == []
+    driver.run()
+    driver.assert_as_alone("r")
 
 
 @pytest.mark.parametrize("where", ["fail_with", "refuse_with"])
 def test_a_failed_step_ends_its_requests_and_the_one_behind_it_does_no_harm(where: str) -> None:
-    bench = Bench(depth=2)
-    submit(bench, "r")
-    bench.turns(2)
-    setattr(bench.executor, where, StepFailed("out of luck"))
-    submit(bench, "later")
-    bench.run()
-    assert bench.reasons("r") == {0: "error"}
-    assert bench.outputs["r"][-1].error == "the step failed: out of luck"
-    bench.assert_all_blocks_free()
-    assert bench.core.is_idle()
+    driver = EngineDriver(depth=2)
+    submit(driver, "r")
+    driver.turns(2)
+    setattr(driver.executor, where, StepFailed("out of luck"))
+    submit(driver, "later")
+    driver.run()
+    assert driver.reasons("r") == {0: "error"}
+    assert driver.outputs["r"][-1].error == "the step failed: out of luck"
+    driver.assert_all_blocks_free()
+    assert driver.core.is_idle()
 
 
 def test_a_sequence_that_nothing_can_be_drawn_for_fails_alone_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    bench = Bench(depth=2)
-    submit(bench, "unlucky", n=2)
-    submit(bench, "other")
-    bench.turns(3)
-    bench.executor.unlucky.add("unlucky")
-    bench.run()
-    assert bench.reasons("unlucky") == {0: "error", 1: "error"}
-    assert bench.outputs["unlucky"][-1].error == "the step failed: no token"
+    driver = EngineDriver(depth=2)
+    submit(driver, "unlucky", n=2)
+    submit(driver, "other")
+    driver.turns(3)
+    driver.executor.unlucky.add("unlucky")
+    driver.run()
+    assert driver.reasons("unlucky") == {0: "error", 1: "error"}
+    assert driver.outputs["unlucky"][-1].error == "the step failed: no token"
     assert {r.levelname for r in caplog.records if r.getMessage().endswith(": no token")} == {
         "ERROR"
     }
-    bench.assert_as_alone("other")
-    bench.assert_all_blocks_free()
+    driver.assert_as_alone("other")
+    driver.assert_all_blocks_free()
 
 
 def _ids(step: StepInput) -> list[tuple[int, ...]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.worker.engine_bench import Bench, make_request
+from tests.worker.engine_driver import EngineDriver, make_request
 from tests.worker.engine_fakes import BLOCK, FakeExecutor
 from tests.worker.transfer_fakes import FakeConsumer
 from xpyd_core.request_id import TransferKey
@@ -125,27 +125,27 @@ def test_a_request_for_an_engine_that_has_stopped_ends_at_once():
 
 
 def test_a_turn_with_nothing_to_do_says_so_and_a_freed_block_asks_for_another():
-    bench = Bench(receives=True)
-    assert bench.core.turn() is False
-    bench.submit(make_request("a", [1, 2, 3], max_tokens=1))
-    assert bench.core.turn() is True
-    assert bench.core.turn() is False
+    driver = EngineDriver(receives=True)
+    assert driver.core.turn() is False
+    driver.submit(make_request("a", [1, 2, 3], max_tokens=1))
+    assert driver.core.turn() is True
+    assert driver.core.turn() is False
 
 
 def test_an_engine_with_a_request_is_not_idle_from_submit_on():
-    bench = Bench()
-    bench.submit(make_request("a", [1, 2, 3], max_tokens=2, ignore_eos=True))
-    assert not bench.core.is_idle()
-    bench.executor.during = lambda step: idle.append(bench.core.is_idle())
+    driver = EngineDriver()
+    driver.submit(make_request("a", [1, 2, 3], max_tokens=2, ignore_eos=True))
+    assert not driver.core.is_idle()
+    driver.executor.during = lambda step: idle.append(driver.core.is_idle())
     idle: list[bool] = []
-    bench.turns(1)
+    driver.turns(1)
     assert idle == [False]
-    assert not bench.core.is_idle()
-    assert bench.core.stats().running == 1
-    bench.run()
-    assert bench.core.is_idle()
-    assert bench.core.stats().finished == {"length": 1}
-    assert bench.core.stats().blocks_free == bench.core.stats().blocks_total
+    assert not driver.core.is_idle()
+    assert driver.core.stats().running == 1
+    driver.run()
+    assert driver.core.is_idle()
+    assert driver.core.stats().finished == {"length": 1}
+    assert driver.core.stats().blocks_free == driver.core.stats().blocks_total
 
 
 def _nothing() -> None:

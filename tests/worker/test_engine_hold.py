@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from tests.worker.engine_bench import make_request, prompt_of
+from tests.worker.engine_driver import make_request, prompt_of
 from tests.worker.engine_fakes import BLOCK, FakeExecutor
 from tests.worker.transfer_fakes import FakeProducer
 from xpyd_worker.engine.block_manager import BlockManager

@@ -18,7 +18,7 @@ from types import FunctionType, ModuleType
 
 import pytest
 
-from tests.worker.engine_bench import ONE_OR_AHEAD, PIPELINES, Bench, StepFailed, Way
+from tests.worker.engine_driver import ONE_OR_AHEAD, PIPELINES, EngineDriver, StepFailed, Way
 from tests.worker.engine_fakes import BLOCK
 from xpyd_worker.engine.request import EngineRequest, SamplingParams
 
@@ -57,7 +57,7 @@ class Soak:
     def __init__(self, seed: int, way: Way) -> None:
         self.rng = random.Random(seed)
         # 60 blocks hold two of the longest requests.
-        self.bench = Bench(
+        self.driver = EngineDriver(
             blocks=60,
             seqs=8,
             budget=24,
@@ -81,15 +81,15 @@ class Soak:
             self.rest()
 
     def turn(self) -> None:
-        rng, bench = self.rng, self.bench
-        bench.now += 0.1
+        rng, driver = self.rng, self.driver
+        driver.now += 0.1
         for _ in range(rng.choice([0, 0, 0, 1, 1, 4])):
-            if len(bench.requests) < _OPEN:
+            if len(driver.requests) < _OPEN:
                 self.arrive()
-        if bench.requests and rng.random() < 0.1:
-            self.abort(rng.choice(list(bench.requests)))
+        if driver.requests and rng.random() < 0.1:
+            self.abort(rng.choice(list(driver.requests)))
         if rng.random() < 0.005:
-            executor = bench.executor
+            executor = driver.executor
             executor.during = lambda step: self.cut.update(
                 s.log_id for s in step.sequences if executor.fail_with or executor.refuse_with
             )
@@ -98,8 +98,8 @@ class Soak:
             else:
                 executor.refuse_with = StepFailed("not even begun")
         if rng.random() < 0.01:
-            bench.core.reset_prefix_cache(lambda _: None)
-        bench.core.turn()
+            driver.core.reset_prefix_cache(lambda _: None)
+        driver.core.turn()
         self.look()
 
     def arrive(self) -> None:
@@ -121,53 +121,53 @@ class Soak:
             priority=rng.randrange(-2, 3),
         )
         self.count += 1
-        self.bench.submit(request)
+        self.driver.submit(request)
 
     def abort(self, name: str) -> None:
         """The client leaves, or some choices meet a stop string."""
-        n = self.bench.requests[name].n
+        n = self.driver.requests[name].n
         some = tuple(c for c in range(n) if self.rng.random() < 0.5)
         self.cut.add(name)
         if self.rng.random() < 0.5:
             self.left.add(name)
-            self.bench.core.abort(name)
+            self.driver.core.abort(name)
         else:
-            self.bench.core.abort(name, some)
+            self.driver.core.abort(name, some)
 
     def look(self) -> None:
         """Check the requests that are over, and forget them and what ran."""
-        bench = self.bench
-        for name in list(bench.requests):
-            if name in self.left or bench.finished(name):
+        driver = self.driver
+        for name in list(driver.requests):
+            if name in self.left or driver.finished(name):
                 if name in self.cut:
-                    bench.assert_begins_as_alone(name)
+                    driver.assert_begins_as_alone(name)
                 else:
-                    bench.assert_as_alone(name)
-                del bench.requests[name], bench.outputs[name]
+                    driver.assert_as_alone(name)
+                del driver.requests[name], driver.outputs[name]
                 self.cut.discard(name)
                 self.left.discard(name)
-        bench.executor.steps.clear()
+        driver.executor.steps.clear()
 
     def rest(self) -> None:
         """Let everything end; then nothing is held, and what is left is measured."""
-        bench = self.bench
-        bench.executor.fail_with = bench.executor.refuse_with = None
+        driver = self.driver
+        driver.executor.fail_with = driver.executor.refuse_with = None
         for _ in range(5000):
-            done = not bench.core.turn() and bench.core.is_idle()
+            done = not driver.core.turn() and driver.core.is_idle()
             self.look()
             if done:
                 break
-        stats = bench.core.stats()
-        assert not bench.requests
+        stats = driver.core.stats()
+        assert not driver.requests
         assert (stats.running, stats.waiting) == (0, 0)
-        bench.assert_all_blocks_free()
+        driver.assert_all_blocks_free()
         # How much of the prefix cache is filled is chance.
         answers: list[bool] = []
-        bench.core.reset_prefix_cache(answers.append)
-        bench.core.turn()
+        driver.core.reset_prefix_cache(answers.append)
+        driver.core.turn()
         assert answers == [True]
         gc.collect()
-        self.bytes.append(bytes_of(bench.core))
+        self.bytes.append(bytes_of(driver.core))
         self.objects.append(len(gc.get_objects()))
 
 
@@ -212,7 +212,7 @@ def _soak(requests: int, seed: int, way: Way, caplog: pytest.LogCaptureFixture) 
     soak = Soak(seed, way)
     with only_new_objects():
         soak.run(requests)
-    stats = soak.bench.core.stats()
+    stats = soak.driver.core.stats()
     assert soak.count >= requests
     assert min(stats.preemptions, stats.prefix_hit_tokens, stats.finished["abort"]) > 0
     assert {"stop", "length", "abort", "error"} <= stats.finished.keys()

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from tests.worker.engine_bench import Bench, StepFailed, make_request, prompt_of, prompt_that_draws
+from tests.worker.engine_driver import (
+    EngineDriver,
+    StepFailed,
+    make_request,
+    prompt_of,
+    prompt_that_draws,
+)
 from tests.worker.engine_fakes import BLOCK, EOS
 from tests.worker.transfer_fakes import FakeConsumer, FakeProducer
 from xpyd_core.request_id import Address, TransferKey
@@ -16,14 +22,14 @@ KEY = TransferKey("a" * 32, 0)
 PEER = Address("127.0.0.1", 21001)
 
 
-def sending(**bench: int) -> tuple[Bench, FakeProducer]:
-    made = Bench(sends=True, **bench)  # pyright: ignore
+def sending(**driver: int) -> tuple[EngineDriver, FakeProducer]:
+    made = EngineDriver(sends=True, **driver)  # pyright: ignore
     assert made.producer is not None
     return made, made.producer
 
 
-def receiving(**bench: int | bool) -> tuple[Bench, FakeConsumer]:
-    made = Bench(receives=True, **bench)  # pyright: ignore
+def receiving(**driver: int | bool) -> tuple[EngineDriver, FakeConsumer]:
+    made = EngineDriver(receives=True, **driver)  # pyright: ignore
     assert made.consumer is not None
     return made, made.consumer
 
@@ -45,160 +51,160 @@ def to_receive(
 
 
 def test_p_offers_with_the_first_chunk_and_stages_each_before_its_forward():
-    bench, producer = sending(budget=8)
-    bench.submit(to_send("a", prompt_of(18), max_tokens=1))
+    driver, producer = sending(budget=8)
+    driver.submit(to_send("a", prompt_of(18), max_tokens=1))
     staged_at_forward: list[int] = []
-    bench.executor.during = lambda step: staged_at_forward.append(producer.offers[KEY].staged)
-    bench.run()
+    driver.executor.during = lambda step: staged_at_forward.append(producer.offers[KEY].staged)
+    driver.run()
     assert [call[0] for call in producer.calls] == ["offer", "stage", "stage", "stage"]
     assert producer.calls[0] == ("offer", KEY, 18, 18)
     assert staged_at_forward == [8, 16, 18]
     assert producer.layers == [0, 1] * 3
-    report = bench.outputs["a"][-1].transfer
+    report = driver.outputs["a"][-1].transfer
     assert report is not None
     assert (report.state, report.decode_incarnation) == ("granted", "d-1")
-    bench.assert_all_blocks_free()
+    driver.assert_all_blocks_free()
 
 
 def test_a_second_request_of_the_same_id_runs_without_a_transfer():
-    bench, producer = sending(budget=8)
-    bench.submit(to_send("a", prompt_of(18), max_tokens=1))
-    bench.submit(to_send("again", prompt_of(18), max_tokens=1))
-    bench.run()
+    driver, producer = sending(budget=8)
+    driver.submit(to_send("a", prompt_of(18), max_tokens=1))
+    driver.submit(to_send("again", prompt_of(18), max_tokens=1))
+    driver.run()
     assert [call[0] for call in producer.calls].count("offer") == 1
-    reports = [bench.outputs[name][-1].transfer for name in ("a", "again")]
+    reports = [driver.outputs[name][-1].transfer for name in ("a", "again")]
     assert [report and report.state for report in reports] == ["granted", "none"]
-    bench.assert_all_blocks_free()
+    driver.assert_all_blocks_free()
 
 
 def test_p_does_not_offer_while_the_request_queues():
-    bench, producer = sending(seqs=1, budget=4)
-    bench.submit(make_request("first", prompt_of(9), max_tokens=3, ignore_eos=True))
-    bench.submit(to_send("a", prompt_of(5), max_tokens=1))
-    bench.turns(3)
+    driver, producer = sending(seqs=1, budget=4)
+    driver.submit(make_request("first", prompt_of(9), max_tokens=3, ignore_eos=True))
+    driver.submit(to_send("a", prompt_of(5), max_tokens=1))
+    driver.turns(3)
     assert producer.calls == []
-    bench.run()
+    driver.run()
     assert producer.calls[0][0] == "offer"
 
 
 def test_p_sends_what_its_prefix_cache_holds_before_the_forward():
-    bench, producer = sending()
-    bench.submit(make_request("a", prompt_of(2 * BLOCK + 1), max_tokens=1))
-    bench.run()
-    bench.submit(to_send("b", prompt_of(2 * BLOCK + 3), max_tokens=1))
-    bench.run()
+    driver, producer = sending()
+    driver.submit(make_request("a", prompt_of(2 * BLOCK + 1), max_tokens=1))
+    driver.run()
+    driver.submit(to_send("b", prompt_of(2 * BLOCK + 3), max_tokens=1))
+    driver.run()
     assert producer.calls[1:] == [("cached", KEY, 2 * BLOCK), ("stage", KEY, 2 * BLOCK + 3)]
 
 
 def test_p_offers_the_ids_to_continue_from_behind_the_prompt():
-    bench, producer = sending()
+    driver, producer = sending()
     prompt = prompt_of(5)
-    bench.submit(to_send("a", prompt, continue_from=((4, 9),), max_tokens=3))
-    bench.run()
+    driver.submit(to_send("a", prompt, continue_from=((4, 9),), max_tokens=3))
+    driver.run()
     assert producer.calls[:2] == [("offer", KEY, 7, 5), ("stage", KEY, 7)]
 
 
 def test_p_sends_nothing_behind_the_offered_tokens():
-    bench, producer = sending()
-    bench.submit(to_send("a", prompt_of(5), n=2, max_tokens=6, ignore_eos=True))
-    bench.run()
+    driver, producer = sending()
+    driver.submit(to_send("a", prompt_of(5), n=2, max_tokens=6, ignore_eos=True))
+    driver.run()
     assert [call[0] for call in producer.calls] == ["offer", "stage"]
-    bench.assert_as_alone("a")
+    driver.assert_as_alone("a")
 
 
 def test_p_cancels_when_all_choices_ended_at_their_first_token():
-    bench, producer = sending()
-    bench.submit(to_send("a", prompt_that_draws(EOS), max_tokens=1))
-    bench.run()
+    driver, producer = sending()
+    driver.submit(to_send("a", prompt_that_draws(EOS), max_tokens=1))
+    driver.run()
     assert producer.calls[-1] == ("cancel", KEY, "stopped")
-    report = bench.outputs["a"][-1].transfer
+    report = driver.outputs["a"][-1].transfer
     assert report is not None
     assert report.state == "none"
 
 
 def test_p_never_cancels_for_a_router_that_did_not_ask_for_it():
-    bench, producer = sending()
-    bench.submit(to_send("a", prompt_that_draws(EOS), max_tokens=1, cancel=False))
-    bench.run()
+    driver, producer = sending()
+    driver.submit(to_send("a", prompt_that_draws(EOS), max_tokens=1, cancel=False))
+    driver.run()
     assert [call[0] for call in producer.calls] == ["offer", "stage"]
 
 
 def test_p_cancels_when_the_server_finds_a_stop_string_in_every_first_token():
-    bench, producer = sending()
-    bench.submit(to_send("a", prompt_of(6), n=2, max_tokens=1, ignore_eos=True))
-    bench.run()
-    bench.core.abort("a", (0,))
-    bench.run()
+    driver, producer = sending()
+    driver.submit(to_send("a", prompt_of(6), n=2, max_tokens=1, ignore_eos=True))
+    driver.run()
+    driver.core.abort("a", (0,))
+    driver.run()
     assert producer.offers[KEY].state == "granted"
-    bench.core.abort("a", (1,))
-    bench.run()
+    driver.core.abort("a", (1,))
+    driver.run()
     assert producer.calls[-1] == ("cancel", KEY, "stopped")
 
 
 @pytest.mark.parametrize("choices", [None, (0,)])
 def test_p_cancels_the_transfer_of_an_aborted_prompt(choices: tuple[int, ...] | None):
-    bench, producer = sending(budget=8)
-    bench.submit(to_send("a", prompt_of(18), max_tokens=1, cancel=False))
-    bench.turns(1)
-    bench.core.abort("a", choices)
-    bench.run()
+    driver, producer = sending(budget=8)
+    driver.submit(to_send("a", prompt_of(18), max_tokens=1, cancel=False))
+    driver.turns(1)
+    driver.core.abort("a", choices)
+    driver.run()
     assert producer.calls[-1] == ("cancel", KEY, "aborted")
-    bench.run()
-    bench.assert_all_blocks_free()
+    driver.run()
+    driver.assert_all_blocks_free()
 
 
 def test_p_reports_none_for_a_request_that_was_never_offered():
-    bench, producer = sending()
-    bench.submit(to_send("a", prompt_of(5), continue_from=((EOS,),), max_tokens=2))
-    bench.run()
-    report = bench.outputs["a"][-1].transfer
+    driver, producer = sending()
+    driver.submit(to_send("a", prompt_of(5), continue_from=((EOS,),), max_tokens=2))
+    driver.run()
+    report = driver.outputs["a"][-1].transfer
     assert report is not None
     assert report.state == "none"
     assert producer.calls == []
 
 
 def test_p_preempted_in_prefill_cancels_and_offers_again_when_nothing_is_in_flight():
-    bench, producer = sending(blocks=9, budget=4, seqs=4, linger=5)
-    bench.submit(make_request("old", prompt_of(4), max_tokens=12, ignore_eos=True))
-    bench.turns(1)
+    driver, producer = sending(blocks=9, budget=4, seqs=4, linger=5)
+    driver.submit(make_request("old", prompt_of(4), max_tokens=12, ignore_eos=True))
+    driver.turns(1)
     # It takes the last seven blocks for nine steps of three tokens; "old" needs one in the fifth.
-    bench.submit(to_send("a", prompt_of(27, 5), max_tokens=1))
-    bench.run()
+    driver.submit(to_send("a", prompt_of(27, 5), max_tokens=1))
+    driver.run()
     kinds = [call[0] for call in producer.calls]
     assert kinds.count("offer") == 2
     again = kinds.index("offer", 1)
     assert producer.calls[again - 1] == ("cancel", KEY, "preempted")
     assert kinds[1 : again - 1] == ["stage"] * (again - 2)
     for name in ("old", "a"):
-        bench.assert_as_alone(name)
-    bench.run()
-    bench.assert_all_blocks_free()
+        driver.assert_as_alone(name)
+    driver.run()
+    driver.assert_all_blocks_free()
 
 
 def test_a_failed_step_fails_its_requests_and_their_transfers_and_no_others():
-    bench, producer = sending(budget=8)
-    bench.submit(to_send("a", prompt_of(18), max_tokens=1))
-    bench.turns(1)
-    bench.submit(make_request("b", prompt_of(5), max_tokens=3))
-    bench.executor.fail_with = StepFailed("no luck")
-    bench.run()
-    last = bench.outputs["a"][-1]
+    driver, producer = sending(budget=8)
+    driver.submit(to_send("a", prompt_of(18), max_tokens=1))
+    driver.turns(1)
+    driver.submit(make_request("b", prompt_of(5), max_tokens=3))
+    driver.executor.fail_with = StepFailed("no luck")
+    driver.run()
+    last = driver.outputs["a"][-1]
     assert (last.finished, last.error_kind) == (True, "internal")
     assert "no luck" in last.error
     assert producer.offers[KEY].state == "none"
-    bench.assert_as_alone("b")
-    bench.run()
-    bench.assert_all_blocks_free()
+    driver.assert_as_alone("b")
+    driver.run()
+    driver.assert_all_blocks_free()
 
 
 def test_a_request_that_fails_while_its_kv_is_under_way_cancels_it():
-    bench, producer = sending(linger=9)
-    bench.submit(to_send("a", prompt_of(5), max_tokens=4, ignore_eos=True))
-    bench.turns(1)
-    bench.executor.fail_with = StepFailed("no luck")
-    bench.run()
+    driver, producer = sending(linger=9)
+    driver.submit(to_send("a", prompt_of(5), max_tokens=4, ignore_eos=True))
+    driver.turns(1)
+    driver.executor.fail_with = StepFailed("no luck")
+    driver.run()
     assert producer.calls[-1] == ("cancel", KEY, "failed")
-    bench.assert_all_blocks_free()
+    driver.assert_all_blocks_free()
 
 
 # --- D
@@ -207,136 +213,136 @@ def test_a_request_that_fails_while_its_kv_is_under_way_cancels_it():
 @pytest.mark.parametrize("where", ["direct", "buffer", "deferred"])
 @pytest.mark.parametrize("length", [4 * BLOCK, 4 * BLOCK + 1, 5 * BLOCK - 1])
 def test_d_computes_one_prompt_token_at_most_of_a_landed_prompt(where: str, length: int):
-    bench, consumer = receiving()
+    driver, consumer = receiving()
     prompt = prompt_of(length)
     consumer.arrive(KEY, prompt, where)
     consumer.land(KEY)
-    bench.submit(to_receive("a", prompt, max_tokens=5))
-    bench.run()
+    driver.submit(to_receive("a", prompt, max_tokens=5))
+    driver.run()
     consumer.land(KEY)
-    bench.run()
-    assert bench.core.stats().prompt_tokens_computed == 1
-    assert bench.outputs["a"][0].received_tokens == length
-    bench.assert_as_alone("a")
-    bench.assert_all_blocks_free()
+    driver.run()
+    assert driver.core.stats().prompt_tokens_computed == 1
+    assert driver.outputs["a"][0].received_tokens == length
+    driver.assert_as_alone("a")
+    driver.assert_all_blocks_free()
 
 
 def test_d_computes_no_prompt_token_when_it_has_ps_first_token():
-    bench, consumer = receiving()
+    driver, consumer = receiving()
     prompt = prompt_of(9)
     consumer.arrive(KEY, prompt, "direct")
     consumer.land(KEY)
-    bench.submit(to_receive("a", prompt, continue_from=((4,),), max_tokens=5))
-    bench.run()
-    assert bench.core.stats().prompt_tokens_computed == 0
-    bench.assert_as_alone("a")
+    driver.submit(to_receive("a", prompt, continue_from=((4,),), max_tokens=5))
+    driver.run()
+    assert driver.core.stats().prompt_tokens_computed == 0
+    driver.assert_as_alone("a")
 
 
 @pytest.mark.parametrize("length", [2 * BLOCK, 2 * BLOCK + 1])
 def test_d_forks_n_choices_from_one_landed_prompt(length: int):
-    bench, consumer = receiving(budget=64)
+    driver, consumer = receiving(budget=64)
     prompt = prompt_of(length)
     consumer.arrive(KEY, prompt, "direct")
     consumer.land(KEY)
     ids = ((4,), (9,), (2,))
-    bench.submit(to_receive("a", prompt, n=3, continue_from=ids, max_tokens=7, ignore_eos=True))
-    bench.turns(1)
-    (step,) = bench.executor.steps
+    driver.submit(to_receive("a", prompt, n=3, continue_from=ids, max_tokens=7, ignore_eos=True))
+    driver.turns(1)
+    (step,) = driver.executor.steps
     assert [len(s.token_ids) for s in step.sequences] == [1, 1, 1]
     assert len(step.block_copies) == (2 if length % BLOCK else 0)
-    bench.run()
-    assert bench.core.stats().prompt_tokens_computed == 0
-    bench.assert_as_alone("a")
-    bench.assert_all_blocks_free()
+    driver.run()
+    assert driver.core.stats().prompt_tokens_computed == 0
+    driver.assert_as_alone("a")
+    driver.assert_all_blocks_free()
 
 
 def test_d_says_how_many_may_still_start_when_it_asks_for_kv():
-    bench, consumer = receiving(seqs=2)
-    bench.submit(make_request("old", prompt_of(3), max_tokens=3, ignore_eos=True))
-    bench.turns(1)
-    bench.submit(to_receive("a", prompt_of(9)))
-    bench.turns(1)
+    driver, consumer = receiving(seqs=2)
+    driver.submit(make_request("old", prompt_of(3), max_tokens=3, ignore_eos=True))
+    driver.turns(1)
+    driver.submit(to_receive("a", prompt_of(9)))
+    driver.turns(1)
     assert consumer.seats == [(KEY, 1)]
-    bench.run()
-    assert bench.finished("old")
+    driver.run()
+    assert driver.finished("old")
     assert consumer.seats[-1] == (KEY, 2)
 
 
 def test_d_pulls_nothing_into_blocks_that_one_before_could_not_be_pulled_into():
-    bench, consumer = receiving(seqs=2)
+    driver, consumer = receiving(seqs=2)
     keys = [TransferKey(letter * 32, 0) for letter in "abc"]
     consumer.crowded.add(keys[1])
     for key in keys:
-        bench.submit(to_receive(key.uuid[0], prompt_of(9), key=key))
-    bench.turns(1)
+        driver.submit(to_receive(key.uuid[0], prompt_of(9), key=key))
+    driver.turns(1)
     assert consumer.seats == list(zip(keys, (2, 2, 0), strict=True))
 
 
 def test_d_lets_others_run_while_one_waits_for_its_kv():
-    bench, _consumer = receiving()
-    bench.submit(to_receive("a", prompt_of(9)))
-    bench.submit(make_request("b", prompt_of(5, 3), max_tokens=3))
-    bench.run()
-    assert bench.finished("b")
-    assert not bench.finished("a")
-    assert not bench.core.is_idle()
+    driver, _consumer = receiving()
+    driver.submit(to_receive("a", prompt_of(9)))
+    driver.submit(make_request("b", prompt_of(5, 3), max_tokens=3))
+    driver.run()
+    assert driver.finished("b")
+    assert not driver.finished("a")
+    assert not driver.core.is_idle()
 
 
 def test_d_computes_the_prompt_itself_when_the_kv_is_late():
-    bench, consumer = receiving()
-    bench.submit(to_receive("a", prompt_of(9), wait_s=5.0))
-    bench.run()
-    assert bench.executor.steps == []
-    bench.now += 5.0
-    bench.run()
-    assert bench.core.stats().kv_recomputed == {"late": 1}
-    assert bench.core.stats().kv_recomputed_tokens == {"late": 9}
-    bench.assert_as_alone("a")
+    driver, consumer = receiving()
+    driver.submit(to_receive("a", prompt_of(9), wait_s=5.0))
+    driver.run()
+    assert driver.executor.steps == []
+    driver.now += 5.0
+    driver.run()
+    assert driver.core.stats().kv_recomputed == {"late": 1}
+    assert driver.core.stats().kv_recomputed_tokens == {"late": 9}
+    driver.assert_as_alone("a")
     assert not consumer.expected
 
 
 def test_d_may_be_told_to_fail_instead_of_recomputing():
-    bench, consumer = receiving(recompute=False)
+    driver, consumer = receiving(recompute=False)
     consumer.arrive(KEY, prompt_of(9), "direct")
     consumer.fail(KEY, "died")
-    bench.submit(to_receive("a", prompt_of(9)))
-    bench.run()
-    last = bench.outputs["a"][-1]
+    driver.submit(to_receive("a", prompt_of(9)))
+    driver.run()
+    last = driver.outputs["a"][-1]
     assert (last.finished, last.error_kind) == (True, "kv_failed")
     assert "died" in last.error
-    bench.assert_all_blocks_free()
+    driver.assert_all_blocks_free()
 
 
 def test_kv_that_was_never_sent_is_recomputed_at_once_and_counted():
-    bench, _ = receiving()
-    bench.submit(replace(make_request("a", prompt_of(9)), kv_missing="not_sent"))
-    bench.run()
-    assert bench.core.stats().kv_recomputed == {"not_sent": 1}
-    bench.assert_as_alone("a")
+    driver, _ = receiving()
+    driver.submit(replace(make_request("a", prompt_of(9)), kv_missing="not_sent"))
+    driver.run()
+    assert driver.core.stats().kv_recomputed == {"not_sent": 1}
+    driver.assert_as_alone("a")
 
 
 def test_kv_that_was_never_sent_fails_the_request_where_recompute_is_off():
-    bench, _ = receiving(recompute=False)
-    bench.submit(replace(make_request("a", prompt_of(9)), kv_missing="not_sent"))
-    bench.run()
-    last = bench.outputs["a"][-1]
+    driver, _ = receiving(recompute=False)
+    driver.submit(replace(make_request("a", prompt_of(9)), kv_missing="not_sent"))
+    driver.run()
+    last = driver.outputs["a"][-1]
     assert (last.finished, last.error_kind) == (True, "kv_failed")
-    assert bench.executor.steps == []
+    assert driver.executor.steps == []
 
 
 def test_d_preempted_after_adoption_recomputes_and_never_asks_again():
-    bench, consumer = receiving(blocks=7, budget=64)
-    bench.submit(make_request("old", prompt_of(7, 5), max_tokens=14, ignore_eos=True))
-    bench.turns(1)
+    driver, consumer = receiving(blocks=7, budget=64)
+    driver.submit(make_request("old", prompt_of(7, 5), max_tokens=14, ignore_eos=True))
+    driver.turns(1)
     prompt = prompt_of(11)
     consumer.arrive(KEY, prompt, "direct")
     consumer.land(KEY)
-    bench.submit(to_receive("a", prompt, max_tokens=12, ignore_eos=True))
-    bench.run()
-    assert bench.core.stats().kv_recomputed == {"preempted": 1}
+    driver.submit(to_receive("a", prompt, max_tokens=12, ignore_eos=True))
+    driver.run()
+    assert driver.core.stats().kv_recomputed == {"preempted": 1}
     for name in ("old", "a"):
-        bench.assert_as_alone(name)
-    bench.assert_all_blocks_free()
+        driver.assert_as_alone(name)
+    driver.assert_all_blocks_free()
 
 
 @pytest.mark.parametrize("choices", [None, (0,)])
@@ -344,111 +350,111 @@ def test_d_preempted_after_adoption_recomputes_and_never_asks_again():
 def test_d_frees_the_kv_of_a_request_aborted_in_the_queue(
     landed: bool, choices: tuple[int, ...] | None
 ):
-    bench, consumer = receiving()
+    driver, consumer = receiving()
     prompt = prompt_of(9)
-    bench.submit(to_receive("a", prompt))
-    bench.run()
+    driver.submit(to_receive("a", prompt))
+    driver.run()
     consumer.arrive(KEY, prompt, "direct")
     if landed:
         consumer.land(KEY)
-    bench.core.abort("a", choices)
-    bench.run()
+    driver.core.abort("a", choices)
+    driver.run()
     assert consumer.calls[-1] == ("forget", KEY)
-    bench.assert_all_blocks_free()
+    driver.assert_all_blocks_free()
 
 
 def test_d_forgets_the_kv_of_a_request_that_it_refuses_or_that_ended():
-    bench, consumer = receiving(blocks=8)
-    bench.submit(to_receive("a", prompt_of(9), max_tokens=100))
-    bench.submit(to_receive("b", prompt_of(9), key=TransferKey("b" * 32, 0), max_tokens=0))
-    bench.run()
+    driver, consumer = receiving(blocks=8)
+    driver.submit(to_receive("a", prompt_of(9), max_tokens=100))
+    driver.submit(to_receive("b", prompt_of(9), key=TransferKey("b" * 32, 0), max_tokens=0))
+    driver.run()
     assert not consumer.expected
     assert [call[0] for call in consumer.calls] == ["expect", "forget"] * 2
 
 
 def test_d_refuses_no_request_whose_kv_it_granted():
-    bench, consumer = receiving(max_waiting=1)
-    bench.submit(make_request("first", prompt_of(5, 4)))
+    driver, consumer = receiving(max_waiting=1)
+    driver.submit(make_request("first", prompt_of(5, 4)))
     consumer.arrive(KEY, prompt_of(9), "direct")
     consumer.land(KEY)
-    bench.submit(to_receive("a", prompt_of(9)))
-    bench.submit(to_receive("b", prompt_of(9), key=TransferKey("b" * 32, 0)))
-    bench.run()
-    bench.assert_as_alone("a")
-    assert bench.outputs["b"][-1].error_kind == "busy"
+    driver.submit(to_receive("a", prompt_of(9)))
+    driver.submit(to_receive("b", prompt_of(9), key=TransferKey("b" * 32, 0)))
+    driver.run()
+    driver.assert_as_alone("a")
+    assert driver.outputs["b"][-1].error_kind == "busy"
 
 
 def test_landed_kv_behind_a_request_without_blocks_gets_through():
-    bench, consumer = receiving(blocks=6)
+    driver, consumer = receiving(blocks=6)
     prompt = prompt_of(11)
     consumer.arrive(KEY, prompt, "direct")
     consumer.land(KEY)
-    bench.submit(make_request("big", prompt_of(17, 5), max_tokens=3))
-    bench.submit(to_receive("a", prompt, max_tokens=3))
-    bench.run()
-    assert bench.executor.steps[0].sequences[0].log_id == "a"
+    driver.submit(make_request("big", prompt_of(17, 5), max_tokens=3))
+    driver.submit(to_receive("a", prompt, max_tokens=3))
+    driver.run()
+    assert driver.executor.steps[0].sequences[0].log_id == "a"
     for name in ("big", "a"):
-        bench.assert_as_alone(name)
+        driver.assert_as_alone(name)
 
 
 def test_offers_do_not_starve_the_first_in_the_queue():
-    bench, consumer = receiving(blocks=8)
-    bench.submit(make_request("old", prompt_of(15), max_tokens=6, ignore_eos=True))
-    bench.turns(1)
-    bench.submit(make_request("big", prompt_of(22, 5), max_tokens=3))
-    bench.turns(1)
+    driver, consumer = receiving(blocks=8)
+    driver.submit(make_request("old", prompt_of(15), max_tokens=6, ignore_eos=True))
+    driver.turns(1)
+    driver.submit(make_request("big", prompt_of(22, 5), max_tokens=3))
+    driver.turns(1)
     consumer.arrive(KEY, prompt_of(9), "direct")
     assert consumer.arrivals[KEY].where == "deferred"
-    bench.run()
-    assert bench.finished("big")
+    driver.run()
+    assert driver.finished("big")
 
 
 def test_when_nobody_runs_what_landed_goes_before_a_request_it_keeps_blocks_from():
-    bench, consumer = receiving(blocks=6)
+    driver, consumer = receiving(blocks=6)
     prefix = prompt_of(2 * BLOCK)
-    bench.submit(make_request("first", [*prefix, 3], max_tokens=1))
-    bench.run()
+    driver.submit(make_request("first", [*prefix, 3], max_tokens=1))
+    driver.run()
     # It pins two cached blocks and takes the third only when it starts; "big" needs five.
     consumer.arrive(KEY, [*prefix, 9, 8, 7], "buffer")
     consumer.land(KEY)
-    bench.submit(make_request("big", prompt_of(17, 20), max_tokens=3))
-    bench.submit(to_receive("a", [*prefix, 9, 8, 7], max_tokens=3))
-    bench.run()
+    driver.submit(make_request("big", prompt_of(17, 20), max_tokens=3))
+    driver.submit(to_receive("a", [*prefix, 9, 8, 7], max_tokens=3))
+    driver.run()
     for name in ("big", "a"):
-        bench.assert_as_alone(name)
-    bench.assert_all_blocks_free()
+        driver.assert_as_alone(name)
+    driver.assert_all_blocks_free()
 
 
 def test_blocks_freed_while_the_queue_is_gone_through_let_its_first_start():
-    bench, consumer = receiving(blocks=6)
+    driver, consumer = receiving(blocks=6)
     consumer.arrive(KEY, prompt_of(9, 30), "direct")
     consumer.land(KEY)
-    bench.submit(make_request("big", prompt_of(17, 20), max_tokens=3))
+    driver.submit(make_request("big", prompt_of(17, 20), max_tokens=3))
     # Its KV is another prompt's; refusing it frees the blocks that "big" waits for.
-    bench.submit(to_receive("a", prompt_of(9), max_tokens=3))
-    bench.run()
-    assert bench.core.stats().kv_recomputed == {"other_prompt": 1}
+    driver.submit(to_receive("a", prompt_of(9), max_tokens=3))
+    driver.run()
+    assert driver.core.stats().kv_recomputed == {"other_prompt": 1}
     for name in ("big", "a"):
-        bench.assert_as_alone(name)
+        driver.assert_as_alone(name)
 
 
 def test_kv_release_reaches_the_consumer():
-    bench, consumer = receiving()
+    driver, consumer = receiving()
     consumer.arrive(KEY, prompt_of(9), "direct")
-    bench.core.kv_release(KEY.uuid)
-    bench.run()
-    bench.assert_all_blocks_free()
-    assert bench.core.kv_offered(KEY) is not None
+    driver.core.kv_release(KEY.uuid)
+    driver.run()
+    driver.assert_all_blocks_free()
+    assert driver.core.kv_offered(KEY) is not None
 
 
 def test_prompt_scores_are_computed_here_whatever_lands():
-    bench, consumer = receiving()
+    driver, consumer = receiving()
     prompt = prompt_of(9)
     consumer.arrive(KEY, prompt, "direct")
     consumer.land(KEY)
-    bench.submit(to_receive("a", prompt, prompt_logprobs=0, max_tokens=2))
-    bench.run()
-    assert len(bench.outputs["a"][0].prompt_logprobs or ()) == 9
-    assert bench.core.stats().kv_recomputed == {"prompt_logprobs": 1}
-    bench.assert_as_alone("a")
-    bench.assert_all_blocks_free()
+    driver.submit(to_receive("a", prompt, prompt_logprobs=0, max_tokens=2))
+    driver.run()
+    assert len(driver.outputs["a"][0].prompt_logprobs or ()) == 9
+    assert driver.core.stats().kv_recomputed == {"prompt_logprobs": 1}
+    driver.assert_as_alone("a")
+    driver.assert_all_blocks_free()

@@ -11,7 +11,7 @@ import random
 
 import pytest
 
-from tests.worker.engine_bench import Bench, StepFailed, Way, make_request, walks
+from tests.worker.engine_driver import EngineDriver, StepFailed, Way, make_request, walks
 from tests.worker.engine_fakes import BLOCK
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_worker.engine.request import EngineRequest, ReceiveFrom, SendTo
@@ -19,7 +19,7 @@ from xpyd_worker.engine.request import EngineRequest, ReceiveFrom, SendTo
 PEER = Address("127.0.0.1", 21001)
 
 
-def draw_request(rng: random.Random, number: int, bench: Bench) -> EngineRequest:
+def draw_request(rng: random.Random, number: int, driver: EngineDriver) -> EngineRequest:
     """A request over few distinct prefixes, so that the prefix cache hits often."""
     head = [rng.randrange(3)] * (BLOCK * rng.randrange(4))
     prompt = head + [rng.randrange(40) for _ in range(rng.randrange(1, 12))]
@@ -42,19 +42,19 @@ def draw_request(rng: random.Random, number: int, bench: Bench) -> EngineRequest
         stop_token_ids=rng.choice([(), (5, 6)]),
         prompt_logprobs=rng.choice([None, None, None, None, 1]),
         # The fake at the other end knows no salts.
-        cache_salt=b"" if bench.consumer else rng.choice([b"", b"", b"salt"]),
+        cache_salt=b"" if driver.consumer else rng.choice([b"", b"", b"salt"]),
         priority=rng.randrange(-2, 3),
     )
 
 
 def with_transfer(
-    rng: random.Random, request: EngineRequest, number: int, bench: Bench
+    rng: random.Random, request: EngineRequest, number: int, driver: EngineDriver
 ) -> EngineRequest:
     key = TransferKey(f"{number:032x}", 0)
     transfer: SendTo | ReceiveFrom | None = None
-    if bench.producer and rng.random() < 0.7:
+    if driver.producer and rng.random() < 0.7:
         transfer = SendTo(key, PEER, len(request.prompt), rng.random() < 0.5)
-    if bench.consumer and rng.random() < 0.8:
+    if driver.consumer and rng.random() < 0.8:
         transfer = ReceiveFrom(key, wait_s=rng.choice([0.0, 1.0, 5.0]))
     return EngineRequest(**{**vars(request), "transfer": transfer})
 
@@ -72,11 +72,11 @@ def offered_ids(rng: random.Random, request: EngineRequest) -> list[int]:
 class Walk:
     """One engine and the seeded hand that plays with it."""
 
-    def __init__(self, seed: int, **bench: int | bool | str) -> None:
+    def __init__(self, seed: int, **driver: int | bool | str) -> None:
         self.rng = random.Random(seed)
-        self.bench = Bench(**bench)  # pyright: ignore
+        self.driver = EngineDriver(**driver)  # pyright: ignore
         other = random.Random(seed)
-        self.bench.executor.oldest_is_first = lambda: other.random() < 0.7
+        self.driver.executor.oldest_is_first = lambda: other.random() < 0.7
         self.touched: set[str] = set()
         self.count = 0
 
@@ -87,21 +87,21 @@ class Walk:
         self.check()
 
     def one_turn(self) -> None:
-        rng, bench = self.rng, self.bench
-        bench.now += rng.choice([0.0, 0.1, 0.3])
+        rng, driver = self.rng, self.driver
+        driver.now += rng.choice([0.0, 0.1, 0.3])
         for _ in range(rng.choice([0, 0, 1, 1, 2])):
-            if sum(not bench.finished(r) for r in bench.requests) < 12:
+            if sum(not driver.finished(r) for r in driver.requests) < 12:
                 self.arrive()
-        if rng.random() < 0.06 and bench.requests:
-            self.abort(rng.choice(list(bench.requests)))
-        if bench.consumer:
-            for key in list(bench.consumer.arrivals):
+        if rng.random() < 0.06 and driver.requests:
+            self.abort(rng.choice(list(driver.requests)))
+        if driver.consumer:
+            for key in list(driver.consumer.arrivals):
                 if rng.random() < 0.3:
-                    bench.consumer.land(key)
+                    driver.consumer.land(key)
                 elif rng.random() < 0.05:
-                    bench.consumer.fail(key, "died")
+                    driver.consumer.fail(key, "died")
         if rng.random() < 0.01:
-            executor = bench.executor
+            executor = driver.executor
             executor.during = lambda step: self.touched.update(
                 s.log_id for s in step.sequences if executor.fail_with or executor.refuse_with
             )
@@ -109,72 +109,72 @@ class Walk:
                 executor.fail_with = StepFailed("out of luck")
             else:
                 executor.refuse_with = StepFailed("not even begun")
-        bench.core.turn()
+        driver.core.turn()
 
     def arrive(self) -> None:
-        rng, bench = self.rng, self.bench
+        rng, driver = self.rng, self.driver
         self.count += 1
-        request = draw_request(rng, self.count, bench)
-        request = with_transfer(rng, request, self.count, bench)
-        if bench.consumer and isinstance(request.transfer, ReceiveFrom) and rng.random() < 0.8:
+        request = draw_request(rng, self.count, driver)
+        request = with_transfer(rng, request, self.count, driver)
+        if driver.consumer and isinstance(request.transfer, ReceiveFrom) and rng.random() < 0.8:
             where = rng.choice(["direct", "direct", "buffer", "deferred"])
-            bench.consumer.arrive(request.transfer.key, offered_ids(rng, request), where)
+            driver.consumer.arrive(request.transfer.key, offered_ids(rng, request), where)
         if rng.random() < 0.95:
-            bench.submit(request)
+            driver.submit(request)
 
     def abort(self, request_id: str) -> None:
         self.touched.add(request_id)
-        n = self.bench.requests[request_id].n
+        n = self.driver.requests[request_id].n
         some = tuple(c for c in range(n) if self.rng.random() < 0.5)
-        self.bench.core.abort(request_id, self.rng.choice([None, some]))
+        self.driver.core.abort(request_id, self.rng.choice([None, some]))
 
     def settle(self) -> None:
         """No new requests; every transfer ends one way or the other; all requests end soon."""
-        bench = self.bench
-        bench.executor.fail_with = bench.executor.refuse_with = None
-        for _ in range(60 * len(bench.requests) + 200):
-            bench.now += 0.2
-            if bench.consumer:
-                for key in list(bench.consumer.arrivals):
-                    bench.consumer.land(key)
-                bench.consumer.drop_orphans()
-            if not bench.core.turn() and bench.core.is_idle():
+        driver = self.driver
+        driver.executor.fail_with = driver.executor.refuse_with = None
+        for _ in range(60 * len(driver.requests) + 200):
+            driver.now += 0.2
+            if driver.consumer:
+                for key in list(driver.consumer.arrivals):
+                    driver.consumer.land(key)
+                driver.consumer.drop_orphans()
+            if not driver.core.turn() and driver.core.is_idle():
                 return
         raise AssertionError("requests starve")
 
     def check(self) -> None:
-        bench = self.bench
-        assert bench.core.stats().running == bench.core.stats().waiting == 0
-        bench.assert_all_blocks_free()
-        for request_id in bench.requests:
+        driver = self.driver
+        assert driver.core.stats().running == driver.core.stats().waiting == 0
+        driver.assert_all_blocks_free()
+        for request_id in driver.requests:
             if request_id not in self.touched:
-                if not any(o.error for o in bench.outputs[request_id]):
-                    bench.assert_as_alone(request_id)
+                if not any(o.error for o in driver.outputs[request_id]):
+                    driver.assert_as_alone(request_id)
                 else:
-                    assert bench.outputs[request_id][-1].error_kind == "too_long"
+                    assert driver.outputs[request_id][-1].error_kind == "too_long"
                 continue
-            bench.assert_begins_as_alone(request_id)
+            driver.assert_begins_as_alone(request_id)
 
 
 @pytest.mark.parametrize(("seed", "way"), walks(4, 8))
 def test_an_aggregated_engine_gives_every_request_its_own_tokens(seed: int, way: Way):
     walk = Walk(seed, **way, blocks=14, seqs=5, budget=9, model_len=48)
     walk.run(300)
-    assert walk.bench.core.stats().preemptions > 0
+    assert walk.driver.core.stats().preemptions > 0
 
 
 @pytest.mark.parametrize(("seed", "way"), walks(2, 4))
 def test_so_it_does_without_a_prefix_cache(seed: int, way: Way):
     walk = Walk(seed, **way, blocks=14, seqs=5, budget=9, model_len=48, caching=False)
     walk.run(300)
-    assert walk.bench.core.stats().prefix_hit_tokens == 0
+    assert walk.driver.core.stats().prefix_hit_tokens == 0
 
 
 @pytest.mark.parametrize(("seed", "way"), walks(4, 8))
 def test_a_sending_engine_sends_what_it_computed_and_frees_it(seed: int, way: Way):
     walk = Walk(seed, **way, blocks=24, seqs=5, budget=9, model_len=48, sends=True)
     walk.run(300)
-    assert any(call[0] == "cached" for call in walk.bench.producer.calls)  # pyright: ignore
+    assert any(call[0] == "cached" for call in walk.driver.producer.calls)  # pyright: ignore
 
 
 @pytest.mark.parametrize(("seed", "way"), walks(2, 8))
@@ -182,15 +182,15 @@ def test_so_it_does_where_ranks_send_and_steps_follow_each_other(seed: int, way:
     sizes = {**way, "blocks": 24, "seqs": 5, "budget": 9, "model_len": 48}
     walk = Walk(seed, sends=True, ranks_send=True, **sizes)
     walk.run(400)
-    assert len(walk.bench.producer.offers) > 20  # pyright: ignore
-    assert all(step.kv for step in walk.bench.executor.steps)
+    assert len(walk.driver.producer.offers) > 20  # pyright: ignore
+    assert all(step.kv for step in walk.driver.executor.steps)
 
 
 @pytest.mark.parametrize(("seed", "way"), walks(5, 10))
 def test_a_receiving_engine_uses_landed_kv_and_recomputes_what_does_not_come(seed: int, way: Way):
     walk = Walk(seed, **way, blocks=20, seqs=5, budget=9, model_len=48, receives=True)
     walk.run(300)
-    stats = walk.bench.core.stats()
+    stats = walk.driver.core.stats()
     assert stats.received_tokens > 0
     assert {"late", "died", "preempted"} & set(stats.kv_recomputed)
 
@@ -207,4 +207,4 @@ def test_so_it_does_by_priority_and_with_a_threshold(seed: int, role: dict[str, 
     sizes = {**way, "blocks": 20, "seqs": 5, "budget": 9, "model_len": 48, "threshold": 4}
     walk = Walk(seed, policy="priority", **sizes, **role)
     walk.run(300)
-    assert walk.bench.core.stats().preemptions > 0
+    assert walk.driver.core.stats().preemptions > 0

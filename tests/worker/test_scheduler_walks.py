@@ -15,7 +15,7 @@ from collections import Counter, deque
 
 import pytest
 
-from tests.worker.engine_bench import Way, make_request, walks
+from tests.worker.engine_driver import Way, make_request, walks
 from tests.worker.engine_fakes import BLOCK, EOS
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.executor import DRAWN_BEFORE, StepOutput

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.worker.server_fakes import EOS, FakeEngine, Running, say, serving
+from tests.worker.server_fakes import EOS, Running, ScriptedEngine, say, serving
 
 
 def client_of(server: Running) -> openai.AsyncOpenAI:
@@ -100,7 +100,7 @@ async def test_choices_of_several_prompts_stand_in_openais_order() -> None:
     def script(request: Any, choice: int) -> list[int]:
         return [*bytes(request.prompt), *str(choice).encode(), EOS]
 
-    async with serving(FakeEngine(script)) as server:
+    async with serving(ScriptedEngine(script)) as server:
         answer = await server.post("/v1/completions", {"prompt": ["a", "b"], "n": 2})
         body = answer.json()
         assert [c["text"] for c in body["choices"]] == ["a0", "a1", "b2", "b3"]
@@ -116,7 +116,7 @@ async def test_choices_of_several_prompts_stand_in_openais_order() -> None:
 
 
 async def test_a_stop_string_over_two_tokens_cuts_text_and_engine() -> None:
-    async with serving(FakeEngine(say("hello world and more"))) as server:
+    async with serving(ScriptedEngine(say("hello world and more"))) as server:
         body = {"prompt": "hi", "max_tokens": 20, "stop": ["or", "zz"]}
         choice = (await server.post("/v1/completions", body)).json()["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == ("hello w", "stop")
@@ -131,7 +131,7 @@ async def test_a_stop_string_of_one_choice_leaves_the_other_running() -> None:
     def script(_request: Any, choice: int) -> list[int]:
         return [*(b"aXb" if choice == 0 else b"abcdef"), EOS]
 
-    async with serving(FakeEngine(script)) as server:
+    async with serving(ScriptedEngine(script)) as server:
         answer = await server.post("/v1/completions", {"prompt": "p", "n": 2, "stop": "X"})
         assert [c["text"] for c in answer.json()["choices"]] == ["a", "abcdef"]
         assert [choices for _, choices in server.engine.aborted] == [(0,)]
@@ -172,7 +172,7 @@ async def test_a_stream_that_begins_under_the_routers_id_shows_the_prompts_ids(r
 
 
 async def test_return_token_ids_streams_every_id_once() -> None:
-    async with serving(FakeEngine(say("é!"))) as server:
+    async with serving(ScriptedEngine(say("é!"))) as server:
         chunks = await stream(server, "/v1/completions", prompt="hi", return_token_ids=True)
         ids = [i for c in chunks for i in c["choices"][0]["token_ids"]]
         assert ids == [*"é!".encode(), EOS]
@@ -201,7 +201,7 @@ async def test_completion_logprobs_are_parallel_lists() -> None:
 
 
 async def test_chat_logprobs_hold_bytes_and_alternatives() -> None:
-    async with serving(FakeEngine(say("é"))) as server, client_of(server) as client:
+    async with serving(ScriptedEngine(say("é"))) as server, client_of(server) as client:
         answer = await client.chat.completions.create(
             model="fake",
             messages=[{"role": "user", "content": "x"}],

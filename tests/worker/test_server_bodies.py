@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.worker.server_fakes import FakeEngine, Running, serving, until
+from tests.worker.server_fakes import Running, ScriptedEngine, serving, until
 from xpyd_worker.server.http.bodies import MAX_BODY_BYTES, BodyBudget
 
 ROUTES = (
@@ -81,7 +81,7 @@ async def test_who_is_refused_in_the_middle_of_a_body_gives_back_what_came() -> 
 
 
 async def test_a_parsed_body_counts_no_more_while_its_request_runs() -> None:
-    engine, bodies = FakeEngine(silent=True), BodyBudget(100_000)
+    engine, bodies = ScriptedEngine(silent=True), BodyBudget(100_000)
     async with serving(engine, bodies=bodies) as server:
         asking = asyncio.create_task(server.post("/v1/completions", {"prompt": "hi"}))
         await engine.submitted(1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.server_fakes import KEY, FakeEngine, say, serving
+from tests.worker.server_fakes import KEY, ScriptedEngine, say, serving
 from xpyd_core.errors import ApiError
 from xpyd_core.keys import INSECURE_KEYS, call_mac
 from xpyd_worker.server.http.admin import Caller, check_caller
@@ -88,7 +88,7 @@ def test_without_a_key_only_this_machine_may(
 
 
 async def test_drain_says_what_is_left_and_new_requests_get_503() -> None:
-    engine = FakeEngine(say("x" * 20), step_s=0.01)
+    engine = ScriptedEngine(say("x" * 20), step_s=0.01)
     async with serving(engine, keys=()) as server:
         body = {"prompt": "hi", "max_tokens": 30}
         running = asyncio.create_task(server.post("/v1/completions", body))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.server_fakes import FakeEngine, serving
+from tests.worker.server_fakes import ScriptedEngine, serving
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.engine.request import ErrorKind
@@ -91,7 +91,7 @@ async def test_a_full_queue_sends_requests_elsewhere_but_not_those_whose_kv_is_h
     uuid = "93923d63113b4b338973f24d19d4bf11"
     pair = f"___prefill_addr_10.0.1.2:21001___decode_addr_10.0.1.3:22001_{uuid}"
 
-    engine = FakeEngine(silent=True)
+    engine = ScriptedEngine(silent=True)
     async with serving(engine, max_requests=2, role="Decode") as server:
         waiting = [asyncio.create_task(server.post(PATH, GOOD)) for _ in range(2)]
         await engine.submitted(2)
@@ -112,7 +112,7 @@ async def test_a_full_queue_sends_requests_elsewhere_but_not_those_whose_kv_is_h
 async def test_an_engines_error_is_a_status_before_the_first_token(
     kind: ErrorKind, status: int, stream: bool
 ) -> None:
-    engine = FakeEngine(error="at 10.0.0.1: secret detail", error_kind=kind)
+    engine = ScriptedEngine(error="at 10.0.0.1: secret detail", error_kind=kind)
     async with serving(engine) as server:
         answer = await server.post(PATH, {**GOOD, "stream": stream})
         assert answer.status_code == status
@@ -120,7 +120,7 @@ async def test_an_engines_error_is_a_status_before_the_first_token(
 
 
 async def test_an_error_in_a_stream_is_an_event_and_no_done_follows() -> None:
-    engine = FakeEngine(fail_after=2)
+    engine = ScriptedEngine(fail_after=2)
     async with serving(engine) as server:
         answer = await server.post(PATH, {**GOOD, "stream": True})
         events = [line[6:] for line in answer.text.split("\n\n") if line]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.server_fakes import KEY, FakeEngine, Running, say, serving
+from tests.worker.server_fakes import KEY, Running, ScriptedEngine, say, serving
 from xpyd_core.keys import call_mac
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.values import OfferedPrompt
@@ -42,7 +42,7 @@ async def until(condition: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_before_the_first_token_aborts(stream: bool) -> None:
-    async with serving(FakeEngine(silent=True)) as server:
+    async with serving(ScriptedEngine(silent=True)) as server:
         _, writer = await send(server, {"prompt": "hi", "stream": stream})
         await server.engine.submitted(1)
         writer.close()
@@ -51,7 +51,7 @@ async def test_a_client_that_leaves_before_the_first_token_aborts(stream: bool) 
 
 
 async def test_a_client_that_leaves_a_stream_aborts() -> None:
-    engine = FakeEngine(lambda _r, _c: [97] * 1000, step_s=0.01)
+    engine = ScriptedEngine(lambda _r, _c: [97] * 1000, step_s=0.01)
     async with serving(engine, max_model_len=2000) as server:
         reader, writer = await send(
             server, {"prompt": "hi", "stream": True, "max_tokens": 900, "ignore_eos": True}
@@ -64,7 +64,7 @@ async def test_a_client_that_leaves_a_stream_aborts() -> None:
 
 
 async def test_outputs_merge_while_nobody_takes_them() -> None:
-    async with serving(FakeEngine(lambda _r, _c: [97] * 50)) as server:
+    async with serving(ScriptedEngine(lambda _r, _c: [97] * 50)) as server:
         service = server.api.ready_service()
         options = parse_completion({"prompt": "hi", "max_tokens": 50}).options
         jobs = make_jobs(service, RequestId(UUID), options, [(1, 2)], default_max_tokens=16)
@@ -102,7 +102,7 @@ async def test_release_needs_the_mac_of_the_uuid() -> None:
 
 
 async def test_draining_refuses_new_requests_but_not_those_whose_kv_is_here() -> None:
-    engine = FakeEngine(say("x" * 20), step_s=0.01)
+    engine = ScriptedEngine(say("x" * 20), step_s=0.01)
     async with serving(engine, role="Decode") as server:
         running = asyncio.create_task(server.post(PATH, {"prompt": "hi", "max_tokens": 30}))
         await engine.submitted(1)
@@ -122,7 +122,7 @@ async def test_draining_refuses_new_requests_but_not_those_whose_kv_is_here() ->
 
 
 async def test_among_too_many_open_requests_one_whose_kv_is_here_comes_in() -> None:
-    engine = FakeEngine(silent=True)
+    engine = ScriptedEngine(silent=True)
     async with serving(engine, role="Decode", max_requests=1) as server:
         # A client that sends its body late holds its place all the same.
         _, late = await asyncio.open_connection(*server.address)
@@ -142,7 +142,7 @@ async def test_among_too_many_open_requests_one_whose_kv_is_here_comes_in() -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_when_the_engine_is_gone_nobody_waits(stream: bool) -> None:
-    async with serving(FakeEngine(silent=True)) as server:
+    async with serving(ScriptedEngine(silent=True)) as server:
         body = {"prompt": "hi", "stream": stream}
         waiting = asyncio.create_task(server.post(PATH, body))
         await server.engine.submitted(1)

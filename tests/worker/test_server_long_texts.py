@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.server_fakes import ByteTokenizer, FakeEngine, Running, say, serving
+from tests.worker.server_fakes import ByteTokenizer, Running, ScriptedEngine, say, serving
 from xpyd_worker.server.service import TextThreads
 
 
@@ -89,7 +89,7 @@ async def test_what_is_short_needs_no_hop_to_a_thread(path: str, body: Any) -> N
 
 
 async def test_many_prompts_have_their_own_tokens_in_order() -> None:
-    engine = FakeEngine(say("!"))
+    engine = ScriptedEngine(say("!"))
     async with serving(engine, max_model_len=70_000, max_requests=256) as server:
         prompts: list[Any] = ["a" * 66_000, *(f"{i} " * 300 for i in range(40)), [66, 67]]
         await ok(server, COMPLETIONS, {"prompt": prompts, "max_tokens": 1})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.worker.engine_bench import make_request
-from tests.worker.server_fakes import FakeEngine, Running, say, serving
+from tests.worker.engine_driver import make_request
+from tests.worker.server_fakes import Running, ScriptedEngine, say, serving
 from tests.worker.test_engine_core import WAIT_S, Live
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.telemetry.metrics import kv_usage
@@ -26,7 +26,7 @@ async def scraped(server: Running) -> Values:
 
 
 async def test_latencies_of_finished_requests_obey_their_identities() -> None:
-    engine = FakeEngine(say("hello world", eos=False), step_s=0.001)
+    engine = ScriptedEngine(say("hello world", eos=False), step_s=0.001)
     async with serving(engine) as server:
         for max_tokens in (1, 4, 7):
             await server.post(PATH, {"prompt": "prompt", "max_tokens": max_tokens})
@@ -56,7 +56,7 @@ async def test_latencies_of_finished_requests_obey_their_identities() -> None:
 async def test_a_request_that_a_stop_string_ends_is_a_whole_one() -> None:
     """It is not the client that left: the engine counts it as stopped, and it has an E2E."""
 
-    engine = FakeEngine(say("hello world, on and on"))
+    engine = ScriptedEngine(say("hello world, on and on"))
     async with serving(engine) as server:
         body = {"prompt": "hi", "max_tokens": 20, "stop": "o"}
         assert (await server.post(PATH, body)).json()["choices"][0]["text"] == "hell"

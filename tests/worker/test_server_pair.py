@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.server_fakes import EOS, FakeEngine, Running, say, serving
+from tests.worker.server_fakes import EOS, Running, ScriptedEngine, say, serving
 from xpyd_core.blocks import prompt_digest
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.values import OfferedPrompt
@@ -101,18 +101,18 @@ async def test_a_bare_uuid_runs_alone_on_every_role(role: str) -> None:
 
 
 async def test_p_holds_back_what_may_still_change() -> None:
-    async with serving(FakeEngine(say("é")), role="Prefill") as server:
+    async with serving(ScriptedEngine(say("é")), role="Prefill") as server:
         assert (await ask(server, to_p()))["choices"][0]["text"] == ""
         alone = await ask(server, {"prompt": "hi", "max_tokens": 1}, UUID)
         assert alone["choices"][0]["text"] == "\ufffd"
-    async with serving(FakeEngine(say("stay")), role="Prefill") as server:
+    async with serving(ScriptedEngine(say("stay")), role="Prefill") as server:
         assert (await ask(server, to_p(stop="stop")))["choices"][0]["text"] == ""
 
 
 async def test_p_says_that_a_choice_ended_at_its_first_token() -> None:
-    async with serving(FakeEngine(say("")), role="Prefill") as server:
+    async with serving(ScriptedEngine(say("")), role="Prefill") as server:
         assert (await ask(server, to_p()))["choices"][0]["finish_reason"] == "stop"
-    async with serving(FakeEngine(say("X")), role="Prefill") as server:
+    async with serving(ScriptedEngine(say("X")), role="Prefill") as server:
         answer = await ask(server, to_p(stop=["X"]))
         choice = answer["choices"][0]
         assert (choice["finish_reason"], choice["text"]) == ("stop", "")
@@ -192,9 +192,9 @@ async def test_streams_of_p_and_d_together_are_the_whole_text(text: str) -> None
     stop = ["stop!", "X"]
     ids = list(text.encode())
     async with (
-        serving(FakeEngine(say(text))) as alone,
-        serving(FakeEngine(say(text)), role="Prefill") as p,
-        serving(FakeEngine(say(text)), role="Decode") as d,
+        serving(ScriptedEngine(say(text))) as alone,
+        serving(ScriptedEngine(say(text)), role="Prefill") as p,
+        serving(ScriptedEngine(say(text)), role="Decode") as d,
     ):
         whole = (await ask(alone, {"prompt": "hi", "stop": stop}))["choices"][0]["text"]
         for k in range(1, len(ids)):
@@ -213,7 +213,7 @@ async def test_streams_of_p_and_d_together_are_the_whole_text(text: str) -> None
 
 
 async def test_d_streams_one_chunk_per_step_with_ids_and_no_role() -> None:
-    async with serving(FakeEngine(say("aé")), role="Decode") as server:
+    async with serving(ScriptedEngine(say("aé")), role="Decode") as server:
         chunks = await ask(server, to_d([[ord("a")]], [1], stream=True))
         choices = [c["choices"][0] for c in chunks]
         assert [c["token_ids"] for c in choices] == [[0xC3], [0xA9], [EOS]]
@@ -230,7 +230,7 @@ async def test_d_streams_one_chunk_per_step_with_ids_and_no_role() -> None:
 
 
 async def test_choices_that_ended_in_their_ids_end_at_once() -> None:
-    async with serving(FakeEngine(say("abc")), role="Decode") as server:
+    async with serving(ScriptedEngine(say("abc")), role="Decode") as server:
         body = to_d([[EOS], [ord("a")], [ord("a"), ord("X")], [ord("a")] * 4], n=4, stop="X")
         body["max_tokens"] = 4
         choices = (await ask(server, body))["choices"]
@@ -286,7 +286,7 @@ async def test_scoring_the_prompt_never_waits_for_kv() -> None:
 
 
 async def test_a_transfer_that_failed_is_reported() -> None:
-    engine = FakeEngine(report=TransferReport("none"))
+    engine = ScriptedEngine(report=TransferReport("none"))
     async with serving(engine, role="Prefill") as server:
         params = (await ask(server, to_p()))["kv_transfer_params"]
         assert (params["transfer"], params["decode_incarnation"]) == (["none"], "")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.server_fakes import EOS, FakeEngine, Running, run, say, serving
+from tests.worker.server_fakes import EOS, Running, ScriptedEngine, run, say, serving
 from xpyd_worker.engine.request import SamplingParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -191,16 +191,16 @@ async def test_the_first_tokens_stop_string_is_shown_once_through_p_and_d(path: 
     params = {"seed": 1, "client_max_tokens": 9}
     for include in (False, True):
         fields = {"stop": ["el"], "include_stop_str_in_output": include}
-        async with serving(FakeEngine(say("hello")), role="Prefill") as server:
+        async with serving(ScriptedEngine(say("hello")), role="Prefill") as server:
             first = await ask(server, path, max_tokens=2, kv_transfer_params=params, **fields)
         continued = {"seed": 1, "continue_from": [list(b"he")], "emit_from": [2]}
-        async with serving(FakeEngine(say("hello")), role="Decode") as server:
+        async with serving(ScriptedEngine(say("hello")), role="Decode") as server:
             rest = await ask(server, path, max_tokens=9, kv_transfer_params=continued, **fields)
         assert text_of(first) + text_of(rest) == ("hel" if include else "h")
 
 
 async def test_special_tokens_are_shown_where_that_is_asked_for() -> None:
-    engine = FakeEngine(lambda _request, _choice: [*b"a", EOS, *b"b"])
+    engine = ScriptedEngine(lambda _request, _choice: [*b"a", EOS, *b"b"])
     async with serving(engine) as server:
         calls: list[bool] = []
         tokenizer = server.api.ready_service().model.tokenizer

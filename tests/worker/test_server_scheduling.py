@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.worker.server_fakes import FakeEngine, run, say, serving
+from tests.worker.server_fakes import ScriptedEngine, run, say, serving
 
 BODY = {"model": "fake", "prompt": "p", "max_tokens": 2}
 
@@ -45,7 +45,7 @@ def test_with_a_seed_the_server_draws_the_same_seeds_at_each_start() -> None:
 
 
 async def test_a_reset_of_the_prefix_cache_says_whether_it_is_empty_now() -> None:
-    engine = FakeEngine(script=say("x"), silent=True)
+    engine = ScriptedEngine(script=say("x"), silent=True)
     async with serving(engine, keys=()) as server:
         answer = await server.post("/reset_prefix_cache", {})
         assert (answer.status_code, answer.json()) == (200, {"success": True})

@@ -12,8 +12,8 @@ import pytest
 from tests.worker.server_fakes import (
     EOS,
     ByteTokenizer,
-    FakeEngine,
     Running,
+    ScriptedEngine,
     serving,
     until,
 )
@@ -227,7 +227,7 @@ async def test_more_long_texts_than_may_wait_are_refused() -> None:
 
 
 async def test_version_ping_and_load_answer() -> None:
-    engine = FakeEngine(silent=True)
+    engine = ScriptedEngine(silent=True)
     async with serving(engine) as server:
         assert (await server.client.get("/version")).json() == {"version": __version__}
         for method in ("GET", "POST"):

@@ -19,7 +19,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.ranks.kit.worker import started
-from tests.worker.server_fakes import FakeEngine, Running, run, say, serving
+from tests.worker.server_fakes import Running, ScriptedEngine, run, say, serving
 from xpyd_core.errors import UserError
 from xpyd_worker.config import WorkerConfig, check_config
 from xpyd_worker.server.telemetry.otel import OtlpTracer, traces_url
@@ -90,7 +90,7 @@ def attributes(of: Any) -> dict[str, Any]:
     return found
 
 
-def traced(receiver: Receiver, requests: Any, engine: FakeEngine | None = None) -> list[Any]:
+def traced(receiver: Receiver, requests: Any, engine: ScriptedEngine | None = None) -> list[Any]:
     """The spans of what `requests(server)` asked, as the receiver has them at the tracer's end."""
 
     async def test() -> None:
@@ -125,7 +125,7 @@ def test_a_request_continues_the_callers_trace_and_has_its_phases(stream: bool) 
         assert answer.status_code == 200
 
     with receiving() as receiver:
-        spans = traced(receiver, ask, FakeEngine(say("hello"), step_s=0.002))
+        spans = traced(receiver, ask, ScriptedEngine(say("hello"), step_s=0.002))
     assert receiver.paths == {"/v1/traces"}
     assert receiver.resource["service.name"] == "xpyd-worker"
     assert receiver.resource["service.instance.id"] == "chat-decode-0"
@@ -197,7 +197,7 @@ def test_a_client_that_leaves_the_queue_leaves_a_span_of_its_wait() -> None:
         asking.cancel()
 
     with receiving() as receiver:
-        spans = traced(receiver, ask, FakeEngine(silent=True))
+        spans = traced(receiver, ask, ScriptedEngine(silent=True))
     found = by_name(spans)
     assert set(found) == {"text_completion fake", "queue"}
     assert attributes(found["text_completion fake"])["error.type"] == "client_left"
@@ -221,7 +221,7 @@ def test_a_failed_request_has_an_error_status_and_says_why(
         answer = await server.post(PATH, {"prompt": "hi", "stream": True})
         assert '"error"' in answer.text
 
-    engine = FakeEngine(fail_after=fail_after, error="" if fail_after else "x", error_kind=kind)
+    engine = ScriptedEngine(fail_after=fail_after, error="" if fail_after else "x", error_kind=kind)
     with receiving() as receiver:
         spans = traced(receiver, ask, engine)
     root = by_name(spans)["text_completion fake"]
@@ -236,7 +236,7 @@ def test_when_the_engine_is_gone_spans_say_so() -> None:
         assert (await asking).status_code == 500
 
     with receiving() as receiver:
-        spans = traced(receiver, ask, FakeEngine(silent=True))
+        spans = traced(receiver, ask, ScriptedEngine(silent=True))
     assert attributes(by_name(spans)["text_completion fake"])["error.type"] == "engine_failed"
 
 

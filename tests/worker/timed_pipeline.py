@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.worker.engine_bench import Bench
+from tests.worker.engine_driver import EngineDriver
 from tests.worker.engine_fakes import FakeExecutor
 from xpyd_worker.engine.executor import Running, StepInput, StepOutput
 from xpyd_worker.engine.request import SchedulerConfig
@@ -24,7 +24,7 @@ class _Timed:
     def wait(self) -> StepOutput:
         pipeline = self.pipeline
         pipeline.waited_with.append(len(pipeline.launched))
-        pipeline.bench.now = max(pipeline.bench.now, self.end)
+        pipeline.driver.now = max(pipeline.driver.now, self.end)
         pipeline.over()
         return self.running.wait()
 
@@ -33,7 +33,7 @@ class TimedPipeline(FakeExecutor):
     """Its stages need `cost` of a step each."""
 
     stages = 4
-    bench: Bench
+    driver: EngineDriver
 
     def __init__(
         self, num_blocks: int, limits: SchedulerConfig, depth: int, draws_ahead: bool
@@ -49,7 +49,7 @@ class TimedPipeline(FakeExecutor):
 
     def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
         running = super().launch(step, layer_done)
-        at, cost = self.bench.now, self.cost(step)
+        at, cost = self.driver.now, self.cost(step)
         for spans in self.spans:
             begin = max(at, spans[-1][1]) if spans else at
             at = begin + cost
@@ -60,7 +60,7 @@ class TimedPipeline(FakeExecutor):
     def await_oldest(self, awake: int) -> bool:
         if not self.arrivals or self.arrivals[0][0] >= self._ends[0]:
             return True
-        self.bench.now, arrive = self.arrivals.popleft()
+        self.driver.now, arrive = self.arrivals.popleft()
         arrive()
         readable, _, _ = select.select([awake], [], [], 0)
         return not readable
@@ -75,7 +75,9 @@ class TimedPipeline(FakeExecutor):
         return 1 - busy / (self.stages * (end - begin))
 
 
-def timed(stages: int = 4, *, queue: bool = True, **options: int) -> tuple[Bench, TimedPipeline]:
+def timed(
+    stages: int = 4, *, queue: bool = True, **options: int
+) -> tuple[EngineDriver, TimedPipeline]:
     """An engine over a pipeline that begins at time 0; without the `queue` one step at a time."""
 
     class Pipeline(TimedPipeline):
@@ -83,7 +85,7 @@ def timed(stages: int = 4, *, queue: bool = True, **options: int) -> tuple[Bench
 
     Pipeline.stages = stages
     depth = stages if queue else 1
-    bench = Bench(depth=depth, draws_ahead=False, make_executor=Pipeline, **options)  # pyright: ignore
-    assert isinstance(bench.executor, TimedPipeline)
-    bench.now, bench.executor.bench = 0.0, bench
-    return bench, bench.executor
+    driver = EngineDriver(depth=depth, draws_ahead=False, make_executor=Pipeline, **options)  # pyright: ignore
+    assert isinstance(driver.executor, TimedPipeline)
+    driver.now, driver.executor.driver = 0.0, driver
+    return driver, driver.executor

@@ -49,7 +49,7 @@ def walks(quick: int, whole: int) -> list[Any]:
     ]
 
 
-class Bench:
+class EngineDriver:
     """An engine over the fakes, run by hand in virtual time, without its thread."""
 
     def __init__(
