@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -129,15 +130,22 @@ class Several(Fleet):
     async def client(self, number: int) -> Client:
         """A new connection to worker `number`, counted from 0."""
         pids = [worker.pid for worker in self.workers if worker.pid is not None]
+        opened: list[socket.socket] = []
+
+        def make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+            opened.append(socket.socket(*address[:3]))
+            opened[-1].setblocking(False)
+            return opened[-1]
+
         while True:
-            port = free_port()
             connector = aiohttp.TCPConnector(
-                limit=1, keepalive_timeout=2 * PATIENCE_S, local_addr=("127.0.0.1", port)
+                limit=1, keepalive_timeout=2 * PATIENCE_S, socket_factory=make_socket
             )
             http = aiohttp.ClientSession(connector=connector)
             self.stack.push_async_callback(http.close)
             async with http.get(f"{self.base}/health") as response:
                 await response.read()  # else the connection is not kept
+            port = opened[-1].getsockname()[1]
             pid = await asyncio.to_thread(_holder, pids, self.parent.http_port, port)
             if pid == self.workers[number].pid:
                 return Client(self.base, http)

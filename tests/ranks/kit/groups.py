@@ -27,6 +27,7 @@ from xpyd_worker.parallel.stages import HiddenSize
 from xpyd_worker.parallel.state import ParallelState, open_parallel
 
 PATIENCE_S = 60.0
+ANSWER_S = 120.0  # the first use of some operators imports for a minute on a busy machine
 HOST = "127.0.0.1"
 _context = multiprocessing.get_context("forkserver")
 # triton: what a rank on a GPU computes with takes a second to import.
@@ -87,7 +88,7 @@ class Rank:
 
     def answer(self) -> Any:
         """What `work` returned. AssertionError with what it raised."""
-        if not self.answers.poll(PATIENCE_S):
+        if not self.answers.poll(ANSWER_S):
             raise AssertionError(f"{self.process.name} does not answer")
         try:
             is_done, value = self.answers.recv()
