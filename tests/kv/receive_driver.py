@@ -137,7 +137,8 @@ class Driver(SessionDriver):
     def cancelled(self, epoch: int = 0) -> None:
         self.session.message(self.peer, wire.Cancelled(**REF, epoch=epoch), b"")
 
-    def told(self) -> list[ReceiveEvent]:
+    def take_events(self) -> list[ReceiveEvent]:
+        """What the session reported since the last call, offers not among it."""
         events = [e for e in self.events if not isinstance(e, ReceiveOffered)]
         self.events.clear()
         return events

@@ -241,7 +241,7 @@ def test_d_answers_an_offer_to_be_pulled_by_lease_and_pulls_later(d: receive_dri
         assert d.data(seq, first_block=1)
     checksums = (receive_driver.BLOCKS - 1) * LAYOUT.bytes_per_block
     d.commit(total_bytes=checksums)
-    assert d.told() == [ReceiveLanded(receive_driver.KEY, 0, "tcp")]
+    assert d.take_events() == [ReceiveLanded(receive_driver.KEY, 0, "tcp")]
 
 
 def test_a_repeated_offer_is_answered_by_pull_again(d: receive_driver.Driver) -> None:
@@ -266,4 +266,4 @@ def test_a_repeated_offer_begins_the_lease_anew_and_its_absence_ends_it(
     assert set(d.said()) == {"LEASE"}
     d.pass_time(2)
     assert d.said() == ["CANCEL lease_expired"]
-    assert d.told() == [ReceiveEnded(receive_driver.KEY, 0, "lease_expired")]
+    assert d.take_events() == [ReceiveEnded(receive_driver.KEY, 0, "lease_expired")]

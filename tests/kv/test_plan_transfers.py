@@ -107,8 +107,8 @@ def test_every_token_of_every_head_and_layer_comes_once_from_an_owner(
 @given(pair=layout_pairs())
 def test_a_rank_of_the_layout_holds_what_the_tables_say(pair: Pair) -> None:
     for side in pair:
-        told = [(side.layers_of(r), list(side.heads_of(r))) for r in range(side.num_ranks)]
-        assert told == holdings(side)
+        announced = [(side.layers_of(r), list(side.heads_of(r))) for r in range(side.num_ranks)]
+        assert announced == holdings(side)
 
 
 @given(pair=layout_pairs(), salt=SALTS)
@@ -240,7 +240,7 @@ def test_a_unit_is_the_smaller_block_and_the_last_is_whole() -> None:
 
 def test_what_a_rank_announces_in_layout_makes_its_engine() -> None:
     engine = _engine(4, kv_heads=8, row_bytes=512)
-    told = Layout(
+    announced = Layout(
         factors={},
         layers=engine.layers_of(3),
         kv_heads=engine.heads_per_rank,
@@ -250,10 +250,12 @@ def test_what_a_rank_announces_in_layout_makes_its_engine() -> None:
         block_bytes=engine.block_bytes,
         max_tokens=10_000,
     )
-    row_bytes = told.block_bytes // (told.kv_heads * told.block_size)
-    again = _engine(4, stages=(told.layers,), block_size=told.block_size, row_bytes=row_bytes)
+    row_bytes = announced.block_bytes // (announced.kv_heads * announced.block_size)
+    again = _engine(
+        4, stages=(announced.layers,), block_size=announced.block_size, row_bytes=row_bytes
+    )
     assert again == engine
-    assert row_bytes == 2 * told.head_dim * 2
+    assert row_bytes == 2 * announced.head_dim * 2
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_offer_grant_data_commit_done(driver: Driver) -> None:
     assert all(driver.data(seq) for seq in range(LAYERS))
     driver.commit()
     assert driver.said() == ["GRANT", "DONE"]
-    assert driver.told() == [ReceiveLanded(KEY, 0, "tcp")]
+    assert driver.take_events() == [ReceiveLanded(KEY, 0, "tcp")]
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_a_higher_epoch_replaces_the_older_one_which_is_freed_when_quiet(driver:
     began, header = driver.begin(0)
     assert began
     driver.offer(epoch=1)
-    assert driver.told() == [ReceiveEnded(KEY, 0, "replaced")]
+    assert driver.take_events() == [ReceiveEnded(KEY, 0, "replaced")]
     assert driver.said() == ["GRANT", "CANCEL replaced"]
     driver.cancelled(epoch=0)
-    assert driver.told() == []
+    assert driver.take_events() == []
     driver.end(header)
-    assert driver.told() == [ReceiveQuiet(KEY, 0)]
+    assert driver.take_events() == [ReceiveQuiet(KEY, 0)]
     driver.offer(epoch=0)
     assert driver.said() == ["CANCEL duplicate"]
 
@@ -99,11 +99,11 @@ def test_another_peer_can_neither_offer_nor_send_nor_cancel_a_running_transfer(
     driver.cancel(peer=stranger)
     assert driver.said() == ["CANCEL duplicate", "CANCEL duplicate", "CANCELLED"]
     assert driver.metrics.refused_data == {"foreign": 1}
-    assert driver.told() == []
+    assert driver.take_events() == []
     driver.session.peer_down(stranger, "closed")
     assert all(driver.data(seq) for seq in range(LAYERS))
     driver.commit()
-    assert driver.told() == [ReceiveLanded(KEY, 0, "tcp")]
+    assert driver.take_events() == [ReceiveLanded(KEY, 0, "tcp")]
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,9 @@ def test_a_gap_or_a_broken_frame_is_asked_for_once_and_then_given_up(
     assert driver.bodies[-1] == token_bytes([1])
     driver.commit()
     assert driver.said() == ["CANCEL corrupt"]
-    assert driver.told() == [ReceiveEnded(KEY, 0, "corrupt")]
+    assert driver.take_events() == [ReceiveEnded(KEY, 0, "corrupt")]
     driver.cancelled()
-    assert driver.told() == [ReceiveQuiet(KEY, 0)]
+    assert driver.take_events() == [ReceiveQuiet(KEY, 0)]
     assert driver.metrics.checksum_mismatches == (fault == "corrupt")
 
 
@@ -192,7 +192,7 @@ def test_a_commit_that_does_not_agree_with_what_came_is_no_done(
         driver.data(seq)
     driver.commit(**lie)
     assert driver.said() == ["GRANT", "CANCEL corrupt"]
-    assert driver.told() == [ReceiveEnded(KEY, 0, "corrupt")]
+    assert driver.take_events() == [ReceiveEnded(KEY, 0, "corrupt")]
 
 
 def test_a_commit_that_says_all_when_a_layer_is_missing_is_no_done(driver: Driver) -> None:
@@ -212,9 +212,9 @@ def test_a_commit_while_a_frame_is_written_is_no_done(driver: Driver) -> None:
     driver.commit(frames=LAYERS - 1)
     assert driver.said() == ["GRANT", "CANCEL corrupt"]
     driver.cancelled()
-    assert driver.told() == [ReceiveEnded(KEY, 0, "corrupt")]
+    assert driver.take_events() == [ReceiveEnded(KEY, 0, "corrupt")]
     driver.end(header)
-    assert driver.told() == [ReceiveQuiet(KEY, 0)]
+    assert driver.take_events() == [ReceiveQuiet(KEY, 0)]
 
 
 def test_a_number_is_not_used_by_two_frames_at_once(driver: Driver) -> None:
@@ -236,10 +236,10 @@ def test_cancel_during_a_frame_is_answered_when_its_last_byte_has_come(driver: D
     driver.said()
     driver.cancel()
     assert driver.said() == []
-    assert driver.told() == [ReceiveEnded(KEY, 0, "cancelled")]
+    assert driver.take_events() == [ReceiveEnded(KEY, 0, "cancelled")]
     driver.end(header)
     assert driver.said() == ["CANCELLED"]
-    assert driver.told() == [ReceiveQuiet(KEY, 0)]
+    assert driver.take_events() == [ReceiveQuiet(KEY, 0)]
 
 
 @pytest.mark.parametrize("frames", [0, 1, LAYERS])
@@ -249,11 +249,11 @@ def test_cancel_frees_what_landed_so_far(driver: Driver, frames: int) -> None:
         driver.data(seq)
     if frames == LAYERS:
         driver.commit()
-    driver.told()
+    driver.take_events()
     driver.said()
     driver.cancel()
     driver.cancel()
-    assert driver.told() == [ReceiveEnded(KEY, 0, "cancelled"), ReceiveQuiet(KEY, 0)]
+    assert driver.take_events() == [ReceiveEnded(KEY, 0, "cancelled"), ReceiveQuiet(KEY, 0)]
     assert driver.said() == ["CANCELLED", "CANCELLED"]
     driver.offer(epoch=0)
     assert driver.said() == ["CANCEL stale"]
@@ -275,16 +275,16 @@ def test_giving_up_waits_for_p_and_closes_the_connection_of_a_p_that_does_not_an
     driver.data(0)
     driver.session.finish(KEY, "timeout")
     assert driver.said() == ["GRANT", "CANCEL timeout"]
-    assert driver.told() == [ReceiveEnded(KEY, 0, "timeout")]
+    assert driver.take_events() == [ReceiveEnded(KEY, 0, "timeout")]
     assert not driver.data(1)
     assert driver.metrics.refused_data == {"cancelled": 1}
     driver.pass_time(4.9)
     assert not driver.disconnected
     driver.pass_time(0.2)
     assert driver.disconnected == [driver.peer]
-    assert driver.told() == []
+    assert driver.take_events() == []
     driver.session.peer_down(driver.peer, "CANCEL was not answered")
-    assert driver.told() == [ReceiveQuiet(KEY, 0)]
+    assert driver.take_events() == [ReceiveQuiet(KEY, 0)]
     assert not driver.session.open_transfers
 
 
@@ -294,9 +294,9 @@ def test_both_sides_cancelling_at_once_get_their_answers(driver: Driver) -> None
     driver.said()
     driver.cancel()
     assert driver.said() == ["CANCELLED"]
-    assert ReceiveQuiet(KEY, 0) not in driver.told()
+    assert ReceiveQuiet(KEY, 0) not in driver.take_events()
     driver.cancelled()
-    assert driver.told() == [ReceiveQuiet(KEY, 0)]
+    assert driver.take_events() == [ReceiveQuiet(KEY, 0)]
 
 
 def test_a_finished_key_takes_no_offer_of_any_epoch_for_a_minute(driver: Driver) -> None:
@@ -316,7 +316,7 @@ def test_a_grant_for_a_transfer_that_ended_meanwhile_comes_back(driver: Driver) 
     assert landing is not None
     driver.said()
     driver.session.grant(KEY, 0, landing, 0)
-    assert driver.told() == [ReceiveEnded(KEY, 0, "cancelled"), ReceiveQuiet(KEY, 0)]
+    assert driver.take_events() == [ReceiveEnded(KEY, 0, "cancelled"), ReceiveQuiet(KEY, 0)]
     assert driver.said() == []
 
 
@@ -328,7 +328,7 @@ def test_an_engine_that_is_busy_gets_the_lease_time_and_no_more(driver: Driver) 
     for _ in range(28):
         driver.pass_time(1)
     assert driver.said() == ["LEASE", "LEASE", "CANCEL lease_expired"]
-    assert driver.told() == [ReceiveEnded(KEY, 0, "lease_expired")]
+    assert driver.take_events() == [ReceiveEnded(KEY, 0, "lease_expired")]
 
 
 def test_a_lease_runs_from_the_last_frame_not_while_it_moves(driver: Driver) -> None:
@@ -337,11 +337,11 @@ def test_a_lease_runs_from_the_last_frame_not_while_it_moves(driver: Driver) -> 
         driver.pass_time(29)
         assert driver.data(seq)
     driver.commit()
-    assert driver.told() == [ReceiveLanded(KEY, 0, "tcp")]
+    assert driver.take_events() == [ReceiveLanded(KEY, 0, "tcp")]
     driver.pass_time(29)
-    assert driver.told() == []
+    assert driver.take_events() == []
     driver.pass_time(2)
-    assert driver.told() == [ReceiveEnded(KEY, 0, "lease_expired"), ReceiveQuiet(KEY, 0)]
+    assert driver.take_events() == [ReceiveEnded(KEY, 0, "lease_expired"), ReceiveQuiet(KEY, 0)]
 
 
 def test_a_p_that_goes_quiet_after_the_grant_loses_it(driver: Driver) -> None:
@@ -355,7 +355,7 @@ def test_the_death_of_p_is_the_end_of_what_is_not_complete(driver: Driver) -> No
     driver.granted()
     driver.begin(0)
     driver.session.peer_down(driver.peer, "closed")
-    assert driver.told() == [ReceiveEnded(KEY, 0, "peer_lost"), ReceiveQuiet(KEY, 0)]
+    assert driver.take_events() == [ReceiveEnded(KEY, 0, "peer_lost"), ReceiveQuiet(KEY, 0)]
     assert driver.session.tick(driver.clock.now) is None
 
 

@@ -6,6 +6,8 @@ That batched logits equal single ones is a matter of the runner: tests/worker/te
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.worker.engine_driver import EngineDriver, make_request, prompt_of, prompt_that_draws
@@ -86,8 +88,12 @@ def test_each_takes_its_tokens_from_the_budget() -> None:
 
 def test_by_priority_the_queue_is_a_heap_and_fcfs_appends() -> None:
     """Article fact 19."""
-    for policy, order in (("fcfs", ["a", "b", "c", "d"]), ("priority", ["c", "d", "b", "a"])):
-        driver = EngineDriver(seqs=1, policy=policy)  # pyright: ignore
+    cases: list[tuple[Any, list[str]]] = [
+        ("fcfs", ["a", "b", "c", "d"]),
+        ("priority", ["c", "d", "b", "a"]),
+    ]
+    for policy, order in cases:
+        driver = EngineDriver(seqs=1, policy=policy)
         for name, priority in (("a", 9), ("b", 5), ("c", -1), ("d", 0)):
             driver.submit(make_request(name, prompt_of(3), max_tokens=1, priority=priority))
         driver.run()
@@ -96,10 +102,10 @@ def test_by_priority_the_queue_is_a_heap_and_fcfs_appends() -> None:
 
 @pytest.mark.parametrize(("policy", "victim"), [("fcfs", "new"), ("priority", "old")])
 def test_without_blocks_the_lower_in_rank_gives_its_blocks_back_and_recomputes(
-    policy: str, victim: str
+    policy: Any, victim: str
 ) -> None:
     """Article fact 19."""
-    driver = EngineDriver(blocks=6, budget=64, policy=policy)  # pyright: ignore
+    driver = EngineDriver(blocks=6, budget=64, policy=policy)
     for name, first, priority in (("old", 1, 1), ("new", 9, 0)):
         prompt = prompt_of(8, first)
         driver.submit(make_request(name, prompt, max_tokens=12, ignore_eos=True, priority=priority))
@@ -281,11 +287,11 @@ LENGTH_RULES = [
     ("token", "position", "params", "expected"), [*EOS_RULES, *STOP_ID_RULES, *LENGTH_RULES]
 )
 def test_eos_stop_ids_and_lengths_end_a_choice(
-    token: int, position: int, params: dict[str, object], expected: End | None
+    token: int, position: int, params: dict[str, Any], expected: End | None
 ) -> None:
     """Article fact 23."""
     rules = StopRules((EOS,), max_model_len=20)
-    sampling = SamplingParams(**{"max_tokens": 10, "seed": 1, **params})  # pyright: ignore
+    sampling = SamplingParams(**{"max_tokens": 10, "seed": 1, **params})
     assert rules.end_at(token, position=position, prompt_tokens=5, sampling=sampling) == expected
 
 

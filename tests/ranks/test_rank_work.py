@@ -56,7 +56,7 @@ def test_walks_over_a_pipeline_give_every_request_its_own_tokens(
 ):
     sizes = {"blocks": 14, "seqs": 5, "budget": 9, "model_len": 48}
     depth = stages if is_filled else 1
-    walk = Walk(seed, make_executor=pipeline(stages), depth=depth, draws_ahead=False, **sizes)  # pyright: ignore
+    walk = Walk(seed, make_executor=pipeline(stages), depth=depth, draws_ahead=False, **sizes)
     walk.run(300)
     executor = walk.driver.executor
     assert isinstance(executor, FakePipeline)
@@ -78,7 +78,7 @@ def test_so_do_walks_whose_last_stage_has_a_gpu(seed: int, stages: int):
     depth = max(2, stages)
     walk = Walk(
         seed, make_executor=on_device(stages), depth=depth, draws_ahead=stages == 1, **sizes
-    )  # pyright: ignore
+    )
     walk.run(300)
     executor = walk.driver.executor
     assert isinstance(executor, FakePipeline)

@@ -19,7 +19,7 @@ from xpyd_worker.ranks.step.messages import Ahead, Chunk, Full, Going
 def walk(seed: int, make_executor: type[CodedExecutor], **options: int | bool) -> Counter[type]:
     """Kinds of rows that one walk sent."""
     sizes = {"seqs": 5, "budget": 9, "model_len": 48} | options
-    one = Walk(seed, make_executor=make_executor, **sizes)  # pyright: ignore
+    one = Walk(seed, make_executor=make_executor, **sizes)
     one.run(300)
     executor = one.driver.executor
     assert isinstance(executor, CodedExecutor)

@@ -84,7 +84,7 @@ def says_and_closes(*parts: bytes) -> Serve:
 
 
 async def start(engine: Engine, client: UpstreamClient, timeout_s: float = 20.0) -> Exchange:
-    return await client.start(engine.address, HEAD, b"{}", owner=KEY, timeout_s=timeout_s)
+    return await client.start(engine.address, HEAD, b"{}", instance=KEY, timeout_s=timeout_s)
 
 
 async def body(engine: Engine, client: UpstreamClient) -> bytes:

@@ -18,12 +18,14 @@ from xpyd_worker.engine.request import (
     EngineOutput,
     EngineRequest,
     Policy,
+    ReceiveFrom,
     SamplingParams,
     SchedulerConfig,
+    SendTo,
 )
 
 # How many steps are under way: one, one more that is drawn ahead for, or those of a pipeline.
-Way = dict[str, int | bool]
+Way = dict[str, Any]
 ONE_OR_AHEAD: list[Way] = [{"depth": 1}, {"depth": 2}]
 PIPELINES: list[Way] = [{"depth": n, "draws_ahead": False} for n in (2, 3, 4)]
 
@@ -171,23 +173,23 @@ def make_request(
     *,
     n: int = 1,
     continue_from: tuple[tuple[int, ...], ...] = (),
-    transfer: object = None,
+    transfer: SendTo | ReceiveFrom | None = None,
     first_choice: int = 0,
     max_tokens: int = 8,
     cache_salt: bytes = b"",
     priority: int = 0,
-    **sampling: object,
+    **sampling: Any,
 ) -> EngineRequest:
     """A request with the fields that a test cares about."""
     return EngineRequest(
         request_id,
         log_id=request_id,
         prompt=tuple(prompt),
-        sampling=SamplingParams(max_tokens=max_tokens, seed=7, **sampling),  # pyright: ignore
+        sampling=SamplingParams(max_tokens=max_tokens, seed=7, **sampling),
         n=n,
         first_choice=first_choice,
         continue_from=continue_from,
-        transfer=transfer,  # pyright: ignore
+        transfer=transfer,
         cache_salt=cache_salt,
         priority=priority,
     )

@@ -6,6 +6,8 @@ here is each rule by itself.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.worker.engine_driver import (
@@ -25,10 +27,10 @@ def under_way(driver: EngineDriver) -> list[StepInput]:
     return list(driver.executor.launched)
 
 
-def submit(driver: EngineDriver, name: str = "r", **options: object) -> EngineRequest:
+def submit(driver: EngineDriver, name: str = "r", **options: Any) -> EngineRequest:
     """A request that does not end by itself before its max_tokens."""
     prompt = prompt_of(6, first=1 + len(driver.requests))
-    request = make_request(name, prompt, ignore_eos=True, **options)  # pyright: ignore
+    request = make_request(name, prompt, ignore_eos=True, **options)
     return driver.submit(request)
 
 

@@ -5,6 +5,8 @@ The walks (test_engine_walks, test_scheduler_walks, test_engine_soak) go over th
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.worker.engine_driver import EngineDriver, StepFailed, make_request, prompt_of
@@ -18,16 +20,14 @@ from xpyd_worker.engine.scheduler import decodes_per_step
 SEND = SendTo(TransferKey("0" * 32, 0), Address("127.0.0.1", 21001), 11, False)
 
 
-def pipeline(stages: int = 4, **options: object) -> EngineDriver:
-    return EngineDriver(depth=stages, draws_ahead=False, **options)  # pyright: ignore
+def pipeline(stages: int = 4, **options: Any) -> EngineDriver:
+    return EngineDriver(depth=stages, draws_ahead=False, **options)
 
 
-def submit(
-    driver: EngineDriver, name: str = "r", length: int = 6, **options: object
-) -> EngineRequest:
+def submit(driver: EngineDriver, name: str = "r", length: int = 6, **options: Any) -> EngineRequest:
     """A request that does not end by itself before its max_tokens."""
     prompt = prompt_of(length, first=1 + len(driver.requests))
-    request = make_request(name, prompt, ignore_eos=True, **options)  # pyright: ignore
+    request = make_request(name, prompt, ignore_eos=True, **options)
     return driver.submit(request)
 
 

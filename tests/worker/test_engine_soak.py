@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from types import FunctionType, ModuleType
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ _OPEN = 40
 _NOISE_BYTES = 512
 
 # How each field of SamplingParams is drawn: one line for each, and a test that none is missing.
-Draw = Callable[[random.Random], object]
+Draw = Callable[[random.Random], Any]
 OPTIONS: Mapping[str, Draw] = {
     "max_tokens": lambda rng: rng.choice([0, 1, 2, 5, 9, 20, 60]),
     "seed": lambda rng: rng.getrandbits(64),
@@ -113,7 +114,7 @@ class Soak:
             f"r{self.count}",
             log_id=f"r{self.count}",
             prompt=(*head, *_tokens(rng, rng.randrange(1, 9))),
-            sampling=SamplingParams(**{name: draw(rng) for name, draw in OPTIONS.items()}),  # pyright: ignore
+            sampling=SamplingParams(**{name: draw(rng) for name, draw in OPTIONS.items()}),
             n=n,
             first_choice=n * rng.randrange(3),
             continue_from=known,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -22,29 +23,29 @@ KEY = TransferKey("a" * 32, 0)
 PEER = Address("127.0.0.1", 21001)
 
 
-def sending(**driver: int) -> tuple[EngineDriver, FakeProducer]:
-    made = EngineDriver(sends=True, **driver)  # pyright: ignore
+def sending(**driver: Any) -> tuple[EngineDriver, FakeProducer]:
+    made = EngineDriver(sends=True, **driver)
     assert made.producer is not None
     return made, made.producer
 
 
-def receiving(**driver: int | bool) -> tuple[EngineDriver, FakeConsumer]:
-    made = EngineDriver(receives=True, **driver)  # pyright: ignore
+def receiving(**driver: Any) -> tuple[EngineDriver, FakeConsumer]:
+    made = EngineDriver(receives=True, **driver)
     assert made.consumer is not None
     return made, made.consumer
 
 
 def to_send(
-    name: str, prompt: list[int], *, key: TransferKey = KEY, cancel: bool = True, **more: object
+    name: str, prompt: list[int], *, key: TransferKey = KEY, cancel: bool = True, **more: Any
 ) -> EngineRequest:
     transfer = SendTo(key, PEER, len(prompt), cancel)
-    return make_request(name, prompt, transfer=transfer, **more)  # pyright: ignore
+    return make_request(name, prompt, transfer=transfer, **more)
 
 
 def to_receive(
-    name: str, prompt: list[int], *, key: TransferKey = KEY, wait_s: float = 5.0, **more: object
+    name: str, prompt: list[int], *, key: TransferKey = KEY, wait_s: float = 5.0, **more: Any
 ) -> EngineRequest:
-    return make_request(name, prompt, transfer=ReceiveFrom(key, wait_s), **more)  # pyright: ignore
+    return make_request(name, prompt, transfer=ReceiveFrom(key, wait_s), **more)
 
 
 # --- P

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,11 +119,16 @@ def test_logprobs_name_the_token_first_then_the_best_with_ranks(llm: LLM) -> Non
 
 def test_a_token_that_is_none_of_the_best_has_its_rank(llm: LLM) -> None:
     """Of the drawn ones and of the prompt's; without alternatives, too."""
-    options = {"temperature": 2.0, "seed": 3, "max_tokens": 12, "ignore_eos": True}
+    options: dict[str, Any] = {
+        "temperature": 2.0,
+        "seed": 3,
+        "max_tokens": 12,
+        "ignore_eos": True,
+    }
     few, all_of_them = (
         llm.generate(
             "San Francisco",
-            SamplingParams(**options, logprobs=count, prompt_logprobs=count),  # pyright: ignore
+            SamplingParams(**options, logprobs=count, prompt_logprobs=count),
             use_tqdm=False,
         )[0]
         for count in (0, 20)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.worker.engine_driver import EngineDriver, make_request, prompt_of
@@ -119,8 +121,8 @@ def test_under_fcfs_the_last_come_is_preempted_though_it_started_first():
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_long_prompt_takes_no_decodes_turn_whatever_its_rank(policy: str):
-    driver = EngineDriver(blocks=64, budget=8, seqs=8, policy=policy)  # pyright: ignore
+def test_a_long_prompt_takes_no_decodes_turn_whatever_its_rank(policy: Any):
+    driver = EngineDriver(blocks=64, budget=8, seqs=8, policy=policy)
     for number in range(4):
         prompt = prompt_of(1, number)
         driver.submit(make_request(f"r{number}", prompt, max_tokens=30, ignore_eos=True))

@@ -6,6 +6,7 @@ import select
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from tests.worker.engine_driver import EngineDriver
 from tests.worker.engine_fakes import FakeExecutor
@@ -76,7 +77,7 @@ class TimedPipeline(FakeExecutor):
 
 
 def timed(
-    stages: int = 4, *, queue: bool = True, **options: int
+    stages: int = 4, *, queue: bool = True, **options: Any
 ) -> tuple[EngineDriver, TimedPipeline]:
     """An engine over a pipeline that begins at time 0; without the `queue` one step at a time."""
 
@@ -85,7 +86,7 @@ def timed(
 
     Pipeline.stages = stages
     depth = stages if queue else 1
-    driver = EngineDriver(depth=depth, draws_ahead=False, make_executor=Pipeline, **options)  # pyright: ignore
+    driver = EngineDriver(depth=depth, draws_ahead=False, make_executor=Pipeline, **options)
     assert isinstance(driver.executor, TimedPipeline)
     driver.now, driver.executor.driver = 0.0, driver
     return driver, driver.executor

@@ -121,7 +121,7 @@ class Attempt:
                 instance.http,
                 self._head(instance, request, len(body)),
                 body,
-                owner=instance.key,
+                instance=instance.key,
                 timeout_s=timeout_s,
             )
         except BaseException:

@@ -63,7 +63,7 @@ class Releases:
         result = "failed"
         with contextlib.suppress(CallFailed):  # counted; D's lease ends it
             exchange = await self._upstream.start(
-                decode.http, head, body, owner=decode.key, timeout_s=_DEADLINE_S
+                decode.http, head, body, instance=decode.key, timeout_s=_DEADLINE_S
             )
             try:
                 answer = await exchange.read(_MAX_ANSWER_BYTES)

@@ -81,19 +81,19 @@ class UpstreamClient:
         head: bytes,
         body: bytes,
         *,
-        owner: InstanceKey | None,
+        instance: InstanceKey | None,
         timeout_s: float,
     ) -> Exchange:
         """Send a request; the exchange, whose answer's head has come.
 
-        `head` is everything of the request before its body; `owner` is the instance called, so that
+        `head` is everything of the request before its body; `instance` is the one called, so that
         `lose` finds the call; `timeout_s` counts until the head. The caller must `close` the
         exchange. Raises CallFailed: `connect` when nothing was sent, `timeout`, `lost`, `reset`.
         """
         sent_s = self._loop.time()
         due_s = sent_s + timeout_s
         if (idle := self._take_idle(to, sent_s - _IDLE_S)) is not None:
-            exchange = self._send(idle, head, body, owner, due_s)
+            exchange = self._send(idle, head, body, instance, due_s)
             try:
                 await exchange.begun()
                 exchange.check()
@@ -115,7 +115,7 @@ class UpstreamClient:
                 raise stale from None
         else:
             connection = await self._connect(to, timeout_s)
-        exchange = self._send(connection, head, body, owner, due_s)
+        exchange = self._send(connection, head, body, instance, due_s)
         try:
             await exchange.begun()
             exchange.check()
@@ -129,10 +129,10 @@ class UpstreamClient:
         connection: EngineConnection,
         head: bytes,
         body: bytes,
-        owner: InstanceKey | None,
+        instance: InstanceKey | None,
         due_s: float,
     ) -> Exchange:
-        exchange = Exchange(owner, self._loop, due_s)
+        exchange = Exchange(instance, self._loop, due_s)
         self._active.add(exchange)
         if self._sweep_timer is None:
             self._arm()
@@ -144,11 +144,11 @@ class UpstreamClient:
         self._active.discard(exchange)
         exchange.close()
 
-    def lose(self, owners: Iterable[InstanceKey]) -> None:
-        """End every call to `owners`: they died or vanished."""
-        gone = frozenset(owners)
+    def lose(self, instances: Iterable[InstanceKey]) -> None:
+        """End every call to `instances`: they died or vanished."""
+        gone = frozenset(instances)
         for exchange in tuple(self._active):
-            if exchange.owner in gone:
+            if exchange.instance in gone:
                 exchange.fail("lost")
 
     def _take_idle(self, to: Address, oldest_s: float) -> EngineConnection | None:

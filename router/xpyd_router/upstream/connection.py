@@ -35,7 +35,7 @@ class Exchange:
     `due_s` is on the event loop's clock; the client's sweep fails an exchange whose time has come.
     """
 
-    owner: InstanceKey | None
+    instance: InstanceKey | None
     _loop: asyncio.AbstractEventLoop
     due_s: float
     status: int = 0
