@@ -198,6 +198,17 @@ def test_a_failed_step_fails_its_requests_and_their_transfers_and_no_others():
     driver.assert_all_blocks_free()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_kv_of_a_step_that_a_defect_ends_is_cancelled(depth: int):
+    """At depth 1 it ends while it is launched, at depth 2 while it is waited for."""
+    driver, producer = sending(budget=8, depth=depth)
+    driver.submit(to_send("a", prompt_of(5), max_tokens=1))
+    driver.executor.fail_with = RuntimeError("a defect")
+    with pytest.raises(RuntimeError, match="a defect"):
+        driver.run()
+    assert ("cancel", KEY, "failed") in producer.calls
+
+
 def test_a_request_that_fails_while_its_kv_is_under_way_cancels_it():
     driver, producer = sending(linger=9)
     driver.submit(to_send("a", prompt_of(5), max_tokens=4, ignore_eos=True))
