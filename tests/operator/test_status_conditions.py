@@ -258,6 +258,7 @@ def test_pools_that_come_and_go_are_told_and_counted_until_they_are_gone() -> No
     assert event.reason == "Ready"
     row = next(p for p in status_of(cluster)["pools"] if p["name"] == "decode")
     assert row["drainingReplicas"] == 2
+    assert found(cluster, "Progressing") == ("True", "Draining")
     cluster.end_leaving()
     assert cluster.turn() == ()
     assert "decode" not in [p["name"] for p in status_of(cluster)["pools"]]
