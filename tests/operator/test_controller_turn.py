@@ -251,6 +251,18 @@ def test_objects_of_another_owner_are_neither_counted_nor_touched() -> None:
     assert look(children).seen.pools == ()
 
 
+@pytest.mark.parametrize("change", [{"ownerReferences": []}, {"deletionTimestamp": NOW}])
+def test_leftovers_are_removed_once_and_only_those_of_the_fleet(change: dict[str, Any]) -> None:
+    children = settled()
+    left = deepcopy(children[POOL]["chat-decode"])
+    left["metadata"] |= {"name": "chat-old", "uid": "uid-chat-old"}
+    left["spec"]["poolName"] = "old"
+    children[POOL]["chat-old"] = left
+    assert writes(decide(look(children))) == [DeleteObject(POOL, "chat-old", "uid-chat-old")]
+    left["metadata"] |= change
+    assert writes(decide(look(children))) == []
+
+
 def test_orphans_with_our_label_are_taken_in() -> None:
     children = settled()
     del children[SERVICE]["chat-router"]["metadata"]["ownerReferences"]

@@ -76,6 +76,19 @@ def test_a_body_that_looks_like_an_answer_is_a_body() -> None:
     assert exchange.answer.body == OK
 
 
+async def test_an_answer_that_breaks_off_behind_its_head_has_begun() -> None:
+    """What failed is the body, which `read` says: the engine may have worked for it."""
+    line = Line(asyncio.get_running_loop())
+    exchange = line.ask()
+    line.says(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf")
+    line.connection.connection_lost(None)
+    await exchange.begun()
+    exchange.check()
+    with pytest.raises(CallFailed) as failure:
+        await exchange.read()
+    assert failure.value.cause == "incomplete"
+
+
 def test_chunks_are_told_by_their_bytes_only_where_one_begins() -> None:
     """The payload of a chunk, and a body of known length behind a chunked one, may look like it."""
     line, one = Line(), b"1\r\na\r\n"

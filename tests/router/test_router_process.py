@@ -13,11 +13,14 @@ from typing import Any
 import aiohttp
 import pytest
 
+import xpyd_router.command
 from tests.router.fakes import Fleet, begin_and_hang, fleet, pair, serve_model, text_of, until
 from tests.router.several import process
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import parse_pair_id
+from xpyd_router import router
 from xpyd_router.command import command, read_config
+from xpyd_router.processes import parent
 from xpyd_router.router import open_router
 
 
@@ -31,6 +34,19 @@ def test_ports_and_periods_without_flags() -> None:
     config = read_config(flags("--kv-insecure"))
     assert (config.port, config.discovery_port) == (10001, 30001)
     assert (config.heartbeat_interval_s, config.missed_beats) == (3.0, 3)
+
+
+@pytest.mark.parametrize(("processes", "runs"), [("1", "router"), ("2", "parent")])
+def test_one_process_has_no_parent(
+    processes: str, runs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    for module, name in ((router, "router"), (parent, "parent")):
+        monkeypatch.setattr(module, f"run_{name}", lambda _, name=name: seen.append(name) or 0)
+    monkeypatch.setattr(xpyd_router.command, "set_up_logging", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert command.run(flags("--kv-insecure", "--processes", processes)) == 0
+    assert seen == [runs]
 
 
 def test_the_environment_gives_defaults_and_flags_win(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,7 @@ def test_each_family_has_its_biases(
         {"rope_theta": 5e5, "rope_scaling": LLAMA3},
         {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
         {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "type": "llama3"}},
+        {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "type": "default"}},
     ],
 )
 def test_rotary_parameters_in_the_older_and_the_newer_form(fields: dict[str, Any]) -> None:

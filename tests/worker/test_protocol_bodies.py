@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 
 from xpyd_core.errors import ApiError
-from xpyd_worker.server.openai.params import MAX_PARTS, parse_chat, parse_completion
+from xpyd_worker.server.openai.params import (
+    MAX_PARTS,
+    parse_chat,
+    parse_completion,
+)
 
 USER = {"role": "user", "content": "hi"}
 
@@ -298,6 +302,25 @@ def test_the_routers_fields_are_checked(params: Any, field: str) -> None:
 def test_the_number_of_choices_is_bounded() -> None:
     assert param_of(completion, prompt=["a"] * 257) == "prompt"
     assert param_of(completion, prompt=["a"] * 100, n=11) == "n"
+
+
+def test_the_ids_that_a_stream_continues_are_bounded() -> None:
+    most = {"continue_from": [[0] * 2**20]}
+    assert len(completion(kv_transfer_params=most).options.kv.continue_from[0]) == 2**20
+    more = {"continue_from": [[0] * (2**20 + 1)]}
+    name = "kv_transfer_params.continue_from"
+    assert param_of(completion, kv_transfer_params=more) == name
+
+
+def test_the_bounds_themselves_are_taken_and_what_is_behind_them_is_not() -> None:
+    ids = list(range(257))
+    assert completion(stop_token_ids=ids[:256]).options.stop_token_ids == tuple(ids[:256])
+    assert param_of(completion, stop_token_ids=ids) == "stop_token_ids"
+    seed = {"seed": -(2**64)}
+    assert completion(kv_transfer_params=seed).options.kv.seed == -(2**64)
+    for beyond in (2**64 + 1, -(2**64) - 1):
+        param = param_of(completion, kv_transfer_params={"seed": beyond})
+        assert param == "kv_transfer_params.seed"
 
 
 def test_the_parts_of_all_messages_together_are_bounded() -> None:
