@@ -1,5 +1,5 @@
-"""The fleet's secret: read from a file, used for the KV handshake, heartbeats, `POST /kv/release`,
-`POST /kv/probe`, `POST /drain` and `POST /reset_prefix_cache`.
+"""The fleet's secret: read from a file, used for the KV handshake, heartbeats, pair ids,
+`POST /kv/release`, `POST /kv/probe`, `POST /drain` and `POST /reset_prefix_cache`.
 
 The file holds one key per line. The first signs; every one is accepted, so that a key can be
 rotated by adding, rolling and removing. A key never appears in a log line or an error.
@@ -24,9 +24,11 @@ MAX_KEYS = 4
 BEAT_MAC_BYTES = 32
 INSECURE_KEYS = (b"",)
 """The keys of a fleet without a secret."""
-Purpose = Literal["kv-release", "kv-probe", "drain", "reset_prefix_cache"]
-"""What a call with a MAC is for. The text that the MAC is over is the uuid of a release, the
-address in the body of a probe, and the incarnation in the body of the others."""
+Purpose = Literal["pair", "kv-release", "kv-probe", "drain", "reset_prefix_cache"]
+"""What a call with a MAC is for. The text that the MAC is over is the id of a pair, the uuid of a
+release, the address in the body of a probe, and the incarnation in the body of the others."""
+PAIR_MAC_HEADER = "X-Xpyd-Pair-Mac"
+"""The header with the MAC of the pair id in X-Request-Id. See docs/adr/0040."""
 _MAX_FILE_BYTES = 16 * 1024
 
 

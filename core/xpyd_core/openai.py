@@ -2,27 +2,23 @@
 
 The one description of these bodies: the router reads `RoutedCompletion` or `RoutedChat`, the
 fields that it acts on; the engine reads them too, and `CompletionRequest` or `ChatRequest` behind
-them; the router's OpenAPI document shows the fields of both. `read` makes one of these values of a
-parsed body, or raises the ApiError that names the field. Unknown fields are ignored, null counts as
-absent.
+them; the router's OpenAPI document shows the fields of both. `bodies.read` makes one of these
+values of a body, or raises the ApiError that names the field. Unknown fields are skipped, null
+counts as absent.
 
 What needs the model (its name, its vocabulary, the context's length) and what two fields forbid
-together is checked by the program that acts on it. See docs/adr/0036.
+together is checked by the program that acts on it. See docs/adr/0036 and 0039.
 """
 
 from __future__ import annotations
 
-import math
-import re
-import reprlib
-import sys
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
-from msgspec import Meta, inspect
+from msgspec import Meta
 
-from xpyd_core.errors import ApiError
+from xpyd_core.bodies import NO_VALUE
 
 # vLLM has no bound on these; without one a small body could order unbounded work.
 MAX_NAME_CHARACTERS = 512
@@ -49,7 +45,6 @@ _MOST_REPETITION_PENALTY = 1e6
 MAX_TOKENIZED_CHARACTERS = 4 * 1024 * 1024
 """A second of encoding. No model's context is longer, but for texts of very long tokens."""
 MAX_DETOKENIZED = 1024 * 1024
-_SHOWN_CHARACTERS = 40
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """Whether the model has it is checked later."""
@@ -204,24 +199,36 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
 
-class CompletionRequest(Generation, frozen=True, kw_only=True):
-    """What only the engine reads of a /v1/completions body."""
+class CompletionOptions(Generation, frozen=True, kw_only=True):
+    """What only the engine reads of a /v1/completions body, but for the prompt."""
 
-    prompt: Annotated[
-        Annotated[str, Meta(min_length=1)]
-        | Annotated[
-            list[
-                TokenId
-                | Annotated[str, Meta(min_length=1)]
-                | Annotated[list[TokenId], Meta(min_length=1)]
-            ],
-            Meta(min_length=1),
-        ],
-        _engine("A text, token ids, or several of either.", oneOf=_PROMPT_FORMS),
-    ]
     logprobs: Annotated[
         _Logprobs | None, _engine("Log probabilities of so many tokens at each place.")
     ] = None
+
+
+Prompts = (
+    Annotated[str, Meta(min_length=1)]
+    | Annotated[
+        list[
+            TokenId
+            | Annotated[str, Meta(min_length=1)]
+            | Annotated[list[TokenId], Meta(min_length=1)]
+        ],
+        Meta(min_length=1),
+    ]
+)
+"""What `prompt` may be, as far as msgspec's types can say it."""
+
+
+class CompletionRequest(CompletionOptions, frozen=True, kw_only=True):
+    """All of it, as the OpenAPI document shows it. The engine reads the prompt by itself, since it
+    may be long."""
+
+    prompt: Annotated[
+        Prompts,
+        _engine("A text, token ids, or several of either.", oneOf=_PROMPT_FORMS),
+    ]
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,6 +244,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[ContentPart]
     name: Annotated[str, Meta(max_length=256)] | None = None
+    # Engines do not have these yet: they refuse what is not empty. By factories: the schema cannot
+    # show such a default.
+    tool_calls: msgspec.Raw = msgspec.field(default_factory=lambda: NO_VALUE)
+    function_call: msgspec.Raw = msgspec.field(default_factory=lambda: NO_VALUE)
+    audio: msgspec.Raw = msgspec.field(default_factory=lambda: NO_VALUE)
 
 
 _Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -289,149 +301,6 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_DETOKENIZED)]
     model: _Name | None = None
-
-
-Body = TypeVar("Body", bound=msgspec.Struct)
-
-
-def read(kind: type[Body], body: Mapping[str, Any], prefix: str = "") -> Body:
-    """The fields of `kind` in a parsed JSON object.
-
-    Raises ApiError 400 that names the field, with `prefix` before it, and what is allowed.
-    """
-    try:
-        return msgspec.convert(body, kind)
-    except msgspec.ValidationError as error:
-        raise _refusal(kind, body, str(error), prefix) from None
-
-
-def refuse(name: str, message: str) -> ApiError:
-    """A 400 that names the field at fault."""
-    return ApiError(400, f"{name}: {message}", param=name)
-
-
-def shown(value: object) -> str:
-    """A value as an error message shows it: short, whatever the client sent."""
-    try:
-        is_long = isinstance(value, list | dict)
-        text = reprlib.repr(cast("object", value)) if is_long else repr(value)
-    except ValueError:  # Python writes no integer of more than some thousand digits
-        return "a number of very many digits"
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
-
-
-def _refusal(
-    kind: type[msgspec.Struct], body: Mapping[str, Any], message: str, prefix: str
-) -> ApiError:
-    """The ApiError for msgspec's message; of that only the path and a missing name are used."""
-    place = re.search(r" - at `\$(.*)`$", message)
-    steps = re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", place[1]) if place else []
-    expected, value, name, item = inspect.type_info(kind), cast("Any", body), prefix, ""
-    for field, index in steps:
-        expected = _inside(expected, field, value)
-        if field:
-            name, item = f"{name}{item}.{field}".lstrip("."), ""
-            value = value[field]
-        elif index == "...":
-            index = next(key for key, one in value.items() if not _is_finite(one))
-            item, value = f"[{index}]", value[index]
-        else:
-            item, value = f"{item}[{index}]", value[int(index)]
-    if missing := re.match(r"Object missing required field `(\w+)`", message):
-        return refuse(f"{name}{item}.{missing[1]}".lstrip("."), "this field is missing")
-    complaint = _complaint(expected, value)
-    if not item or any(isinstance(one, inspect.StructType) for one in _alternatives(expected)):
-        return refuse(name + item, complaint)
-    # A number or a text has no name of its own: the parameter at fault is the list.
-    return refuse(name, f"item {item[1:-1].replace('][', '.')}: {complaint}")
-
-
-def _alternatives(expected: inspect.Type) -> list[inspect.Type]:
-    """The types that a value may have, but for null."""
-    if isinstance(expected, inspect.Metadata):
-        return _alternatives(expected.type)
-    if isinstance(expected, inspect.UnionType):
-        found = [one for member in expected.types for one in _alternatives(member)]
-        return [one for one in found if not isinstance(one, inspect.NoneType)]
-    return [expected]
-
-
-def _inside(expected: inspect.Type, field: str, value: object) -> inspect.Type:
-    """The type of a struct's field, or of a list's or a dict's items."""
-    for one in _alternatives(expected):
-        if field and isinstance(one, inspect.StructType):
-            return next(each.type for each in one.fields if each.encode_name == field)
-        if isinstance(value, list) and isinstance(one, inspect.ListType):
-            return one.item_type
-        if isinstance(value, dict) and not field and isinstance(one, inspect.DictType):
-            return one.value_type
-    raise AssertionError(f"no {field or 'item'} in {expected}")  # the path is msgspec's own
-
-
-def _complaint(expected: inspect.Type, value: object) -> str:
-    """What is wrong with a value that has none of the types, or lies outside their bounds."""
-    alternatives = _alternatives(expected)
-    for one in alternatives:
-        if isinstance(one, inspect.LiteralType):
-            values = ", ".join(str(each) for each in one.values)
-            return f"expected one of {values}, got {shown(value)}"
-        if isinstance(one, inspect.IntType | inspect.FloatType) and _is_number(value):
-            if isinstance(one, inspect.IntType) and isinstance(value, float):
-                continue
-            return f"must be {_range(one)}, got {shown(value)}"
-        if isinstance(one, inspect.StrType) and isinstance(value, str):
-            return _length_complaint(one, "characters", len(value))
-        if isinstance(one, inspect.ListType) and isinstance(value, list):
-            return _length_complaint(one, "items", len(cast("list[Any]", value)))
-        if isinstance(one, inspect.DictType) and isinstance(value, dict):
-            return _length_complaint(one, "members", len(cast("dict[str, Any]", value)))
-    names = [_NAMES.get(type(one), "another value") for one in alternatives]
-    return f"expected {' or '.join(dict.fromkeys(names))}, got {shown(value)}"
-
-
-_NAMES: Mapping[type[inspect.Type], str] = {
-    inspect.IntType: "an integer",
-    inspect.FloatType: "a number",
-    inspect.BoolType: "true or false",
-    inspect.StrType: "a string",
-    inspect.ListType: "a list",
-    inspect.DictType: "an object",
-    inspect.StructType: "an object",
-}
-
-
-def _is_number(value: object) -> bool:
-    # True is an int in Python, not in JSON.
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_finite(value: object) -> bool:
-    """Whether `value` is finite, also for an integer beyond the floats, for which math's raises."""
-    return _is_number(value) and abs(cast("float", value)) <= sys.float_info.max
-
-
-def _range(bounds: inspect.IntType | inspect.FloatType) -> str:
-    low = bounds.ge if bounds.ge is not None else bounds.gt
-    if low is None and bounds.le is None:
-        return "a finite number"
-    low_text = _number(-math.inf if low is None else low)
-    high_text = _number(math.inf if bounds.le is None else bounds.le)
-    if bounds.gt is not None:
-        return f"above {low_text} and at most {high_text}"
-    return f"{low_text} to {high_text}"
-
-
-def _number(number: float) -> str:
-    return str(number) if isinstance(number, int) else f"{number:g}"
-
-
-def _length_complaint(
-    bounds: inspect.StrType | inspect.ListType | inspect.DictType, what: str, length: int
-) -> str:
-    least, most = bounds.min_length or 0, bounds.max_length
-    if length < least:
-        return "must not be empty" if least == 1 else f"must have at least {least} {what}"
-    return f"must have at most {most} {what}, got {length}"
 
 
 def body_schema(*kinds: type[msgspec.Struct]) -> dict[str, Any]:

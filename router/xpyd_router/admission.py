@@ -18,10 +18,13 @@ import asyncio
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
+import msgspec
+
+from xpyd_core.bodies import is_absent, read
 from xpyd_core.errors import ApiError
 from xpyd_router.metrics import RouterMetrics
 
@@ -55,12 +58,12 @@ class AdmissionLimits:
     """How long a request waits for a place; clients' own read timeouts are longer."""
 
 
-def read_priority(fields: Mapping[str, Any], header: str | None) -> int:
+def read_priority(member: msgspec.Raw, header: str | None) -> int:
     """A request's place in line: lower is earlier, 0 without a wish.
 
-    `fields` is the body, whose `priority` is vLLM's; `header` is PRIORITY_HEADER's value, a class
-    or a number. The header wins: a gateway sets it, and it does not reach the engines, which take
-    a body's `priority` only where they schedule by it. Raises ApiError 400.
+    `member` is the JSON of the body's `priority`, vLLM's; `header` is PRIORITY_HEADER's value, a
+    class or a number. The header wins: a gateway sets it, and it does not reach the engines, which
+    take a body's `priority` only where they schedule by it. Raises ApiError 400.
     """
     if header:
         wish = _CLASSES.get(header.strip().lower())
@@ -71,12 +74,7 @@ def read_priority(fields: Mapping[str, Any], header: str | None) -> int:
         except ValueError:
             message = f"{PRIORITY_HEADER}: expected High, Normal, Low or an integer"
             raise ApiError(400, message, param=PRIORITY_HEADER) from None
-    value = fields.get("priority")
-    if value is None:
-        return 0
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ApiError(400, "priority: expected an integer", param="priority")
-    return _bounded(value)
+    return 0 if is_absent(member) else _bounded(read(int, member, "priority"))
 
 
 def _bounded(value: int) -> int:

@@ -153,6 +153,11 @@ def _add_requests(flags: _Flags, default: RouterConfig) -> None:
         f"{_DEFAULT}",
     )
     flags.size("--max-body-bytes", default.max_body_bytes, "longest request body")
+    flags.size(
+        "--max-open-body-bytes",
+        default.max_open_body_bytes,
+        "memory of all open requests' bodies, three times their length; above it 503",
+    )
     seconds(
         "--drain-seconds",
         default.drain_s,
@@ -226,6 +231,9 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         prefill_timeout_s=args.prefill_timeout,
         max_tries=args.max_tries,
         max_body_bytes=parse_flag("--max-body-bytes", parse_bytes, args.max_body_bytes),
+        max_open_body_bytes=parse_flag(
+            "--max-open-body-bytes", parse_bytes, args.max_open_body_bytes
+        ),
         limits=AdmissionLimits(
             requests=args.max_concurrent_requests,
             tokens=args.max_concurrent_tokens,
@@ -241,6 +249,9 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         logs_json=args.log_format == "json",
     )
     checks = {
+        "--max-open-body-bytes: expected three times --max-body-bytes at least": (
+            config.max_open_body_bytes >= 3 * config.max_body_bytes
+        ),
         "--port: expected 0 to 65535": 0 <= config.port < 65536,
         "--processes: expected 1 to 64": 1 <= config.processes <= 64,
         "--discovery-port: expected 0 to 65535": 0 <= config.discovery_port < 65536,

@@ -63,6 +63,9 @@ class RouterConfig:
     """Attempts of a request in all, within its deadline; a refusal (503) is none."""
     max_body_bytes: int = 32 * 1024 * 1024
     """Longest request body: a million tokens as ids are about 7 MB."""
+    max_open_body_bytes: int = 1024**3
+    """Memory of the bodies of all requests that are read or served, with the copies in the calls to
+    engines: ten of the longest."""
     limits: AdmissionLimits = field(default_factory=AdmissionLimits)
     """What runs at once, and what may wait."""
     pair_wait_s: float = AdmissionLimits.queue_timeout_s

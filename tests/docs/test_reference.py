@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 from pathlib import Path
 
@@ -149,7 +150,7 @@ def test_the_api_fields_shown_as_refused_are_refused() -> None:
     for name in names:
         is_chat = name in CHAT_ONLY
         with pytest.raises(ApiError, match=name):
-            refuse_not_built({name: "anything"}, chat=is_chat)
+            refuse_not_built(json.dumps({name: "anything"}).encode(), chat=is_chat)
 
 
 Metric = tuple[str, str, str]

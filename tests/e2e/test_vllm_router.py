@@ -59,7 +59,10 @@ def routed(program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         try:
             running.start_router()
             env = {"XPYD_DISCOVERY": f"{host}:30001,{host}:{DISCOVERY_PORT}"}
-            engines = [running.start_engine(role, env=env) for role in ("Prefill", "Decode")]
+            engines = [
+                running.start_engine(role, "--accept-unsigned-pairs", env=env)
+                for role in ("Prefill", "Decode")
+            ]
             running.wait_ready(*engines, timeout_s=300.0)
             url = f"http://{host}:{PORT}"
             wait_for("vllm-router's pair", lambda: serves(url), 60.0)

@@ -80,7 +80,7 @@ def test_ps_copy_has_max_tokens_1_and_the_clients_bytes_stay() -> None:
     """Article fact 3."""
     raw = b'{"model": "base_model", "prompt": "San Francisco is a", "max_tokens": 10}'
     ask = parse_request("completions", raw)
-    assert orjson.loads(prefill_body(ask))["max_tokens"] == 1
+    assert orjson.loads(prefill_body(ask, pair_mac="mac"))["max_tokens"] == 1
     assert ask.raw == raw
 
 

@@ -32,7 +32,7 @@ async def strict(engine: HttpEngine, call: Call, request: web.Request) -> web.St
     """The contract's engine behind our engine's checks, with a short context."""
     try:
         is_chat = call.path.endswith("chat/completions")
-        options = (parse_chat if is_chat else parse_completion)(call.body).options
+        options = (parse_chat if is_chat else parse_completion)(orjson.dumps(call.body)).options
         # P is asked for one token, and told what D will be asked for.
         params = call.body.get("kv_transfer_params") or {}
         if max(options.max_tokens or 0, params.get("client_max_tokens") or 0) > CONTEXT_TOKENS:

@@ -54,6 +54,7 @@ def attempt_at(called: Instance | Pair, call_s: float) -> Attempt:
     unused = cast(Any, None)
     made = Attempt(
         Alone(called) if isinstance(called, Instance) else called,
+        key=b"k" * 32,
         uuid="u", public="p", forwarded="",
         loads=LoadTable(), fleet=unused, upstream=unused, instance_metrics=unused,
     )  # fmt: skip

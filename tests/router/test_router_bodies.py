@@ -87,15 +87,17 @@ def test_where_a_request_runs_alone(endpoint: Any, fields: dict[str, Any], alone
 
 def test_p_of_an_old_engine_gets_one_token_and_nothing_else() -> None:
     client = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 10, "n": 2}
-    body = orjson.loads(prefill_body(ask(**client, min_tokens=3, other=[1.5])))
+    body = orjson.loads(prefill_body(ask(**client, min_tokens=3, other=[1.5]), pair_mac="mac"))
     assert body == {
         "model": "m",
         "prompt": "x",
         "n": 2,
         "other": [1.5],
         "stream": False,
+        "stream_options": None,
         "max_tokens": 1,
         "min_tokens": 1,
+        "kv_transfer_params": {"pair_mac": "mac"},
     }
 
 
@@ -119,8 +121,8 @@ def test_ps_limits_count_what_it_continues(
     params = {"seed": 1, "client_max_tokens": None}
     if continue_from:
         params["continue_from"] = continue_from
-    body = orjson.loads(prefill_body(ask("chat/completions", **client), params))
-    assert body["kv_transfer_params"] == params
+    body = orjson.loads(prefill_body(ask("chat/completions", **client), params, pair_mac="mac"))
+    assert body["kv_transfer_params"] == {**params, "pair_mac": "mac"}
     assert body["return_token_ids"] is True
     assert {name: body.get(name) for name in want} == want
     assert ("max_completion_tokens" in body) == ("max_completion_tokens" in client)
@@ -138,7 +140,7 @@ def test_ps_limits_count_what_it_continues(
 )
 def test_a_splice_keeps_every_byte_and_is_what_a_parser_sees(raw: bytes) -> None:
     params = {"seed": 3, "continue_from": [[1]]}
-    out = splice(raw, params)
+    out = splice(raw, {"kv_transfer_params": params})
     end = raw.rindex(b"}")
     assert out.startswith(raw[:end])
     assert out.endswith(raw[end:])
@@ -153,6 +155,6 @@ _json = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=6), _json, min_size=1, max_size=5))
-def test_a_splice_into_any_object_adds_just_the_params(fields: dict[str, Any]) -> None:
-    out = orjson.loads(splice(orjson.dumps(fields), {"seed": 1}))
-    assert out == {**fields, "kv_transfer_params": {"seed": 1}}
+def test_a_splice_into_any_object_adds_or_replaces_just_the_members(fields: dict[str, Any]) -> None:
+    out = orjson.loads(splice(orjson.dumps(fields), {"seed": 1, "n": None}))
+    assert out == {**fields, "seed": 1, "n": None}

@@ -128,7 +128,7 @@ async def test_several_choices_are_prefilled_again_without_a_limit(body: dict[st
         ds[0].script = ds[1].script = once(die)
         events = await fleet_.events(**body)
         again = p.calls[1].body
-        assert set(again["kv_transfer_params"]) == {"seed"}
+        assert set(again["kv_transfer_params"]) == {"seed", "pair_mac"}
         assert again["max_tokens"] == 1
         params = [c.body["kv_transfer_params"] for d in ds for c in d.calls]
         choices = len(params[0]["continue_from"])

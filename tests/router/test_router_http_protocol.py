@@ -69,7 +69,7 @@ async def test_a_second_half_head_on_a_used_connection_is_closed(protocol: type)
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-        writer.write(b"GET / HTTP/1.1\r\nX-Half")
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nX-Half")
         await reader.read()  # to the end: closed
         writer.close()
 
@@ -128,7 +128,9 @@ async def test_a_client_that_takes_nothing_does_not_keep_a_connection_that_close
             loop = asyncio.get_running_loop()
             await loop.sock_connect(client, address)
             header = b"Connection: close" if reason == "Connection: close" else b"X-A: b"
-            await loop.sock_sendall(client, b"GET /long HTTP/1.1\r\n" + header + b"\r\n\r\n")
+            await loop.sock_sendall(
+                client, b"GET /long HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n\r\n"
+            )
             begun = await loop.sock_recv(client, 100)
             assert b" 200 " in begun
             if not ends:

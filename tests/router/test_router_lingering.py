@@ -12,7 +12,7 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tests.router.fakes import fleet, until
-from xpyd_router.http import protocol
+from xpyd_router.http import lingering
 from xpyd_router.http.protocol import ClientProtocol
 
 MORE = 8 * 1024 * 1024
@@ -76,7 +76,7 @@ async def send_until_closed(writer: asyncio.StreamWriter, piece: bytes) -> int:
 
 @pytest.mark.usefixtures("both_loops")
 async def test_who_goes_on_for_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "LINGER_S", 0.2)
+    monkeypatch.setattr(lingering, "LINGER_S", 0.2)
 
     async with fleet() as made:
         _, writer = await refused(made.router.http_port)
@@ -85,8 +85,8 @@ async def test_who_goes_on_for_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("both_loops")
 async def test_who_sends_much_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "MAX_DROPPED_BYTES", 4 * MORE)
-    monkeypatch.setattr(protocol, "LINGER_S", 3600.0)
+    monkeypatch.setattr(lingering, "MAX_DROPPED_BYTES", 4 * MORE)
+    monkeypatch.setattr(lingering, "LINGER_S", 3600.0)
 
     async with fleet() as made:
         _, writer = await refused(made.router.http_port)
@@ -98,7 +98,7 @@ async def test_who_sends_much_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_a_connection_is_forgotten_when_its_client_ends_it(
     end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "LINGER_S", 3600.0)
+    monkeypatch.setattr(lingering, "LINGER_S", 3600.0)
 
     async with fleet() as made:
         # uvicorn's own list: what is in it is waited for when the router ends.
@@ -115,7 +115,7 @@ async def test_a_connection_is_forgotten_when_its_client_ends_it(
 
 @pytest.mark.usefixtures("both_loops")
 async def test_the_router_ends_without_waiting_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "LINGER_S", 3600.0)
+    monkeypatch.setattr(lingering, "LINGER_S", 3600.0)
 
     async with fleet() as made:
         _, writer = await refused(made.router.http_port)
@@ -127,7 +127,7 @@ async def test_what_follows_a_last_answer_is_not_begun(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The parser reads on behind an old client's request; that we close is told with the answer."""
-    monkeypatch.setattr(protocol, "LINGER_S", 3600.0)
+    monkeypatch.setattr(lingering, "LINGER_S", 3600.0)
     began: list[str] = []
     begin = ClientProtocol._start_asgi_task  # pyright: ignore[reportPrivateUsage] - uvicorn's
 

@@ -106,7 +106,7 @@ async def test_trailers_do_not_count_for_the_next_head() -> None:
         writer.write(b"0\r\n" + long + b"\r\n\r\n")
         async with made.http.get(f"{made.base}/health"):
             pass  # what was sent is read first
-        writer.write(b"GET /health HTTP/1.1\r\n" + long)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n" + long)
         await until(lambda: heads_begun(made) == 1)
         writer.write(b"\r\n\r\n")
         await read_answer(reader, 200)

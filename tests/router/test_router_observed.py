@@ -288,7 +288,7 @@ async def test_trace_context_and_named_headers_reach_both_and_nothing_else() -> 
         await fleet_.events(headers=headers)
         for engine in (p, d):
             [call] = engine.calls
-            own = {"host", "content-type", "content-length", "x-request-id"}
+            own = {"host", "content-type", "content-length", "x-request-id", "x-xpyd-pair-mac"}
             assert set(call.headers) == own | {"traceparent", "tracestate", "x-tenant"}
             assert call.headers["traceparent"] == PARENT
             assert call.headers["x-tenant"] == "blue é"

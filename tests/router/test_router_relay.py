@@ -63,7 +63,7 @@ class Stream:
         self.request_state: RequestState = request_state(sent, stream=True, **fields)
         unused = cast(Any, None)
         attempt = Attempt(
-            Alone(view_of("A").instances[0]), uuid=UUID, public=PUBLIC, forwarded="",
+            Alone(view_of("A").instances[0]), key=b"", uuid=UUID, public=PUBLIC, forwarded="",
             loads=LoadTable(), fleet=unused, upstream=unused, instance_metrics=unused,
         )  # fmt: skip
         attempt.running = cast(Any, self.instance_metrics)

@@ -51,7 +51,6 @@ def refused(answer: tuple[int, dict[str, str], bytes], status: int, param: str |
 
 
 FIELDS = {
-    "too deep to be written for P": (nested(300), "extra"),
     "too deep to be read": (nested(5000), None),
     "choices without end": (post(b'{"model":"m","prompt":"x","n":9223372036854775807}'), "n"),
     "a stream of them on P alone": (
@@ -63,7 +62,6 @@ FIELDS = {
         "prompt",
     ),
     "not a number": (post(b'{"model":"m","prompt":"x","temperature":NaN}'), None),
-    "more than a number": (post(b'{"model":"m","prompt":"x","temperature":1e999}'), None),
     "a seed above 64 bits": (
         post(b'{"model":"m","prompt":"x","seed":36893488147419103232}'),
         "seed",

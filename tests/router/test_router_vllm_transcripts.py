@@ -156,6 +156,7 @@ async def test_they_are_asked_as_vllms_protocol_says_and_are_told_nothing_of_our
             "prompt": "San Francisco is a",
             "max_tokens": 1,
             "stream": False,
+            "stream_options": None,
         }
         assert orjson.loads(to_d.raw) == {
             "model": "m",

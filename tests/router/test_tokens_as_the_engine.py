@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from tests.router.chat_templates import (
@@ -47,10 +48,10 @@ class Both:
 
         async def requests() -> list[EngineRequest]:
             if is_chat:
-                chat = parse_chat(body)
+                chat = parse_chat(orjson.dumps(body))
                 prompts, options = [await chat_ids(self.service, chat.messages)], chat.options
             else:
-                call = parse_completion(body)
+                call = parse_completion(orjson.dumps(body))
                 prompts = await completion_ids(self.service, call.prompts)
                 options = call.options
             jobs = make_jobs(

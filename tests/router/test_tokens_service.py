@@ -40,6 +40,10 @@ def ask(**fields: Any) -> InferenceRequest:
     return parse_request("chat/completions" if is_chat else "completions", orjson.dumps(body))
 
 
+def prompt_of(asked: InferenceRequest) -> str:
+    return orjson.loads(bytes(asked.prompt))
+
+
 @dataclass
 class Fleet:
     """Tokens over a fleet whose engines' answers are made here, in virtual time."""
@@ -81,7 +85,7 @@ class Fleet:
         return self.metrics.tokenizer_loads.labels(result)._value.get()
 
     async def count(self, asked: InferenceRequest) -> Prompted:
-        return await self.tokens.count(asked.model, asked.raw, asked.fields, is_chat=asked.is_chat)
+        return await self.tokens.count(asked.model, asked.raw, asked.prompt, is_chat=asked.is_chat)
 
     async def exact(self, asked: InferenceRequest) -> Prompted:
         """Ask until the count is exact; time goes on meanwhile."""
@@ -130,7 +134,7 @@ async def test_until_there_are_files_tokens_are_estimated_then_counted() -> None
         assert made.counted("unknown") == 1
         made.beat(1, demo_files(block_size=2))
         found = await made.exact(asked)
-        ids = Tokenizer.load(DEMO_MODEL).encode(asked.fields["prompt"], add_special_tokens=True)
+        ids = Tokenizer.load(DEMO_MODEL).encode(prompt_of(asked), add_special_tokens=True)
         assert (found.tokens, len(found.hashes)) == (len(ids), len(ids) // 2)
         assert made.counted("exact") == 1
         chat = ask(messages=[{"role": "user", "content": "hello"}])
@@ -169,7 +173,7 @@ async def test_files_are_fetched_anew_when_their_engine_has_restarted(tmp_path: 
         made.beat(1, other)
         while (found := await made.exact(ask())).tokens == before.tokens:
             made.clock[0] += 1
-        expected = Tokenizer.load(tmp_path).encode(ask().fields["prompt"], add_special_tokens=True)
+        expected = Tokenizer.load(tmp_path).encode(prompt_of(ask()), add_special_tokens=True)
         assert found.tokens == len(expected) != before.tokens
 
 

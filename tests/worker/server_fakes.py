@@ -24,6 +24,7 @@ from xpyd_worker.engine.request import (
     TokenLogprob,
     TransferReport,
 )
+from xpyd_worker.model.generation import OPENAI_DEFAULTS, SamplingDefaults
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.http.admin import Admin, DrainState, Process
 from xpyd_worker.server.http.admission import Lifecycle
@@ -251,6 +252,8 @@ async def serving(
     model: ServedModel | None = None,
     tracer: Any = None,
     bodies: BodyBudget | None = None,
+    signed_by: tuple[bytes, ...] | None = None,
+    defaults: SamplingDefaults = OPENAI_DEFAULTS,
 ) -> AsyncIterator[Running]:
     """The API over `engine` on a loopback port."""
     engine = engine or ScriptedEngine()
@@ -278,6 +281,7 @@ async def serving(
             VOCAB,
             max_model_len,
             7,
+            defaults=defaults,
         )
         api.service = Service(
             model,
@@ -289,7 +293,7 @@ async def serving(
         )
         lifecycle.become("Ready")
     sockets = listen("127.0.0.1", 0)
-    server: Server = make_server(create_app(api, admin))
+    server: Server = make_server(create_app(api, admin, signed_by=signed_by))
     task = asyncio.create_task(server.serve(sockets=sockets))
     address = sockets[0].getsockname()
     url = f"http://127.0.0.1:{address[1]}"

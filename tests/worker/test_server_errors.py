@@ -26,7 +26,7 @@ PATH = "/v1/completions"
         (PATH, b"[1]", 400, None, None),
         (PATH, b'{"prompt": "hi", "temperature": NaN}', 400, None, None),
         (PATH, b'{"prompt": "hi", "temperature": Infinity}', 400, None, None),
-        (PATH, b'{"prompt": "hi", "temperature": 1e999}', 400, None, None),
+        (PATH, b'{"prompt": "hi", "temperature": 1e999}', 400, "temperature", None),
         (PATH, b'{"prompt": "\\ud800"}', 400, None, None),
         (PATH, b'{"prompt": "\xff"}', 400, None, None),
         (PATH, {"prompt": "hi", "model": "other"}, 404, "model", "model_not_found"),

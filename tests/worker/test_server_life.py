@@ -66,7 +66,7 @@ async def test_a_client_that_leaves_a_stream_aborts() -> None:
 async def test_outputs_merge_while_nobody_takes_them() -> None:
     async with serving(ScriptedEngine(lambda _r, _c: [97] * 50)) as server:
         service = server.api.ready_service()
-        options = parse_completion({"prompt": "hi", "max_tokens": 50}).options
+        options = parse_completion(b'{"prompt": "hi", "max_tokens": 50}').options
         jobs = make_jobs(service, RequestId(UUID), options, [(1, 2)], default_max_tokens=16)
         generation = Generation(service, jobs, Ending())
         generation.start()

@@ -135,7 +135,7 @@ async def test_a_long_body_is_read_on_the_text_threads_and_a_short_one_here(
 
 async def test_ids_beyond_the_context_are_counted_and_not_looked_at() -> None:
     async with serving() as server:
-        for prompt in ([65] * 199 + ["no id"], [[65], [65] * 199 + ["no id"]]):
+        for prompt in ([65] * 199 + [-1], [[65], [65] * 199 + [-1]]):
             answer = await server.post(COMPLETIONS, {"prompt": prompt})
             assert answer.status_code == 400
             assert answer.json()["error"]["code"] == "context_length_exceeded"

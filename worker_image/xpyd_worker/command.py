@@ -57,6 +57,7 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         kv_key_file=args.kv_key_file or env.kv_key_file,
         kv_mode=args.kv_mode.replace("-", "_"),
         kv_insecure=args.kv_insecure,
+        accept_unsigned_pairs=args.accept_unsigned_pairs,
         kv_transports=TRANSPORTS if args.kv_transport == "auto" else (args.kv_transport,),
         kv_socket_dir=args.kv_socket_dir,
         kv_direct_free=args.kv_direct_free,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.errors import UserError
@@ -76,6 +77,11 @@ class WorkerConfig:
     prefix_caching: bool = True
     seed: int | None = None
     """Base of the seeds drawn for requests that come without one; None: another at each start."""
+    generation_config: str = "auto"
+    """Where sampling defaults come from: `auto`, the checkpoint's generation_config.json; `vllm`,
+    none but OpenAI's; else a folder with such a file."""
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Sampling defaults that win over those."""
     threads: int | None = None
     """Threads of torch, of each rank; None: OMP_NUM_THREADS, else the cores, which ranks share."""
     tensor_parallel_size: int = 1
@@ -106,6 +112,8 @@ class WorkerConfig:
     """When a Prefill instance's KV moves; a Decode instance does what OFFER says."""
     kv_insecure: bool = False
     """The fleet has no secret: every peer that reaches the KV port counts as one of the fleet."""
+    accept_unsigned_pairs: bool = False
+    """Pair ids count without the router's MAC: for vllm-router and other proxies that make none."""
     kv_transports: tuple[str, ...] = TRANSPORTS
     """What may move KV, the best common one of each pair does."""
     kv_connections: int = 1

@@ -11,10 +11,11 @@ know what a flag does. See docs/adr/0037.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from xpyd_core.parallel.checks import PIPELINE, SHORT_NAMES, TENSOR
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT, ROLES
@@ -72,6 +73,16 @@ def _tokens_or_auto(text: str) -> int | None:
         ) from error
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value: object = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected a JSON object: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
+    return cast("dict[str, Any]", value)
+
+
 MODEL_FLAGS = (
     _flag(
         "--model",
@@ -124,6 +135,21 @@ MODEL_FLAGS = (
         metavar="N",
         help="0 to 2**64 - 1: base of the seeds drawn for requests without one, so that the same "
         "requests in the same order give the same tokens (default: another at each start)",
+    ),
+    _flag(
+        "--generation-config",
+        programs=_LLM,
+        default=WorkerConfig.generation_config,
+        metavar="SOURCE",
+        help="sampling defaults of requests: auto, the checkpoint's generation_config.json; vllm, "
+        "OpenAI's alone; else a folder with such a file (default: %(default)s)",
+    ),
+    _flag(
+        "--override-generation-config",
+        programs=_LLM,
+        type=_json_object,
+        metavar="JSON",
+        help="sampling defaults that win over those, e.g. '{\"temperature\": 0.2}' (default: none)",
     ),
     _flag(
         "--threads",
@@ -314,6 +340,13 @@ KV_FLAGS = (
         "machine",
     ),
     _flag(
+        "--accept-unsigned-pairs",
+        action="store_true",
+        help="take pair ids that the fleet's router did not sign, as vllm-router sends them: any "
+        "client that reaches the HTTP port can then make Prefill dial an address and Decode hold "
+        "memory",
+    ),
+    _flag(
         "--kv-mode",
         choices=[name.replace("_", "-") for name in MODES],
         default=WorkerConfig.kv_mode.replace("_", "-"),
@@ -414,6 +447,7 @@ def engine_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     found = {flag.argument: arguments[flag.argument] for flag in flags_of("LLM")}
     found["kv_cache_bytes"] = found.pop("kv_cache_memory")
     found["custom_all_reduce"] = not found.pop("disable_custom_all_reduce")
+    found["override_generation_config"] = dict(found["override_generation_config"] or {})
     found["prefix_caching"] = found.pop("enable_prefix_caching")
     return found
 

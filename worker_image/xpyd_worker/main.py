@@ -104,7 +104,9 @@ class _Worker:
         self._api = Api(self._lifecycle)
         self._api.tracer = self._tracer
         process = Process(self._keys, self._incarnation, self._ask_drain)
-        self._server = make_server(create_app(self._api, Admin(self._api, self._metrics, process)))
+        signed_by = None if config.accept_unsigned_pairs else self._keys
+        admin = Admin(self._api, self._metrics, process)
+        self._server = make_server(create_app(self._api, admin, signed_by=signed_by))
         self._begun_s = time.monotonic()
         self._loaded: LoadedEngine | None = None
         self._signals = 0

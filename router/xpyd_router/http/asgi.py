@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
+from xpyd_core.bodies import BodyCharge
 from xpyd_core.errors import ApiError
 from xpyd_router.request.relay import Header, do_nothing
 
@@ -113,9 +114,9 @@ class AsgiSink:
             self._news.set()
 
 
-async def read_body(receive: Receive, scope: Scope, limit_bytes: int) -> bytes:
-    """The whole body. Raises ApiError 413 for one above the limit, 408 for one that does not come,
-    ClientLeft.
+async def read_body(receive: Receive, scope: Scope, limit_bytes: int, charge: BodyCharge) -> bytes:
+    """The whole body, which is charged. Raises ApiError 413 for one above the limit, 408 for one
+    that does not come, 503 where there is no room for it, ClientLeft.
     """
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit_bytes:
@@ -129,6 +130,8 @@ async def read_body(receive: Receive, scope: Scope, limit_bytes: int) -> bytes:
                 size += len(parts[-1])
                 if size > limit_bytes:
                     raise _too_long()
+                charge.take(len(parts[-1]))
+                charge.check()
                 if not message.get("more_body"):
                     return b"".join(parts)
             raise ClientLeft

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Protocol, cast
 
+from xpyd_core.bodies import BodyBudget, BodyCharge
 from xpyd_core.errors import ApiError
+from xpyd_core.http_head import with_one_slash
 from xpyd_router.access_log import Trace
 from xpyd_router.admission import PRIORITY_HEADER, Cost, Ticket, read_priority
 from xpyd_router.app_state import AppState
@@ -56,13 +58,21 @@ class DirectRequest:
     takes_chunks: bool
     """Whether the client takes chunks; HTTP/1.0 has none: the connection's end ends a stream."""
     parts: list[bytes] = field(default_factory=list[bytes])
+    charge: BodyCharge | None = None
+    """What its body is charged with; None for a short one."""
     response_complete: bool = False
     disconnected: bool = False
 
-    @property
-    def body(self) -> bytes:
-        """What came of it."""
-        parts = self.parts
+    def take(self, part: bytes) -> None:
+        """A part of the body came; it is dropped where there is no room for it."""
+        if self.charge is None or self.charge.take(len(part)):
+            self.parts.append(part)
+        else:
+            self.parts.clear()
+
+    def take_body(self) -> bytes:
+        """What came of the body, once: its parts are not held twice."""
+        parts, self.parts = self.parts, []
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     @property
@@ -220,6 +230,8 @@ def cost_of(request: InferenceRequest, prompt_tokens: int) -> Cost:
 logger = logging.getLogger(__name__)
 _CLIENT_CLOSED = 499
 """nginx's status for a client that left; only seen in logs and metrics."""
+_COPIES = 2
+"""A body is held besides in the calls of P and D."""
 _PRIORITY = PRIORITY_HEADER.lower().encode()
 _ROUTES: dict[str, Endpoint] = {f"/v1/{endpoint}": endpoint for endpoint in ENDPOINTS}
 _STREAM_HEADERS: list[Header] = [
@@ -240,10 +252,13 @@ class Inference:
         self._app = app
         self._heads = HeadReader(state.config.forward_headers)
         self.max_body_bytes = state.config.max_body_bytes
+        self.bodies = BodyBudget(state.config.max_open_body_bytes)
         self.now_s = state.clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
+        if scope["type"] == "http":
+            scope = with_one_slash(scope)
         if scope["type"] == "http" and scope["method"] == "POST":
             endpoint = _ROUTES.get(scope["path"])
             if endpoint is not None:
@@ -257,14 +272,19 @@ class Inference:
         self._app_state.metrics.requests.began()
         status = _CLIENT_CLOSED
         try:
-            status = await self._answer(trace, request.body, request.headers, sink)
+            body, charge = request.take_body(), request.charge
+            status = await self._answer(trace, body, request.headers, sink, charge)
         finally:
+            if request.charge is not None:
+                request.charge.end()
             self._finish(trace, status)
 
     def broke_off(self, request: DirectRequest, sink: DirectSink | None) -> None:
         """Refuse, through `sink`, a request whose body came too late; None: its client left."""
         trace, status = Trace(request.endpoint, request.began_s), _CLIENT_CLOSED
         self._app_state.metrics.requests.began()
+        if request.charge is not None:
+            request.charge.end()
         if sink is not None:
             answer, headers = _refusal(late_body(), self._heads.read(request.headers).request_id)
             status, trace.sent_bytes = answer.status, len(answer.body)
@@ -277,22 +297,28 @@ class Inference:
         trace = Trace(endpoint, app_state.clock())
         app_state.metrics.requests.began()
         status = _CLIENT_CLOSED
+        charge = BodyCharge(self.bodies, self.max_body_bytes)
         try:
-            body = await read_body(receive, scope, app_state.config.max_body_bytes)
+            body = await read_body(receive, scope, self.max_body_bytes, charge)
         except ClientLeft:
             pass
         except ApiError as error:
             status = error.status
             await _send_plain(send, error, trace, self._heads.read(scope["headers"]).request_id)
-        except asyncio.CancelledError:
-            self._finish(trace, status)
-            raise
         else:
-            status = await self._serve_body(trace, body, scope, receive, send)
-        self._finish(trace, status)
+            status = await self._serve_body(trace, body, scope, receive, send, charge)
+        finally:
+            charge.end()
+            self._finish(trace, status)
 
     async def _serve_body(
-        self, trace: Trace, body: bytes, scope: Scope, receive: Receive, send: Send
+        self,
+        trace: Trace,
+        body: bytes,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        charge: BodyCharge,
     ) -> int:
         """Answer the request `body`; the status for log and metrics."""
         task = cast("asyncio.Task[None]", asyncio.current_task())
@@ -300,7 +326,7 @@ class Inference:
         watch = asyncio.create_task(watch_client(receive, sink))
         pump = asyncio.create_task(sink.run())
         try:
-            status = await self._answer(trace, body, scope["headers"], sink)
+            status = await self._answer(trace, body, scope["headers"], sink, charge)
             if not sink.is_lost:
                 await pump
             return status
@@ -314,7 +340,12 @@ class Inference:
             await asyncio.gather(watch, pump, return_exceptions=True)
 
     async def _answer(
-        self, trace: Trace, body: bytes, headers_in: Sequence[Header], sink: DirectSink | AsgiSink
+        self,
+        trace: Trace,
+        body: bytes,
+        headers_in: Sequence[Header],
+        sink: DirectSink | AsgiSink,
+        charge: BodyCharge | None,
     ) -> int:
         flow = self._flow
         head = self._heads.read(headers_in)
@@ -326,7 +357,7 @@ class Inference:
         try:
             if head.complaint is not None:
                 raise head.complaint
-            request = parse_request(cast(Endpoint, trace.endpoint), body)
+            request = _parse(cast(Endpoint, trace.endpoint), body, charge)
             state = flow.begin(request, trace, head)
             ticket = self._at_once(state) or await self._enter(state, headers_in)
             name = (b"x-request-id", client_id or trace.response_id.encode())
@@ -370,7 +401,9 @@ class Inference:
             await self._flow.count(state)
         admission, request, priority = self._app_state.admission, state.request, 0
         if admission.is_limited:
-            priority = read_priority(request.fields, _header(headers, _PRIORITY).decode("latin-1"))
+            priority = read_priority(
+                request.members.priority, _header(headers, _PRIORITY).decode("latin-1")
+            )
             state.trace.priority = priority
         cost = cost_of(request, state.prompt_tokens)
         ticket = await admission.enter(cost, priority=priority, deadline_s=state.deadline_s)
@@ -383,6 +416,14 @@ class Inference:
         trace.status = status
         app_state.metrics.requests.ended(trace, status, now_s)
         app_state.access_log.add(trace, status, now_s)
+
+
+def _parse(endpoint: Endpoint, body: bytes, charge: BodyCharge | None) -> InferenceRequest:
+    """The request, once there is room for the copies of its body."""
+    if charge is not None:
+        charge.take_more(_COPIES * len(body))
+        charge.check()
+    return parse_request(endpoint, body)
 
 
 def _refusal(error: ApiError | EngineRefused, name: bytes) -> tuple[Answer, list[Header]]:

@@ -25,9 +25,12 @@ from typing import TYPE_CHECKING, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from xpyd_core.bodies import BodyCharge
 from xpyd_core.errors import ApiError
+from xpyd_core.http_head import head_fault
 from xpyd_router.http.asgi import BODY_DEADLINE_S
 from xpyd_router.http.inference import DirectRequest, DirectSink, Inference, UnframedSink
+from xpyd_router.http.lingering import Lingering
 from xpyd_router.request.client_request import ENDPOINTS, Endpoint
 
 if TYPE_CHECKING:
@@ -35,8 +38,11 @@ if TYPE_CHECKING:
 
 HEAD_DEADLINE_S = 30.0
 MAX_HEAD_BYTES = 64 * 1024
+_TOO_LONG = f"the request's head is longer than {MAX_HEAD_BYTES} bytes"
 """uvicorn would take any. A part of a head behind another request is not counted: one read's."""
 STALL_S = 1800.0
+_CHARGED_BYTES = 16 * 1024
+"""A body of at most so much is not charged to the budget of open bodies."""
 _FRAMING = (b"content-length", b"transfer-encoding")
 _ROUTES: dict[bytes, Endpoint] = {f"/v1/{endpoint}".encode(): endpoint for endpoint in ENDPOINTS}
 _PATHS = frozenset(f"/v1/{endpoint}" for endpoint in ENDPOINTS)
@@ -45,45 +51,6 @@ _logger = logging.getLogger("uvicorn.error.clients")
 # One per request that is none: strangers would fill the log. Errors pass.
 _logger.addFilter(lambda record: record.levelno != logging.WARNING)
 _common: tuple[object, bytes] = (None, b"")
-
-
-LINGER_S = 10.0
-"""How long a client may go on sending behind its answer."""
-MAX_DROPPED_BYTES = 64 * 1024 * 1024
-"""Twice the longest body by default: a client that did not wait for the answer can read it."""
-
-
-class Lingering(asyncio.Protocol):
-    """Takes the place of `owner` once all of the answer is written: drops what comes, until the
-    client closes, `LINGER_S` are over or `MAX_DROPPED_BYTES` came; then calls `close`. `owner`
-    still hears of the client's pace and of the end.
-    """
-
-    def __init__(self, owner: asyncio.Protocol, close: Callable[[], None]) -> None:
-        self._owner = owner
-        self._close = close
-        self._dropped_bytes = 0
-        self._timer = asyncio.get_running_loop().call_later(LINGER_S, close)
-
-    def data_received(self, data: bytes) -> None:
-        """Drop it."""
-        self._dropped_bytes += len(data)
-        if self._dropped_bytes > MAX_DROPPED_BYTES:
-            self._close()
-
-    def eof_received(self) -> None:
-        """See asyncio: the client has said all that it will."""
-        self._close()
-
-    def pause_writing(self) -> None:
-        self._owner.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._owner.resume_writing()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._timer.cancel()
-        self._owner.connection_lost(exc)
 
 
 class CycleTransport(asyncio.Transport):
@@ -128,7 +95,8 @@ class ClientProtocol(HttpToolsProtocol):
     """Read since the last end of a head, piece of a body or end of a request: so in a head all of
     it, or all but a part in the read in which another request ended.
     """
-    _is_head_too_long = False
+    _fault = ""
+    """What is wrong with the head that is here."""
     _is_lingering = False
     """All of the answers is written; see `Lingering`."""
     _body_timer: asyncio.TimerHandle | None = None
@@ -189,8 +157,12 @@ class ClientProtocol(HttpToolsProtocol):
         self._is_in_head = True
 
     def on_headers_complete(self) -> None:
+        assert self.parser is not None
         if self._head_bytes > MAX_HEAD_BYTES and self._parsed_bytes() > MAX_HEAD_BYTES:
-            self._is_head_too_long = True
+            self._fault = _TOO_LONG
+        else:
+            self._fault = head_fault(self.parser.get_http_version(), self.headers)
+        if self._fault:
             raise ValueError  # what the parser then raises leads to send_400_response
         self._head_bytes = 0
         self._is_in_head = False
@@ -211,7 +183,7 @@ class ClientProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         direct = self._direct
         if direct is not None and self._is_last(direct):
-            direct.parts.append(body)
+            direct.take(body)
         else:
             super().on_body(body)
 
@@ -340,6 +312,7 @@ class ClientProtocol(HttpToolsProtocol):
                 return False
         if not size.isdigit() or int(size) > app.max_body_bytes:
             return False
+        is_long = int(size) > _CHARGED_BYTES
         takes_chunks = version == "1.1"
         direct = DirectRequest(
             endpoint,
@@ -347,6 +320,7 @@ class ClientProtocol(HttpToolsProtocol):
             app.now_s(),
             keep_alive=takes_chunks and parser.should_keep_alive(),
             takes_chunks=takes_chunks,
+            charge=BodyCharge(app.bodies, app.max_body_bytes) if is_long else None,
         )
         self._direct = direct
         # uvicorn calls only what DirectRequest has, too.
@@ -415,10 +389,10 @@ class ClientProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         # uvicorn calls it for what its parser refuses.
-        if self._is_head_too_long:
+        if self._fault == _TOO_LONG:
             self._refuse_head()
         else:
-            self._refuse(400, "this is not valid HTTP/1.1")
+            self._refuse(400, self._fault or "this is not valid HTTP/1.1")
 
     def _parsed_bytes(self) -> int:
         """The length of the head whose end is here, as it is usually written."""
@@ -432,12 +406,12 @@ class ClientProtocol(HttpToolsProtocol):
             self._close()  # trailers, or extensions of a chunk, without end
 
     def _refuse_head(self) -> None:
-        self._refuse(431, f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+        self._refuse(431, _TOO_LONG)
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer what is no request, and close the connection."""
         self._is_in_head = False
-        if self._is_busy:
+        if self._is_busy and not self._is_unanswered():
             self._close()  # in an answer that is still being written a status would be part of it
             return
         body = ApiError(status, message).body()
@@ -447,6 +421,16 @@ class ClientProtocol(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self._linger()
+
+    def _is_unanswered(self) -> bool:
+        """Whether the request whose body is read has had nothing of an answer; its application
+        then learns that the client is gone."""
+        cycle = self.cycle
+        if not self._is_in_body or cycle.response_started or self.pipeline:
+            return False
+        cycle.disconnected = True
+        cycle.message_event.set()
+        return True
 
     def _close_late(self) -> None:
         self._head_timer = None

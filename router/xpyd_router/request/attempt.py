@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import orjson
 from msgspec.structs import replace
 
 from xpyd_core.errors import ApiError
+from xpyd_core.keys import PAIR_MAC_HEADER, call_mac
 from xpyd_core.request_id import pair_id_text
 from xpyd_router.app_state import AppState
 from xpyd_router.errors import BROKEN, TRANSFER_FAILED, Answer, CallFailed, EngineRefused
@@ -48,7 +50,8 @@ _NOBODY: frozenset[InstanceKey] = frozenset()
 
 
 class Attempt:
-    """One attempt. `public` is the hex part of the response id; it replaces internal ids.
+    """One attempt. `key` signs the pair's id; `public` is the hex part of the response id, and
+    replaces internal ids.
     `forwarded`: the client's header lines that engines get, each with its end of line.
     """
 
@@ -57,6 +60,7 @@ class Attempt:
         choice: Pair | Alone,
         *,
         loads: LoadTable,
+        key: bytes,
         uuid: str,
         public: str,
         forwarded: str,
@@ -86,6 +90,7 @@ class Attempt:
         else:
             self.instances = (choice.instance,)
             self.prefill_load = self.load = loads.of(choice.instance.key)
+        self._key = key
         self.secret = self.request_id.encode()
         """The internal id: holds the addresses of both."""
         self.called = self.instances[0]
@@ -102,6 +107,13 @@ class Attempt:
         """The call that runs: one at a time."""
         self.call_s: float | None = None
         """How long the last call took."""
+
+    @cached_property
+    def pair_mac(self) -> str:
+        """The MAC of a pair's id, by which engines know that a router of the fleet made it; empty
+        where one instance serves the request alone."""
+        is_pair = isinstance(self.choice, Pair)
+        return call_mac(self._key, "pair", self.request_id) if is_pair else ""
 
     async def open(
         self, instance: Instance, request: InferenceRequest, body: bytes, timeout_s: float
@@ -153,6 +165,11 @@ class Attempt:
         finally:
             self.end(exchange)
 
+    def mac_for(self, instance: Instance) -> str:
+        """The pair's MAC for the body of a call to `instance`; none for an engine that beats as
+        vLLM's own connector does, which takes nothing more than its protocol has."""
+        return self.pair_mac if instance.beat.incarnation else ""
+
     def scrubbed(self, data: bytes) -> bytes:
         """`data` without the internal ids."""
         if data.find(self.uuid_bytes) < 0:
@@ -170,10 +187,11 @@ class Attempt:
             self.call_s = running.end()
 
     def _head(self, instance: Instance, request: InferenceRequest, length: int) -> bytes:
+        mac = f"{PAIR_MAC_HEADER}: {self.pair_mac}\r\n" if self.pair_mac else ""
         return (
             f"POST /v1/{request.endpoint} HTTP/1.1\r\nHost: {instance.key.http}\r\n"
             f"Content-Type: application/json\r\nX-Request-Id: {self.request_id}\r\n"
-            f"{self._forwarded}Content-Length: {length}\r\n\r\n"
+            f"{mac}{self._forwarded}Content-Length: {length}\r\n\r\n"
         ).encode("latin-1")
 
     def _refuse(self, answer: Answer) -> None:
@@ -200,6 +218,7 @@ class Attempts:
         objectives: Objectives | None,
     ) -> None:
         self._config = app_state.config
+        self._key = app_state.keys[0]
         self._fleet = app_state.fleet
         self._loads = app_state.loads
         self._policy = app_state.policy
@@ -245,6 +264,7 @@ class Attempts:
         attempt = Attempt(
             choice,
             loads=self._loads,
+            key=self._key,
             uuid=self._random_bytes(16).hex(),
             public=state.public,
             forwarded=state.forwarded,

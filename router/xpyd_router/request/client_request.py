@@ -5,7 +5,8 @@ to engines, byte for byte. No other header is: engines get a head that the route
 values are checked here, whatever server is in front: a value must not be able to end a header line.
 
 Body: the router checks only the fields that it acts on; the engine validates the others, and P
-reads every field before anything is streamed.
+reads every field before anything is streamed. Nothing is built of what the router does not act on
+(ADR 0039).
 
 Policies compare the session and marks of the prompt's beginnings. Marks are at fixed places, every
 block at first, then ever further apart: what two prompts have in common is known to an eighth, with
@@ -18,14 +19,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import msgspec
-import orjson
 
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
+from xpyd_core.bodies import (
+    MAX_MEMBER_BYTES,
+    NO_VALUE,
+    check_text,
+    is_absent,
+    prompt_shape,
+    read,
+    refuse,
+)
 from xpyd_core.errors import ApiError, UserError
-from xpyd_core.openai import MAX_CHOICES, Routed, RoutedChat, RoutedCompletion, read, refuse
+from xpyd_core.openai import MAX_CHOICES, Routed, RoutedChat, RoutedCompletion
 from xpyd_router.policy.base import NO_SLO, PrefixMark, Slo
 
 MAX_NAMES = 32
@@ -195,12 +204,41 @@ def _trace_context(parents: list[bytes], states: list[bytes]) -> tuple[str, str]
 
 Endpoint = Literal["completions", "chat/completions"]
 ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat/completions")
-_READERS: Mapping[Endpoint, type[RoutedChat | RoutedCompletion]] = {
-    "completions": RoutedCompletion,
-    "chat/completions": RoutedChat,
+
+
+class CompletionMembers(RoutedCompletion, frozen=True, gc=False, kw_only=True):
+    """What the router looks at in a /v1/completions body: its own fields, read and checked, and as
+    JSON texts what only the engine checks. Nothing is built of other members.
+    """
+
+    prompt: msgspec.Raw = NO_VALUE
+    prompt_logprobs: msgspec.Raw = NO_VALUE
+    kv_transfer_params: msgspec.Raw = NO_VALUE
+    priority: msgspec.Raw = NO_VALUE
+    user: msgspec.Raw = NO_VALUE
+    prompt_cache_key: msgspec.Raw = NO_VALUE
+    cache_salt: msgspec.Raw = NO_VALUE
+
+
+class ChatMembers(RoutedChat, frozen=True, gc=False, kw_only=True):
+    """The same of a /v1/chat/completions body."""
+
+    messages: msgspec.Raw = NO_VALUE
+    tools: msgspec.Raw = NO_VALUE
+    chat_template_kwargs: msgspec.Raw = NO_VALUE
+    prompt_logprobs: msgspec.Raw = NO_VALUE
+    kv_transfer_params: msgspec.Raw = NO_VALUE
+    priority: msgspec.Raw = NO_VALUE
+    user: msgspec.Raw = NO_VALUE
+    prompt_cache_key: msgspec.Raw = NO_VALUE
+    cache_salt: msgspec.Raw = NO_VALUE
+
+
+Members = CompletionMembers | ChatMembers
+_KINDS: Mapping[Endpoint, type[Members]] = {
+    "completions": CompletionMembers,
+    "chat/completions": ChatMembers,
 }
-MAX_DEPTH = 254
-"""Depth of lists and objects in the body: orjson reads more of them than it writes."""
 _BYTES_PER_TOKEN = 4
 """Bytes of one token of English text; without the model's tokenizer a body's length is what is
 known.
@@ -219,7 +257,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     endpoint: Endpoint
     raw: bytes
-    fields: Mapping[str, Any]
+    members: Members
     model: str
     stream: bool
     include_usage: bool
@@ -245,15 +283,11 @@ class InferenceRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         """Whether answers are chat completions."""
         return self.endpoint == "chat/completions"
 
-
-def _load(raw: bytes) -> dict[str, Any]:
-    try:
-        fields = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return cast("dict[str, Any]", fields)
+    @property
+    def prompt(self) -> msgspec.Raw:
+        """The JSON of the prompts, or of the conversation."""
+        members = self.members
+        return members.messages if isinstance(members, ChatMembers) else members.prompt
 
 
 def _streamed_usage(routed: Routed) -> tuple[bool, bool]:
@@ -267,11 +301,11 @@ def _streamed_usage(routed: Routed) -> tuple[bool, bool]:
     return at_end, bool(options.continuous_usage_stats) and at_end  # as in vLLM
 
 
-def _shows_prompt(fields: Mapping[str, Any], routed: Routed) -> bool:
+def _shows_prompt(members: Members) -> bool:
     """Whether the answer holds the prompt's text or logprobs, which only a prefill makes."""
-    echo = isinstance(routed, RoutedCompletion) and bool(routed.echo)
-    wanted = fields.get("prompt_logprobs")  # 0 is a wish too, and equals False
-    return echo or (wanted is not None and wanted is not False)
+    echo = isinstance(members, CompletionMembers) and bool(members.echo)
+    wanted = members.prompt_logprobs  # 0 is a wish too
+    return echo or not (is_absent(wanted) or bytes(memoryview(wanted)[:5]) == b"false")
 
 
 def _limit(routed: Routed) -> int | None:
@@ -279,17 +313,10 @@ def _limit(routed: Routed) -> int | None:
     return newer if newer is not None else routed.max_tokens
 
 
-def _prompts(fields: Mapping[str, Any], endpoint: Endpoint) -> int:
-    """How many prompts the body has; the engine refuses an invalid prompt."""
-    prompt = fields.get("prompt")
-    if endpoint != "completions" or not isinstance(prompt, list) or not prompt:
-        return 1
-    first = cast("list[Any]", prompt)[0]
-    return len(cast("list[Any]", prompt)) if isinstance(first, str | list) else 1
-
-
-def _choices(fields: Mapping[str, Any], endpoint: Endpoint, n: int) -> int:
-    prompts = _prompts(fields, endpoint)
+def _choices(members: Members, n: int) -> int:
+    prompts = 1
+    if isinstance(members, CompletionMembers):
+        prompts = max(1, prompt_shape(members.prompt, MAX_CHOICES).prompts)
     if n * prompts > MAX_CHOICES:
         field = "n" if n > 1 else "prompt"
         raise refuse(field, f"expected at most {MAX_CHOICES} choices (prompts x n)")
@@ -298,15 +325,15 @@ def _choices(fields: Mapping[str, Any], endpoint: Endpoint, n: int) -> int:
 
 def parse_request(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
     """The request in `raw`; ApiError 400 that names the field and what is allowed."""
-    fields = _load(raw)
-    routed = read(_READERS[endpoint], fields)
+    check_text(raw)
+    routed = read(_KINDS[endpoint], raw)
     if routed.model is None:
         raise refuse("model", "you must provide the model's name as a string")
-    if fields.get("kv_transfer_params") is not None:
+    if not is_absent(routed.kv_transfer_params):
         raise refuse("kv_transfer_params", "set by the router, not by clients")
     include_usage, running_usage = _streamed_usage(routed)
-    choices = _choices(fields, endpoint, routed.n or 1)
-    shows_prompt = _shows_prompt(fields, routed)
+    choices = _choices(routed, routed.n or 1)
+    shows_prompt = _shows_prompt(routed)
     limit = _limit(routed)
     if limit == 0 and not shows_prompt:
         raise refuse("max_tokens", "expected at least 1 (0 only with echo or prompt_logprobs)")
@@ -323,7 +350,7 @@ def parse_request(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
     return InferenceRequest(
         endpoint=endpoint,
         raw=raw,
-        fields=fields,
+        members=routed,
         model=routed.model,
         stream=bool(routed.stream),
         include_usage=include_usage,
@@ -360,32 +387,36 @@ _TEXT = tuple(
 """Ends of marks in tokens, and in bytes of text."""
 
 
-def session_in(fields: Mapping[str, Any]) -> str:
+def session_in(members: Members) -> str:
     """What the body calls the session: `prompt_cache_key`, else `user`; empty without either."""
-    for name in ("prompt_cache_key", "user"):
-        value = fields.get(name)
-        if isinstance(value, str) and value:
-            return value[:_MAX_SESSION]
+    for value in (members.prompt_cache_key, members.user):
+        if len(value) <= MAX_MEMBER_BYTES and bytes(value).startswith(b'"'):
+            session = msgspec.json.decode(value, type=str)
+            if session:
+                return session[:_MAX_SESSION]
     return ""
 
 
-def text_marks(fields: Mapping[str, Any], *, is_chat: bool) -> tuple[PrefixMark, ...]:
+def text_marks(members: Members) -> tuple[PrefixMark, ...]:
     """Marks of a request's prompt. What precedes it in a chat, or changes all of it, is in
     them, too: tools, the template's variables, the salt, the model.
+
+    They are of the JSON as the client wrote it: one client writes the same prompt alike.
     """
-    root = [fields.get(name) for name in ("model", "cache_salt", "chat_template_kwargs")]
+    most = _TEXT[-1][1]
+    root = [members.model, bytes(members.cache_salt)]
+    if isinstance(members, ChatMembers):
+        root.append(bytes(members.chat_template_kwargs))
+        text = b"" if is_absent(members.tools) else bytes(memoryview(members.tools)[:most])
+        text += memoryview(members.messages)[:most]
+    else:
+        text = bytes(memoryview(members.prompt)[:most])
+    hasher = blake2b(msgspec.json.encode(root), digest_size=16)
     # One JSON text is the beginning of another where the prompts are, up to its closing bracket.
-    try:
-        hasher = blake2b(orjson.dumps([is_chat, *root]), digest_size=16)
-        text = orjson.dumps(fields.get("messages" if is_chat else "prompt"))
-        if is_chat and (tools := fields.get("tools")):
-            text = orjson.dumps(tools) + text
-    except orjson.JSONEncodeError:  # nested deeper than any prompt; the engine refuses it
-        return ()
     view, before = memoryview(text), 0
     marks: list[PrefixMark] = []
     for tokens, end in _TEXT:
-        if end > len(text):
+        if end > len(view):
             break
         hasher.update(view[before:end])
         marks.append((tokens, hasher.digest()))

@@ -35,7 +35,7 @@ from xpyd_router.request.state import (
     RequestState,
     alone_params,
     can_go_on_alone,
-    decode_params,
+    decode_body,
     first_events,
     last_events,
     prefill_body,
@@ -117,8 +117,8 @@ class Flow:
             deadline_s=trace.started_s + self._config.request_timeout_s,
             forwarded=client.forwarded,
             prompt_tokens=request.prompt_tokens,
-            session=client.session or (session_in(request.fields) if policy.needs_session else ""),
-            marks=text_marks(request.fields, is_chat=request.is_chat) if policy.needs_marks else (),
+            session=client.session or (session_in(request.members) if policy.needs_session else ""),
+            marks=text_marks(request.members) if policy.needs_marks else (),
             slo=self._objectives.of(client.slo) if self._objectives else NO_SLO,
         )
 
@@ -130,7 +130,7 @@ class Flow:
             return
         request = state.request
         counted = await self._tokens.count(
-            request.model, request.raw, request.fields, is_chat=request.is_chat
+            request.model, request.raw, request.prompt, is_chat=request.is_chat
         )
         state.prompt_tokens = counted.tokens
         if counted.hashes:
@@ -202,10 +202,10 @@ class Flow:
         body = request.raw
         if isinstance(choice, Pair):
             prefilled = await self._prefill(state, attempt, choice)
-            if prefilled is not None:
-                if prefilled.is_over:
-                    return Answer(200, whole_answer(request, state.head, prefilled.answer))
-                body = splice(body, decode_params(state, prefilled, is_stream=False))
+            if prefilled is not None and prefilled.is_over:
+                return Answer(200, whole_answer(request, state.head, prefilled.answer))
+            mac = attempt.mac_for(choice.decode)
+            body = decode_body(state, prefilled, is_stream=False, pair_mac=mac)
         answer = await attempt.call(attempt.instances[-1], request, body, self._left_s(state))
         attempt.fleet.succeeded(attempt.called)
         attempt.owes_release = False
@@ -220,7 +220,7 @@ class Flow:
         goes_on = False
         if isinstance(choice, Alone):
             if goes_on := can_go_on_alone(state, choice.instance):
-                body = splice(body, alone_params(state))
+                body = splice(body, {"kv_transfer_params": alone_params(state)})
         else:
             prefilled = await self._prefill(state, attempt, choice)
             if prefilled is not None:
@@ -229,7 +229,8 @@ class Flow:
                     client.end()
                     return
                 goes_on = True
-                body = splice(body, decode_params(state, prefilled, is_stream=True))
+            mac = attempt.mac_for(choice.decode)
+            body = decode_body(state, prefilled, is_stream=True, pair_mac=mac)
         instance = attempt.instances[-1]
         exchange = await attempt.open(instance, request, body, self._left_s(state))
         try:
@@ -247,7 +248,7 @@ class Flow:
         """P's answer, or None where the pair does not continue: then it is dropped."""
         request = state.request
         params = prefill_params(state, pair) if pair.is_continuing else None
-        body = prefill_body(request, params)
+        body = prefill_body(request, params, pair_mac=attempt.mac_for(pair.prefill))
         attempt.owes_release = True
         load = attempt.prefill_load
         load.begin(attempt.prefill_tokens)

@@ -15,7 +15,6 @@ import msgspec
 import orjson
 
 from xpyd_core.errors import ApiError, ProtocolError
-from xpyd_core.openai import MAX_NAME_CHARACTERS
 from xpyd_router.access_log import Trace
 from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.fleet.poison import Break
@@ -31,7 +30,7 @@ from xpyd_router.request.answers import (
     parse_prefill_answer,
     role_events,
 )
-from xpyd_router.request.client_request import MAX_DEPTH, InferenceRequest
+from xpyd_router.request.client_request import ChatMembers, InferenceRequest
 
 _SERVED_TOKENS = 32
 """A request that kills in its stream does so at one place: tries behind it get a few tokens each,
@@ -293,6 +292,18 @@ def decode_params(state: RequestState, prefilled: Prefilled, *, is_stream: bool)
     return params
 
 
+def decode_body(
+    state: RequestState, prefilled: Prefilled | None, *, is_stream: bool, pair_mac: str
+) -> bytes:
+    """D's body behind P: the client's, and what D has to know. `prefilled` None: a pair that does
+    not continue. `pair_mac`: empty for an engine that beats as vLLM's own connector does, to which
+    nothing is added."""
+    if prefilled is None and not pair_mac:
+        return state.request.raw
+    params = {} if prefilled is None else decode_params(state, prefilled, is_stream=is_stream)
+    return splice(state.request.raw, {"kv_transfer_params": {**params, "pair_mac": pair_mac}})
+
+
 def gave_up(state: RequestState) -> ApiError:
     """The last word of a request that failed wherever it was tried; names no instance."""
     count = state.trace.tries
@@ -304,49 +315,40 @@ def gave_up(state: RequestState) -> ApiError:
     return ApiError(502, f"the instances failed, {tries}", code="upstream_failed")
 
 
-def _too_deep(fields: Mapping[str, Any]) -> ApiError:
-    for name, value in fields.items():
-        try:
-            orjson.dumps({name: value})
-        except TypeError:
-            field = name[:MAX_NAME_CHARACTERS]
-            message = f"{field}: nested more than {MAX_DEPTH} levels deep"
-            return ApiError(400, message, param=field)
-    return ApiError(400, f"the body is nested more than {MAX_DEPTH} levels deep")
-
-
-def prefill_body(request: InferenceRequest, params: Mapping[str, Any] | None = None) -> bytes:
+def prefill_body(
+    request: InferenceRequest, params: Mapping[str, Any] | None = None, *, pair_mac: str
+) -> bytes:
     """P's body: one token behind what it continues, not streamed.
 
     `params` is None for an engine without continuation; else {seed, client_max_tokens,
-    continue_from?}, with one list of ids per choice in continue_from. ApiError 400 for a field that
-    is nested too deeply.
+    continue_from?}, with one list of ids per choice in continue_from. `pair_mac`: see
+    docs/adr/0040.
     """
-    fields = dict(request.fields)
+    members = request.members
     limit = 1
+    changed: dict[str, Any] = {}
     if params is not None:
         ids: Sequence[Sequence[int]] = params.get("continue_from") or ((),)
         limit += len(ids[0])
-        fields["return_token_ids"] = True
-        fields["kv_transfer_params"] = params
-    fields["stream"] = False
-    fields.pop("stream_options", None)
-    fields["max_tokens"] = limit
-    if "max_completion_tokens" in fields:
-        fields["max_completion_tokens"] = limit
-    if fields.get("min_tokens") is not None:
-        fields["min_tokens"] = min(fields["min_tokens"], limit)
-    try:
-        return orjson.dumps(fields)
-    except TypeError as error:  # all else that was read can be written
-        raise _too_deep(request.fields) from error
+        changed["return_token_ids"] = True
+    if params is not None or pair_mac:
+        changed["kv_transfer_params"] = {**(params or {}), "pair_mac": pair_mac}
+    changed["max_tokens"] = limit
+    if isinstance(members, ChatMembers) and members.max_completion_tokens is not None:
+        changed["max_completion_tokens"] = limit
+    if members.min_tokens is not None:
+        changed["min_tokens"] = min(members.min_tokens, limit)
+    changed["stream"] = False
+    if members.stream_options is not None:
+        changed["stream_options"] = None
+    return splice(request.raw, changed)
 
 
-def splice(raw: bytes, params: Mapping[str, Any]) -> bytes:
-    """The JSON object `raw`, byte for byte, with kv_transfer_params as its last member.
+def splice(raw: bytes, members: Mapping[str, Any]) -> bytes:
+    """The JSON object `raw`, byte for byte, with `members` behind its own.
 
-    A client's own `"kv_transfer_params": null` stays before it: of two members of one name the last
-    counts, as in every parser that engines use. `raw` is an object with at least one member.
+    The client's own of the same name stay before them: of two members of one name the last counts,
+    as in every parser that engines use. `raw` is an object with at least one member.
     """
     end = raw.rindex(b"}")
-    return raw[:end] + b',"kv_transfer_params":' + orjson.dumps(params) + raw[end:]
+    return b"".join((raw[:end], b",", orjson.dumps(members)[1:-1], raw[end:]))

@@ -1,6 +1,6 @@
 """What of a request's JSON becomes tokens, by the engine's rules. Pure.
 
-`estimate_tokens` reads it in the router's own process and takes whatever clients send; the rest
+`estimate_tokens` counts it in the router's own process and takes whatever clients send; the rest
 runs in the child and raises Refused for what engines (xpyd_worker.server) do not take, or would
 read in another way than is known here: there is no exact count then.
 """
@@ -11,10 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
+
+from xpyd_core.bodies import prompt_shape
+from xpyd_core.openai import MAX_CHOICES
+
 BYTES_PER_TOKEN = 4
 """Bytes of a token of English text in vocabularies of 32 k to 256 k tokens: 3.5 to 4.5."""
-_MESSAGE_TOKENS = 4
-"""What a template puts around one message, about."""
+_MESSAGE_BYTES = 15
+"""Of the 31 bytes of JSON around a message's text, those above the four tokens that a template puts
+around it."""
 _MAX_PROMPTS = 256
 _MAX_MESSAGES = 4096
 _MAX_PARTS = 16_384
@@ -40,52 +46,23 @@ class Conversation:
     """The client's `chat_template_kwargs`."""
 
 
-def estimate_tokens(fields: Mapping[str, Any], *, is_chat: bool) -> int:
-    """Tokens of the prompts, about: a quarter of their bytes; of ids their number. At least 1."""
+def estimate_tokens(prompt: bytes | msgspec.Raw, *, is_chat: bool) -> int:
+    """Tokens of the prompts, about: a quarter of their bytes; of ids their number. At least 1.
+
+    `prompt` is the JSON of `prompt` or of `messages`. It is counted, not read: a body may be long.
+    """
+    text = bytes(prompt)
     if not is_chat:
-        return max(1, _estimate_prompt(fields.get("prompt")))
-    messages = fields.get("messages")
-    tokens = 0
-    if isinstance(messages, list):
-        for message in cast("list[object]", messages):
-            if isinstance(message, dict):
-                content = cast("dict[str, object]", message).get("content")
-                tokens += _MESSAGE_TOKENS + _estimate_content(content)
-    return max(1, tokens)
-
-
-def _estimate_text(text: str) -> int:
-    # ASCII strings know that they are it; only others are encoded to be measured.
-    size_bytes = len(text) if text.isascii() else len(text.encode(errors="replace"))
-    return -(-size_bytes // BYTES_PER_TOKEN)
-
-
-def _estimate_prompt(prompt: object) -> int:
-    if isinstance(prompt, str):
-        return _estimate_text(prompt)
-    if not isinstance(prompt, list) or not prompt:
-        return 0
-    items = cast("list[object]", prompt)
-    if not isinstance(items[0], str | list):
-        return len(items)
-    return sum(
-        _estimate_text(item) if isinstance(item, str) else len(cast("list[object]", item))
-        for item in items
-        if isinstance(item, str | list)
-    )
-
-
-def _estimate_content(content: object) -> int:
-    if isinstance(content, str):
-        return _estimate_text(content)
-    if not isinstance(content, list):
-        return 0
-    texts = (
-        cast("dict[str, object]", part).get("text")
-        for part in cast("list[object]", content)
-        if isinstance(part, dict)
-    )
-    return sum(_estimate_text(text) for text in texts if isinstance(text, str))
+        shape = prompt_shape(text, MAX_CHOICES)
+        if shape.most_ids:
+            return shape.most_ids
+    # A letter that is written as \uXXXX has two or three bytes as UTF-8.
+    size_bytes = len(text) - 3 * text.count(b"\\u")
+    if text[:1] == b'"':
+        size_bytes -= 2
+    if is_chat:
+        size_bytes -= _MESSAGE_BYTES * text.count(b'"role"')
+    return max(1, -(-size_bytes // BYTES_PER_TOKEN))
 
 
 def completion_prompts(fields: Mapping[str, Any]) -> list[Prompt]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Iterator
+from typing import NamedTuple
+
+import msgspec
 
 from xpyd_core.request_id import Address
 from xpyd_core.tokenizer_files import MAX_BYTES, PATH
@@ -173,10 +175,10 @@ class Tokens:
         )
 
     async def count(
-        self, model: str, raw: bytes, fields: Mapping[str, Any], *, is_chat: bool
+        self, model: str, raw: bytes, prompt: bytes | msgspec.Raw, *, is_chat: bool
     ) -> Prompted:
-        """The exact count of the request `raw`, whose JSON is `fields`, in bounded time; where
-        there is none, an estimate: a quarter of the prompts' bytes, at least 1. Never raises.
+        """The exact count of the request `raw` in bounded time; where there is none, an estimate by
+        the JSON of its `prompt` or `messages`: a quarter of its bytes, at least 1. Never raises.
         """
         try:
             for key in _keys(self._fleet.snapshot.of_model(model)):
@@ -188,7 +190,7 @@ class Tokens:
             self._counted["unknown"].inc()
         except Uncounted as uncounted:
             self._counted[uncounted.reason].inc()
-        return Prompted(estimate_tokens(fields, is_chat=is_chat), (), False)
+        return Prompted(estimate_tokens(prompt, is_chat=is_chat), (), False)
 
 
 def _keys(found: ModelInstances) -> Iterator[str]:

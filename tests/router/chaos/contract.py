@@ -52,7 +52,7 @@ def _faults_to_p(call: Call) -> list[str]:
     body, limit = call.body, 1 + len(call.given[0])
     checks = {
         "stream": not body.get("stream"),
-        "stream_options": "stream_options" not in body,
+        "stream_options": body.get("stream_options") is None,
         "return_token_ids": body.get("return_token_ids") is True,
         "max_tokens": body.get("max_tokens") == limit,
         "max_completion_tokens": body.get("max_completion_tokens", limit) == limit,

@@ -31,6 +31,7 @@ from xpyd_worker.engine.request import EngineStats, SchedulerConfig
 from xpyd_worker.kv.engine import HeldKv, Kv, KvParts, make_kv
 from xpyd_worker.load.ready_model import ReadyModel, log_memory, ranks_memory_table
 from xpyd_worker.model.config import ModelConfig
+from xpyd_worker.model.generation import load_defaults
 from xpyd_worker.model.registry import load_config, own_name, resolve_checkpoint
 from xpyd_worker.ranks.executor import RankedExecutor
 from xpyd_worker.ranks.instance import Instance
@@ -210,6 +211,7 @@ def _served_model(
         created=int(time.time()),
         knows_developer=knows_developer,
         files=ServedFiles.of(files),
+        defaults=load_defaults(folder, config.generation_config, config.override_generation_config),
     )
     # Asks every token of the vocabulary; now, not when the first long prompt waits for it.
     _ = model.max_token_bytes

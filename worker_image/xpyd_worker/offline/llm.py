@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
+import msgspec
 from tqdm import tqdm
 
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
@@ -34,7 +35,7 @@ from xpyd_worker.offline.requests import (
     prepare,
     run_all,
 )
-from xpyd_worker.offline.sampling import SamplingParams
+from xpyd_worker.offline.sampling import SamplingParams, as_json, default_params
 from xpyd_worker.offline.session import Session
 from xpyd_worker.server.openai.params import parse_chat
 from xpyd_worker.server.service import Service
@@ -78,6 +79,8 @@ class LLM:
         enable_prefix_caching: bool = True,
         threads: int | None = None,
         seed: int | None = None,
+        generation_config: str = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
     ) -> None:
         # The arguments by their names, which are those of the flags (flags.py).
         given = locals()
@@ -104,11 +107,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt: a text, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
 
-        One SamplingParams for all or one for each; None: the defaults. The outputs are in the
-        prompts' order. `use_tqdm`: a progress bar on standard error. `priority`: one for each, the
-        lower the earlier, where scheduling_policy is "priority". Raises UserError for a prompt
-        that does not fit the model, before anything is computed; RankLostError where a rank has
-        ended, also for every call after that.
+        One SamplingParams for all or one for each; None: get_default_sampling_params(). The outputs
+        are in the prompts' order. `use_tqdm`: a progress bar on standard error. `priority`: one for
+        each, the lower the earlier, where scheduling_policy is "priority". Raises UserError for a
+        prompt that does not fit the model, before anything is computed; RankLostError where a rank
+        has ended, also for every call after that.
         """
         given = [prompts] if isinstance(prompts, str | Mapping) else prompts
         return self._run(
@@ -129,7 +132,8 @@ class LLM:
         chat template. Messages are those of the HTTP API; the rest as in `generate`."""
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if one else messages
-        prompts = [Chat(parse_chat({"messages": list(each)}).messages) for each in conversations]
+        each = enumerate(cast("Sequence[Sequence[object]]", conversations))
+        prompts = [_conversation(one, index) for index, one in each]
         return self._run(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def _run(
@@ -140,7 +144,8 @@ class LLM:
         use_tqdm: bool,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        params = _for_each(sampling_params, len(prompts))
+        given = sampling_params or self.get_default_sampling_params()
+        params = _for_each(given, len(prompts))
         ranks = [0] * len(prompts) if priority is None else list(priority)
         if len(ranks) != len(prompts):
             raise UserError(
@@ -155,6 +160,11 @@ class LLM:
                 return await run_all(service, requests, turns=turns, done=progress.done)
 
         return self._session.run(work)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What calls without sampling parameters take: the checkpoint's generation_config.json, as
+        generation_config and override_generation_config say."""
+        return default_params(self._session.defaults)
 
     def close(self) -> None:
         """End the engine and free its memory. May be called again."""
@@ -191,11 +201,25 @@ def _completion_prompt(prompt: Prompt, index: int) -> CompletionPrompt:
     )
 
 
+def _conversation(messages: Sequence[object], index: int) -> Chat:
+    found: list[object] = []
+    try:
+        for place, message in enumerate(messages):
+            if isinstance(message, Mapping):
+                members = cast("Mapping[str, object]", message).items()
+                found.append({k: as_json(v, f"messages[{place}].{k}") for k, v in members})
+            else:
+                found.append(as_json(message, f"messages[{place}]"))
+    except UserError as error:
+        raise UserError(f"prompts[{index}]: {error}") from error
+    return Chat(parse_chat(msgspec.json.encode({"messages": found})).messages)
+
+
 def _for_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    params: SamplingParams | Sequence[SamplingParams], count: int
 ) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
     if len(params) != count:
         raise UserError(
             f"sampling_params: expected one or as many as prompts ({count}), got {len(params)}"

@@ -12,8 +12,9 @@ from typing import Annotated, TypedDict
 
 import msgspec
 
+from xpyd_core.bodies import read
 from xpyd_core.errors import UserError
-from xpyd_core.openai import TokenId, read
+from xpyd_core.openai import TokenId
 from xpyd_worker.offline.outputs import RequestOutput, completion_output, prompt_alternatives
 from xpyd_worker.offline.sampling import SamplingParams, check_text
 from xpyd_worker.server.openai.answers import collect
@@ -115,7 +116,7 @@ async def _prepare(
         text = prompt.text
         (ids,) = await completion_ids(service, [text])
     else:
-        found = read(_TokenPrompt, {"prompt_token_ids": list(prompt.token_ids)})
+        found = read(_TokenPrompt, msgspec.json.encode({"prompt_token_ids": prompt.token_ids}))
         text = None
         (ids,) = await completion_ids(service, [tuple(found.prompt_token_ids)])
     options = replace(params.options(), priority=priority)

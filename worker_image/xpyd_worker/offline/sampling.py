@@ -6,11 +6,15 @@ the server's part (stop strings, defaults, the seed) is done.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
+import msgspec
+
 from xpyd_core.errors import UserError
+from xpyd_worker.model.generation import SamplingDefaults
 from xpyd_worker.server.openai.params import Options, parse_completion
 
 
@@ -66,19 +70,36 @@ class SamplingParams:
             value = getattr(self, field.name)
             # The API's default of max_tokens depends on the endpoint: this one's is always said.
             if value != field.default or field.name == "max_tokens":
-                body[field.name] = _as_json(value, field.name)
-        return parse_completion(body).options
+                body[field.name] = as_json(value, field.name)
+        return parse_completion(msgspec.json.encode(body)).options
 
 
-def _as_json(value: object, name: str) -> object:
-    """A value as it would come out of a JSON body. UserError for a text that cannot."""
+def default_params(defaults: SamplingDefaults) -> SamplingParams:
+    """The parameters of a call that names none."""
+    return SamplingParams(
+        temperature=defaults.temperature,
+        top_p=defaults.top_p,
+        top_k=defaults.top_k,
+        min_p=defaults.min_p,
+        repetition_penalty=defaults.repetition_penalty,
+        max_tokens=min(SamplingParams.max_tokens or 0, defaults.max_tokens or 2**62),
+    )
+
+
+def as_json(value: object, name: str) -> object:
+    """A value as it would come out of a JSON body. UserError for a text or number that cannot."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{name}: expected a finite number, got {value}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise UserError(f"{name}: a number of more than 64 bits")
     if isinstance(value, str):
         check_text(value, name)
         return value
     if isinstance(value, Mapping):
-        return {str(key): one for key, one in cast("Mapping[object, object]", value).items()}
+        members = cast("Mapping[object, object]", value).items()
+        return {str(key): as_json(one, name) for key, one in members}
     if isinstance(value, Sequence):
-        return [_as_json(one, name) for one in cast("Sequence[object]", value)]
+        return [as_json(one, name) for one in cast("Sequence[object]", value)]
     return value
 
 

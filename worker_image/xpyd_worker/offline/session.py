@@ -19,6 +19,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.logs import format_in_use, level_in_use
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.request import EngineOutput
+from xpyd_worker.model.generation import SamplingDefaults
 from xpyd_worker.ranks.loss import RankLostError
 from xpyd_worker.ranks.start.messages import Logs
 from xpyd_worker.server.bridge import EngineBridge, RequestMetrics
@@ -106,6 +107,14 @@ class Session:
         # The runner cancels what still runs when `serve` returns.
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(serve())
+
+    @property
+    def defaults(self) -> SamplingDefaults:
+        """Sampling defaults of the model. UserError when the session is closed."""
+        parts = self._parts
+        if parts is None:
+            raise _closed()
+        return parts[1].model.defaults
 
     def run(self, work: Work[T]) -> T:
         """What `work` returns or raises, run on the session's loop. It is cancelled when the

@@ -21,6 +21,7 @@ from quart import Response
 from xpyd_core.errors import ApiError
 from xpyd_core.tokenizer_files import MAX_BYTES, TokenizerFiles, encode_tokenizer_files
 from xpyd_worker.config import Role
+from xpyd_worker.model.generation import OPENAI_DEFAULTS, SamplingDefaults
 from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.output_text import Detokenizer
@@ -114,7 +115,8 @@ class ServedModel:
     `names`: it answers to each; answers carry the first where the client named none.
     `vocab_size`: ids the model can embed. `max_model_len`: tokens of prompt and output together.
     `created`: Unix time of the load. `knows_developer`: the chat template has that role.
-    `files`: what routers tokenize by; None where no router asks for it.
+    `files`: what routers tokenize by; None where no router asks for it. `defaults`: of what a
+    request does not say.
     """
 
     names: tuple[str, ...]
@@ -125,6 +127,7 @@ class ServedModel:
     created: int
     knows_developer: bool = False
     files: ServedFiles | None = None
+    defaults: SamplingDefaults = OPENAI_DEFAULTS
 
     def name_for(self, asked: str | None) -> str:
         """The name that the answer carries; 404 for a model that is not served here."""

@@ -20,14 +20,14 @@ from typing import Any, cast
 from quart import Response, request
 
 from xpyd_core import __version__
+from xpyd_core.bodies import refuse
 from xpyd_core.errors import ApiError, UserError
 from xpyd_core.keys import INSECURE_KEYS, Purpose, is_call_mac
-from xpyd_core.openai import refuse
 from xpyd_core.request_id import Address, is_dialable, is_uuid, parse_address
 from xpyd_kv.session.probing import BUSY, ProbeResult
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.bridge import called_back
-from xpyd_worker.server.http.bodies import json_body, json_response
+from xpyd_worker.server.http.bodies import body_bytes, json_body, json_response
 from xpyd_worker.server.http.inference import Api
 from xpyd_worker.server.openai.prompts import detokenize, tokenize
 from xpyd_worker.server.service import Service, tokenizer_files_response
@@ -211,12 +211,12 @@ class Admin:
     async def tokenize(self) -> Response:
         """POST /tokenize."""
         service = self._api.ready_service()
-        return json_response(await tokenize(service, await json_body()))
+        return json_response(await tokenize(service, await body_bytes()))
 
     async def detokenize(self) -> Response:
         """POST /detokenize."""
         service = self._api.ready_service()
-        return json_response(await detokenize(service, await json_body()))
+        return json_response(await detokenize(service, await body_bytes()))
 
     async def tokenizer_files(self) -> Response:
         """GET /tokenizer: by which a router counts tokens and hashes blocks as this engine does."""

@@ -11,10 +11,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from xpyd_core.bodies import BodyBudget
 from xpyd_core.errors import ApiError
 from xpyd_core.messages import InstanceState
 from xpyd_core.openai import MAX_PROMPTS
-from xpyd_worker.server.http.bodies import BodyBudget
+from xpyd_worker.server.http.bodies import MAX_OPEN_BYTES
 from xpyd_worker.server.openai.jobs import keys_of
 from xpyd_worker.server.request_ids import RequestId
 from xpyd_worker.server.service import Service
@@ -74,7 +75,7 @@ class RequestGate:
         """Requests under way, each from its head to the last byte of its answer."""
         self.preparing = 0
         """Prompts admitted that the engine does not have yet."""
-        self.bodies = BodyBudget()
+        self.bodies = BodyBudget(MAX_OPEN_BYTES)
         """The budget of the bodies, of all routes, that are being read."""
 
     def enter(self, service: Service, request_id: RequestId) -> Admitted:

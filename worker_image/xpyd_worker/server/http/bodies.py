@@ -1,9 +1,7 @@
 """Bodies in, JSON answers and errors out, within a bound on the memory of all request bodies.
 
-A body is charged with the bytes that arrived, not with the length that its head names: a client
-that announces much and sends nothing holds nothing. Bytes above the bound are dropped, and the
-reader of that body answers 503. The charge ends when the body is parsed, or with the request.
-Errors have OpenAI's format. Loop only.
+Bytes above the bound are dropped, and the reader of that body answers 503. A body's charge ends
+when it is parsed, or with the request. Errors have OpenAI's format. Loop only.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import orjson
 from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException
 
+from xpyd_core.bodies import BodyBudget, BodyCharge
 from xpyd_core.errors import ApiError
 from xpyd_worker.server.service import TextThreads
 
@@ -27,56 +26,8 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # Above the router's own bound (32 MiB), since it adds a continuation's ids to the body.
 MAX_BODY_BYTES = 48 * 1024 * 1024
-MAX_READING_BYTES = 1024**3
+MAX_OPEN_BYTES = 1024**3
 _SCOPE_KEY = "xpyd.body"
-
-
-class BodyBudget:
-    """The bytes of bodies that were not parsed yet, of at most `limit_bytes`."""
-
-    def __init__(self, limit_bytes: int = MAX_READING_BYTES) -> None:
-        self._limit_bytes = limit_bytes
-        self.used_bytes = 0
-
-    def take(self, count: int) -> bool:
-        """Charge `count` bytes, unless that would be too many."""
-        if self.used_bytes + count > self._limit_bytes:
-            return False
-        self.used_bytes += count
-        return True
-
-    def give_back(self, count: int) -> None:
-        """Charge them no more."""
-        self.used_bytes -= count
-
-
-class BodyCharge:
-    """What one request's body is charged with."""
-
-    def __init__(self, budget: BodyBudget) -> None:
-        self._budget = budget
-        self._bytes = 0
-        self._is_refused = False
-
-    def take(self, count: int) -> bool:
-        """Charge what has come; False: it, and all that follows, is to be thrown away."""
-        # What is behind the largest body is not kept by anybody.
-        count = min(count, MAX_BODY_BYTES - self._bytes)
-        if self._is_refused or not self._budget.take(count):
-            self._is_refused = True
-            return False
-        self._bytes += count
-        return True
-
-    def check(self) -> None:
-        """ApiError 503 where some of the body was thrown away."""
-        if self._is_refused:
-            raise ApiError(503, "too many large requests are being read", retry_after_s=1)
-
-    def end(self) -> None:
-        """The body is parsed, or will not be read. May be called again."""
-        self._budget.give_back(self._bytes)
-        self._bytes = 0
 
 
 class ChargedBodies:
@@ -87,7 +38,7 @@ class ChargedBodies:
         self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        charge = BodyCharge(self._budget)
+        charge = BodyCharge(self._budget, MAX_BODY_BYTES)
         scope[_SCOPE_KEY] = charge
 
         async def receive_charged() -> Message:
@@ -113,25 +64,42 @@ JSON = "application/json"
 T = TypeVar("T")
 # Reading and checking so much takes a few milliseconds.
 _INLINE_BYTES = 256 * 1024
+_MOST_DECODED = 7
+"""What reading takes of memory besides the body, in its lengths, at most: ids in a list."""
+_MAX_CALL_BYTES = 64 * 1024
+"""The body of a call that is no inference and has no text: a list in Python takes thirty times its
+JSON."""
 
 
 async def json_body(*, may_be_empty: bool = False) -> Mapping[str, Any]:
-    """The request's body, a JSON object; ApiError 400 where it is none (NaN is no JSON), 503 where
-    too much of all requests was being read."""
+    """The short body of a call, a JSON object; ApiError 400 where it is none (NaN is no JSON), 413
+    where it is long, 503 where too much of all requests was being read."""
     data, charge = await _body()
     try:
+        if len(data) > _MAX_CALL_BYTES:
+            raise ApiError(413, f"the body is longer than {_MAX_CALL_BYTES} bytes")
         return {} if may_be_empty and not data else _object(data)
     finally:
         charge.end()
 
 
-async def parsed_body(threads: TextThreads, parse: Callable[[Mapping[str, Any]], T]) -> T:
-    """What `parse` makes of the request's body, see json_body; of a long one on a text thread."""
+async def body_bytes() -> bytes:
+    """The request's body; ApiError 503 where too much of all requests was being read."""
+    data, charge = await _body()
+    charge.end()
+    return data
+
+
+async def parsed_body(threads: TextThreads, parse: Callable[[bytes], T]) -> T:
+    """What `parse` makes of the request's body; of a long one on a text thread. What that may take
+    is charged before."""
     data, charge = await _body()
     try:
         if len(data) <= _INLINE_BYTES:
-            return parse(_object(data))
-        return await threads.run(lambda: parse(_object(data)))
+            return parse(data)
+        charge.take_more(_MOST_DECODED * len(data))
+        charge.check()
+        return await threads.run(lambda: parse(data))
     finally:
         charge.end()
 

@@ -32,8 +32,9 @@ from xpyd_worker.server.openai.answers import (
 )
 from xpyd_worker.server.openai.formats import ChatFormat, CompletionFormat
 from xpyd_worker.server.openai.generation import ChoiceDelta, Generation, ending_of
-from xpyd_worker.server.openai.jobs import COMPLETION_DEFAULT_TOKENS, Job, make_jobs, offered_ids
+from xpyd_worker.server.openai.jobs import Job, make_jobs, offered_ids
 from xpyd_worker.server.openai.params import (
+    COMPLETION_MAX_TOKENS,
     ChatCall,
     CompletionCall,
     Options,
@@ -100,7 +101,10 @@ class Api:
         """POST /v1/completions."""
         call = self._enter("text_completion")
         service = call.service
-        parse = partial(parse_completion, max_model_len=service.model.max_model_len)
+        model = service.model
+        parse = partial(
+            parse_completion, max_model_len=model.max_model_len, defaults=model.defaults
+        )
         body = await parsed_body(service.threads, parse)
         model = service.model.name_for(body.options.model)
         call.admitted.prepare(len(body.prompts))
@@ -112,7 +116,8 @@ class Api:
         """POST /v1/chat/completions."""
         call = self._enter("chat")
         service = call.service
-        body = await parsed_body(service.threads, parse_chat)
+        parse = partial(parse_chat, defaults=service.model.defaults)
+        body = await parsed_body(service.threads, parse)
         model = service.model.name_for(body.options.model)
         call.admitted.prepare(1)
         jobs = await _chat_jobs(service, call.request_id, body)
@@ -208,7 +213,7 @@ async def _completion_jobs(
         request_id,
         options,
         prompts,
-        default_max_tokens=COMPLETION_DEFAULT_TOKENS,
+        default_max_tokens=COMPLETION_MAX_TOKENS,
         bad_words=await bad_word_ids(service, options.bad_words),
         echo_texts=echo_texts,
     )

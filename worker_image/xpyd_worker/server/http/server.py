@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 import xpyd_core.listen
 from xpyd_core import tokenizer_files
+from xpyd_core.http_head import head_fault, with_one_slash
 from xpyd_worker.server.http.admin import Admin
 from xpyd_worker.server.http.bodies import (
     MAX_BODY_BYTES,
@@ -38,9 +39,10 @@ HEAD_DEADLINE_S = 30.0
 
 class HeadDeadlineProtocol(HttpToolsProtocol):
     """uvicorn's protocol; a head that is not whole `HEAD_DEADLINE_S` after the connection was made,
-    or after its first byte, closes the connection."""
+    or after its first byte, closes the connection, and one that is wrong is refused."""
 
     head_deadline_s = HEAD_DEADLINE_S
+    _fault = ""
     _head_timer: asyncio.TimerHandle | None = None
 
     # uvicorn narrows asyncio's BaseTransport in the same way.
@@ -54,7 +56,15 @@ class HeadDeadlineProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._forget_head()
+        assert self.parser is not None
+        self._fault = head_fault(self.parser.get_http_version(), self.headers)
+        if self._fault:
+            raise ValueError  # what the parser then raises leads to send_400_response
         super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        # uvicorn calls it for what its parser refuses.
+        super().send_400_response(self._fault or msg)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
@@ -82,7 +92,8 @@ _BACKLOG = 4096
 
 
 class WriteDeadline:
-    """ASGI middleware: a write that takes longer than `deadline_s` ends the request."""
+    """ASGI middleware: a write that takes longer than `deadline_s` ends the request. Also takes
+    the second slash off a path."""
 
     def __init__(self, app: AsgiApp, deadline_s: float = WRITE_DEADLINE_S) -> None:
         self._app = app
@@ -95,7 +106,7 @@ class WriteDeadline:
             async with asyncio.timeout(deadline_s):
                 await send(message)
 
-        await self._app(scope, receive, send_in_time)
+        await self._app(with_one_slash(scope), receive, send_in_time)
 
 
 class Server(uvicorn.Server):
@@ -131,8 +142,9 @@ def listen(host: str, port: int) -> list[socket.socket]:
     return xpyd_core.listen.listen(host, port, backlog=_BACKLOG)
 
 
-def create_app(api: Api, admin: Admin) -> Quart:
-    """The Quart app over both."""
+def create_app(api: Api, admin: Admin, *, signed_by: tuple[bytes, ...] | None) -> Quart:
+    """The Quart app over both. `signed_by`: the keys whose MAC a pair id needs; None: it needs
+    none."""
     app = Quart("xpyd_worker", static_folder=None)
     # Quart's own place for middleware, whose two types of an ASGI app do not fit each other.
     charged: Any = ChargedBodies(cast("AsgiApp", app.asgi_app), api.admission.bodies)
@@ -140,7 +152,7 @@ def create_app(api: Api, admin: Admin) -> Quart:
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
     # A stream may take longer than any fixed time; what is bounded is each write (WriteDeadline).
     app.config["RESPONSE_TIMEOUT"] = None
-    register_request_ids(app)
+    register_request_ids(app, signed_by)
     register_errors(app)
     get, post = ["GET"], ["POST"]
     for path, handler, methods in (

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from xpyd_core.blocks import prompt_digest
-from xpyd_core.openai import refuse
+from xpyd_core.bodies import refuse
 from xpyd_core.request_id import TransferKey, is_dialable
 from xpyd_worker.engine.request import EngineRequest, ReceiveFrom, SamplingParams, SendTo
 from xpyd_worker.server.openai.params import Options
@@ -19,7 +19,6 @@ from xpyd_worker.server.openai.prompts import check_vocabulary, output_limit
 from xpyd_worker.server.request_ids import RequestId
 from xpyd_worker.server.service import Service
 
-COMPLETION_DEFAULT_TOKENS = 16
 _MASK_64 = 2**64 - 1
 
 

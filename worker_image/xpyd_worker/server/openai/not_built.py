@@ -7,10 +7,12 @@ Fields that no API knows are ignored, as vLLM does. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from xpyd_core.openai import refuse
+import msgspec
+
+from xpyd_core.bodies import NO_VALUE, refuse
 
 # null is always accepted and is in no row.
 _BOTH: Mapping[str, tuple[Any, ...]] = {
@@ -70,19 +72,52 @@ _CHAT: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+_SHORT_BYTES = 4096
+"""A value of more JSON is no default."""
+_TABLES = ({**_BOTH, **_COMPLETION}, {**_BOTH, **_CHAT})
+
+
+def _texts_of(names: Iterable[str]) -> msgspec.json.Decoder[Any]:
+    """A decoder of these members of an object, each as its JSON."""
+    members = [(name, msgspec.Raw, NO_VALUE) for name in (*names, "best_of", "n")]
+    return msgspec.json.Decoder(msgspec.defstruct("NotBuilt", members, gc=False))
+
+
+_READERS = tuple(map(_texts_of, _TABLES))
+
+
+def refuse_not_built(body: bytes, *, chat: bool, names: Collection[str] | None = None) -> None:
+    """Raise the 400 for a field of `body`, a JSON object, that would change the answer, but is not
+    built. `names`: only of these fields."""
+    texts = _READERS[chat].decode(body)
+    for name, neutral in _TABLES[chat].items():
+        text = getattr(texts, name)
+        if (names is None or name in names) and not _is_neutral(text, neutral):
+            raise refuse(name, _allowed(neutral))
+    if names is None and not _is_neutral(texts.best_of, (_value_of(texts.n) or 1,)):
+        raise refuse(
+            "best_of", "this engine does not support it yet; leave it out or send n's value"
+        )
+
+
+def _is_neutral(text: msgspec.Raw, neutral: tuple[Any, ...]) -> bool:
+    value = _value_of(text)
+    return value is None or any(_same(value, one) for one in neutral)
+
+
+def _value_of(text: msgspec.Raw) -> object:
+    """The value; None where it is absent or null, the text itself where that is long."""
+    if len(text) > _SHORT_BYTES:
+        return text
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):  # a number of very many digits, or very deep
+        return text
+
+
 def _same(value: object, neutral: object) -> bool:
     # True == 1 in Python, but `"length_penalty": true` is a wrong type and no default.
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-def refuse_not_built(body: Mapping[str, Any], *, chat: bool) -> None:
-    """Raise the 400 for a field of `body` that would change the answer, but is not built."""
-    table = {**_BOTH, **(_CHAT if chat else _COMPLETION)}
-    for name, neutral in table.items():
-        value = body.get(name)
-        if value is not None and not any(_same(value, one) for one in neutral):
-            raise refuse(name, _allowed(neutral))
-    _refuse_best_of(body)
 
 
 def _allowed(neutral: tuple[Any, ...]) -> str:
@@ -90,11 +125,3 @@ def _allowed(neutral: tuple[Any, ...]) -> str:
     values = " or ".join(show(one) for one in neutral)
     also = f"; leave it out or send {values}" if values else "; leave it out"
     return f"this engine does not support it yet{also}"
-
-
-def _refuse_best_of(body: Mapping[str, Any]) -> None:
-    best_of = body.get("best_of")
-    if best_of is not None and not _same(best_of, body.get("n") or 1):
-        raise refuse(
-            "best_of", "this engine does not support it yet; leave it out or send n's value"
-        )

@@ -14,22 +14,34 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from xpyd_core.errors import ApiError
-from xpyd_core.openai import (
-    MAX_PROMPTS,
-    ChatRequest,
-    CompletionRequest,
-    ContentPart,
-    KvTransferParams,
-    RoutedChat,
-    RoutedCompletion,
+from xpyd_core.bodies import (
+    NO_VALUE,
+    check_text,
+    is_absent,
+    prompt_items,
+    prompt_shape,
     read,
     refuse,
     shown,
 )
+from xpyd_core.errors import ApiError
+from xpyd_core.openai import (
+    MAX_PROMPTS,
+    ChatRequest,
+    CompletionOptions,
+    ContentPart,
+    KvTransferParams,
+    Prompts,
+    RoutedChat,
+    RoutedCompletion,
+    TokenId,
+)
 from xpyd_core.openai import Message as ChatMessage
+from xpyd_worker.model.generation import OPENAI_DEFAULTS, SamplingDefaults
 from xpyd_worker.server.openai.not_built import refuse_not_built
 
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for /v1/completions without the field."""
 MAX_N = 128
 MAX_CHOICES = 1024
 """The most choices of all prompts. vLLM has no bound; without one a small body could order
@@ -73,7 +85,7 @@ class KvParams:
 Prompt = str | tuple[int, ...]
 Message = dict[str, str]
 _Common = RoutedCompletion | RoutedChat
-_Own = CompletionRequest | ChatRequest
+_Own = CompletionOptions | ChatRequest
 
 
 @dataclass(frozen=True)
@@ -136,41 +148,58 @@ class ChatCall:
     messages: tuple[Message, ...]
 
 
+class _LongMembers(msgspec.Struct, frozen=True, gc=False):
+    """Members that are read apart from the others."""
+
+    prompt: msgspec.Raw = NO_VALUE
+    kv_transfer_params: msgspec.Raw = NO_VALUE
+
+
 def parse_completion(
-    body: Mapping[str, Any], *, max_model_len: int | None = None
+    body: bytes,
+    *,
+    max_model_len: int | None = None,
+    defaults: SamplingDefaults = OPENAI_DEFAULTS,
 ) -> CompletionCall:
     """The body of /v1/completions. Ids that are more than `max_model_len` are not looked at."""
+    check_text(body)
+    common, own = read(RoutedCompletion, body), read(CompletionOptions, body)
     refuse_not_built(body, chat=False)
-    _refuse_long_prompts(body.get("prompt"), max_model_len)
-    common, own = read(RoutedCompletion, body), read(CompletionRequest, body)
-    prompts = _prompts(own.prompt)
+    members = read(_LongMembers, body)
+    prompts = read_prompts(members.prompt, max_model_len)
     options = _options(
-        body,
+        members.kv_transfer_params,
         common,
         own,
         max_tokens=_max_tokens("max_tokens", common.max_tokens, own, echo=bool(common.echo)),
         logprobs=own.logprobs,
         prompts=len(prompts),
+        defaults=defaults,
+        own_max_tokens=COMPLETION_MAX_TOKENS,
     )
     return CompletionCall(options, prompts, bool(common.echo))
 
 
-def parse_chat(body: Mapping[str, Any]) -> ChatCall:
+def parse_chat(body: bytes, *, defaults: SamplingDefaults = OPENAI_DEFAULTS) -> ChatCall:
     """The body of /v1/chat/completions."""
+    check_text(body)
+    common = read(RoutedChat, body)
     refuse_not_built(body, chat=True)
-    common, own = read(RoutedChat, body), read(ChatRequest, body)
-    messages = as_messages(own.messages, body["messages"])
+    own, members = read(ChatRequest, body), read(_LongMembers, body)
+    messages = as_messages(own.messages)
     newer = _max_tokens("max_completion_tokens", common.max_completion_tokens, own)
     older = _max_tokens("max_tokens", common.max_tokens, own)
     if own.top_logprobs and not own.logprobs:
         raise refuse("top_logprobs", "needs logprobs to be true")
     options = _options(
-        body,
+        members.kv_transfer_params,
         common,
         own,
         max_tokens=older if newer is None else newer,
         logprobs=(own.top_logprobs or 0) if own.logprobs else None,
         prompts=1,
+        defaults=defaults,
+        own_max_tokens=None,
     )
     return ChatCall(options, messages)
 
@@ -191,14 +220,17 @@ def _max_tokens(name: str, value: int | None, own: _Own, *, echo: bool = False) 
 
 
 def _options(
-    body: Mapping[str, Any],
+    kv_transfer_params: msgspec.Raw,
     common: _Common,
     own: _Own,
     *,
     max_tokens: int | None,
     logprobs: int | None,
     prompts: int,
+    defaults: SamplingDefaults,
+    own_max_tokens: int | None,
 ) -> Options:
+    """`own_max_tokens`: the endpoint's default."""
     include_usage, running_usage = _stream_usage(common)
     n = 1 if common.n is None else common.n
     if n > MAX_N:
@@ -208,6 +240,10 @@ def _options(
     min_tokens = common.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise refuse("min_tokens", f"must not be above max_tokens, which is {max_tokens}")
+    most = defaults.max_tokens
+    if most is not None:
+        asked = own_max_tokens if max_tokens is None else max_tokens
+        max_tokens = most if asked is None else min(asked, most)
     if own.prompt_logprobs is not None and common.stream:
         raise refuse("prompt_logprobs", "not available when stream is true")
     return Options(
@@ -218,15 +254,15 @@ def _options(
         n=n,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=1.0 if own.temperature is None else own.temperature,
-        top_p=1.0 if own.top_p is None else own.top_p,
-        top_k=max(0, own.top_k or 0),
+        temperature=_or(own.temperature, defaults.temperature),
+        top_p=_or(own.top_p, defaults.top_p),
+        top_k=max(0, _or(own.top_k, defaults.top_k)),
         seed=common.seed,
         stop=(own.stop,) if isinstance(own.stop, str) else tuple(own.stop or ()),
         stop_token_ids=tuple(own.stop_token_ids or ()),
         include_stop=bool(own.include_stop_str_in_output),
-        min_p=own.min_p or 0.0,
-        repetition_penalty=1.0 if own.repetition_penalty is None else own.repetition_penalty,
+        min_p=_or(own.min_p, defaults.min_p),
+        repetition_penalty=_or(own.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=own.presence_penalty or 0.0,
         frequency_penalty=own.frequency_penalty or 0.0,
         logit_bias=_logit_bias(own.logit_bias or {}),
@@ -240,8 +276,12 @@ def _options(
         return_token_ids=bool(common.return_token_ids),
         priority=own.priority or 0,
         cache_salt=(own.cache_salt or "").encode(),
-        kv=_kv_params(body.get("kv_transfer_params"), choices=n * prompts, prompts=prompts),
+        kv=_kv_params(kv_transfer_params, choices=n * prompts, prompts=prompts),
     )
+
+
+def _or(value: _Item | None, default: _Item) -> _Item:
+    return default if value is None else value
 
 
 def _stream_usage(common: _Common) -> tuple[bool, bool]:
@@ -267,19 +307,79 @@ def _logit_bias(members: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple(found.items())
 
 
-def _refuse_long_prompts(value: object, max_model_len: int | None) -> None:
-    """Refuse prompts that are too long before their items are looked at: a list may have a
-    million."""
-    if max_model_len is None or not isinstance(value, list) or not value:
-        return
-    items = cast("list[object]", value)
-    for ids in [items] if isinstance(items[0], int) else items[:MAX_PROMPTS]:
-        if isinstance(ids, list) and len(cast("list[object]", ids)) >= max_model_len:
-            tokens = len(cast("list[object]", ids))
-            raise too_long(max_model_len, f"your prompt has {tokens} tokens", "prompt")
+_SHORT_BYTES = 64 * 1024
+"""A prompt of less JSON is read at once: its ids take twelve times as much in Python."""
 
 
-def _prompts(value: str | list[int | str | list[int]]) -> tuple[Prompt, ...]:
+def read_prompts(raw: msgspec.Raw, max_model_len: int | None) -> tuple[Prompt, ...]:
+    """The prompts whose JSON is `raw`. What is too long is refused before it is read."""
+    if is_absent(raw):
+        raise refuse("prompt", "this field is missing")
+    shape = prompt_shape(raw, MAX_PROMPTS)
+    if shape.prompts > MAX_PROMPTS:
+        raise refuse("prompt", f"at most {MAX_PROMPTS} prompts")
+    if not shape.most_ids:
+        return _prompts(_read_prompts(raw))
+    if len(raw) <= _SHORT_BYTES:
+        _items(bytes(raw), max_model_len)  # each is short enough
+        return _prompts(_read_prompts(raw))
+    # The texts are not held any more when the tuples are made, nor a list behind its tuple.
+    known: dict[int, int] = {}
+    items = enumerate(_items(bytes(raw), max_model_len))
+    lists = [_long_prompt(item, index, known) for index, item in items]
+    del items
+    return tuple(
+        one if isinstance(one, str) else tuple(one)
+        for one in (lists.pop(0) for _ in range(len(lists)))
+    )
+
+
+def _items(text: bytes, max_model_len: int | None) -> list[bytes]:
+    """The JSON of each prompt in a list of ids or of prompts, none of which is too long."""
+    items = [text] if text.count(b"[") == 1 else list(prompt_items(text))
+    for item in items:
+        if item.startswith(b"["):
+            _refuse_long(item.count(b",") + 1, max_model_len)
+    return items
+
+
+def _read_prompts(raw: msgspec.Raw) -> _Prompts:
+    return read(cast("type[_Prompts]", Prompts), raw, "prompt")
+
+
+def _long_prompt(item: bytes, index: int, known: dict[int, int]) -> str | list[int]:
+    if item.startswith(b'"'):
+        return read(str, item, f"prompt[{index}]")
+    return _token_ids(item, index, known)
+
+
+def _refuse_long(tokens: int, max_model_len: int | None) -> None:
+    if max_model_len is not None and tokens >= max_model_len:
+        raise too_long(max_model_len, f"your prompt has {tokens} tokens", "prompt")
+
+
+def _token_ids(text: bytes, index: int, known: dict[int, int]) -> list[int]:
+    """The ids of a long list, read in pieces; equal ids are one object, by `known`."""
+    found, at = [0] * (text.count(b",") + 1), 0
+    start, end = 1, len(text) - 1
+    while start < end:
+        cut = text.find(b",", start + _SHORT_BYTES, end)
+        cut = end if cut < 0 else cut
+        piece = b"[" + text[start:cut] + b"]"
+        try:
+            ids = read(list[TokenId], piece, "prompt")
+        except ApiError as error:
+            raise refuse("prompt", f"prompt {index}, behind item {at}: {error}") from None
+        found[at : at + len(ids)] = [known.setdefault(one, one) for one in ids]
+        at += len(ids)
+        start = cut + 1
+    return found
+
+
+_Prompts = str | list[int | str | list[int]]
+
+
+def _prompts(value: _Prompts) -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (value,)
     if isinstance(value[0], int):
@@ -287,8 +387,6 @@ def _prompts(value: str | list[int | str | list[int]]) -> tuple[Prompt, ...]:
             if not isinstance(one, int):
                 raise refuse("prompt", f"item {index}: expected a token id, got {shown(one)}")
         return (tuple(cast("list[int]", value)),)
-    if len(value) > MAX_PROMPTS:
-        raise refuse("prompt", f"at most {MAX_PROMPTS} prompts, got {len(value)}")
     found: list[Prompt] = []
     for index, one in enumerate(value):
         if isinstance(one, int):
@@ -297,13 +395,16 @@ def _prompts(value: str | list[int | str | list[int]]) -> tuple[Prompt, ...]:
     return tuple(found)
 
 
-def as_messages(
-    found: Sequence[ChatMessage], raw: Sequence[Mapping[str, Any]]
-) -> tuple[Message, ...]:
-    """Messages as templates take them: of several text parts, one text. `raw` is as they came."""
-    for index, message in enumerate(raw):
+_EMPTY = (b"null", b"[]", b"{}", b'""', b"false", b"0")
+_LONGEST_EMPTY = max(map(len, _EMPTY))
+
+
+def as_messages(found: Sequence[ChatMessage]) -> tuple[Message, ...]:
+    """Messages as templates take them: of several text parts, one text."""
+    for index, message in enumerate(found):
         for key in ("tool_calls", "function_call", "audio"):
-            if message.get(key):
+            text = getattr(message, key)
+            if len(text) > _LONGEST_EMPTY or bytes(text) not in _EMPTY:
                 raise refuse(f"messages[{index}].{key}", "this engine does not support it yet")
     parts = sum(len(one.content) for one in found if not isinstance(one.content, str))
     if parts > MAX_PARTS:
@@ -322,14 +423,12 @@ def _joined(parts: Sequence[ContentPart]) -> str:
     return "\n".join(part.text for part in parts)
 
 
-def _kv_params(value: object, *, choices: int, prompts: int) -> KvParams:
+def _kv_params(raw: msgspec.Raw, *, choices: int, prompts: int) -> KvParams:
     """kv_transfer_params for `prompts` prompts with `choices` choices in all."""
     name = "kv_transfer_params"
-    if value is None:
+    if is_absent(raw):
         return KvParams()
-    if not isinstance(value, dict):
-        raise refuse(name, f"expected an object, got {shown(value)}")
-    found = read(KvTransferParams, cast("dict[str, Any]", value), name)
+    found = read(KvTransferParams, raw, name)
     seed, client_max_tokens = found.seed, found.client_max_tokens
     if seed is not None and not -_SEED <= seed <= _SEED:
         raise refuse(f"{name}.seed", f"must be {-_SEED} to {_SEED}, got {shown(seed)}")

@@ -7,19 +7,13 @@ its prompt is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import partial
 from typing import Any, TypeVar
 
+from xpyd_core.bodies import read, refuse, shown
 from xpyd_core.errors import ApiError, UserError
-from xpyd_core.openai import (
-    MAX_TOKENIZED_CHARACTERS,
-    DetokenizeRequest,
-    TokenizeRequest,
-    read,
-    refuse,
-    shown,
-)
+from xpyd_core.openai import MAX_TOKENIZED_CHARACTERS, DetokenizeRequest, TokenizeRequest
 from xpyd_worker.server.openai.not_built import refuse_not_built
 from xpyd_worker.server.openai.params import Message, Prompt, as_messages, too_long
 from xpyd_worker.server.service import ServedModel, Service
@@ -210,7 +204,7 @@ _TEMPLATE_FIELDS = (
 )
 
 
-async def tokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
+async def tokenize(service: Service, body: bytes) -> dict[str, Any]:
     """The answer to `prompt` (text) or `messages` (a conversation in the model's template)."""
     asked = read(TokenizeRequest, body)
     service.model.name_for(asked.model)
@@ -229,7 +223,7 @@ async def tokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-async def detokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
+async def detokenize(service: Service, body: bytes) -> dict[str, Any]:
     """The answer to `tokens`: their text, special ones included."""
     asked = read(DetokenizeRequest, body)
     service.model.name_for(asked.model)
@@ -239,11 +233,9 @@ async def detokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any
     return {"prompt": await service.threads.run(decode, is_short=len(ids) <= INLINE_TOKENS)}
 
 
-async def _conversation_ids(
-    service: Service, body: Mapping[str, Any], asked: TokenizeRequest
-) -> list[int]:
-    refuse_not_built({name: body.get(name) for name in _TEMPLATE_FIELDS}, chat=True)
-    messages = as_messages(asked.messages or (), body["messages"])
+async def _conversation_ids(service: Service, body: bytes, asked: TokenizeRequest) -> list[int]:
+    refuse_not_built(body, chat=True, names=_TEMPLATE_FIELDS)
+    messages = as_messages(asked.messages or ())
     characters = characters_of(messages)
     if characters > MAX_TOKENIZED_CHARACTERS:
         raise refuse("messages", f"at most {MAX_TOKENIZED_CHARACTERS} characters, got {characters}")

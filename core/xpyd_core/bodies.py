@@ -1,0 +1,353 @@
+"""Reads the JSON of request bodies into structs, at a cost that the body's length bounds. Pure.
+
+A member that a struct does not have is skipped: nothing is built of it, whatever it holds. Of the
+others, a list or an object in Python takes up to thirty times its text, so a member is read only
+where its text is short; `prompt` and `messages` may be long, and have bounds of their own
+(`prompt_shape`). See docs/adr/0039.
+"""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import math
+import re
+import reprlib
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar, cast
+
+import msgspec
+from msgspec import inspect
+
+from xpyd_core.errors import ApiError
+
+MAX_MEMBER_BYTES = 1024 * 1024
+"""The text of a member other than those in `_LONG`: a list of 65,536 token ids takes 720 KiB."""
+_LONG = frozenset(("prompt", "messages", "tokens", "kv_transfer_params"))
+_SHOWN_BYTES = 64 * 1024
+"""A wrong member of more text is not read again to be shown."""
+_SHOWN_CHARACTERS = 40
+_HUGE = 10**5000
+"""In place of a number that no parser makes."""
+_BLANKS = 4096
+"""Blanks before a list's first item; more are taken for a list of ids."""
+_PIECE_BYTES = 64 * 1024
+_ITEM = re.compile(
+    rb'[ \t\r\n]*+("[^"\\]*+(?:\\.[^"\\]*+)*+"|\[[^\[\]{}"]*+\])[ \t\r\n]*+([,\]])', re.DOTALL
+)
+"""An item of a list of prompts, and what is behind it. Nothing in it is tried twice: else a text of
+escapes takes thirty times its length."""
+NO_VALUE = msgspec.Raw(b"null")
+"""A member that is not there, as a struct's default: absent and null mean the same."""
+
+T = TypeVar("T")
+
+
+def read(kind: type[T], raw: bytes | msgspec.Raw, name: str = "") -> T:
+    """The value of type `kind` whose JSON is `raw`: a whole body, or the value of member `name`.
+
+    Raises ApiError 400 that names the field, with `name` before it, and what is allowed.
+    """
+    try:
+        if len(raw) > MAX_MEMBER_BYTES:
+            _check_sizes(kind, raw)
+        return _decoder(kind).decode(raw)
+    except msgspec.ValidationError as error:
+        raise _refusal(kind, raw, str(error), name) from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+
+
+def check_text(raw: bytes) -> None:
+    """ApiError 400 for bytes that are no UTF-8: in a member that is skipped nothing else finds
+    them."""
+    if raw.isascii():
+        return
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for start in range(0, len(raw), _PIECE_BYTES):
+            decoder.decode(raw[start : start + _PIECE_BYTES])
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error.reason} in UTF-8") from None
+
+
+def is_absent(member: msgspec.Raw) -> bool:
+    """Whether the member is not there, or null."""
+    return len(member) == len(b"null") and bytes(member) == b"null"
+
+
+class PromptShape(NamedTuple):
+    """What a `prompt` has, as far as that is known without reading it."""
+
+    prompts: int
+    """Texts or lists of ids; 1 where it is a text or a list of ids."""
+    most_ids: int
+    """A bound on the ids of all prompts; exact where it is one list of ids, 0 where it has none."""
+
+
+def prompt_shape(raw: bytes | msgspec.Raw, most_prompts: int) -> PromptShape:
+    """The shape of a `prompt`; no more than `most_prompts` + 1 prompts are counted.
+
+    Raises ApiError 400 for a list of prompts with an item that is none.
+    """
+    if bytes(memoryview(raw)[:1]) != b"[":
+        return PromptShape(1, 0)
+    text = bytes(raw)
+    inner = text[1 : 1 + _BLANKS].lstrip(b" \t\r\n")[:1]
+    if inner not in (b'"', b"["):
+        return PromptShape(1, 0 if inner == b"]" else text.count(b",") + 1)
+    count, has_ids = 0, False
+    for found in islice(_items(text), most_prompts + 1):
+        count += 1
+        has_ids = has_ids or text[found.start(1)] == ord("[")
+    return PromptShape(count, text.count(b",") + 1 if has_ids else 0)
+
+
+def prompt_items(text: bytes) -> Iterator[bytes]:
+    """The JSON of each item of a list of texts and lists of ids. ApiError as above."""
+    return (found[1] for found in _items(text))
+
+
+def _items(text: bytes) -> Iterator[re.Match[bytes]]:
+    at = 1
+    for index in itertools.count():
+        found = _ITEM.match(text, at)
+        if found is None:
+            raise refuse("prompt", f"item {index}: expected a string or token ids")
+        yield found
+        if found[2] == b"]":
+            return
+        at = found.end()
+
+
+class BodyBudget:
+    """The memory that all open bodies of a process may take, with what becomes of them.
+
+    A body is charged with the bytes that came, not with the length that its head names: a client
+    that announces much and sends nothing holds nothing. Used in one event loop.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self.used_bytes = 0
+
+    def take(self, count: int) -> bool:
+        """Charge `count` bytes, unless that would be too many."""
+        if self.used_bytes + count > self._limit_bytes:
+            return False
+        self.used_bytes += count
+        return True
+
+    def give_back(self, count: int) -> None:
+        """Charge them no more."""
+        self.used_bytes -= count
+
+
+class BodyCharge:
+    """What one request's body is charged with; what is behind `most_bytes` nobody keeps."""
+
+    def __init__(self, budget: BodyBudget, most_bytes: int) -> None:
+        self._budget = budget
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self.is_refused = False
+        """Some of the body was thrown away."""
+
+    def take(self, count: int) -> bool:
+        """Charge what has come; False: it, and all that follows, is to be thrown away."""
+        return self.take_more(min(count, self._most_bytes - self._bytes))
+
+    def take_more(self, count: int) -> bool:
+        """Charge what becomes of the body."""
+        if self.is_refused or not self._budget.take(count):
+            self.is_refused = True
+            return False
+        self._bytes += count
+        return True
+
+    def check(self) -> None:
+        """ApiError 503 where some of the body was thrown away, or there is no room for it."""
+        if self.is_refused:
+            raise ApiError(503, "too many large requests are being read", retry_after_s=1)
+
+    def end(self) -> None:
+        """The body is not held any more. May be called again."""
+        self._budget.give_back(self._bytes)
+        self._bytes = 0
+
+
+@cache
+def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    return msgspec.json.Decoder(kind)
+
+
+@cache
+def _texts_of(kind: Any) -> msgspec.json.Decoder[Any]:  # noqa: ANN401 - any type that msgspec reads
+    """A decoder of those members that are lists or objects, each as its text."""
+    names = [
+        (field.encode_name, msgspec.Raw, NO_VALUE)
+        for field in cast("inspect.StructType", inspect.type_info(kind)).fields
+        if field.encode_name not in _LONG
+        if any(isinstance(one, _CONTAINERS) for one in _alternatives(field.type))
+    ]
+    return msgspec.json.Decoder(msgspec.defstruct("Texts", names, gc=False))
+
+
+def _check_sizes(kind: Any, raw: bytes | msgspec.Raw) -> None:  # noqa: ANN401 - as above
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        return
+    texts = _texts_of(kind).decode(raw)
+    for name in texts.__struct_fields__:
+        if len(getattr(texts, name)) > MAX_MEMBER_BYTES:
+            raise refuse(name, f"must have at most {MAX_MEMBER_BYTES} bytes of JSON")
+
+
+def refuse(name: str, message: str) -> ApiError:
+    """A 400 that names the field at fault."""
+    return ApiError(400, f"{name}: {message}", param=name)
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: short, whatever the client sent."""
+    try:
+        is_long = isinstance(value, list | dict)
+        text = reprlib.repr(cast("object", value)) if is_long else repr(value)
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        return "a number of very many digits"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _refusal(kind: type[Any], raw: bytes | msgspec.Raw, message: str, prefix: str) -> ApiError:
+    """The ApiError for msgspec's message; of that only the path and a missing name are used, and
+    the rest where the value is too long to be read for a message."""
+    place = re.search(r" - at `\$(.*)`$", message)
+    steps = re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", place[1]) if place else []
+    value: Any = None
+    is_huge = "value out of range" in message or "Number out of range" in message
+    is_short = len(raw) <= _SHOWN_BYTES and not is_huge
+    if is_short:
+        try:
+            value = msgspec.json.decode(raw)
+        except (RecursionError, msgspec.DecodeError):  # very deep, or a number of many digits
+            is_short = False
+    expected, name, item = inspect.type_info(kind), prefix, ""
+    for field, index in steps:
+        expected = _inside(expected, field, is_list=index not in ("", "..."))
+        if field:
+            name, item = f"{name}{item}.{field}".lstrip("."), ""
+            value = value[field] if is_short else None
+        elif index == "...":
+            if is_short:
+                index = next(key for key, one in value.items() if not _is_finite(one))
+                value = value[index]
+            item = f"[{index}]"
+        else:
+            item = f"{item}[{index}]"
+            value = value[int(index)] if is_short else None
+    if missing := re.match(r"Object missing required field `(\w+)`", message):
+        return refuse(f"{name}{item}.{missing[1]}".lstrip("."), "this field is missing")
+    if not name and not item:
+        return ApiError(400, "the body must be a JSON object")
+    if is_short or is_huge:
+        complaint = _complaint(expected, _HUGE if is_huge else value)
+    else:
+        complaint = message.partition(" - at ")[0].replace("`", "").replace(" | null", "").lower()
+    if not item or any(isinstance(one, inspect.StructType) for one in _alternatives(expected)):
+        return refuse(name + item, complaint)
+    # A number or a text has no name of its own: the parameter at fault is the list.
+    return refuse(name, f"item {item[1:-1].replace('][', '.')}: {complaint}")
+
+
+def _alternatives(expected: inspect.Type) -> list[inspect.Type]:
+    """The types that a value may have, but for null."""
+    if isinstance(expected, inspect.Metadata):
+        return _alternatives(expected.type)
+    if isinstance(expected, inspect.UnionType):
+        found = [one for member in expected.types for one in _alternatives(member)]
+        return [one for one in found if not isinstance(one, inspect.NoneType)]
+    return [expected]
+
+
+def _inside(expected: inspect.Type, field: str, *, is_list: bool) -> inspect.Type:
+    """The type of a struct's field, or of a list's or a dict's items."""
+    for one in _alternatives(expected):
+        if field and isinstance(one, inspect.StructType):
+            return next(each.type for each in one.fields if each.encode_name == field)
+        if is_list and isinstance(one, inspect.ListType):
+            return one.item_type
+        if not is_list and not field and isinstance(one, inspect.DictType):
+            return one.value_type
+    raise AssertionError(f"no {field or 'item'} in {expected}")  # the path is msgspec's own
+
+
+def _complaint(expected: inspect.Type, value: object) -> str:
+    """What is wrong with a value that has none of the types, or lies outside their bounds."""
+    alternatives = _alternatives(expected)
+    for one in alternatives:
+        if isinstance(one, inspect.LiteralType):
+            values = ", ".join(str(each) for each in one.values)
+            return f"expected one of {values}, got {shown(value)}"
+        if isinstance(one, inspect.IntType | inspect.FloatType) and _is_number(value):
+            if isinstance(one, inspect.IntType) and isinstance(value, float):
+                continue
+            return f"must be {_range(one)}, got {shown(value)}"
+        if isinstance(one, inspect.StrType) and isinstance(value, str):
+            return _length_complaint(one, "characters", len(value))
+        if isinstance(one, inspect.ListType) and isinstance(value, list):
+            return _length_complaint(one, "items", len(cast("list[Any]", value)))
+        if isinstance(one, inspect.DictType) and isinstance(value, dict):
+            return _length_complaint(one, "members", len(cast("dict[str, Any]", value)))
+    names = [_NAMES.get(type(one), "another value") for one in alternatives]
+    return f"expected {' or '.join(dict.fromkeys(names))}, got {shown(value)}"
+
+
+_CONTAINERS = (inspect.ListType, inspect.DictType, inspect.StructType)
+_NAMES: Mapping[type[inspect.Type], str] = {
+    inspect.IntType: "an integer",
+    inspect.FloatType: "a number",
+    inspect.BoolType: "true or false",
+    inspect.StrType: "a string",
+    inspect.ListType: "a list",
+    inspect.DictType: "an object",
+    inspect.StructType: "an object",
+}
+
+
+def _is_number(value: object) -> bool:
+    # True is an int in Python, not in JSON.
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_finite(value: object) -> bool:
+    """Whether `value` is finite, also for an integer beyond the floats, for which math's raises."""
+    return _is_number(value) and abs(cast("float", value)) <= sys.float_info.max
+
+
+def _range(bounds: inspect.IntType | inspect.FloatType) -> str:
+    low = bounds.ge if bounds.ge is not None else bounds.gt
+    if low is None and bounds.le is None:
+        return "a finite number"
+    low_text = _number(-math.inf if low is None else low)
+    high_text = _number(math.inf if bounds.le is None else bounds.le)
+    if bounds.gt is not None:
+        return f"above {low_text} and at most {high_text}"
+    return f"{low_text} to {high_text}"
+
+
+def _number(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
+
+
+def _length_complaint(
+    bounds: inspect.StrType | inspect.ListType | inspect.DictType, what: str, length: int
+) -> str:
+    least, most = bounds.min_length or 0, bounds.max_length
+    if length < least:
+        return "must not be empty" if least == 1 else f"must have at least {least} {what}"
+    return f"must have at most {most} {what}, got {length}"

@@ -1,0 +1,82 @@
+"""Sampling defaults: what counts where a request says nothing, from generation_config.json.
+
+The checkpoint's file may hold other members; those that are named here count, as in vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+from xpyd_core.errors import UserError
+
+FILE = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """`max_tokens` (the file's max_new_tokens) is also the most that a request gets, as in vLLM;
+    None: no bound but the context's."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+
+
+OPENAI_DEFAULTS = SamplingDefaults()
+_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0, 1e6),
+    "max_new_tokens": (1, 2**62),
+}
+_ABOVE_LOW = ("top_p", "repetition_penalty")
+_WHOLE = ("top_k", "max_new_tokens")
+
+
+def load_defaults(folder: Path, source: str, override: Mapping[str, Any]) -> SamplingDefaults:
+    """The defaults of the checkpoint in `folder`. `source`: auto, vllm or another folder;
+    `override` wins. UserError names the file or the flag, and the member."""
+    found = OPENAI_DEFAULTS
+    if source != "vllm":
+        path = (folder if source == "auto" else Path(source)) / FILE
+        found = _merged(found, _members(path, is_needed=source != "auto"), str(path))
+    return _merged(found, override, "--override-generation-config")
+
+
+def _members(path: Path, *, is_needed: bool) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        if is_needed:
+            raise UserError(f"--generation-config: {path} does not exist") from None
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object")
+    return cast("Mapping[str, Any]", value)
+
+
+def _merged(before: SamplingDefaults, members: Mapping[str, Any], where: str) -> SamplingDefaults:
+    values = {field.name: getattr(before, field.name) for field in fields(before)}
+    for name, (low, high) in _BOUNDS.items():
+        value: object = members.get(name)
+        if value is None:
+            continue
+        is_number = isinstance(value, int if name in _WHOLE else int | float)
+        if not is_number or isinstance(value, bool) or not low <= cast("float", value) <= high:
+            raise UserError(f"{where}: {name} is {value!r}; expected {low:g} to {high:g}")
+        if name in _ABOVE_LOW and value == low:
+            raise UserError(f"{where}: {name} is {value!r}; expected above {low:g}")
+        values["max_tokens" if name == "max_new_tokens" else name] = value
+    values["top_k"] = max(0, values["top_k"])
+    return SamplingDefaults(**values)
