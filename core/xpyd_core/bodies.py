@@ -14,7 +14,7 @@ import math
 import re
 import reprlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar, cast
@@ -24,22 +24,31 @@ from msgspec import inspect
 
 from xpyd_core.errors import ApiError
 
-MAX_MEMBER_BYTES = 1024 * 1024
-"""The text of a member other than those in `_LONG`: a list of 65,536 token ids takes 720 KiB."""
-_LONG = frozenset(("prompt", "messages", "tokens", "kv_transfer_params"))
-_SHOWN_BYTES = 64 * 1024
-"""A wrong member of more text is not read again to be shown."""
+MAX_MEMBER_BYTES = 256 * 1024
+"""The text of a list or an object that is not in `_LONGER`: 256 bad words of 128 escaped letters
+take 200 KiB."""
+_LONGER: Mapping[str, int] = {
+    "allowed_token_ids": 1024 * 1024,
+    "first_logprobs": 4 * 1024 * 1024,
+    # These have bounds of their own, or are texts mostly.
+    **dict.fromkeys(
+        ("prompt", "messages", "tokens", "kv_transfer_params", "continue_from"), sys.maxsize
+    ),
+}
+_SHORT_BYTES = 64 * 1024
+"""A body of at most so much is read at once, and read again to show what is wrong in it. Of a
+longer one each member is read apart: of two members of one name a struct's decoder builds both."""
 _SHOWN_CHARACTERS = 40
 _HUGE = 10**5000
 """In place of a number that no parser makes."""
-_BLANKS = 4096
-"""Blanks before a list's first item; more are taken for a list of ids."""
+_BLANKS = re.compile(rb"[ \t\r\n]*+")
 _PIECE_BYTES = 64 * 1024
 _ITEM = re.compile(
     rb'[ \t\r\n]*+("[^"\\]*+(?:\\.[^"\\]*+)*+"|\[[^\[\]{}"]*+\])[ \t\r\n]*+([,\]])', re.DOTALL
 )
 """An item of a list of prompts, and what is behind it. Nothing in it is tried twice: else a text of
 escapes takes thirty times its length."""
+_NOT_THERE = msgspec.Raw(b"")
 NO_VALUE = msgspec.Raw(b"null")
 """A member that is not there, as a struct's default: absent and null mean the same."""
 
@@ -52,8 +61,8 @@ def read(kind: type[T], raw: bytes | msgspec.Raw, name: str = "") -> T:
     Raises ApiError 400 that names the field, with `name` before it, and what is allowed.
     """
     try:
-        if len(raw) > MAX_MEMBER_BYTES:
-            _check_sizes(kind, raw)
+        if len(raw) > _SHORT_BYTES and is_struct(kind):
+            return _read_apart(kind, raw, name)
         return _decoder(kind).decode(raw)
     except msgspec.ValidationError as error:
         raise _refusal(kind, raw, str(error), name) from None
@@ -89,6 +98,8 @@ class PromptShape(NamedTuple):
     """Texts or lists of ids; 1 where it is a text or a list of ids."""
     most_ids: int
     """A bound on the ids of all prompts; exact where it is one list of ids, 0 where it has none."""
+    text_bytes: int
+    """The JSON of the prompts that are texts."""
 
 
 def prompt_shape(raw: bytes | msgspec.Raw, most_prompts: int) -> PromptShape:
@@ -97,16 +108,21 @@ def prompt_shape(raw: bytes | msgspec.Raw, most_prompts: int) -> PromptShape:
     Raises ApiError 400 for a list of prompts with an item that is none.
     """
     if bytes(memoryview(raw)[:1]) != b"[":
-        return PromptShape(1, 0)
+        return PromptShape(1, 0, len(raw))
     text = bytes(raw)
-    inner = text[1 : 1 + _BLANKS].lstrip(b" \t\r\n")[:1]
+    blanks = _BLANKS.match(text, 1)
+    inner = text[blanks.end() : blanks.end() + 1] if blanks else b""
     if inner not in (b'"', b"["):
-        return PromptShape(1, 0 if inner == b"]" else text.count(b",") + 1)
-    count, has_ids = 0, False
+        return PromptShape(1, 0 if inner == b"]" else text.count(b",") + 1, 0)
+    count, text_bytes, ids = 0, 0, 0
     for found in islice(_items(text), most_prompts + 1):
         count += 1
-        has_ids = has_ids or text[found.start(1)] == ord("[")
-    return PromptShape(count, text.count(b",") + 1 if has_ids else 0)
+        start, end = found.span(1)
+        if text[start] == ord("["):
+            ids += text.count(b",", start, end) + 1
+        else:
+            text_bytes += end - start
+    return PromptShape(count, ids, text_bytes)
 
 
 def prompt_items(text: bytes) -> Iterator[bytes]:
@@ -187,25 +203,64 @@ def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
     return msgspec.json.Decoder(kind)
 
 
+class _Members(NamedTuple):
+    """How the members of a struct are read apart."""
+
+    texts: msgspec.json.Decoder[Any]
+    """Each as its JSON."""
+    types: Mapping[str, Any]
+    """By the name in JSON."""
+    limits: Mapping[str, int]
+    """Bytes of those that are lists or objects."""
+    names: Mapping[str, str]
+    """In the struct, by those in JSON."""
+
+
 @cache
-def _texts_of(kind: Any) -> msgspec.json.Decoder[Any]:  # noqa: ANN401 - any type that msgspec reads
-    """A decoder of those members that are lists or objects, each as its text."""
-    names = [
-        (field.encode_name, msgspec.Raw, NO_VALUE)
-        for field in cast("inspect.StructType", inspect.type_info(kind)).fields
-        if field.encode_name not in _LONG
-        if any(isinstance(one, _CONTAINERS) for one in _alternatives(field.type))
-    ]
-    return msgspec.json.Decoder(msgspec.defstruct("Texts", names, gc=False))
+def _members_of(kind: Any) -> _Members:  # noqa: ANN401 - any struct
+    fields = msgspec.structs.fields(kind)
+    described = cast("inspect.StructType", inspect.type_info(kind)).fields
+    return _Members(
+        msgspec.json.Decoder(
+            msgspec.defstruct(
+                "Texts", [(one.encode_name, msgspec.Raw, _NOT_THERE) for one in fields], gc=False
+            )
+        ),
+        {one.encode_name: one.type for one in fields},
+        {
+            one.encode_name: _LONGER.get(one.encode_name, MAX_MEMBER_BYTES)
+            for one in described
+            if any(isinstance(each, _CONTAINERS) for each in _alternatives(one.type))
+        },
+        {one.encode_name: one.name for one in fields},
+    )
 
 
-def _check_sizes(kind: Any, raw: bytes | msgspec.Raw) -> None:  # noqa: ANN401 - as above
-    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
-        return
-    texts = _texts_of(kind).decode(raw)
-    for name in texts.__struct_fields__:
-        if len(getattr(texts, name)) > MAX_MEMBER_BYTES:
-            raise refuse(name, f"must have at most {MAX_MEMBER_BYTES} bytes of JSON")
+def is_struct(kind: object) -> bool:
+    """Whether `kind` is a struct's type."""
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _read_apart(kind: type[T], raw: bytes | msgspec.Raw, prefix: str) -> T:
+    """As `read`, of a long object; of two members of one name only the last is looked at."""
+    members = _members_of(kind)
+    texts = members.texts.decode(raw)
+    values: dict[str, Any] = {}
+    for name, expected in members.types.items():
+        text = getattr(texts, name)
+        if text is _NOT_THERE:
+            continue
+        path = f"{prefix}.{name}".lstrip(".")
+        limit = members.limits.get(name)
+        if limit is not None and len(text) > limit:
+            raise refuse(path, f"must have at most {limit} bytes of JSON")
+        is_text = expected is msgspec.Raw
+        values[members.names[name]] = text if is_text else read(expected, text, path)
+    try:
+        return kind(**values)
+    except TypeError:
+        # A required member is missing: the decoder names it.
+        return _decoder(kind).decode(b"{}")
 
 
 def refuse(name: str, message: str) -> ApiError:
@@ -230,26 +285,21 @@ def _refusal(kind: type[Any], raw: bytes | msgspec.Raw, message: str, prefix: st
     steps = re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", place[1]) if place else []
     value: Any = None
     is_huge = "value out of range" in message or "Number out of range" in message
-    is_short = len(raw) <= _SHOWN_BYTES and not is_huge
+    is_short = len(raw) <= _SHORT_BYTES and not is_huge
     if is_short:
         try:
-            value = msgspec.json.decode(raw)
+            value, steps = _followed(msgspec.json.decode(raw), steps)
         except (RecursionError, msgspec.DecodeError):  # very deep, or a number of many digits
+            is_short = False
+        except (LookupError, TypeError, StopIteration):  # of two members of one name the first
             is_short = False
     expected, name, item = inspect.type_info(kind), prefix, ""
     for field, index in steps:
-        expected = _inside(expected, field, is_list=index not in ("", "..."))
+        expected = _inside(expected, field)
         if field:
             name, item = f"{name}{item}.{field}".lstrip("."), ""
-            value = value[field] if is_short else None
-        elif index == "...":
-            if is_short:
-                index = next(key for key, one in value.items() if not _is_finite(one))
-                value = value[index]
-            item = f"[{index}]"
         else:
             item = f"{item}[{index}]"
-            value = value[int(index)] if is_short else None
     if missing := re.match(r"Object missing required field `(\w+)`", message):
         return refuse(f"{name}{item}.{missing[1]}".lstrip("."), "this field is missing")
     if not name and not item:
@@ -264,6 +314,21 @@ def _refusal(kind: type[Any], raw: bytes | msgspec.Raw, message: str, prefix: st
     return refuse(name, f"item {item[1:-1].replace('][', '.')}: {complaint}")
 
 
+def _followed(
+    value: Any,  # noqa: ANN401 - any JSON value
+    steps: Sequence[tuple[str, str]],
+) -> tuple[object, list[tuple[str, str]]]:
+    """The value at the end of msgspec's path, and the path with the key that msgspec leaves out."""
+    found: list[tuple[str, str]] = []
+    for field, index in steps:
+        key: Any = field or index
+        if index == "...":
+            key = next(name for name, one in value.items() if not _is_finite(one))
+        value = value[int(key)] if index not in ("", "...") else value[key]
+        found.append((field, "" if field else str(key)))
+    return value, found
+
+
 def _alternatives(expected: inspect.Type) -> list[inspect.Type]:
     """The types that a value may have, but for null."""
     if isinstance(expected, inspect.Metadata):
@@ -274,14 +339,14 @@ def _alternatives(expected: inspect.Type) -> list[inspect.Type]:
     return [expected]
 
 
-def _inside(expected: inspect.Type, field: str, *, is_list: bool) -> inspect.Type:
-    """The type of a struct's field, or of a list's or a dict's items."""
+def _inside(expected: inspect.Type, field: str) -> inspect.Type:
+    """The type of a struct's field, or of a list's or a dict's items: no field may be either."""
     for one in _alternatives(expected):
         if field and isinstance(one, inspect.StructType):
             return next(each.type for each in one.fields if each.encode_name == field)
-        if is_list and isinstance(one, inspect.ListType):
+        if not field and isinstance(one, inspect.ListType):
             return one.item_type
-        if not is_list and not field and isinstance(one, inspect.DictType):
+        if not field and isinstance(one, inspect.DictType):
             return one.value_type
     raise AssertionError(f"no {field or 'item'} in {expected}")  # the path is msgspec's own
 

@@ -21,12 +21,14 @@ def head_fault(version: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
     """
     if version not in _VERSIONS:
         return "the request line has no version, or another one than HTTP/1.1 and HTTP/1.0"
-    hosts = 0
+    hosts = codings = 0
     for name, value in headers:
         if name == b"host":
             hosts += 1
-        elif name == b"transfer-encoding" and value.strip().lower() != b"chunked":
-            return "Transfer-Encoding must be chunked"
+        elif name == b"transfer-encoding":
+            codings += 1
+            if codings > 1 or version == "1.0" or value.strip().lower() != b"chunked":
+                return "Transfer-Encoding must be chunked, once, and not in HTTP/1.0"
     if hosts > 1:
         return "the request has several Host headers"
     if not hosts and version == "1.1":
@@ -34,10 +36,14 @@ def head_fault(version: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
     return ""
 
 
+def one_slash(path: str) -> str:
+    """The path with one slash at its beginning: a client's base URL that ends in one makes two."""
+    return "/" + path.lstrip("/") if path.startswith("//") else path
+
+
 def with_one_slash(scope: Scope) -> Scope:
-    """The ASGI scope with one slash at the beginning of its path: a client's base URL that ends in
-    one makes two, and to URL libraries what follows two is a host."""
+    """The ASGI scope with such a path: to URL libraries what follows two slashes is a host."""
     if not scope.get("path", "").startswith("//"):
         return scope
-    path = "/" + scope["path"].lstrip("/")
-    return {**scope, "path": path, "raw_path": b"/" + scope["raw_path"].lstrip(b"/")}
+    raw_path = b"/" + scope["raw_path"].lstrip(b"/")
+    return {**scope, "path": one_slash(scope["path"]), "raw_path": raw_path}

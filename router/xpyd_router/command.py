@@ -156,7 +156,8 @@ def _add_requests(flags: _Flags, default: RouterConfig) -> None:
     flags.size(
         "--max-open-body-bytes",
         default.max_open_body_bytes,
-        "memory of all open requests' bodies, three times their length; above it 503",
+        "memory of all open requests' bodies, of each process, three times their length; above it "
+        "503",
     )
     seconds(
         "--drain-seconds",

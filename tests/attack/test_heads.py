@@ -164,6 +164,8 @@ async def test_so_it_is_with_many_more() -> None:
         (LINES[0], (b"Host: x", b"Host: y", LENGTH), BODY, b"several Host"),
         (b"POST /v1/completions", (b"Host: x", LENGTH), BODY, b"version"),
         (LINES[0], (b"Host: x", b"Transfer-Encoding: gzip, chunked"), CHUNKS, b"must be chunked"),
+        (LINES[0], (b"Host: x", CHUNKED, CHUNKED), CHUNKS, b"not valid HTTP"),
+        (LINES[0].replace(b"1.1", b"1.0"), (b"Host: x", CHUNKED), CHUNKS, b"must be chunked"),
         (LINES[0], (b"Host: x", CHUNKED), b"zz\r\n", b"not valid HTTP"),
     ],
 )

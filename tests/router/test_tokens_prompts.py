@@ -20,7 +20,7 @@ from xpyd_router.tokens.prompts import estimate_tokens
         ("é" * 400, 200),
         ([1, 2, 3], 3),
         ([[1, 2, 3], [4]], 4),
-        (["x" * 40, "y" * 40], 22),
+        (["x" * 40, "y" * 40], 21),
         ([], 1),
         (None, 1),
         ({"text": "x"}, 3),
@@ -28,6 +28,11 @@ from xpyd_router.tokens.prompts import estimate_tokens
 )
 def test_a_prompt_is_estimated_by_its_bytes_or_ids(prompt: Any, tokens: int) -> None:
     assert estimate_tokens(orjson.dumps(prompt), is_chat=False) == tokens
+
+
+def test_no_prompt_of_many_bytes_counts_as_few_tokens() -> None:
+    assert estimate_tokens(orjson.dumps(["x" * 40_000, [1]]), is_chat=False) >= 10_000
+    assert estimate_tokens(b'"' + rb"\\u" * 10_000 + b'"', is_chat=False) >= 3_000
 
 
 def test_letters_that_are_escaped_count_as_they_are_written_without() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 
 from xpyd_core.errors import UserError
@@ -68,3 +69,10 @@ def test_what_is_given_arrives() -> None:
 def test_a_value_out_of_bounds_is_refused_by_its_name(name: str, value: object) -> None:
     with pytest.raises(UserError, match=f"^{name}: "):
         SamplingParams(**{name: value})  # pyright: ignore[reportArgumentType]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(seed=numpy.int64(3), temperature=numpy.float32(0.5))  # pyright: ignore[reportArgumentType]
+    assert (params.options().seed, params.options().temperature) == (3, 0.5)
+    with pytest.raises(UserError, match=r"^stop: object is no value of JSON"):
+        SamplingParams(stop=[object()])  # pyright: ignore[reportArgumentType]

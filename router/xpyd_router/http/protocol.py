@@ -27,7 +27,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from xpyd_core.bodies import BodyCharge
 from xpyd_core.errors import ApiError
-from xpyd_core.http_head import head_fault
+from xpyd_core.http_head import head_fault, one_slash
 from xpyd_router.http.asgi import BODY_DEADLINE_S
 from xpyd_router.http.inference import DirectRequest, DirectSink, Inference, UnframedSink
 from xpyd_router.http.lingering import Lingering
@@ -143,7 +143,7 @@ class ClientProtocol(HttpToolsProtocol):
         engines shall not work for it. Other answers take moments.
         """
         is_whole = self._is_busy and not self._is_in_body and not self.pipeline
-        if is_whole and self._direct is None and self.scope["path"] not in _PATHS:
+        if is_whole and self._direct is None and one_slash(self.scope["path"]) not in _PATHS:
             self.cycle.keep_alive = False
             return True
         self._close()

@@ -66,7 +66,7 @@ _NEVER = frozenset(
         *("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"),
         *("upgrade", "proxy-authenticate", "proxy-authorization", "expect"),
         # Made by the router for each call.
-        *("host", "x-request-id", "x-xpyd-mac"),
+        *("host", "x-request-id", "x-xpyd-mac", "x-xpyd-pair-mac"),
         # Always passed on where they are valid.
         *("traceparent", "tracestate"),
     )
@@ -404,9 +404,9 @@ def text_marks(members: Members) -> tuple[PrefixMark, ...]:
     They are of the JSON as the client wrote it: one client writes the same prompt alike.
     """
     most = _TEXT[-1][1]
-    root = [members.model, bytes(members.cache_salt)]
+    root = [members.model, bytes(memoryview(members.cache_salt)[:most])]
     if isinstance(members, ChatMembers):
-        root.append(bytes(members.chat_template_kwargs))
+        root.append(bytes(memoryview(members.chat_template_kwargs)[:most]))
         text = b"" if is_absent(members.tools) else bytes(memoryview(members.tools)[:most])
         text += memoryview(members.messages)[:most]
     else:

@@ -51,18 +51,16 @@ def estimate_tokens(prompt: bytes | msgspec.Raw, *, is_chat: bool) -> int:
 
     `prompt` is the JSON of `prompt` or of `messages`. It is counted, not read: a body may be long.
     """
-    text = bytes(prompt)
-    if not is_chat:
-        shape = prompt_shape(text, MAX_CHOICES)
-        if shape.most_ids:
-            return shape.most_ids
-    # A letter that is written as \uXXXX has two or three bytes as UTF-8.
-    size_bytes = len(text) - 3 * text.count(b"\\u")
-    if text[:1] == b'"':
-        size_bytes -= 2
+    text, ids = bytes(prompt), 0
+    size_bytes = len(text)
     if is_chat:
         size_bytes -= _MESSAGE_BYTES * text.count(b'"role"')
-    return max(1, -(-size_bytes // BYTES_PER_TOKEN))
+    else:
+        shape = prompt_shape(text, MAX_CHOICES)
+        ids, size_bytes = shape.most_ids, max(0, shape.text_bytes - 2)
+    # A letter that is written as \uXXXX has two or three bytes as UTF-8, half as many as here.
+    size_bytes = max(size_bytes - 3 * text.count(b"\\u"), size_bytes // 2)
+    return max(1, ids + -(-size_bytes // BYTES_PER_TOKEN))
 
 
 def completion_prompts(fields: Mapping[str, Any]) -> list[Prompt]:

@@ -144,8 +144,9 @@ class LLM:
         use_tqdm: bool,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        given = sampling_params or self.get_default_sampling_params()
-        params = _for_each(given, len(prompts))
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = _for_each(sampling_params, len(prompts))
         ranks = [0] * len(prompts) if priority is None else list(priority)
         if len(ranks) != len(prompts):
             raise UserError(

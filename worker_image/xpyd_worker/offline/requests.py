@@ -16,7 +16,7 @@ from xpyd_core.bodies import read
 from xpyd_core.errors import UserError
 from xpyd_core.openai import TokenId
 from xpyd_worker.offline.outputs import RequestOutput, completion_output, prompt_alternatives
-from xpyd_worker.offline.sampling import SamplingParams, check_text
+from xpyd_worker.offline.sampling import SamplingParams, as_json, check_text
 from xpyd_worker.server.openai.answers import collect
 from xpyd_worker.server.openai.generation import ChoiceDelta, Generation, ending_of
 from xpyd_worker.server.openai.jobs import Job, make_jobs
@@ -116,7 +116,8 @@ async def _prepare(
         text = prompt.text
         (ids,) = await completion_ids(service, [text])
     else:
-        found = read(_TokenPrompt, msgspec.json.encode({"prompt_token_ids": prompt.token_ids}))
+        ids = as_json(prompt.token_ids, "prompt_token_ids")
+        found = read(_TokenPrompt, msgspec.json.encode({"prompt_token_ids": ids}))
         text = None
         (ids,) = await completion_ids(service, [tuple(found.prompt_token_ids)])
     options = replace(params.options(), priority=priority)

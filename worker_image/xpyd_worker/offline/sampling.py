@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any, cast
 
 import msgspec
@@ -87,20 +88,26 @@ def default_params(defaults: SamplingDefaults) -> SamplingParams:
 
 
 def as_json(value: object, name: str) -> object:
-    """A value as it would come out of a JSON body. UserError for a text or number that cannot."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{name}: expected a finite number, got {value}")
-    if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise UserError(f"{name}: a number of more than 64 bits")
+    """A value as it would come out of a JSON body. UserError for what cannot."""
+    if value is None or isinstance(value, bool):
+        return value
     if isinstance(value, str):
         check_text(value, name)
         return value
+    if isinstance(value, Integral):  # numpy's, too
+        if not -(2**63) <= int(value) < 2**64:
+            raise UserError(f"{name}: a number of more than 64 bits")
+        return int(value)
+    if isinstance(value, Real):
+        if not math.isfinite(value):
+            raise UserError(f"{name}: expected a finite number, got {value}")
+        return float(value)
     if isinstance(value, Mapping):
         members = cast("Mapping[object, object]", value).items()
         return {str(key): as_json(one, name) for key, one in members}
     if isinstance(value, Sequence):
         return [as_json(one, name) for one in cast("Sequence[object]", value)]
-    return value
+    raise UserError(f"{name}: {type(value).__name__} is no value of JSON")
 
 
 def check_text(text: str, name: str) -> None:

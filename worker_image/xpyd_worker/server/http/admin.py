@@ -27,9 +27,14 @@ from xpyd_core.request_id import Address, is_dialable, is_uuid, parse_address
 from xpyd_kv.session.probing import BUSY, ProbeResult
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.bridge import called_back
-from xpyd_worker.server.http.bodies import body_bytes, json_body, json_response
+from xpyd_worker.server.http.bodies import json_body, json_response, parsed_body
 from xpyd_worker.server.http.inference import Api
-from xpyd_worker.server.openai.prompts import detokenize, tokenize
+from xpyd_worker.server.openai.prompts import (
+    detokenize,
+    parse_detokenize,
+    parse_tokenize,
+    tokenize,
+)
 from xpyd_worker.server.service import Service, tokenizer_files_response
 from xpyd_worker.server.telemetry.metrics import ServerMetrics
 
@@ -211,12 +216,14 @@ class Admin:
     async def tokenize(self) -> Response:
         """POST /tokenize."""
         service = self._api.ready_service()
-        return json_response(await tokenize(service, await body_bytes()))
+        asked = await parsed_body(service.threads, parse_tokenize)
+        return json_response(await tokenize(service, asked))
 
     async def detokenize(self) -> Response:
         """POST /detokenize."""
         service = self._api.ready_service()
-        return json_response(await detokenize(service, await body_bytes()))
+        asked = await parsed_body(service.threads, parse_detokenize)
+        return json_response(await detokenize(service, asked))
 
     async def tokenizer_files(self) -> Response:
         """GET /tokenizer: by which a router counts tokens and hashes blocks as this engine does."""

@@ -83,13 +83,6 @@ async def json_body(*, may_be_empty: bool = False) -> Mapping[str, Any]:
         charge.end()
 
 
-async def body_bytes() -> bytes:
-    """The request's body; ApiError 503 where too much of all requests was being read."""
-    data, charge = await _body()
-    charge.end()
-    return data
-
-
 async def parsed_body(threads: TextThreads, parse: Callable[[bytes], T]) -> T:
     """What `parse` makes of the request's body; of a long one on a text thread. What that may take
     is charged before."""
@@ -99,7 +92,13 @@ async def parsed_body(threads: TextThreads, parse: Callable[[bytes], T]) -> T:
             return parse(data)
         charge.take_more(_MOST_DECODED * len(data))
         charge.check()
-        return await threads.run(lambda: parse(data))
+        # Of a request that is given up while it waits for a thread nothing is kept.
+        waiting = [data]
+        del data
+        try:
+            return await threads.run(lambda: parse(waiting.pop()))
+        finally:
+            waiting.clear()
     finally:
         charge.end()
 

@@ -8,6 +8,7 @@ ApiError 400 names the field at fault. It must not know the model, the engine or
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -82,7 +83,8 @@ class KvParams:
     prompt_digest: tuple[str, ...] = ()
 
 
-Prompt = str | tuple[int, ...]
+Prompt = str | Sequence[int]
+"""A text, or ids: a tuple, or an array where there are many."""
 Message = dict[str, str]
 _Common = RoutedCompletion | RoutedChat
 _Own = CompletionOptions | ChatRequest
@@ -153,6 +155,12 @@ class _LongMembers(msgspec.Struct, frozen=True, gc=False):
 
     prompt: msgspec.Raw = NO_VALUE
     kv_transfer_params: msgspec.Raw = NO_VALUE
+
+
+class _ContinuedIds(msgspec.Struct, frozen=True, gc=False):
+    """What of kv_transfer_params may be long."""
+
+    continue_from: msgspec.Raw = NO_VALUE
 
 
 def parse_completion(
@@ -320,18 +328,10 @@ def read_prompts(raw: msgspec.Raw, max_model_len: int | None) -> tuple[Prompt, .
         raise refuse("prompt", f"at most {MAX_PROMPTS} prompts")
     if not shape.most_ids:
         return _prompts(_read_prompts(raw))
+    items = _items(bytes(raw), max_model_len)
     if len(raw) <= _SHORT_BYTES:
-        _items(bytes(raw), max_model_len)  # each is short enough
         return _prompts(_read_prompts(raw))
-    # The texts are not held any more when the tuples are made, nor a list behind its tuple.
-    known: dict[int, int] = {}
-    items = enumerate(_items(bytes(raw), max_model_len))
-    lists = [_long_prompt(item, index, known) for index, item in items]
-    del items
-    return tuple(
-        one if isinstance(one, str) else tuple(one)
-        for one in (lists.pop(0) for _ in range(len(lists)))
-    )
+    return tuple(_long_prompt(item, index) for index, item in enumerate(items))
 
 
 def _items(text: bytes, max_model_len: int | None) -> list[bytes]:
@@ -347,10 +347,10 @@ def _read_prompts(raw: msgspec.Raw) -> _Prompts:
     return read(cast("type[_Prompts]", Prompts), raw, "prompt")
 
 
-def _long_prompt(item: bytes, index: int, known: dict[int, int]) -> str | list[int]:
+def _long_prompt(item: bytes, index: int) -> Prompt:
     if item.startswith(b'"'):
         return read(str, item, f"prompt[{index}]")
-    return _token_ids(item, index, known)
+    return _token_ids(item, index)
 
 
 def _refuse_long(tokens: int, max_model_len: int | None) -> None:
@@ -358,20 +358,19 @@ def _refuse_long(tokens: int, max_model_len: int | None) -> None:
         raise too_long(max_model_len, f"your prompt has {tokens} tokens", "prompt")
 
 
-def _token_ids(text: bytes, index: int, known: dict[int, int]) -> list[int]:
-    """The ids of a long list, read in pieces; equal ids are one object, by `known`."""
-    found, at = [0] * (text.count(b",") + 1), 0
+def _token_ids(text: bytes, index: int) -> Sequence[int]:
+    """The ids of a long list, read in pieces: an int of Python's is eight times as long."""
+    found = array("i")
     start, end = 1, len(text) - 1
     while start < end:
         cut = text.find(b",", start + _SHORT_BYTES, end)
         cut = end if cut < 0 else cut
         piece = b"[" + text[start:cut] + b"]"
         try:
-            ids = read(list[TokenId], piece, "prompt")
+            found.extend(read(list[TokenId], piece, "prompt"))
         except ApiError as error:
-            raise refuse("prompt", f"prompt {index}, behind item {at}: {error}") from None
-        found[at : at + len(ids)] = [known.setdefault(one, one) for one in ids]
-        at += len(ids)
+            place = f"prompt {index}, behind item {len(found)}"
+            raise refuse("prompt", f"{place}: {error}") from None
         start = cut + 1
     return found
 
@@ -428,6 +427,11 @@ def _kv_params(raw: msgspec.Raw, *, choices: int, prompts: int) -> KvParams:
     name = "kv_transfer_params"
     if is_absent(raw):
         return KvParams()
+    ids = bytes(read(_ContinuedIds, raw, name).continue_from)
+    if ids.count(b"[") > choices + 1:
+        raise refuse(f"{name}.continue_from", f"expected {choices} entries")
+    if ids.count(b",") >= MAX_CONTINUE_TOKENS + choices:
+        raise refuse(f"{name}.continue_from", f"at most {MAX_CONTINUE_TOKENS} token ids")
     found = read(KvTransferParams, raw, name)
     seed, client_max_tokens = found.seed, found.client_max_tokens
     if seed is not None and not -_SEED <= seed <= _SEED:

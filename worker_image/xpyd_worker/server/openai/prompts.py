@@ -11,9 +11,16 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import partial
 from typing import Any, TypeVar
 
-from xpyd_core.bodies import read, refuse, shown
+import msgspec
+
+from xpyd_core.bodies import NO_VALUE, check_text, read, refuse, shown
 from xpyd_core.errors import ApiError, UserError
-from xpyd_core.openai import MAX_TOKENIZED_CHARACTERS, DetokenizeRequest, TokenizeRequest
+from xpyd_core.openai import (
+    MAX_DETOKENIZED,
+    MAX_TOKENIZED_CHARACTERS,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from xpyd_worker.server.openai.not_built import refuse_not_built
 from xpyd_worker.server.openai.params import Message, Prompt, as_messages, too_long
 from xpyd_worker.server.service import ServedModel, Service
@@ -44,7 +51,7 @@ async def completion_ids(service: Service, prompts: Sequence[Prompt]) -> list[tu
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     encode = partial(model.tokenizer.encode, add_special_tokens=True)
     encoded = iter(await _each(service, encode, texts, inline=_INLINE_CHARACTERS))
-    found = [tuple(next(encoded)) if isinstance(one, str) else one for one in prompts]
+    found = [tuple(next(encoded) if isinstance(one, str) else one) for one in prompts]
     if not all(found):
         raise refuse("prompt", "is empty after tokenization")
     return found
@@ -54,7 +61,7 @@ async def prompt_texts(
     service: Service, prompts: Sequence[Prompt], *, skip_special_tokens: bool
 ) -> list[str]:
     """The text of each prompt, as echo puts it in front of the answer."""
-    ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    ids = [list(prompt) for prompt in prompts if not isinstance(prompt, str)]
     decode = partial(service.model.tokenizer.decode, skip_special_tokens=skip_special_tokens)
     decoded = iter(await _each(service, decode, ids, inline=INLINE_TOKENS))
     return [one if isinstance(one, str) else next(decoded) for one in prompts]
@@ -204,17 +211,40 @@ _TEMPLATE_FIELDS = (
 )
 
 
-async def tokenize(service: Service, body: bytes) -> dict[str, Any]:
-    """The answer to `prompt` (text) or `messages` (a conversation in the model's template)."""
+def parse_tokenize(body: bytes) -> TokenizeRequest:
+    """The body of POST /tokenize."""
+    check_text(body)
     asked = read(TokenizeRequest, body)
-    service.model.name_for(asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise refuse("prompt", "give either prompt, a text, or messages, a conversation")
+    if asked.messages is not None:
+        refuse_not_built(body, chat=True, names=_TEMPLATE_FIELDS)
+    return asked
+
+
+def parse_detokenize(body: bytes) -> DetokenizeRequest:
+    """The body of POST /detokenize. A list that is too long is refused before it is read."""
+    check_text(body)
+    text = bytes(read(_DetokenizeTexts, body).tokens)
+    if text.count(b",") >= MAX_DETOKENIZED:
+        raise refuse("tokens", f"must have at most {MAX_DETOKENIZED} items")
+    return read(DetokenizeRequest, body)
+
+
+class _DetokenizeTexts(msgspec.Struct, frozen=True, gc=False):
+    """What of the body may be long."""
+
+    tokens: msgspec.Raw = NO_VALUE
+
+
+async def tokenize(service: Service, asked: TokenizeRequest) -> dict[str, Any]:
+    """The answer to `prompt` (text) or `messages` (a conversation in the model's template)."""
+    service.model.name_for(asked.model)
     if asked.prompt is not None:
         add_special = asked.add_special_tokens is not False
         ids = await text_ids(service, asked.prompt, add_special_tokens=add_special)
     else:
-        ids = await _conversation_ids(service, body, asked)
+        ids = await _conversation_ids(service, asked)
     return {
         "count": len(ids),
         "max_model_len": service.model.max_model_len,
@@ -223,9 +253,8 @@ async def tokenize(service: Service, body: bytes) -> dict[str, Any]:
     }
 
 
-async def detokenize(service: Service, body: bytes) -> dict[str, Any]:
+async def detokenize(service: Service, asked: DetokenizeRequest) -> dict[str, Any]:
     """The answer to `tokens`: their text, special ones included."""
-    asked = read(DetokenizeRequest, body)
     service.model.name_for(asked.model)
     ids = asked.tokens
     check_vocabulary(service.model, ids, "tokens")
@@ -233,8 +262,7 @@ async def detokenize(service: Service, body: bytes) -> dict[str, Any]:
     return {"prompt": await service.threads.run(decode, is_short=len(ids) <= INLINE_TOKENS)}
 
 
-async def _conversation_ids(service: Service, body: bytes, asked: TokenizeRequest) -> list[int]:
-    refuse_not_built(body, chat=True, names=_TEMPLATE_FIELDS)
+async def _conversation_ids(service: Service, asked: TokenizeRequest) -> list[int]:
     messages = as_messages(asked.messages or ())
     characters = characters_of(messages)
     if characters > MAX_TOKENIZED_CHARACTERS:
