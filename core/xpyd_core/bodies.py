@@ -61,7 +61,7 @@ def read(kind: type[T], raw: bytes | msgspec.Raw, name: str = "") -> T:
     Raises ApiError 400 that names the field, with `name` before it, and what is allowed.
     """
     try:
-        if len(raw) > _SHORT_BYTES and is_struct(kind):
+        if len(raw) > _SHORT_BYTES and _is_struct(kind):
             return _read_apart(kind, raw, name)
         return _decoder(kind).decode(raw)
     except msgspec.ValidationError as error:
@@ -236,7 +236,7 @@ def _members_of(kind: Any) -> _Members:  # noqa: ANN401 - any struct
     )
 
 
-def is_struct(kind: object) -> bool:
+def _is_struct(kind: object) -> bool:
     """Whether `kind` is a struct's type."""
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
@@ -254,8 +254,8 @@ def _read_apart(kind: type[T], raw: bytes | msgspec.Raw, prefix: str) -> T:
         limit = members.limits.get(name)
         if limit is not None and len(text) > limit:
             raise refuse(path, f"must have at most {limit} bytes of JSON")
-        is_text = expected is msgspec.Raw
-        values[members.names[name]] = text if is_text else read(expected, text, path)
+        is_raw = expected is msgspec.Raw
+        values[members.names[name]] = text if is_raw else read(expected, text, path)
     try:
         return kind(**values)
     except TypeError:

@@ -59,7 +59,7 @@ def test_engines_that_cannot_move_kv_to_each_other_give_right_answers(
         for d in (keyless, other):
             assert d.metric("xpyd_kv_received_bytes_total") == 0
         assert other.metric("xpyd_kv_recomputed_requests_total") == CASES / 2
-        # Its keys are not the router's: to it the ids of pairs are nobody's.
+        # It has not the router's key, so it serves each request alone.
         assert keyless.log.count("a pair id without the router's MAC") == CASES / 2
         assert keyless.metric("xpyd_kv_auth_failed_total") == 1  # then P leaves it alone
         assert "is not sent: " in p.log

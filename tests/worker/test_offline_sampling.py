@@ -72,6 +72,7 @@ def test_a_value_out_of_bounds_is_refused_by_its_name(name: str, value: object) 
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
+    # The checks below are silenced: users pass what the signature does not name.
     params = SamplingParams(seed=numpy.int64(3), temperature=numpy.float32(0.5))  # pyright: ignore[reportArgumentType]
     assert (params.options().seed, params.options().temperature) == (3, 0.5)
     with pytest.raises(UserError, match=r"^stop: object is no value of JSON"):
