@@ -181,6 +181,31 @@ def test_an_edit_rolls_and_leaves_no_old_revision() -> None:
     run(test)
 
 
+def test_a_pool_whose_object_is_deleted_keeps_its_size() -> None:
+    """An HPA's six instances fell to one at once."""
+
+    async def test(api: FakeApi) -> None:
+        found = fleet()
+        del found["spec"]["pools"][1]["replicas"]
+        api.add(found)
+        async with fleet_ready(api):
+            api.change(POOL, "ns", "chat-decode", {"spec": {"replicas": 6}})
+            await until(lambda: replicas(api, "decode") == [6], what="scaled")
+            await ready(api)
+            first = len(api.writes)
+            api.drop(POOL, "ns", "chat-decode")
+            await until(lambda: api.get(POOL, "ns", "chat-decode"), what="made again")
+            await ready(api)
+            pool = api.get(POOL, "ns", "chat-decode")
+            assert pool is not None
+            assert pool["spec"]["replicas"] == 6
+            scales = [w for w in api.writes[first:] if "/deployments/" in w.path]
+            assert scales == []
+            assert replicas(api, "decode") == [6]
+
+    run(test)
+
+
 def test_a_pool_that_left_is_drained_and_then_its_objects_go() -> None:
     async def test(api: FakeApi) -> None:
         document = fleet()

@@ -103,7 +103,9 @@ class Twice:
             pods=tuple(pods),
             pools=tuple(self.pool_objects.values()),
         )
-        return replace(fleet_seen(children), status=self.status)
+        known = self.status.pools if self.status else ()
+        before = {"pools": [{"name": p.name, "revision": p.revision} for p in known]}
+        return replace(fleet_seen(children, before), status=self.status)
 
     def pods(self, key: Key, one: Running) -> list[Obj]:
         template = self.deployments[key]["spec"]["template"]

@@ -163,6 +163,35 @@ def test_an_object_of_another_name_does_not_stand_for_a_pool() -> None:
     assert fleet_seen(Children(pools=(other,))).pools == ()
 
 
+@pytest.mark.parametrize(
+    ("each", "row", "seen"),
+    [
+        # One revision: its Deployment has the size, whatever an older status says.
+        ([6], {"replicas": 5, "revision": "a", "declaredReplicas": 2}, PoolSeen("decode", 6, 2)),
+        ([6], {}, PoolSeen("decode", 6, None)),
+        ([0], {"replicas": 0, "revision": "a"}, PoolSeen("decode", 0, None)),
+        # In a rollout of six one may be too many.
+        ([5, 2], {"replicas": 6, "revision": "a"}, PoolSeen("decode", 6, None)),
+        ([6, 1], {"replicas": 1, "revision": "a"}, PoolSeen("decode", 6, None)),
+        ([2, 2], {"replicas": 9, "revision": "a"}, PoolSeen("decode", 4, None)),
+        # The pool had left the document, and came back.
+        ([0], {"replicas": 0}, None),
+    ],
+)
+def test_a_pool_without_its_object_has_the_size_of_its_workloads(
+    each: list[int], row: Obj, seen: PoolSeen | None
+) -> None:
+    cluster = ready_fleet()
+    (one,) = [w for (pool, _), w in cluster.workloads.items() if pool == "decode"]
+    made: list[Obj] = []
+    for number, replicas in enumerate(each):
+        made.append(copy.deepcopy(one))
+        made[-1]["spec"]["replicas"] = replicas
+        made[-1]["metadata"]["labels"]["xpyd.dev/revision"] = f"r{number}"
+    before = {"pools": [{"name": "decode", **row}]} if row else {}
+    assert fleet_seen(Children(deployments=tuple(made)), before).pools == ((seen,) if seen else ())
+
+
 def group_set(replicas: int, size: int = 2) -> Obj:
     labels = workload_labels("chat", "decode", "Decode", "0123abcd")
     return {

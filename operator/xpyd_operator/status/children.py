@@ -25,6 +25,7 @@ from xpyd_operator.manifests.names import (
     workload_name,
 )
 from xpyd_operator.plan.values import (
+    ROUTER,
     FleetSeen,
     PoolRole,
     PoolSeen,
@@ -255,8 +256,11 @@ def spec_of(pod: Raw, specs: Mapping[Key, tuple[Raw, Raw]]) -> Raw:
     return found[text(pod, "metadata", "labels", WORKER_INDEX) not in ("", "0")]
 
 
-def fleet_seen(children: Children) -> FleetSeen:
-    """What plan() looks at. `status` stays None: the cluster's status is fleet_status()'s."""
+def fleet_seen(children: Children, before: Raw | None = None) -> FleetSeen:
+    """What plan() looks at. `status` stays None: the cluster's status is fleet_status()'s.
+
+    `before`: the fleet's status as it is; it helps where a pool's object was deleted.
+    """
     counts = children.counts
     found: dict[Key, WorkloadSeen] = {}
     for workload in workloads(children):
@@ -268,11 +272,13 @@ def fleet_seen(children: Children) -> FleetSeen:
         alive = max(have.alive, count(workload, "status", "replicas"))
         put = Workload(*key, replicas_of(workload), Template(role))
         found[key] = WorkloadSeen(put, alive, min(have.ready, alive))
+    pools = _pools(children.pools)
+    pools += _lost_pools({pool.name for pool in pools}, found.values(), before or {})
     for key, role in sorted(_orphans(children)):
         if key not in found:
             have = counts.get(key, NOTHING)
             found[key] = WorkloadSeen(Workload(*key, 0, Template(role)), have.alive, have.ready)
-    return FleetSeen(_pools(children.pools), tuple(found[key] for key in sorted(found)))
+    return FleetSeen(pools, tuple(found[key] for key in sorted(found)))
 
 
 def _count_instances(children: Children) -> dict[Key, Counts]:
@@ -367,3 +373,25 @@ def _pools(pools: Iterable[Raw]) -> tuple[PoolSeen, ...]:
         declared = None if has is None else count(pool, "spec", "declaredReplicas")
         found.setdefault(name, PoolSeen(name, replicas_of(pool), declared))
     return tuple(found.values())
+
+
+def _lost_pools(known: set[str], made: Iterable[WorkloadSeen], before: Raw) -> tuple[PoolSeen, ...]:
+    """Pools whose objects were deleted, or their CRD was: the size is that of their workloads.
+
+    While one revision replaces another, the sum may be above the pool's size, and the status has
+    the size. A pool that left the document and came back starts as a new one.
+    """
+    sizes: dict[str, list[int]] = {}
+    for workload in (seen.workload for seen in made):
+        if workload.pool not in known and workload.template.role != ROUTER:
+            sizes.setdefault(workload.pool, []).append(workload.replicas)
+    last = {text(row, "name"): row for row in rows(before, "pools")}
+    found: list[PoolSeen] = []
+    for name, each in sizes.items():
+        row = last.get(name, {})
+        if last and not text(row, "revision"):
+            continue
+        size = max(*each, min(sum(each), count(row, "replicas"))) if len(each) > 1 else each[0]
+        declared = None if at(row, "declaredReplicas") is None else count(row, "declaredReplicas")
+        found.append(PoolSeen(name, size, declared))
+    return tuple(found)

@@ -33,7 +33,7 @@ from xpyd_operator.manifests.pods import model_in_pod
 from xpyd_operator.manifests.refusals import template_problems
 from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.plan.values import FleetSeen, FleetWant
-from xpyd_operator.status.children import Children, Raw, fleet_seen, rows, text
+from xpyd_operator.status.children import Children, Raw, fields, fleet_seen, rows, text
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class FleetState:
     @cached_property
     def seen(self) -> FleetSeen:
         """What plan() looks at."""
-        return fleet_seen(self.own)
+        return fleet_seen(self.own, fields(self.document, "status"))
 
     def _own(self, kind: Kind) -> tuple[Obj, ...]:
         found = self.children.get(kind, {}).values()
