@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
 import pytest
 
+from tests.small_disk import mounted
 from xpyd_operator.controller import client, reconcile, workqueue
 from xpyd_operator.controller.decision import decide
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a disk of a size such as 64k."""
+    with contextlib.ExitStack() as stack:
+        yield lambda size: stack.enter_context(mounted(tmp_path / "disk", size))
 
 
 @pytest.fixture

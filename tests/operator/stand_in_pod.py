@@ -8,6 +8,7 @@ while FILE exists, --drain=SECONDS is how long SIGTERM takes, --deaf ignores SIG
 environment is printed.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -27,8 +28,9 @@ def flag(name: str) -> str | None:
 
 def log(text: str) -> None:
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    sys.stdout.write(f"{now} INFO    stand-in: {text}\n")
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # as `logging` does where the disk is full
+        sys.stdout.write(f"{now} INFO    stand-in: {text}\n")
+        sys.stdout.flush()
 
 
 def serve(host: str, port: int, answer) -> None:

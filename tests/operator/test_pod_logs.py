@@ -7,9 +7,11 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from tests.small_disk import fill
 from xpyd_core.errors import UserError
 from xpyd_operator.up.logs import (
     LogFollower,
+    LogLimit,
     LogStreamer,
     PrefixWriter,
     line_time,
@@ -78,12 +80,37 @@ def test_a_follower_gives_whole_lines_once_and_goes_on_after_a_cut(tmp_path):
         file.write(b"o\n\xff\n")
         file.flush()
         assert follower.poll() == ["two", "\ufffd"]
-        assert rotate(log, limit_bytes=5)
+        assert rotate(log, LogLimit(5))
         file.write(b"x\n")
     assert follower.poll() == ["x"]
     assert older(log).read_bytes() == b"one\ntwo\n\xff\n"
-    assert not rotate(log, limit_bytes=5)
-    assert not rotate(tmp_path / "nowhere")
+    assert not rotate(log, LogLimit(5))
+    assert not rotate(tmp_path / "nowhere", LogLimit(5))
+
+
+@pytest.mark.parametrize("files", [1, 2, 3])
+def test_a_log_that_is_cut_again_and_again_keeps_so_many_files_in_order(tmp_path, files):
+    log = tmp_path / "p.log"
+    for number in range(5):
+        with log.open("a") as file:
+            file.write(f"line {number}\n")
+        assert rotate(log, LogLimit(5, files))
+    log.write_text("last\n")
+    kept = [f"line {number}" for number in range(5)][5 - (files - 1) :]
+    assert list(lines_since(log, None)) == [*kept, "last"]
+    assert len(list(tmp_path.iterdir())) == files
+
+
+def test_a_log_on_a_full_disk_is_cut_though_it_cannot_be_copied(small_disk):
+    folder = small_disk("64k")
+    log = folder / "p.log"
+    older(log).write_bytes(b"o" * 20_000)
+    fill(folder, leave=30_000)
+    log.write_bytes(b"a" * 24_000)
+    assert rotate(log, LogLimit(5_000, 3))
+    assert log.stat().st_size == 0
+    assert not older(log).exists()
+    assert older(log, 2).read_bytes() == b"o" * 20_000
 
 
 def test_a_line_without_end_is_cut_instead_of_kept_for_ever(tmp_path):

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from xpyd_core.cli import Command
+from xpyd_core.cli import Command, parse_flag
 from xpyd_core.errors import UserError, XpydError
 from xpyd_core.logs import add_logging_arguments
+from xpyd_core.sizes import format_bytes, parse_bytes
 
 _FLEET_HELP = "the fleet's name; not needed while only one runs"
 
@@ -22,18 +23,30 @@ def _configure_up(parser: argparse.ArgumentParser) -> None:
     add("--detach", "-d", action="store_true", help="return when the fleet is ready")
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="longest wait for that")
     add_logging_arguments(parser)
+    add("--log-max-size", metavar="SIZE", help="cut the log of a pod at this size (default: 8Mi)")
+    text = "files of one pod's log, with the one that is written to (default: 2)"
+    add("--log-max-files", type=int, metavar="N", help=text)
 
 
 def _run_up(args: argparse.Namespace) -> int:
+    from xpyd_operator.up.logs import LEAST_LOG_BYTES, MOST_LOG_FILES
     from xpyd_operator.up.run import UpOptions, run_up
 
     if args.port is not None and not 0 < args.port < 65536:
         raise UserError(f"--port {args.port}: expected 1 to 65535")
+    if args.log_max_files is not None and not 0 < args.log_max_files <= MOST_LOG_FILES:
+        raise UserError(f"--log-max-files {args.log_max_files}: expected 1 to {MOST_LOG_FILES}")
+    size = args.log_max_size
+    log_max_bytes = None if size is None else parse_flag("--log-max-size", parse_bytes, size)
+    if log_max_bytes is not None and log_max_bytes < LEAST_LOG_BYTES:
+        raise UserError(f"--log-max-size {size}: expected at least {format_bytes(LEAST_LOG_BYTES)}")
     options = UpOptions(
         file=str(args.file.absolute()),
         port=args.port,
         log_level=args.log_level,
         log_format=args.log_format,
+        log_max_bytes=log_max_bytes,
+        log_max_files=args.log_max_files,
         timeout_s=args.timeout,
     )
     return run_up(options, detach=args.detach)
@@ -157,6 +170,13 @@ def _reporting(
         except BrokenPipeError:  # `xpyd logs | head`: the reader is gone, also at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
+        except OSError as error:
+            from xpyd_operator.up.folder import explained, state_root
+
+            if not str(error.filename).startswith(str(state_root())):
+                raise
+            with explained(state_root()):
+                raise
         except XpydError as error:
             sys.stderr.write(f"xpyd: {error}\n")
             return 1

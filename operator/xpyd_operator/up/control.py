@@ -62,7 +62,8 @@ class PoolView(msgspec.Struct, frozen=True):
 
 
 class FleetView(msgspec.Struct, frozen=True):
-    """One fleet. `reason`: Ready, Progressing, Draining, Stopped or Orphaned."""
+    """One fleet. `reason`: Ready, Progressing, Draining, Stopped or Orphaned. `problems` are
+    sentences about what people should mend though the fleet serves."""
 
     fleet: str
     endpoint: str
@@ -72,6 +73,7 @@ class FleetView(msgspec.Struct, frozen=True):
     supervisor_pid: int
     pools: tuple[PoolView, ...] = ()
     pods: tuple[PodView, ...] = ()
+    problems: tuple[str, ...] = ()
 
 
 def view_json(view: FleetView) -> str:
@@ -97,7 +99,8 @@ def view_tables(view: FleetView) -> str:
         layout = (pod.layout or "-",) if has_layouts else ()
         rest = (shown, pod.http, pid, restarts, age(pod.age_s))
         pods.append((pod.name, pod.role, *layout, *rest))
-    parts = [f"fleet {view.fleet}  {state}  {view.endpoint}"]
+    head = [f"fleet {view.fleet}  {state}  {view.endpoint}"]
+    parts = ["\n".join([*head, *(f"problem: {problem}" for problem in view.problems)])]
     parts += [table(rows) for rows in (pools, pods) if len(rows) > 1]
     return "\n\n".join(parts)
 
@@ -169,12 +172,15 @@ _answer_decoder = msgspec.json.Decoder(ControlResponse)
 
 def listen(path: Path) -> socket.socket:
     """A socket at `path` for its owner alone; what a dead supervisor left there is replaced."""
-    path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     old_mask = os.umask(0o177)
     try:
         with short_address(path) as address:
+            path.unlink(missing_ok=True)
             listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
     finally:
         os.umask(old_mask)
     return listener
@@ -211,6 +217,8 @@ def _answer(line: bytes, handle: Callable[[ControlRequest], ControlResponse]) ->
         return ControlResponse(error=f"control request: {error}")
     except UserError as error:
         return ControlResponse(error=str(error))
+    except OSError as error:
+        return ControlResponse(error=f"the supervisor cannot do that now: {error}")
 
 
 def send_request(path: Path, request: ControlRequest) -> ControlResponse:

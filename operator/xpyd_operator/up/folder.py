@@ -15,15 +15,18 @@ through a pidfd that is checked after it was opened, so none reaches another pro
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import pwd
 import secrets
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -89,7 +92,9 @@ def _stat(pid: int) -> list[str] | None:
     return ["", "", "", *text[text.rindex(")") + 2 :].split()]
 
 
+@cache
 def _boot_id() -> str:
+    """Read once: it does not change, and later there may be no descriptor left to read it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -99,6 +104,8 @@ def _boot_id() -> str:
 MAX_RECORD_BYTES = 4 << 20
 DISCOVERY_PORT = 30001
 MAX_FLEETS = 254
+_ROOM_BYTES = 1 << 20
+"""Free space without which a fleet does not start: records, and the first lines of its logs."""
 _LOCK_TRIES = 20
 _LOCK_RETRY_S = 0.02
 
@@ -125,7 +132,45 @@ def state_root(environ: Mapping[str, str] | None = None) -> Path:
     """${XDG_STATE_HOME:-~/.local/state}/xpyd"""
     environ = os.environ if environ is None else environ
     base = environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "xpyd"
+    try:
+        return (Path(base) if base else Path.home() / ".local" / "state") / "xpyd"
+    except RuntimeError as error:
+        raise UserError(f"this user has no home folder; {_ELSEWHERE}") from error
+
+
+_ELSEWHERE = "set XDG_STATE_HOME to a folder that you may write to"
+_NO_ROOM = f"free some space there, or {_ELSEWHERE}"
+_FIXES = {
+    errno.ENOSPC: _NO_ROOM,
+    errno.EDQUOT: _NO_ROOM,
+    errno.ENOTDIR: f"a file is where a folder is needed: move it away, or {_ELSEWHERE}",
+    errno.EEXIST: f"a file is where a folder is needed: move it away, or {_ELSEWHERE}",
+}
+
+
+@contextlib.contextmanager
+def explained(folder: Path) -> Generator[None]:
+    """Replace an OSError by a UserError that names the state folder and the fix."""
+    try:
+        yield
+    except OSError as error:
+        what = error.filename if isinstance(error.filename, str) else folder
+        fix = _FIXES.get(error.errno or 0, _ELSEWHERE)
+        raise UserError(f"state folder {what}: {error.strerror or error}; {fix}") from error
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """UserError where the folder is another user's: root would leave files there that its owner
+    cannot write, and who owns the folder can read the key."""
+    owner = folder.stat().st_uid
+    if owner != os.geteuid():
+        try:
+            name = pwd.getpwuid(owner).pw_name
+        except KeyError:
+            name = f"user {owner}"
+        raise UserError(
+            f"state folder {folder}: it belongs to {name}; run xpyd as {name}, or {_ELSEWHERE}"
+        )
 
 
 @dataclass(frozen=True)
@@ -143,6 +188,11 @@ class FleetFolder:
     def key_file(self) -> Path:
         """The fleet's secret."""
         return self.folder / "key"
+
+    @property
+    def record(self) -> Path:
+        """What runs."""
+        return self.folder / "fleet.json"
 
     @property
     def socket(self) -> Path:
@@ -169,42 +219,66 @@ class FleetFolder:
         return self.logs / f"{pod}.log"
 
     def make(self) -> None:
-        """Create the folders, readable by their owner alone."""
-        for folder in (self.folder, self.logs, self.sockets):
-            folder.mkdir(parents=True, exist_ok=True)
-            folder.chmod(0o700)
+        """Create the folders, readable by their owner alone. UserError where that cannot be."""
+        with explained(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for folder in (self.folder.parent, self.folder):
+                _refuse_foreign(folder)
+            for folder in (self.folder, self.logs, self.sockets):
+                folder.mkdir(exist_ok=True)
+                folder.chmod(0o700)
+
+    def clear(self) -> None:
+        """Begin with empty logs, and check that there is room for new ones. The lock must be held.
+
+        UserError where the disk is full.
+        """
+        room = self.folder / "room"
+        with explained(self.folder):
+            for log in self.logs.iterdir():
+                log.unlink()
+            try:
+                with room.open("wb") as file:
+                    file.write(bytes(_ROOM_BYTES))
+                    file.flush()
+                    os.fsync(file.fileno())
+            finally:
+                room.unlink(missing_ok=True)
 
     def write_key(self) -> None:
         """A new secret in the key file."""
-        self.key_file.unlink(missing_ok=True)
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
-        with os.fdopen(os.open(self.key_file, flags, 0o600), "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
+        with explained(self.folder):
+            self.key_file.unlink(missing_ok=True)
+            flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+            with os.fdopen(os.open(self.key_file, flags, 0o600), "w") as file:
+                file.write(secrets.token_hex(32) + "\n")
 
     def write_record(self, record: FleetRecord) -> None:
         """Replace fleet.json atomically, so that a reader never sees a part of it."""
         fresh = self.folder / "fleet.json.new"
         fresh.write_bytes(msgspec.json.encode(record))
-        fresh.replace(self.folder / "fleet.json")
+        fresh.replace(self.record)
 
     def read_record(self) -> FleetRecord | None:
         """fleet.json, None where there is none or it is not readable as one."""
         try:
-            with (self.folder / "fleet.json").open("rb") as file:
+            with self.record.open("rb") as file:
                 return msgspec.json.decode(file.read(MAX_RECORD_BYTES), type=FleetRecord)
         except (OSError, msgspec.DecodeError):
             return None
 
     def forget(self) -> None:
         """Remove the runtime files; logs stay."""
-        for name in ("control.sock", "fleet.json", "fleet.json.new", "key"):
-            (self.folder / name).unlink(missing_ok=True)
+        with explained(self.folder):
+            for name in ("control.sock", "fleet.json", "fleet.json.new", "key"):
+                (self.folder / name).unlink(missing_ok=True)
         shutil.rmtree(self.sockets, ignore_errors=True)  # a killed engine leaves its socket
 
     def lock(self) -> int | None:
         """The supervisor's lock as an open descriptor, None while another supervisor has it."""
         for _ in range(_LOCK_TRIES):  # another is_supervised() may hold it for an instant
-            descriptor = _flock(self.folder / "lock")
+            with explained(self.folder):
+                descriptor = _flock(self.folder / "lock")
             if descriptor is not None:
                 return descriptor
             time.sleep(_LOCK_RETRY_S)
@@ -212,9 +286,11 @@ class FleetFolder:
 
     def is_supervised(self) -> bool:
         """Whether a supervisor lives."""
-        if not self.folder.is_dir():
-            return False
-        descriptor = _flock(self.folder / "lock", shared=True)
+        with explained(self.folder):
+            try:
+                descriptor = _flock(self.folder / "lock", shared=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
         if descriptor is not None:
             os.close(descriptor)
         return descriptor is None
@@ -229,9 +305,12 @@ class FleetFolder:
 
 def find_fleets(root: Path) -> list[FleetFolder]:
     """Fleets that run, or of which processes are left, sorted by name."""
-    if not root.is_dir():
-        return []
-    found = (FleetFolder(folder) for folder in sorted(root.glob("[!.]*/")))
+    with explained(root):
+        try:
+            names = sorted(name for name in os.listdir(root) if not name.startswith("."))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+    found = (FleetFolder(root / name) for name in names)
     return [state for state in found if state.is_supervised() or state.orphans()]
 
 
@@ -266,9 +345,10 @@ def claim_addresses(root: Path) -> AddressClaim:
     pods inherit both, so the addresses stay taken while orphans live.
     """
     folder = root / ".index"
-    folder.mkdir(parents=True, exist_ok=True)
     for index in range(1, MAX_FLEETS + 1):
-        lock = _flock(folder / str(index))
+        with explained(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = _flock(folder / str(index))
         if lock is None:
             continue
         udp = _bind(f"127.1.{index}.1", DISCOVERY_PORT, socket.SOCK_DGRAM)
@@ -308,7 +388,9 @@ def _bind(host: str, port: int, kind: socket.SocketKind) -> socket.socket | None
 
 
 def _flock(path: Path, *, shared: bool = False) -> int | None:
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    # Who only looks whether it is locked makes no file.
+    flags = os.O_RDONLY if shared else os.O_CREAT | os.O_RDWR
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)

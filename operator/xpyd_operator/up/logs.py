@@ -1,11 +1,14 @@
 """Pods' log files and their way to the terminal: bounded in size, followed, with prefixes.
 
 Pods append to their files themselves (O_APPEND), so they go on logging when the supervisor dies. A
-file over its limit is copied to `.1` and truncated; a line written in between is lost.
+file over its limit is copied to `.1` and truncated; a line written in between is lost. What was in
+`.1` is in `.2` then, and so on. Where the disk has no room for a copy, the lines are dropped: the
+bound holds.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -13,35 +16,64 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Self, TextIO, cast
 
 from xpyd_core.errors import UserError
 
-MAX_LOG_BYTES = 8 << 20
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says where a disk is full, or a user's share of it."""
+MOST_LOG_FILES = 100
+LEAST_LOG_BYTES = 4096
 _MAX_LINE_BYTES = 64 << 10
 _SPAN = re.compile(r"(\d{1,6})([smhd])")
 _SPAN_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d\S*")
 
 
-def older(path: Path) -> Path:
-    """Where the lines before the current file are."""
-    return path.with_name(path.name + ".1")
+@dataclass(frozen=True)
+class LogLimit:
+    """How much of each pod's log is kept."""
+
+    file_bytes: int = 8 << 20
+    """A file that is longer is cut; it is looked at every 5 s."""
+    files: int = 2
+    """Files of one pod, with the one that it writes to; from 1 to MOST_LOG_FILES."""
 
 
-def rotate(path: Path, limit_bytes: int = MAX_LOG_BYTES) -> bool:
+def older(path: Path, number: int = 1) -> Path:
+    """Where the lines before the current file are; those of 2 are older than those of 1."""
+    return path.with_name(f"{path.name}.{number}")
+
+
+def rotate(path: Path, limit: LogLimit) -> bool:
     """Keep the file below its limit. True: it was cut, readers begin anew."""
     try:
-        if path.stat().st_size <= limit_bytes:
+        if path.stat().st_size <= limit.file_bytes:
             return False
-        shutil.copyfile(path, older(path))
-        with path.open("r+b") as file:
-            file.truncate(0)
+        kept = limit.files - 1
+        if kept:
+            # The oldest goes first: its room may be what the copy needs.
+            older(path, kept).unlink(missing_ok=True)
+            for number in range(kept - 1, 0, -1):
+                if older(path, number).exists():
+                    older(path, number).replace(older(path, number + 1))
+            _copy(path, older(path))
+        os.truncate(path, 0)
     except OSError:
         return False
     return True
+
+
+def _copy(path: Path, target: Path) -> None:
+    try:
+        shutil.copyfile(path, target)
+    except OSError as error:
+        target.unlink(missing_ok=True)
+        if error.errno not in NO_ROOM:
+            raise
 
 
 class LogFollower:
@@ -90,9 +122,10 @@ def line_time(line: str) -> datetime | None:
 
 
 def lines_since(path: Path, since: datetime | None) -> Iterator[str]:
-    """All kept lines, or those from `since` on, older file first."""
+    """All kept lines, or those from `since` on, oldest file first."""
     wanted = since is None
-    for file in (older(path), path):
+    numbers = range(MOST_LOG_FILES - 1, 0, -1)
+    for file in (*(older(path, number) for number in numbers), path):
         if not file.exists():
             continue
         with file.open(encoding="utf-8", errors="replace") as lines:

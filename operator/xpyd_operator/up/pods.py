@@ -15,8 +15,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO
 
 from xpyd_core.errors import UserError
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
@@ -34,6 +35,7 @@ from xpyd_operator.plan.values import (
     WorkloadSeen,
 )
 from xpyd_operator.up.folder import DISCOVERY_PORT, FleetFolder, PodRecord, ProcessId, identify
+from xpyd_operator.up.logs import NO_ROOM, LogLimit
 from xpyd_operator.up.memory import MemoryPlan
 
 ROUTER_NUMBER = 1
@@ -55,6 +57,7 @@ class LocalSettings:
     memory: MemoryPlan
     log_level: str
     log_format: str
+    log_limit: LogLimit = field(default_factory=LogLimit)
 
     @property
     def endpoint(self) -> str:
@@ -152,6 +155,8 @@ class PodProcess:
         self.pod = pod
         self.ordinal = ordinal
         self.log = log
+        self.log_problem = ""
+        """Why the process writes no log, for people."""
         self.restarts = -1
         self.last_exit: int | None = None
         self.is_healthy = False
@@ -184,8 +189,8 @@ class PodProcess:
         self.is_healthy = self.is_ready = self.was_ready = False
         self.seen = InstanceSeen(self.ordinal, now, failures)
         try:
-            with self.log.open("ab") as log:
-                self._process = subprocess.Popen(
+            with self._open_log() as log:
+                process = subprocess.Popen(
                     argv,
                     env=environ,
                     stdin=subprocess.DEVNULL,
@@ -194,12 +199,30 @@ class PodProcess:
                     start_new_session=True,
                     pass_fds=inherit,
                 )
+            try:
+                self.identity = identify(process.pid)
+            except OSError:  # no descriptor is left to read /proc: a process nobody can end safely
+                process.kill()
+                process.wait()
+                raise
         except OSError as error:
             _log.error("pod %s cannot start: %s", self.pod.name, error)
             self.last_exit = _CANNOT_START
             self.seen = replace(self.seen, exited_at=now)
         else:
-            self.identity = identify(self._process.pid)
+            self._process = process
+
+    def _open_log(self) -> BinaryIO:
+        """The log, or nothing where the disk has no room for it: to serve comes first."""
+        self.log_problem = ""
+        try:
+            return self.log.open("ab")
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            self.log_problem = f"{self.log} cannot be made: {error.strerror}; free some space"
+            _log.warning("pod %s writes no log: %s", self.pod.name, self.log_problem)
+            return open(os.devnull, "ab")
 
     def reap(self, now: float) -> bool:
         """Reap the process if it ended. True: it ended now."""

@@ -51,10 +51,11 @@ from xpyd_operator.up.folder import (
     AddressClaim,
     FleetFolder,
     claim_addresses,
+    explained,
     free_port,
     state_root,
 )
-from xpyd_operator.up.logs import LogStreamer, PrefixWriter
+from xpyd_operator.up.logs import LogLimit, LogStreamer, PrefixWriter
 from xpyd_operator.up.memory import MemoryPlan, read_machine
 from xpyd_operator.up.pods import (
     ROUTER_HOST,
@@ -102,6 +103,7 @@ def view_of(supervisor: Supervisor, now: float) -> FleetView:
             for p in (status.pools if status else ())
         ),
         pods=tuple(_pod_view(pod, settings, now) for pod in supervisor.pods),
+        problems=supervisor.problems,
     )
 
 
@@ -159,12 +161,23 @@ class UpOptions(msgspec.Struct, frozen=True):
     port: int | None = None
     log_level: str = "info"
     log_format: str = "text"
+    log_max_bytes: int | None = None
+    log_max_files: int | None = None
     timeout_s: float = 300.0
 
     @property
     def folder(self) -> Path:
         """Where the document's relative paths begin."""
         return Path(self.file).parent
+
+    @property
+    def log_limit(self) -> LogLimit:
+        """How much of each log is kept."""
+        default = LogLimit()
+        return LogLimit(
+            default.file_bytes if self.log_max_bytes is None else self.log_max_bytes,
+            default.files if self.log_max_files is None else self.log_max_files,
+        )
 
 
 def run_up(
@@ -188,6 +201,9 @@ def run_up(
         )
     memory = plan_fleet_memory(fleet, options.folder)
     _router_port(options.port)
+    # Also here, where a detached supervisor's disk may have no room for the reason.
+    with _locked(state):
+        state.clear()
     sys.stdout.write(memory.table() + "\n")
     sys.stdout.flush()
     if detach:
@@ -215,10 +231,8 @@ def supervise(options: UpOptions, *, program: Program = xpyd_program, stream: bo
     set_up_logging(options.log_level, options.log_format)
     fleet = _load(options)
     state = FleetFolder(state_root() / fleet.name)
-    state.make()
-    with _held(state) as claim:
-        for log in state.logs.iterdir():
-            log.unlink()
+    with _locked(state), _claimed(state) as claim:
+        state.clear()
         state.write_key()
         settings = LocalSettings(
             fleet=fleet.name,
@@ -229,6 +243,7 @@ def supervise(options: UpOptions, *, program: Program = xpyd_program, stream: bo
             memory=plan_fleet_memory(fleet, options.folder),
             log_level=options.log_level,
             log_format=options.log_format,
+            log_limit=options.log_limit,
         )
         if options.port is None and settings.router_port != ROUTER_HTTP_PORT:
             _log.info(
@@ -249,20 +264,27 @@ def supervise(options: UpOptions, *, program: Program = xpyd_program, stream: bo
 
 
 @contextlib.contextmanager
-def _held(state: FleetFolder) -> Generator[AddressClaim]:
-    """Hold this fleet's lock and a free block of addresses until the end."""
+def _locked(state: FleetFolder) -> Generator[None]:
+    """Make this fleet's folder, and hold its lock until the end."""
+    state.make()
     lock = state.lock()
     if lock is None:
         raise UserError(f"fleet {state.fleet} is already running")
     try:
-        claim = claim_addresses(state.folder.parent)
-        try:
-            yield claim
-        finally:
-            for descriptor in claim.descriptors:
-                os.close(descriptor)
+        yield
     finally:
         os.close(lock)
+
+
+@contextlib.contextmanager
+def _claimed(state: FleetFolder) -> Generator[AddressClaim]:
+    """Hold a free block of addresses until the end."""
+    claim = claim_addresses(state.folder.parent)
+    try:
+        yield claim
+    finally:
+        for descriptor in claim.descriptors:
+            os.close(descriptor)
 
 
 async def _run(supervisor: Supervisor, state: FleetFolder, *, stream: bool) -> None:
@@ -270,7 +292,8 @@ async def _run(supervisor: Supervisor, state: FleetFolder, *, stream: bool) -> N
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, _on_signal, supervisor)
     loop.add_signal_handler(signal.SIGCHLD, supervisor.wake)
-    listener = control.listen(state.socket)
+    with explained(state.folder):
+        listener = control.listen(state.socket)
     server = await control.serve(listener, lambda ask: handle(supervisor, ask, time.monotonic()))
     streaming = asyncio.create_task(_stream(supervisor)) if stream else None
     try:
@@ -318,9 +341,12 @@ def _router_port(asked: int | None) -> int:
 
 
 def _run_detached(options: UpOptions, state: FleetFolder, daemon: tuple[str, ...]) -> int:
-    state.make()
     text = msgspec.json.encode(options).decode()
-    with state.supervisor_log.open("wb") as log:
+    with explained(state.folder):
+        state.supervisor_log.unlink(missing_ok=True)
+        # Appended to, so that it can be cut while it is written to.
+        log = state.supervisor_log.open("ab")
+    with log:
         child = subprocess.Popen(
             [*daemon, text],
             stdin=subprocess.DEVNULL,
@@ -358,6 +384,11 @@ def _end(supervisor: subprocess.Popen[bytes]) -> None:
 def _apply_to_running(options: UpOptions, state: FleetFolder) -> int:
     if options.port is not None:
         raise UserError(f"--port: fleet {state.fleet} is running; take it down to move it")
+    if (options.log_max_bytes, options.log_max_files) != (None, None):
+        raise UserError(
+            f"--log-max-size, --log-max-files: fleet {state.fleet} is running; take it down to"
+            " change how much of its logs is kept"
+        )
     document = Path(options.file).read_text(encoding="utf-8")
     ask = control.ApplyRequest(document, source=options.file, folder=str(options.folder))
     answer = control.send_request(state.socket, ask)

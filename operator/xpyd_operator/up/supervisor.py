@@ -136,6 +136,7 @@ class Supervisor:
         self._record: FleetRecord | None = None
         self._wake = asyncio.Event()
         self._rotated_at = 0.0
+        self._problems: dict[str, str] = {}
 
     async def run(self) -> None:
         """Run until the fleet is stopped and none of its processes lives."""
@@ -154,6 +155,12 @@ class Supervisor:
     def wake(self) -> None:
         """Begin the next turn now."""
         self._wake.set()
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What people should mend, though the fleet serves; a sentence each."""
+        found = (*self._problems.values(), *(pod.log_problem for pod in self.pods))
+        return tuple(problem for problem in found if problem)
 
     @property
     def is_stopping(self) -> bool:
@@ -247,6 +254,23 @@ class Supervisor:
 
     def _turn(self, now: float) -> float:
         """Observe, decide, apply; seconds until the next turn."""
+        try:
+            wait_s = self._act(now)
+        except OSError as error:  # such as no free descriptor: no reason to end what serves
+            self._report("act", f"the supervisor could not act: {error}; it tries again")
+            return _TURN_AT_LEAST_S
+        self._report("act", "")
+        # Room first, for what is written then.
+        if now - self._rotated_at > _ROTATE_EVERY_S:
+            self._rotated_at = now
+            limit = self.pods.settings.log_limit
+            for pod in self.pods:
+                rotate(pod.log, limit)
+            rotate(self.state.supervisor_log, limit)
+        self._write_record()
+        return wait_s
+
+    def _act(self, now: float) -> float:
         for pod in self.pods.reap(now):
             leaving = pod.seen.draining_since is not None
             level = logging.INFO if leaving else logging.WARNING
@@ -256,12 +280,6 @@ class Supervisor:
         for action in planned.actions:
             self._apply(action)
         acted, keep_s = self.pods.keep(now, self._drain_timeout_s)
-        self._write_record()
-        if now - self._rotated_at > _ROTATE_EVERY_S:
-            self._rotated_at = now
-            for pod in self.pods:
-                rotate(pod.log)
-            rotate(self.state.supervisor_log)
         if planned.actions or acted:
             return 0.0
         waits = [_TURN_AT_LEAST_S, keep_s, planned.recheck_after]
@@ -295,9 +313,31 @@ class Supervisor:
             self._drain_timeout_s,
             self.pods.records(),
         )
-        if record != self._record:
+        if record == self._record:
+            return
+        try:
             self.state.write_record(record)
+        except OSError as error:
+            # The next turn tries again, in a second at the latest.
+            self._report(
+                "record",
+                f"{self.state.record} cannot be written: {error.strerror or error}; it is tried"
+                " again until there is room. Until then `xpyd down` would not find the pods of a"
+                " supervisor that dies",
+            )
+        else:
+            self._report("record", "")
             self._record = record
+
+    def _report(self, what: str, problem: str) -> None:
+        """Say in the log that there is a problem, or, where it is empty, that it is over."""
+        before = self._problems.pop(what, "")
+        if problem:
+            self._problems[what] = problem
+        if problem and problem != before:
+            _log.error("%s", problem)
+        elif before and not problem:
+            _log.info("no more: %s", before)
 
     async def _sleep(self, seconds: float) -> None:
         try:
