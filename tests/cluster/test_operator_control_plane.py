@@ -269,6 +269,55 @@ def test_a_child_that_was_changed_by_hand_is_changed_back(
     assert chat.read("services", "chat-router")["metadata"]["labels"]["a"] == "b"
 
 
+def test_what_somebody_adds_to_an_object_is_removed_or_reported(
+    chat: FleetClient, operator: OperatorProcess
+) -> None:
+    chat.apply(fake_fleet())
+    chat.wait_ready()
+    (decode,) = [d["metadata"]["name"] for d in deployments(chat, "decode")]
+    sidecar = {"name": "spy", "image": "spy:1"}
+    pod = {"hostNetwork": True, "containers": [sidecar]}
+    router = {"selector": {"version": "2"}, "externalIPs": ["192.0.2.1"]}
+    added = {
+        "service/chat-router": router | {"ports": [{"name": "other", "port": 81}]},
+        f"deployment/{decode}": {"template": {"metadata": {"labels": {"a": "b"}}, "spec": pod}},
+        "pdb/chat-decode": {"selector": {"matchLabels": {"a": "b"}}},
+        "networkpolicy/chat-router": {"podSelector": {"matchLabels": {"a": "b"}}},
+    }
+    for name, spec in added.items():
+        chat.kubectl("patch", name, f"-p={json.dumps({'spec': spec})}")
+
+    def is_clean() -> bool:
+        service = chat.read("services", "chat-router")["spec"]
+        template = chat.read("deployments", decode)["spec"]["template"]
+        budget = chat.read("poddisruptionbudgets", "chat-decode")["spec"]["selector"]
+        policy = chat.read("networkpolicies", "chat-router")["spec"]["podSelector"]
+        found = [service["selector"], budget["matchLabels"], policy["matchLabels"]]
+        return (
+            not any({"a", "version"} & labels.keys() for labels in found)
+            and len(service["ports"]) == 1
+            and not template["spec"].get("hostNetwork")
+            and [c["name"] for c in template["spec"]["containers"]] == ["engine"]
+            and not any("hostPort" in p for p in template["spec"]["containers"][0]["ports"])
+        )
+
+    quiet(operator, is_clean, "what was added is gone")
+    # An administrator's settings stay.
+    assert chat.read("services", "chat-router")["spec"]["externalIPs"] == ["192.0.2.1"]
+    assert chat.read("deployments", decode)["spec"]["template"]["metadata"]["labels"]["a"] == "b"
+
+    def is_reported() -> bool:
+        found = chat.condition("Drifted")
+        return found["status"] == "True" and "spec.externalIPs" in found["message"]
+
+    quiet(operator, is_reported, "the condition names what stayed")
+    assert "kubectl-patch" in chat.condition("Drifted")["message"]
+    settle(operator)
+    before = versions(chat)
+    settle(operator)
+    assert versions(chat) == before
+
+
 def test_a_restarted_operator_writes_nothing(chat: FleetClient, no_operator: None) -> None:
     with running_operator(chat.cluster, chat.namespace) as first:
         chat.apply(fake_fleet(decode=2))

@@ -23,8 +23,9 @@ from xpyd_operator.controller.decision.kinds import (
     Kind,
     Obj,
     kind_of,
+    merge_patch,
 )
-from xpyd_operator.controller.decision.report import merge_patch, problem_of, report
+from xpyd_operator.controller.decision.report import problem_of, report
 from xpyd_operator.controller.decision.state import (
     Apply,
     CreateKey,

@@ -20,7 +20,10 @@ from xpyd_operator.status.fleet import events, fleet_status, invalid_status, poo
 from xpyd_operator.status.problems import Problem
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fleet.yaml"
-TYPES = ["Ready", "Available", "Progressing", "Degraded", "RouterReady", "CapacityAvailable"]
+TYPES = [
+    *("Ready", "Available", "Progressing", "Degraded"),
+    *("RouterReady", "CapacityAvailable", "Drifted"),
+]
 Obj = dict[str, Any]
 
 
@@ -390,6 +393,7 @@ def test_a_fleet_that_was_never_valid_has_unknown_conditions_and_is_created_late
         "Degraded": "True",
         "RouterReady": "Unknown",
         "CapacityAvailable": "Unknown",
+        "Drifted": "Unknown",
     }
     assert after["conditions"][0]["message"].endswith("; and 40 more")
     cluster = Cluster(fleet_of())

@@ -18,7 +18,8 @@ _CAMEL = re.compile(r"[A-Z][A-Za-z]{3,}")
 _POD = re.compile(r"chat-(\w+)-[0-9a-f]{8}-5d9c7b8f4d-\w+")
 KUBERNETES = {"Evicted"}
 """What others write and we pass on; the page explains what is common."""
-KINDS = {"Waiting", "Capacity", "Degraded", "Progressing", "Available", "CapacityAvailable"}
+KINDS = {"Waiting", "Capacity", "Degraded", "Drifted", "Progressing", "Available"}
+KINDS |= {"CapacityAvailable"}
 PULLS = {"RegistryUnavailable", "SignatureValidationFailed"}
 """Kubelet's names of what is told as ImagePullBackOff."""
 

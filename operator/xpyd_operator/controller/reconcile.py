@@ -29,11 +29,11 @@ from xpyd_operator.controller.decision.kinds import (
     Kind,
     Obj,
     kind_of,
+    merge_patch,
     trim,
 )
 from xpyd_operator.controller.decision.report import (
     Report,
-    merge_patch,
     problem_of,
     report,
     status_of,
@@ -45,6 +45,7 @@ from xpyd_operator.controller.decision.state import (
     DeleteObject,
     FleetState,
     ObjectRef,
+    RemoveFields,
     Scale,
     SetFinalizers,
     Write,
@@ -196,6 +197,9 @@ class WriteExecutor:
             case Scale(kind, name, replicas, version):
                 body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
                 self._keep(kind, await self._api.patch(kind, key.namespace, name, body))
+            case RemoveFields(kind, name, patch=patch, resource_version=version):
+                body = {**patch, "metadata": {"resourceVersion": version}}
+                self._keep(kind, await self._api.patch(kind, key.namespace, name, body))
             case DeleteObject(kind, name, uid, version):
                 await self._api.delete(kind, key.namespace, name, uid=uid, resource_version=version)
                 self._cache.removed_by_us(kind, key.namespace, name, uid)
@@ -322,6 +326,7 @@ class Reconciler:
             turn = decide(state)
             outcome = await self._executor.execute(key, state, turn.stages)
             self._remember(history, turn, outcome)
+            self._tell_removals(document, history, outcome)
             rounds -= 1
             if not turn.again or outcome.moved or outcome.refused or not rounds:
                 break
@@ -379,6 +384,13 @@ class Reconciler:
         if outcome.failed is not None:
             quiet_s = float(getattr(outcome.failed, "retry_after_s", 0.0))
             raise TurnFailed(str(outcome.failed), retry_after_s=quiet_s)
+
+    def _tell_removals(self, document: Obj, history: FleetHistory, outcome: Outcome) -> None:
+        for write in outcome.done:
+            if isinstance(write, RemoveFields):
+                event = EventText("Warning", "DriftRemoved", describe(write))
+                if history.posted.is_new(event, self._clock()):
+                    self._poster.post(document, event)
 
     async def _report(
         self, key: FleetKey, state: FleetState, history: FleetHistory, problems: list[Problem]

@@ -27,7 +27,7 @@ class Condition(ApiModel):
     """A condition as Kubernetes' own kinds have it (metav1.Condition)."""
 
     type: Annotated[str, Field(max_length=316)]
-    """Ready, Available, Progressing, Degraded, RouterReady or CapacityAvailable."""
+    """Ready, Available, Progressing, Degraded, RouterReady, CapacityAvailable or Drifted."""
     status: Literal["True", "False", "Unknown"]
     """Whether the condition holds."""
     reason: Annotated[str, Field(min_length=1, max_length=1024)]
@@ -86,7 +86,7 @@ class FleetStatus(ApiModel):
     conditions: Annotated[
         tuple[Condition, ...], Field(strict=False, max_length=16), Unique("type")
     ] = ()
-    """Ready, Available, Progressing, Degraded, RouterReady, CapacityAvailable."""
+    """Ready, Available, Progressing, Degraded, RouterReady, CapacityAvailable, Drifted."""
     pools: Annotated[
         tuple[FleetPoolStatus, ...], Field(strict=False, max_length=MAX_POOLS), Unique("name")
     ] = ()

@@ -1,13 +1,14 @@
-"""The six conditions of a fleet, and the row of counts for each pool that they are made from.
+"""The seven conditions of a fleet, and the row of counts for each pool that they are made from.
 
-All six are always present, and all but Degraded are good when they are True.
+All are always present, and all but Degraded and Drifted are good when they are True.
 
 Ready: every pool has its instances of the newest revision ready, and so has the router.
 Available: a request can be answered now. Progressing: something still moves; the reason says why it
 moves since the fleet was last settled, and is carried from status to status. Degraded: something is
 wrong that waiting does not mend. That an instance of several pods fails again and again is carried
-over, too, until all is ready. RouterReady and CapacityAvailable: parts of Ready, each on its own.
-A reason is one of Kubernetes' own words where it has one.
+over, too, until all is ready. Drifted: other clients added fields to the fleet's objects that the
+operator leaves or cannot get rid of. RouterReady and CapacityAvailable: parts of Ready, each on its
+own. A reason is one of Kubernetes' own words where it has one.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ class _Fleet:
     def of_pools(self, names: Iterable[str]) -> list[Problem]:
         """The problems that keep these pools from being ready."""
         known = {*names, ""}
-        return [p for p in self.problems if p.pool in known and p.reason != _DRAINING]
+        found = (p for p in self.problems if p.pool in known and p.reason != _DRAINING)
+        return [p for p in found if p.kind != "Drifted"]
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,7 @@ def conditions(
         "Degraded": _degraded(fleet),
         "RouterReady": _router_ready(fleet),
         "CapacityAvailable": _capacity(fleet),
+        "Drifted": _drifted(fleet),
     }
     return _written(verdicts, before, now, generation)
 
@@ -214,6 +217,7 @@ def conditions_of_invalid(
         "Degraded": _Verdict(True, reason, message),
         "RouterReady": unknown,
         "CapacityAvailable": unknown,
+        "Drifted": unknown,
     }
     return _written(verdicts, before, now, generation)
 
@@ -349,6 +353,13 @@ def _capacity(fleet: _Fleet) -> _Verdict:
     if not found:
         return _Verdict(True, "Sufficient", "no pod lacks a place")
     return _Verdict(False, found[0].reason, _summary_of("", found))
+
+
+def _drifted(fleet: _Fleet) -> _Verdict:
+    found = [p for p in fleet.problems if p.kind == "Drifted"]
+    if not found:
+        return _Verdict(False, "AsApplied", "no other client's field is in the fleet's objects")
+    return _Verdict(True, found[0].reason, _summary_of("", found))
 
 
 def _counts(pools: Iterable[PoolRow]) -> str:

@@ -41,7 +41,7 @@ from xpyd_operator.status.children import (
 )
 from xpyd_operator.status.crashes import RECREATED, crash, exit_before, group_failure
 
-Kind = Literal["Degraded", "Capacity", "Waiting"]
+Kind = Literal["Degraded", "Capacity", "Waiting", "Drifted"]
 
 SLOW_VOLUMES_S = 30.0
 """Volumes that take longer are named; most are mounted within a second."""
@@ -261,14 +261,15 @@ RECENT_S = 600.0
 MANY_FAILED = 3
 """This number of failed pods within RECENT_S makes the fleet Degraded."""
 
-_KINDS: dict[Kind, int] = {"Degraded": 0, "Capacity": 1, "Waiting": 2}
+_KINDS: dict[Kind, int] = {"Degraded": 0, "Capacity": 1, "Waiting": 2, "Drifted": 3}
 _LAST = ("WaitingForEngines", "Draining")
 """Reasons that follow from another problem, or that are none."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """`kind`: Degraded needs a person, Capacity needs room in the cluster, Waiting needs time.
+    """`kind`: Degraded needs a person, Capacity needs room in the cluster, Waiting needs time,
+    Drifted is what others added to the fleet's objects.
 
     `reason` is one CamelCase word; `pool` is "router" for the router and "" for the whole fleet;
     `message` names pool, counts and one pod.

@@ -22,12 +22,14 @@ from fractions import Fraction
 from hashlib import sha256
 from typing import cast
 
+from xpyd_operator.controller.decision.drift import added_fields, without
 from xpyd_operator.controller.decision.kinds import (
     CLAIM_TEMPLATE,
     LEADER_WORKER_SET,
     POOL,
     Obj,
     kind_of,
+    merge_patch,
 )
 from xpyd_operator.controller.decision.state import (
     SUPPORT,
@@ -37,6 +39,7 @@ from xpyd_operator.controller.decision.state import (
     DeleteObject,
     FleetState,
     ObjectRef,
+    RemoveFields,
     Scale,
     SetFinalizers,
     Write,
@@ -136,8 +139,10 @@ def _uncontested(
             if effect_of(write) not in state.contested:
                 writes.append(write)
                 continue
-            text = f"{describe(write)}: another client undoes it again and again; it waits a minute"
+            text = f"{describe(write)}: another client undoes it again and again; it waits"
             problems.append(Problem("Degraded", "Contested", pool_of(write), text))
+            if isinstance(write, RemoveFields):
+                problems.append(Problem("Drifted", "FieldsReturn", write.pool, text))
         if writes:
             left.append(tuple(writes))
     return tuple(left), tuple(problems)
@@ -210,6 +215,7 @@ class _Decision:
         self._workloads = _Workloads(state.own)
         self._problems: list[Problem] = []
         self._compared: dict[ObjectRef, AppliedVersion] = {}
+        self._removals: dict[ObjectRef, RemoveFields] = {}
 
     def turn(self) -> Turn:
         """The decision."""
@@ -222,6 +228,7 @@ class _Decision:
         second: list[Write] = list(self._newest(made))
         scales, removals = _from_plan(made, self._want, self._workloads)
         last: list[Write] = [*removals, *self._leftovers(support)]
+        second += self._additions_removed((*first, *second))
         stages, contested = _uncontested(state, (first, (*second, *scales), last))
         recheck = None if made.recheck_after is None else _UNSETTLED_RECHECK_S
         if state.taken or contested:
@@ -267,6 +274,7 @@ class _Decision:
         if is_leaving(observed):
             # Its name is free soon; the watch delivers that.
             return None
+        self._find_additions(observed, stamped, pool)
         before = self._state.settled.get((kind, name))
         if before is not None and (before.uid, before.digest) != (
             observed["metadata"]["uid"],
@@ -284,6 +292,32 @@ class _Decision:
             return None
         version = observed["metadata"]["resourceVersion"] if guarded else ""
         return Apply(stamped, digest, resource_version=version)
+
+    def _find_additions(self, observed: Obj, desired: Obj, pool: str) -> None:
+        added = added_fields(observed, desired)
+        if not added:
+            return
+        kind, metadata = kind_of(desired), observed["metadata"]
+        stay = [str(field) for field in added if not field.removed]
+        if stay:
+            text = f"{kind.name} {metadata['name']}: others added {', '.join(stay)}"
+            self._problems.append(Problem("Drifted", "FieldsAdded", pool, text))
+        if go := [field for field in added if field.removed]:
+            self._removals[kind, metadata["name"]] = RemoveFields(
+                kind,
+                metadata["name"],
+                pool,
+                merge_patch(observed, without(observed, desired, go)),
+                tuple(str(field) for field in go),
+                metadata["resourceVersion"],
+            )
+
+    def _additions_removed(self, writes: Iterable[Write]) -> list[RemoveFields]:
+        """Removals from objects that this turn does not apply: the next turn sees the answer."""
+        applied = {
+            (kind_of(w.obj), w.obj["metadata"]["name"]) for w in writes if isinstance(w, Apply)
+        }
+        return [write for place, write in self._removals.items() if place not in applied]
 
     def _pools(self) -> Iterator[Write]:
         by_name = {pool.name: pool for pool in self._fleet.spec.pools}

@@ -14,6 +14,7 @@ from typing import Any
 
 from xpyd_operator.controller.decision.kinds import Obj
 from xpyd_operator.controller.decision.state import (
+    WITHOUT,
     AppliedVersion,
     Effect,
     ObjectRef,
@@ -122,6 +123,15 @@ CONTESTED_WRITES = 10
 CONTESTED_S = 60.0
 """After so many equal writes to one object within this time, the write pauses until they are so
 long ago. A pool that is scaled up and down by turns stays far below."""
+REMOVALS = 3
+REMOVALS_S = 3600.0
+"""The same for the removal of what other clients add, as each one may replace a pool's pods."""
+
+
+def _bound(effect: Effect) -> tuple[int, float]:
+    """How often within how many seconds a write may have this effect."""
+    is_removal = effect[2].startswith(WITHOUT)
+    return (REMOVALS, REMOVALS_S) if is_removal else (CONTESTED_WRITES, CONTESTED_S)
 
 
 class FleetHistory:
@@ -163,14 +173,14 @@ class FleetHistory:
         return frozenset(
             effect
             for effect, times in self._done.items()
-            if len(times) == CONTESTED_WRITES and now - times[0] < CONTESTED_S
+            if len(times) == _bound(effect)[0] and now - times[0] < _bound(effect)[1]
         )
 
     def wrote(self, write: Write, now: float) -> None:
         """A write was done."""
         effect = effect_of(write)
         if effect is not None:
-            self._done.setdefault(effect, deque(maxlen=CONTESTED_WRITES)).append(now)
+            self._done.setdefault(effect, deque(maxlen=_bound(effect)[0])).append(now)
 
     def is_stuck(self, *, moved: bool) -> bool:
         """Whether each turn finds another state than it read. `moved`: this turn did.
@@ -184,7 +194,7 @@ class FleetHistory:
     def forget_old(self, present: frozenset[ObjectRef], now: float) -> None:
         """Keep only what concerns objects that exist, and recent writes."""
         self.settled = {p: mark for p, mark in self.settled.items() if p in present}
-        self._done = {e: times for e, times in self._done.items() if now - times[-1] < CONTESTED_S}
+        self._done = {e: t for e, t in self._done.items() if now - t[-1] < _bound(e)[1]}
 
     def tried_key(self, now: float) -> None:
         """The KV key's Secret was made, or was there."""

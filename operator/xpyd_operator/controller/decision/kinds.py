@@ -17,6 +17,7 @@ from typing import Any, TypedDict, TypeVar, cast
 from msgspec.json import Decoder
 
 from xpyd_operator.document.load import excess
+from xpyd_operator.manifests.names import MANAGER
 
 FLEET_LABEL = "xpyd.dev/fleet"
 
@@ -170,12 +171,31 @@ def trim(kind: Kind, obj: Obj) -> Obj:
     if kind == POD:
         return _trim_pod(obj)
     metadata = cast("dict[str, Any]", obj.get("metadata") or {})
-    metadata.pop("managedFields", None)
+    entries = _of_other_managers(metadata.pop("managedFields", None))
+    if entries and kind not in (FLEET, POOL):
+        metadata["managedFields"] = entries
     annotations = metadata.get("annotations")
     if annotations:
         annotations.pop(_LAST_APPLIED, None)
     # Items of a list come without these two, which readers of the cache rely on.
     return _shared({**obj, "apiVersion": kind.api_version, "kind": kind.name})
+
+
+def _of_other_managers(entries: object) -> list[Obj]:
+    """The entries of managedFields by which others than the operator set something in a spec.
+
+    `before-first-apply` stands for what nobody applied, defaults too.
+    """
+    found: list[Obj] = []
+    for entry in cast("list[object]", entries) if isinstance(entries, list) else []:
+        row = cast("Obj", entry) if isinstance(entry, dict) else {}
+        if row.get("manager") in (MANAGER, "before-first-apply") or row.get("subresource"):
+            continue
+        fields: object = row.get("fieldsV1")
+        spec: object = cast("Obj", fields).get("f:spec") if isinstance(fields, dict) else None
+        if spec:
+            found.append({"manager": row.get("manager"), "fieldsV1": {"f:spec": spec}})
+    return found
 
 
 def _trim_pod(pod: Obj) -> Obj:
@@ -302,3 +322,18 @@ def measured(parsed: object) -> object:
     if excess(parsed, most_levels=MAX_DEPTH + 1):
         raise RecursionError("deeper than MAX_DEPTH")
     return parsed
+
+
+def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON merge patch (RFC 7386) that makes `after` of `before`."""
+    patch: dict[str, Any] = {name: None for name in before if name not in after}
+    for name, value in after.items():
+        old: object = before.get(name)
+        if old == value:
+            continue
+        if isinstance(value, dict) and isinstance(old, dict):
+            below = cast("dict[str, Any]", old), cast("dict[str, Any]", value)
+            patch[name] = merge_patch(*below)
+        else:
+            patch[name] = value
+    return patch

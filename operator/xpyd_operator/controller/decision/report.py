@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from xpyd_operator.controller.decision.errors import Forbidden, KubeError
-from xpyd_operator.controller.decision.kinds import Obj, kind_of
+from xpyd_operator.controller.decision.kinds import Obj, kind_of, merge_patch
 from xpyd_operator.controller.decision.state import (
     Apply,
     DeleteObject,
     FleetState,
+    RemoveFields,
     Scale,
     Write,
     describe,
@@ -114,27 +115,12 @@ def _generation(state: FleetState) -> int:
     return int(state.document["metadata"].get("generation") or 0)
 
 
-def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON merge patch (RFC 7386) that makes `after` of `before`."""
-    patch: dict[str, Any] = {name: None for name in before if name not in after}
-    for name, value in after.items():
-        old: object = before.get(name)
-        if old == value:
-            continue
-        if isinstance(value, dict) and isinstance(old, dict):
-            below = cast("dict[str, Any]", old), cast("dict[str, Any]", value)
-            patch[name] = merge_patch(*below)
-        else:
-            patch[name] = value
-    return patch
-
-
 def problem_of(write: Write, error: KubeError) -> Problem:
     """The problem of a write that the API server refused, for a condition."""
     match write:
         case Apply(obj):
             name = f"{kind_of(obj).name} {obj['metadata']['name']}"
-        case Scale(kind, name) | DeleteObject(kind, name):
+        case Scale(kind, name) | DeleteObject(kind, name) | RemoveFields(kind, name):
             name = f"{kind.name} {name}"
         case _:
             name = describe(write)

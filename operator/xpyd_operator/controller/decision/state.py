@@ -71,6 +71,18 @@ class DeleteObject:
 
 
 @dataclass(frozen=True)
+class RemoveFields:
+    """Take out of an object what other clients added. `patch`: a merge patch; `fields`: words."""
+
+    kind: Kind
+    name: str
+    pool: str
+    patch: Obj
+    fields: tuple[str, ...]
+    resource_version: str
+
+
+@dataclass(frozen=True)
 class CreateKey:
     """Create the fleet's KV key, unless its Secret exists."""
 
@@ -83,10 +95,14 @@ class SetFinalizers:
     resource_version: str
 
 
-Write = Apply | Scale | DeleteObject | CreateKey | SetFinalizers
+Write = Apply | Scale | RemoveFields | DeleteObject | CreateKey | SetFinalizers
 
 Effect = tuple[Kind, str, str]
 """Kind and name of an object, and what became of it."""
+
+
+WITHOUT = "without "
+"""Begins the effect of RemoveFields."""
 
 
 def effect_of(write: Write) -> Effect | None:
@@ -99,12 +115,16 @@ def effect_of(write: Write) -> Effect | None:
             return kind, name, f"{replicas} replicas"
         case DeleteObject(kind, name, uid):
             return kind, name, f"no {uid}"
+        case RemoveFields(kind, name, fields=fields):
+            return kind, name, f"{WITHOUT}{', '.join(fields)}"
         case _:
             return None
 
 
 def pool_of(write: Write) -> str:
     """The pool of the object; empty: the object is of the whole fleet, or the pool is unknown."""
+    if isinstance(write, RemoveFields):
+        return write.pool
     return text(write.obj, "metadata", "labels", LABEL_POOL) if isinstance(write, Apply) else ""
 
 
@@ -118,6 +138,8 @@ def describe(write: Write) -> str:
             return f"scale {kind.name} {name} to {replicas}"
         case DeleteObject(kind, name):
             return f"delete {kind.name} {name}"
+        case RemoveFields(kind, name, fields=fields):
+            return f"remove from {kind.name} {name}: {', '.join(fields)}"
         case CreateKey():
             return "create the Secret with the KV key"
         case SetFinalizers(finalizers):
