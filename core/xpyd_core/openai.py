@@ -285,22 +285,32 @@ class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_digest: list[_Text64] | None = None
 
 
-class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of the engine's POST /tokenize: `prompt` or `messages`."""
+_TEXT_MODEL = "A name that GET /v1/models shows; needed only where there are several models."
 
-    model: _Name | None = None
-    prompt: Annotated[str, Meta(max_length=MAX_TOKENIZED_CHARACTERS)] | None = None
-    messages: _Messages | None = None
-    return_token_strs: bool | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /tokenize: `prompt` or `messages`."""
+
+    model: Annotated[_Name | None, _router(_TEXT_MODEL)] = None
+    prompt: Annotated[
+        Annotated[str, Meta(max_length=MAX_TOKENIZED_CHARACTERS)] | None,
+        _engine("A text. Give this or messages."),
+    ] = None
+    messages: Annotated[_Messages | None, _engine("A chat, for its template.")] = None
+    return_token_strs: Annotated[bool | None, _engine("Default: false.")] = None
+    add_special_tokens: Annotated[
+        bool | None, _engine("Default: true with prompt, false with messages.")
+    ] = None
+    add_generation_prompt: Annotated[bool | None, _engine("With messages. Default: true.")] = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of the engine's POST /detokenize."""
+    """The body of POST /detokenize."""
 
-    tokens: Annotated[list[TokenId], Meta(max_length=MAX_DETOKENIZED)]
-    model: _Name | None = None
+    tokens: Annotated[
+        Annotated[list[TokenId], Meta(max_length=MAX_DETOKENIZED)], _engine("Token ids.")
+    ]
+    model: Annotated[_Name | None, _router(_TEXT_MODEL)] = None
 
 
 def body_schema(*kinds: type[msgspec.Struct]) -> dict[str, Any]:

@@ -7,7 +7,9 @@ XpydError
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 from xpyd_core.errors import ApiError, XpydError
@@ -46,6 +48,23 @@ class EngineRefused(XpydError):
     def __init__(self, answer: Answer) -> None:
         super().__init__(f"engine answered {answer.status}")
         self.answer = answer
+
+
+_SHOWN_MODELS = 8
+
+
+def unknown_model(model: str, known: Collection[str]) -> ApiError:
+    """The refusal of a request for `model`; it names some of the models that are `known`."""
+    names = heapq.nsmallest(_SHOWN_MODELS, known)
+    served = ", ".join(f"`{name}`" for name in names) or "none"
+    if len(known) > len(names):
+        served += f" and {len(known) - len(names)} more"
+    return ApiError(
+        404,
+        f"The model `{model[:200]}` does not exist. Served: {served}",
+        param="model",
+        code="model_not_found",
+    )
 
 
 def poisoned(refused_s: float) -> ApiError:

@@ -84,6 +84,20 @@ def test_several_prompts_with_several_choices_agree_with_one_at_a_time(
         assert tuple(got) == chosen[index // 3].ids[:8]
 
 
+def test_the_router_tokenizes_as_each_of_its_engines_does(fleet_1p3d: Fleet) -> None:
+    router, text = fleet_1p3d.router.url, "San Francisco is a"
+    status, said = http(f"{fleet_1p3d.engine('Prefill').url}/tokenize", {"prompt": text})
+    asked = {"model": "demo", "prompt": text}
+    found = [http(f"{router}/tokenize", asked) for _ in fleet_1p3d.engines]
+    assert [(code, json.loads(raw)) for code, raw in found] == [(status, json.loads(said))] * 4
+    tokens = json.loads(said)
+    _, raw = http(f"{router}/detokenize", {"tokens": tokens["tokens"]})
+    assert json.loads(raw) == {"prompt": text}
+    with urllib.request.urlopen(f"{router}/v1/models", timeout=5) as response:
+        (model,) = json.load(response)["data"]
+    assert (model["id"], model["max_model_len"]) == ("demo", tokens["max_model_len"])
+
+
 def test_a_seed_gives_the_same_tokens_again_streamed_or_not(fleet_1p3d: Fleet) -> None:
     client = _client(fleet_1p3d)
     kwargs: dict[str, Any] = {

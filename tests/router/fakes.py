@@ -264,7 +264,7 @@ class HttpEngine:
         raw = await request.read()
         call = Call(
             request.path,
-            request.headers["X-Request-Id"],
+            request.headers.get("X-Request-Id", ""),
             raw,
             orjson.loads(raw),
             {name.lower(): value for name, value in request.headers.items()},
@@ -297,6 +297,8 @@ class HttpEngine:
         app = web.Application()
         app.router.add_post("/v1/completions", self.handle)
         app.router.add_post("/v1/chat/completions", self.handle)
+        app.router.add_post("/tokenize", self.handle)
+        app.router.add_post("/detokenize", self.handle)
         app.router.add_post("/kv/release", self.release)
         app.router.add_get("/health", self.health)
         app.router.add_get("/tokenizer", self.tokenizer)

@@ -9,6 +9,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import orjson
 import zmq
@@ -21,6 +22,7 @@ from xpyd_core.errors import ApiError
 from xpyd_core.keys import beat_mac, read_keys
 from xpyd_core.messages import Heartbeat, encode_heartbeat
 from xpyd_worker.server.openai.params import parse_chat, parse_completion
+from xpyd_worker.server.openai.prompts import parse_detokenize, parse_tokenize
 
 MODEL = "demo"
 SPARE = "spare"
@@ -31,6 +33,8 @@ ADMIN_KEY = "the-key-of-the-admin-in-tests"
 async def strict(engine: HttpEngine, call: Call, request: web.Request) -> web.StreamResponse:
     """The contract's engine behind our engine's checks, with a short context."""
     try:
+        if (said := _text_answer(call)) is not None:
+            return web.json_response(said)
         is_chat = call.path.endswith("chat/completions")
         options = (parse_chat if is_chat else parse_completion)(orjson.dumps(call.body)).options
         # P is asked for one token, and told what D will be asked for.
@@ -40,6 +44,17 @@ async def strict(engine: HttpEngine, call: Call, request: web.Request) -> web.St
     except ApiError as error:
         return web.json_response(orjson.loads(error.body()), status=error.status)
     return await serve_model(engine, call, request)
+
+
+def _text_answer(call: Call) -> dict[str, Any] | None:
+    """What a call that is no inference gets, behind our engine's checks; None for the others."""
+    if call.path == "/tokenize":
+        parse_tokenize(call.raw)
+        return {"count": 2, "max_model_len": CONTEXT_TOKENS, "tokens": [5, 6], "token_strs": None}
+    if call.path == "/detokenize":
+        parse_detokenize(call.raw)
+        return {"prompt": "San Francisco"}
+    return None
 
 
 class Engines:

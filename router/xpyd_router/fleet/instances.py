@@ -117,6 +117,18 @@ class ModelInstances:
     """Whether a D that runs xpyd serves whole requests where there is no pair."""
 
     @property
+    def everyone(self) -> tuple[Instance, ...]:
+        """All of them, also those without a partner."""
+        paired = (one for group in self.groups for one in (*group.prefill, *group.decode))
+        return (*paired, *self.aggregated)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The tokens of context that each of them has; None where none says how many."""
+        lengths = (one.beat.max_model_len for one in self.everyone)
+        return min((length for length in lengths if length), default=None)
+
+    @property
     def is_routable(self) -> bool:
         """Whether a request can be served at all."""
         if self.aggregated or any(g.prefill and g.decode for g in self.groups):

@@ -155,7 +155,7 @@ def _routing_view(beat: Heartbeat) -> tuple[object, ...]:
     """The part of a beat that decides which instance is picked; loads change with every beat."""
     return (
         *(beat.type, beat.http_address, beat.zmq_address, beat.state, beat.models),
-        *(beat.compatibility, beat.continuation, beat.instance),
+        *(beat.compatibility, beat.continuation, beat.instance, beat.max_model_len),
     )
 
 

@@ -20,8 +20,10 @@ from quart import Blueprint, Quart, Response, request
 from werkzeug.exceptions import HTTPException
 
 from xpyd_core import __version__
+from xpyd_core.bodies import BodyBudget
 from xpyd_core.errors import ApiError
 from xpyd_router.app_state import AppState
+from xpyd_router.errors import unknown_model
 from xpyd_router.fleet.instances import Instance
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.http.asgi import AsgiApp
@@ -42,9 +44,11 @@ from xpyd_router.http.shapes import (
     Shape,
     Version,
 )
+from xpyd_router.http.text_calls import TextCalls
 from xpyd_router.metrics import state_of
-from xpyd_router.request.client_request import ENDPOINTS, HeadReader
+from xpyd_router.request.client_request import ENDPOINTS, TEXT_PATHS, HeadReader
 from xpyd_router.request.flow import Flow
+from xpyd_router.upstream.client import UpstreamClient
 
 
 def json_reply(payload: Shape, status: int = 200) -> Response:
@@ -194,9 +198,11 @@ def _http_error(error: HTTPException) -> Response:
     return response
 
 
-def build_app(state: AppState, flow: Flow) -> AsgiApp:
-    """The application; `state` lives as long as it."""
-    return Inference(state, flow, cast(AsgiApp, quart_app(state)))
+def build_app(state: AppState, flow: Flow, upstream: UpstreamClient) -> AsgiApp:
+    """The application; `state` and `upstream` live as long as it."""
+    bodies = BodyBudget(state.config.max_open_body_bytes)
+    texts = TextCalls(state, upstream, bodies, cast(AsgiApp, quart_app(state)))
+    return Inference(state, flow, bodies, texts)
 
 
 def quart_app(app_state: AppState) -> Quart:
@@ -228,18 +234,19 @@ def quart_app(app_state: AppState) -> Quart:
 
 
 def _add_inference(app: Quart) -> None:
-    """The inference routes come before Quart, which knows their paths only to refuse GET."""
-    for endpoint in ENDPOINTS:
-        app.add_url_rule(f"/v1/{endpoint}", endpoint, _unreachable, methods=["POST"])
+    """These routes come before Quart, which knows their paths only to refuse GET."""
+    for path in (*(f"/v1/{endpoint}" for endpoint in ENDPOINTS), *TEXT_PATHS):
+        app.add_url_rule(path, path, _unreachable, methods=["POST"])
 
 
 async def _unreachable() -> Response:
-    raise AssertionError("answered by Inference")
+    raise AssertionError("answered by Inference or TextCalls")
 
 
 def _add_models(app: Quart, app_state: AppState) -> None:
     def describe(name: str) -> Model:
-        return Model(id=name, created=app_state.created)
+        context = app_state.fleet.snapshot.of_model(name).max_model_len
+        return Model(id=name, created=app_state.created, max_model_len=context)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -250,9 +257,7 @@ def _add_models(app: Quart, app_state: AppState) -> None:
     async def model(name: str) -> Response:
         if name in app_state.fleet.snapshot.models:
             return json_reply(describe(name))
-        message = f"The model `{name[:200]}` does not exist."
-        error = ApiError(404, message, param="model", code="model_not_found")
-        return error_reply(error)
+        return error_reply(unknown_model(name, app_state.fleet.snapshot.known_models))
 
     _ = models, model
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from xpyd_core.bodies import BodyCharge
 from xpyd_core.errors import ApiError
+from xpyd_router.errors import Answer, EngineRefused
 from xpyd_router.request.relay import Header, do_nothing
 
 Message = MutableMapping[str, Any]
@@ -144,6 +145,29 @@ def late_body() -> ApiError:
 
 def _too_long() -> ApiError:
     return ApiError(413, "the request body is too long")
+
+
+def refusal(error: ApiError | EngineRefused, name: bytes) -> tuple[Answer, list[Header]]:
+    """The answer that says `error`, with its headers. `name`: its X-Request-Id, if there is one."""
+    if isinstance(error, ApiError):
+        retry_after = None if error.retry_after_s is None else str(error.retry_after_s)
+        answer = Answer(error.status, error.body(), "application/json", retry_after)
+    else:
+        answer = error.answer
+    headers: list[Header] = [(b"content-type", answer.content_type.encode("latin-1"))]
+    if name:
+        headers.append((b"x-request-id", name))
+    if answer.retry_after is not None:
+        headers.append((b"retry-after", answer.retry_after.encode("latin-1")))
+    return answer, headers
+
+
+async def send_answer(send: Send, answer: Answer, headers: Sequence[Header]) -> None:
+    """Send all of `answer`. Where a body was not read to its end, the server tidies that up."""
+    length = (b"content-length", str(len(answer.body)).encode())
+    start = {"type": "http.response.start", "status": answer.status, "headers": [*headers, length]}
+    await send(start)
+    await send({"type": "http.response.body", "body": answer.body})
 
 
 async def watch_client(receive: Receive, sink: AsgiSink) -> None:

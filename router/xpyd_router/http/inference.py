@@ -21,7 +21,7 @@ from xpyd_core.http_head import with_one_slash
 from xpyd_router.access_log import Trace
 from xpyd_router.admission import PRIORITY_HEADER, Cost, Ticket, read_priority
 from xpyd_router.app_state import AppState
-from xpyd_router.errors import Answer, EngineRefused
+from xpyd_router.errors import EngineRefused
 from xpyd_router.http.asgi import (
     AsgiApp,
     AsgiSink,
@@ -31,6 +31,8 @@ from xpyd_router.http.asgi import (
     Send,
     late_body,
     read_body,
+    refusal,
+    send_answer,
     watch_client,
 )
 from xpyd_router.request.client_request import (
@@ -246,13 +248,13 @@ class Inference:
     and leaves `app` the rest. Knows no engine; every error is OpenAI's JSON.
     """
 
-    def __init__(self, state: AppState, flow: Flow, app: AsgiApp) -> None:
+    def __init__(self, state: AppState, flow: Flow, bodies: BodyBudget, app: AsgiApp) -> None:
         self._app_state = state
         self._flow = flow
         self._app = app
         self._heads = HeadReader(state.config.forward_headers)
         self.max_body_bytes = state.config.max_body_bytes
-        self.bodies = BodyBudget(state.config.max_open_body_bytes)
+        self.bodies = bodies
         self.now_s = state.clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -286,7 +288,7 @@ class Inference:
         if request.charge is not None:
             request.charge.end()
         if sink is not None:
-            answer, headers = _refusal(late_body(), self._heads.read(request.headers).request_id)
+            answer, headers = refusal(late_body(), self._heads.read(request.headers).request_id)
             status, trace.sent_bytes = answer.status, len(answer.body)
             sink.whole(answer.status, headers, answer.body)
         self._finish(trace, status)
@@ -304,7 +306,9 @@ class Inference:
             pass
         except ApiError as error:
             status = error.status
-            await _send_plain(send, error, trace, self._heads.read(scope["headers"]).request_id)
+            answer, headers = refusal(error, self._heads.read(scope["headers"]).request_id)
+            trace.sent_bytes = len(answer.body)
+            await send_answer(send, answer, headers)
         else:
             status = await self._serve_body(trace, body, scope, receive, send, charge)
         finally:
@@ -368,7 +372,7 @@ class Inference:
             answer = await flow.whole(state)
             headers = [(b"content-type", answer.content_type.encode("latin-1")), name]
         except (ApiError, EngineRefused) as error:
-            answer, headers = _refusal(error, client_id or trace.response_id.encode())
+            answer, headers = refusal(error, client_id or trace.response_id.encode())
         except asyncio.CancelledError:
             if not sink.is_lost:
                 sink.cut()
@@ -380,7 +384,7 @@ class Inference:
                 sink.cut()
                 return 500
             error = ApiError(500, "internal error of the router")
-            answer, headers = _refusal(error, client_id or trace.response_id.encode())
+            answer, headers = refusal(error, client_id or trace.response_id.encode())
         finally:
             if ticket is not None:
                 ticket.leave()
@@ -424,30 +428,6 @@ def _parse(endpoint: Endpoint, body: bytes, charge: BodyCharge | None) -> Infere
         charge.take_more(_COPIES * len(body))
         charge.check()
     return parse_request(endpoint, body)
-
-
-def _refusal(error: ApiError | EngineRefused, name: bytes) -> tuple[Answer, list[Header]]:
-    if isinstance(error, ApiError):
-        retry_after = None if error.retry_after_s is None else str(error.retry_after_s)
-        answer = Answer(error.status, error.body(), "application/json", retry_after)
-    else:
-        answer = error.answer
-    headers: list[Header] = [(b"content-type", answer.content_type.encode("latin-1"))]
-    if name:
-        headers.append((b"x-request-id", name))
-    if answer.retry_after is not None:
-        headers.append((b"retry-after", answer.retry_after.encode("latin-1")))
-    return answer, headers
-
-
-async def _send_plain(send: Send, error: ApiError, trace: Trace, client_id: bytes) -> None:
-    """Refuse a request whose body is not read to its end: only ASGI servers can tidy that up."""
-    answer, headers = _refusal(error, client_id)
-    length = (b"content-length", str(len(answer.body)).encode())
-    trace.sent_bytes = len(answer.body)
-    start = {"type": "http.response.start", "status": answer.status, "headers": [*headers, length]}
-    await send(start)
-    await send({"type": "http.response.body", "body": answer.body})
 
 
 def _header(headers: Sequence[Header], wanted: bytes) -> bytes:

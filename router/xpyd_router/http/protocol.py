@@ -31,7 +31,7 @@ from xpyd_core.http_head import head_fault, one_slash
 from xpyd_router.http.asgi import BODY_DEADLINE_S
 from xpyd_router.http.inference import DirectRequest, DirectSink, Inference, UnframedSink
 from xpyd_router.http.lingering import Lingering
-from xpyd_router.request.client_request import ENDPOINTS, Endpoint
+from xpyd_router.request.client_request import ENDPOINTS, TEXT_PATHS, Endpoint
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
@@ -45,7 +45,7 @@ _CHARGED_BYTES = 16 * 1024
 """A body of at most so much is not charged to the budget of open bodies."""
 _FRAMING = (b"content-length", b"transfer-encoding")
 _ROUTES: dict[bytes, Endpoint] = {f"/v1/{endpoint}".encode(): endpoint for endpoint in ENDPOINTS}
-_PATHS = frozenset(f"/v1/{endpoint}" for endpoint in ENDPOINTS)
+_ENGINES_PATHS = frozenset((*(f"/v1/{endpoint}" for endpoint in ENDPOINTS), *TEXT_PATHS))
 _UNUSUAL = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
 _logger = logging.getLogger("uvicorn.error.clients")
 # One per request that is none: strangers would fill the log. Errors pass.
@@ -139,11 +139,15 @@ class ClientProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Whether the connection stays open for an answer to a client that sends no more.
 
-        Not for one of the inference routes: a client whose process ended looks the same, and
-        engines shall not work for it. Other answers take moments.
+        Not where engines answer: a client whose process ended looks the same, and engines shall
+        not work for it. Other answers take moments.
         """
         is_whole = self._is_busy and not self._is_in_body and not self.pipeline
-        if is_whole and self._direct is None and one_slash(self.scope["path"]) not in _PATHS:
+        if (
+            is_whole
+            and self._direct is None
+            and one_slash(self.scope["path"]) not in _ENGINES_PATHS
+        ):
             self.cycle.keep_alive = False
             return True
         self._close()

@@ -257,7 +257,7 @@ async def open_serving(
     flow = Flow(state, upstream, releases, tokens=tokens, objectives=objectives)
     server = _Server(
         uvicorn.Config(
-            build_app(state, flow),
+            build_app(state, flow, upstream),
             http=protocol or _protocol(config),
             ws="none",
             lifespan="off",

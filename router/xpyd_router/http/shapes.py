@@ -29,6 +29,10 @@ class Model(Shape, frozen=True, kw_only=True):
     object: Literal["model"] = "model"
     created: Annotated[_Count, Meta(description="Unix time of the router's start.")]
     owned_by: Literal["xpyd"] = "xpyd"
+    max_model_len: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Tokens of the context; null where no engine says."),
+    ]
 
 
 class ModelList(Shape, frozen=True, kw_only=True):

@@ -21,7 +21,14 @@ from xpyd_core.errors import ApiError
 from xpyd_core.keys import PAIR_MAC_HEADER, call_mac
 from xpyd_core.request_id import pair_id_text
 from xpyd_router.app_state import AppState
-from xpyd_router.errors import BROKEN, TRANSFER_FAILED, Answer, CallFailed, EngineRefused
+from xpyd_router.errors import (
+    BROKEN,
+    TRANSFER_FAILED,
+    Answer,
+    CallFailed,
+    EngineRefused,
+    unknown_model,
+)
 from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot
 from xpyd_router.fleet.loads import Load, LoadTable
 from xpyd_router.fleet.view import FleetView
@@ -394,12 +401,7 @@ class Attempts:
     def _unavailable(self, model: str) -> ApiError:
         snapshot = self._fleet.snapshot
         if not snapshot.is_empty and not snapshot.knows(model):
-            return ApiError(
-                404,
-                f"The model `{model}` does not exist.",
-                param="model",
-                code="model_not_found",
-            )
+            return unknown_model(model, snapshot.known_models)
         return ApiError(
             503,
             "no prefill and decode instances are ready for this model",

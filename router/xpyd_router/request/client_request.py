@@ -204,6 +204,8 @@ def _trace_context(parents: list[bytes], states: list[bytes]) -> tuple[str, str]
 
 Endpoint = Literal["completions", "chat/completions"]
 ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat/completions")
+TEXT_PATHS = ("/tokenize", "/detokenize")
+"""What engines answer besides inference, and the router sends on."""
 
 
 class CompletionMembers(RoutedCompletion, frozen=True, gc=False, kw_only=True):

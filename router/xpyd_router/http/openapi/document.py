@@ -14,8 +14,10 @@ import msgspec
 from xpyd_core.openai import (
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     RoutedChat,
     RoutedCompletion,
+    TokenizeRequest,
     body_schema,
 )
 from xpyd_router.http import shapes
@@ -65,6 +67,20 @@ def _body(routed: type[msgspec.Struct], engine: type[msgspec.Struct]) -> Json:
     }
 
 
+def tokenize_request() -> Json:
+    """The body of POST /tokenize."""
+    return _text_body(TokenizeRequest)
+
+
+def detokenize_request() -> Json:
+    """The body of POST /detokenize."""
+    return _text_body(DetokenizeRequest)
+
+
+def _text_body(kind: type[msgspec.Struct]) -> Json:
+    return {**body_schema(kind), "description": _BODY, "additionalProperties": True}
+
+
 EXAMPLES: dict[str, dict[str, Any]] = {
     "completions": {
         "whole": {
@@ -103,6 +119,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 # A head may be broken or too long, whatever is asked for.
 _ANY = (400, 431)
 _INFERENCE = (*_ANY, 404, 408, 413, 422, 429, 500, 502, 503, 504)
+_TEXT = (*_ANY, 404, 408, 413, 500, 502, 503, 504)
 _ADMIN = (*_ANY, 401, 403)
 _NAMES = {"completions": "Completion", "chat/completions": "ChatCompletion"}
 
@@ -112,6 +129,8 @@ def paths() -> Json:
     return {
         "/v1/completions": {"post": _inference("completions", "createCompletion")},
         "/v1/chat/completions": {"post": _inference("chat/completions", "createChatCompletion")},
+        "/tokenize": {"post": _text("Tokenize", "tokenize", {"prompt": "San Francisco is a"})},
+        "/detokenize": {"post": _text("Detokenize", "detokenize", {"tokens": [19, 11, 6]})},
         "/v1/models": {"get": _read("listModels", "Models", "ModelList", _MODELS)},
         "/v1/models/{name}": {
             "parameters": [_path("name", "A model's name; it may have slashes in it.")],
@@ -246,6 +265,22 @@ def _inference(endpoint: Literal["completions", "chat/completions"], operation: 
     }
 
 
+def _text(name: str, operation: str, example: Json) -> Json:
+    """A POST that any instance of a model answers."""
+    body = {**_schema(f"{name}Request"), "example": example}
+    return {
+        "operationId": operation,
+        "tags": ["Models"],
+        "summary": f"vLLM's /{operation}, by any instance of the model.",
+        "requestBody": {"required": True, "content": {"application/json": body}},
+        "responses": {
+            "200": _answer(f"{name}Answer", "The engine's answer."),
+            **error_responses(*_TEXT),
+            "4XX": {"$ref": f"#/components/responses/{ENGINE_REFUSAL}"},
+        },
+    }
+
+
 _SHAPES = (
     *(shapes.ModelList, shapes.Alive, shapes.Ready, shapes.NotReady, shapes.Version),
     *(shapes.Instances, shapes.AdminState, shapes.ErrorBody),
@@ -257,7 +292,7 @@ bytes that are not HTTP 400, each as an error object. A client that leaves gets 
 metrics show it as 499."""
 _TAGS = {
     "Inference": "OpenAI's inference routes. docs/engine.md has the engines' fields.",
-    "Models": "Models that can be served now.",
+    "Models": "Models that can be served now, and their tokenizers.",
     "State": "The state of the router and its instances.",
     "Admin": "Instances with their loads, and cordons. Closed without --admin-key-file.",
 }
@@ -273,6 +308,8 @@ def openapi_document(version: str) -> dict[str, Any]:
         **answer_schemas(),
         "CompletionRequest": completion_request(),
         "ChatCompletionRequest": chat_request(),
+        "TokenizeRequest": tokenize_request(),
+        "DetokenizeRequest": detokenize_request(),
     }
     return {
         "openapi": "3.1.0",

@@ -90,6 +90,12 @@ def answer_schemas() -> dict[str, Schema]:
     delta = _object({}, {"role": _TEXT, "content": _nullable(_TEXT)})
     chat_more = {"logprobs": _nullable(chat), **_EXTRAS}
     return {
+        "TokenizeAnswer": _object(
+            {"count": _COUNT, "max_model_len": _COUNT, "tokens": _IDS},
+            {"token_strs": _nullable({"type": "array", "items": _TEXT})},
+            "`token_strs` with return_token_strs.",
+        ),
+        "DetokenizeAnswer": _object({"prompt": _TEXT}),
         "Usage": _object(
             {"prompt_tokens": _COUNT, "total_tokens": _COUNT},
             {
@@ -235,7 +241,7 @@ ERRORS: tuple[ErrorKind, ...] = (
         404,
         "model_not_found",
         "No engine serves this model.",
-        "The model `other` does not exist.",
+        "The model `other` does not exist. Served: `demo-model`",
         "model",
     ),
     ErrorKind(
