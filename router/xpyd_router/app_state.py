@@ -1,7 +1,8 @@
 """What one process of a router serves with, and what concerns all processes of a router.
 
 `router` and `processes.worker` make an AppState, each with its own kind of fleet view; `request`
-and `http` work with it. Knows no HTTP.
+and `http` work with it. Knows no HTTP. `unready` decides whether new requests may be sent to this
+router (ADR 0041).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from xpyd_router.access_log import AccessLog
 from xpyd_router.admission import Admission
@@ -19,6 +20,36 @@ from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.pairs import PairPolicy
+
+FOUND_AFTER_S = 30.0
+"""How long engines may take to find a new router: a cluster's DNS gives answers that are so old
+(CoreDNS' default)."""
+_FIRST_BEATS = 2
+"""Of the engines that have found a router, all have beaten after so many periods."""
+UnreadyReason = Literal["draining", "no word of the instances", "starting"]
+
+
+def unready(
+    *,
+    is_draining: bool,
+    is_current: bool,
+    had_pair: bool,
+    knows_instances: bool,
+    age_s: float,
+    beat_period_s: float,
+) -> UnreadyReason | None:
+    """Why no new request should be sent to a router; None: the router takes requests.
+
+    Without a pair requests wait, so a router that loses its pairs stays ready. A router that starts
+    (`age_s` ago) is ready with its first pair, so that a rollout keeps the routers before it until
+    then; where no pair comes, once engines have had time to find the router and to beat. Pure.
+    """
+    if is_draining:
+        return "draining"
+    if not is_current:
+        return "no word of the instances"
+    is_found = knows_instances and age_s >= _FIRST_BEATS * beat_period_s
+    return None if had_pair or is_found or age_s >= FOUND_AFTER_S else "starting"
 
 
 class RouterControl(Protocol):
@@ -51,7 +82,7 @@ class LocalControl:
 
     async def metrics(self) -> bytes:
         """See RouterControl."""
-        return self._metrics.render(self._fleet.instances)
+        return self._metrics.render(self._fleet.instances, has_pair=self._fleet.has_pair)
 
     async def cordon(self, key: InstanceKey, *, is_cordoned: bool) -> None:
         """See RouterControl."""
@@ -77,6 +108,25 @@ class AppState:
     """Keys that open /admin; none: /admin is closed."""
     created: int
     """Unix time of the start: `created` of the models."""
+    started_s: float
+    """When the router started, on `clock`; the processes of a router have the same."""
     clock: Callable[[], float] = time.monotonic
     """Monotonic seconds."""
     is_draining: bool = False
+
+    @property
+    def unready(self) -> UnreadyReason | None:
+        """Why no new request should be sent to this router; None: it takes requests."""
+        return unready(
+            is_draining=self.is_draining,
+            is_current=self.control.is_current,
+            had_pair=self.fleet.had_pair,
+            knows_instances=not self.fleet.snapshot.is_empty,
+            age_s=self.clock() - self.started_s,
+            beat_period_s=self.config.heartbeat_interval_s,
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no instance will serve what waits: the router drains, and none stays."""
+        return self.is_draining and not any(i.is_staying for i in self.fleet.instances)

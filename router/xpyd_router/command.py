@@ -188,8 +188,7 @@ def _add_limits(flags: _Flags, limits: AdmissionLimits) -> None:
     seconds(
         "--queue-timeout-seconds",
         limits.queue_timeout_s,
-        "how long a request waits for its turn, and how long after the last pair was lost for "
-        "another; then it gets 503",
+        "how long a request waits for its turn and for a pair; then it gets 503",
     )
     flags.add(
         "--on-no-prefill",

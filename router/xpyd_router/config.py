@@ -69,8 +69,7 @@ class RouterConfig:
     limits: AdmissionLimits = field(default_factory=AdmissionLimits)
     """What runs at once, and what may wait."""
     pair_wait_s: float = AdmissionLimits.queue_timeout_s
-    """How long after the last successful pick a request waits for a pair; one flag sets this and
-    the queue's deadline."""
+    """How long a request waits for a pair; one flag sets this and the queue's deadline."""
     on_no_prefill: OnNoPrefill = "Queue"
     """What a request does that finds no pair."""
     drain_s: float = 5.0

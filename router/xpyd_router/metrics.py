@@ -40,7 +40,7 @@ class RouterMetrics:
             "errors", "Failed calls to engines and broken streams", "phase", "cause"
         )
         self.retries = self._counter("retries", "Requests tried again")
-        self.waiting = self._gauge("waiting", "Requests waiting for a pair to return")
+        self.waiting = self._gauge("waiting", "Requests waiting for a pair")
         self.prefill_on_decode = self._counter(
             "prefill_on_decode", "Tries whose prompt D computed because no P was there"
         )
@@ -77,6 +77,9 @@ class RouterMetrics:
             "worker_deaths", "Processes that ended and were replaced"
         )
         self._instances = self._gauge("instances", "Known instances", "type", "state")
+        self._has_pair = self._gauge(
+            "has_pair", "1: a pair or an aggregated instance can be picked; 0: requests wait"
+        )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"xpyd_router_{name}", text, labels, registry=self._registry)
@@ -94,9 +97,10 @@ class RouterMetrics:
         self.retries.inc()
         self.instances.of(instance).retries += 1
 
-    def render(self, instances: Iterable[Instance]) -> bytes:
+    def render(self, instances: Iterable[Instance], *, has_pair: bool = False) -> bytes:
         """The text exposition, with the gauges of `instances` as they are now."""
         known = tuple(instances)
+        self._has_pair.set(has_pair)
         self._instances.clear()
         tally = Tally((i.beat.type, state_of(i)) for i in known)
         for (kind, state), count in sorted(tally.items()):

@@ -1,7 +1,8 @@
 """Puts the router together, serves, drains at SIGTERM or SIGINT.
 
 At the first signal /readiness turns 503 while requests are still taken for `drain_s`; then no more
-are accepted, running ones finish, and the exit status is 0. A second signal ends at once, one that
+are accepted, running ones finish, and the exit status is 0. Requests that no instance will serve
+any more get 503 at once. A second signal ends at once, one that
 comes before it listens ends the start. `http.server` is the half that serves; with several
 processes `processes.parent` takes over.
 """
@@ -121,6 +122,7 @@ async def open_router(
         keys=keys,
         admin_keys=admin_keys,
         created=int(time.time()),
+        started_s=clock(),
         clock=clock,
     )
     with contextlib.ExitStack() as stack:

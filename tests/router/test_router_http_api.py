@@ -22,26 +22,83 @@ from tests.router.fakes import (
     text_of,
     until,
 )
+from xpyd_core.messages import InstanceType
+from xpyd_router.app_state import FOUND_AFTER_S, unready
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
 
-async def test_an_empty_router_is_healthy_and_not_ready() -> None:
+async def test_a_router_that_starts_is_healthy_and_is_ready_with_its_first_pair() -> None:
     async with fleet() as fleet_:
         async with fleet_.http.get(f"{fleet_.base}/health") as response:
             assert response.status == 200
-        async with fleet_.http.get(f"{fleet_.base}/readiness") as response:
-            assert response.status == 503
         async with await fleet_.post() as response:
             assert response.status == 503
             assert response.headers["Retry-After"] == "3"
             assert (await response.json())["error"]["type"] == "server_error"
+        assert await readiness(fleet_) == (503, "starting")
+        assert await readiness(fleet_, "?pairs=true") == (503, "no instances")
         await fleet_.engine("P")
-        async with fleet_.http.get(f"{fleet_.base}/readiness") as response:
-            assert response.status == 503
+        assert await readiness(fleet_) == (503, "starting")
         await fleet_.engine("D")
-        async with fleet_.http.get(f"{fleet_.base}/readiness") as response:
-            assert response.status == 200
+        assert await readiness(fleet_) == (200, "ready")
+        assert await readiness(fleet_, "?pairs=true") == (200, "ready")
+        assert await has_pair(fleet_) == 1.0
+
+
+async def readiness(fleet_: Fleet, query: str = "") -> tuple[int, str]:
+    async with fleet_.http.get(f"{fleet_.base}/readiness{query}") as response:
+        return response.status, (await response.json())["status"]
+
+
+async def has_pair(fleet_: Fleet) -> float:
+    async with fleet_.http.get(f"{fleet_.base}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    (value,) = [line.split()[1] for line in lines if line.startswith("xpyd_router_has_pair ")]
+    return float(value)
+
+
+@pytest.mark.parametrize("lost", ["P", "D"])
+async def test_a_router_that_loses_its_last_pair_stays_ready_and_says_that_it_has_none(
+    lost: InstanceType,
+) -> None:
+    """Without endpoints a Service refuses connections, and no request would reach the queue."""
+    async with fleet() as fleet_:
+        engines = {kind: await fleet_.engine(kind) for kind in ("P", "D")}
+        assert await readiness(fleet_) == (200, "ready")
+        await fleet_.beat(engines[lost], state="Gone")
+        assert await readiness(fleet_) == (200, "ready")
+        assert await readiness(fleet_, "?pairs=true") == (503, "no instances")
+        assert await has_pair(fleet_) == 0.0
+
+
+async def test_a_question_for_pairs_that_is_neither_true_nor_false_is_refused() -> None:
+    async with fleet() as fleet_:
+        async with fleet_.http.get(f"{fleet_.base}/readiness?pairs=yes") as response:
+            assert response.status == 400
+            error = (await response.json())["error"]
+        assert (error["param"], error["message"]) == ("pairs", "pairs: expected true or false")
+
+
+READY_AFTER: tuple[tuple[dict[str, Any], str | None], ...] = (
+    ({}, "starting"),
+    ({"had_pair": True}, None),
+    ({"knows_instances": True}, "starting"),
+    ({"knows_instances": True, "age_s": 6.0}, None),
+    ({"age_s": 6.0}, "starting"),
+    ({"age_s": FOUND_AFTER_S}, None),
+    ({"had_pair": True, "is_draining": True}, "draining"),
+    ({"had_pair": True, "is_current": False}, "no word of the instances"),
+)
+
+
+@pytest.mark.parametrize(("facts", "reason"), READY_AFTER)
+def test_a_starting_router_waits_for_engines_to_find_it_and_not_for_ever(
+    facts: dict[str, Any], reason: str | None
+) -> None:
+    unknown: dict[str, Any] = {"had_pair": False, "knows_instances": False, "age_s": 1.0}
+    usual: dict[str, Any] = {"is_draining": False, "is_current": True, "beat_period_s": 3.0}
+    assert unready(**{**usual, **unknown, **facts}) == reason
 
 
 async def test_instances_shows_the_registry() -> None:

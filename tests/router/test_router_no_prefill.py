@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import Any
 
+import aiohttp
 import pytest
 
 from tests.router.fakes import (
@@ -18,12 +20,14 @@ from tests.router.fakes import (
     text_of,
     until,
 )
+from tests.router.several import Client, process, when
+from xpyd_core.messages import InstanceType
 from xpyd_router.admission import AdmissionLimits
 from xpyd_router.policy.base import OnNoPrefill, Want
-from xpyd_router.request.attempt import second_wish
+from xpyd_router.request.attempt import pair_deadline_s, second_wish
 
 TEXT = "t0.0 t0.1 t0.2 t0.3 "
-READY = "/readiness"
+READY = "/readiness?pairs=true"
 
 
 async def status_of(fleet_: Fleet, path: str) -> int:
@@ -117,7 +121,7 @@ async def test_a_d_that_failed_alone_is_not_asked_again() -> None:
 
 
 @pytest.mark.parametrize("on", ["Queue", "Reject"])
-async def test_a_router_that_does_not_let_d_compute_prompts_is_not_ready_by_a_d(
+async def test_a_router_that_does_not_let_d_compute_prompts_has_no_pair_by_a_d(
     on: OnNoPrefill,
 ) -> None:
     async with fleet(on_no_prefill=on) as fleet_:
@@ -179,3 +183,85 @@ async def test_those_who_wait_for_instances_are_bounded_too(limits: AdmissionLim
                 assert response.status == 503
             d = await fleet_.engine("D")
             await running
+
+
+@pytest.mark.parametrize("first", [(), ("P",), ("D",)], ids=str)
+async def test_a_request_that_comes_before_the_first_pair_waits_for_it(
+    first: tuple[InstanceType, ...],
+) -> None:
+    """As after a scale from 0, or at a router that has just started."""
+    async with fleet(pair_wait_s=1000.0) as fleet_:
+        for kind in first:
+            await fleet_.engine(kind)
+        running = asyncio.create_task(fleet_.json())
+        await until(lambda: fleet_.metric("xpyd_router_waiting") == 1)
+        for kind in {"P", "D"} - set(first):
+            await fleet_.engine(kind)
+        assert (await running)["choices"][0]["text"] == TEXT
+
+
+@pytest.mark.parametrize(("model", "status", "code"), [
+    ("m", 503, "no_instances"), ("other", 404, "model_not_found"),
+])  # fmt: skip
+async def test_a_wait_without_a_pair_ends_with_503_and_an_unknown_model_does_not_wait(
+    model: str, status: int, code: str
+) -> None:
+    async with fleet(pair_wait_s=0.05 if model == "m" else 1000.0) as fleet_:
+        await fleet_.engine("D")
+        async with await fleet_.post(model=model) as response:
+            assert response.status == status
+            assert (await response.json())["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "request_ends_s", "until_s"),
+    [(0.0, 1000.0, 160.0), (45.0, 1000.0, 115.0), (70.0, 1000.0, 100.0), (0.0, 130.0, 130.0)],
+)
+def test_the_time_in_the_queue_of_the_limits_counts_for_the_wait_for_a_pair(
+    waited_s: float, request_ends_s: float, until_s: float
+) -> None:
+    found = pair_deadline_s(100.0, waited_s, wait_s=60.0, request_ends_s=request_ends_s)
+    assert found == until_s
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+async def test_a_router_process_that_drains_without_instances_answers_503_at_once(
+    processes: str,
+) -> None:
+    flags = ("--drain-seconds", "0", "--queue-timeout-seconds", "3600", "--processes", processes)
+    ports = ("--port", "0", "--discovery-port", "0")
+    async with process(*ports, *flags) as (child, url), aiohttp.ClientSession() as http:
+        body = {"model": "m", "prompt": "a", "max_tokens": 1}
+        asked = [
+            asyncio.create_task(http.post(f"{url}/v1/completions", json=body)) for _ in range(8)
+        ]
+        client = Client(url, http)
+
+        async def all_wait() -> bool:
+            return (await client.samples())["xpyd_router_waiting"] == len(asked)
+
+        await when(all_wait)
+        child.send_signal(signal.SIGINT)
+        for answered in await asyncio.gather(*asked):
+            async with answered:
+                assert answered.status == 503
+                assert (await answered.json())["error"]["code"] == "no_instances"
+        assert await child.wait() == 0
+
+
+async def test_a_draining_router_waits_only_while_an_instance_stays() -> None:
+    async with fleet(pair_wait_s=1000.0, drain_s=1000.0) as fleet_:
+        d = await fleet_.engine("D")
+        running = asyncio.create_task(fleet_.post())
+        await until(lambda: fleet_.metric("xpyd_router_waiting") == 1)
+        fleet_.router.stop()
+        p = await fleet_.engine("P")
+        async with await running as response:
+            assert response.status == 200, "an instance that came in time served it"
+        await gone(fleet_, p)
+        running = asyncio.create_task(fleet_.post())
+        await until(lambda: fleet_.metric("xpyd_router_waiting") == 1)
+        await fleet_.beat(d, state="Draining")
+        async with await running as response:
+            assert response.status == 503
+            assert "Retry-After" in response.headers

@@ -192,8 +192,8 @@ def _client_service(fleet: InferenceFleet, placement: Placement) -> JsonObject:
 
 
 def _discovery_service(fleet: InferenceFleet, placement: Placement) -> JsonObject:
-    """Headless: each A record is a router. A router is ready only once it knows engines, so the
-    engines must find it before."""
+    """Headless: each A record is a router. A router that starts is ready once it knows engines, so
+    the engines must find it before."""
     port = {
         "name": "discovery",
         "port": fleet.spec.router.discovery_port,

@@ -82,6 +82,11 @@ class Instance:
         return self._may_be_asked and self.standing in ("Open", "Trial")
 
     @property
+    def is_staying(self) -> bool:
+        """Whether it serves, or will once it has started: it does not leave."""
+        return self.beat.state in ("Starting", "Ready")
+
+    @property
     def _may_be_asked(self) -> bool:
         return self.beat.state == "Ready" and not self.is_cordoned
 

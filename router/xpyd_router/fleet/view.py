@@ -63,11 +63,18 @@ class FleetView:
         self._listeners: list[Callable[[Iterable[InstanceKey]], None]] = []
         self._forgetting: list[Callable[[InstanceKey], None]] = []
         self._lost: OrderedDict[InstanceKey, None] = OrderedDict()
+        self.had_pair = False
+        """Whether `has_pair` was true once."""
 
     @property
     def snapshot(self) -> Snapshot:
         """The instances that can be picked now."""
         return self._registry.built or self._registry.snapshot
+
+    @property
+    def has_pair(self) -> bool:
+        """Whether a pair or an aggregated instance can be picked now; else requests wait."""
+        return self.snapshot.is_ready
 
     @property
     def instances(self) -> tuple[Instance, ...]:
@@ -226,7 +233,7 @@ class FleetView:
         self._on_standing.append(listener)
 
     async def wait_change(self, timeout_s: float) -> bool:
-        """Wait until the snapshot is another one; False when `timeout_s` passed first."""
+        """Wait for another snapshot, or for `wake`; False when `timeout_s` passed first."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -292,5 +299,11 @@ class FleetView:
         for key in self._loads.keep({instance.key for instance in self._registry.instances}):
             for forget in self._forgetting:
                 forget(key)
+        self.had_pair = self.had_pair or self.has_pair
+        self.wake()
+
+    def wake(self) -> None:
+        """Have all who wait for a change look again: also another cause than the fleet's may end
+        their wait."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -269,13 +269,13 @@ def _add_state(app: Quart, app_state: AppState) -> None:
 
     @app.get("/readiness")
     async def readiness() -> Response:
-        if app_state.is_draining:
-            return json_reply(NotReady(status="draining"), 503)
-        if not app_state.control.is_current:
-            return json_reply(NotReady(status="no word of the instances"), 503)
-        if not app_state.fleet.snapshot.is_ready:
-            return json_reply(NotReady(status="no instances"), 503)
-        return json_reply(Ready())
+        asked = request.args.get("pairs", "false")
+        if asked not in ("true", "false"):
+            return error_reply(ApiError(400, "pairs: expected true or false", param="pairs"))
+        reason = app_state.unready
+        if reason in (None, "starting") and asked == "true":
+            reason = None if app_state.fleet.has_pair else "no instances"
+        return json_reply(Ready()) if reason is None else json_reply(NotReady(status=reason), 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

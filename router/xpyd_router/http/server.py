@@ -212,6 +212,7 @@ class Serving:
             self._server.force_exit = True
             self._force.set()
         self.state.is_draining = True
+        self.state.fleet.wake()  # what waits for an instance that will not come ends
         self._stop.set()
 
     def close_ports(self) -> None:

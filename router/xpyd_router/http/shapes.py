@@ -49,15 +49,16 @@ class Alive(Shape, frozen=True, kw_only=True):
 
 
 class Ready(Shape, frozen=True, kw_only=True):
-    """Requests are served."""
+    """Requests are taken; with `pairs=true` also: an instance can serve them now."""
 
     status: Literal["ready"] = "ready"
 
 
 class NotReady(Shape, frozen=True, kw_only=True):
-    """Requests are not served: no pair can be picked, the router ends, or its parent is stuck."""
+    """Requests should not be sent here: the router ends, its parent is stuck, or it starts and
+    engines have not found it yet; with `pairs=true` also: no pair can be picked."""
 
-    status: Literal["draining", "no instances", "no word of the instances"]
+    status: Literal["draining", "no word of the instances", "starting", "no instances"]
 
 
 class Version(Shape, frozen=True, kw_only=True):

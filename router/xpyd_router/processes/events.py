@@ -39,6 +39,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
     secret: bytes
     """Fingerprints of bodies are made with it."""
     created: int
+    started_s: float
+    """When the parent started, on the monotonic clock, which is one for all processes."""
     log_level: str
 
 

@@ -123,7 +123,7 @@ class ParentProcess:
         self.metrics = RouterMetrics(time.monotonic)
         self._config = replace(config, port=self.http_port)
         self._keys, self._admin_keys = read_secrets(config)
-        self._created = int(time.time())
+        self._created, self._started_s = int(time.time()), time.monotonic()
         self._rows = map_rows(memory, config.processes)
         self.fleet = ParentView(make_registry(config), time.monotonic, config.health, self._publish)
         self.worker_processes = WorkerProcesses(
@@ -135,7 +135,9 @@ class ParentProcess:
             take=self._take,
             ended=self._ended,
         )
-        self._gatherer = MetricsGatherer(lambda: self.metrics.render(self.fleet.instances))
+        self._gatherer = MetricsGatherer(
+            lambda: self.metrics.render(self.fleet.instances, has_pair=self.fleet.has_pair)
+        )
         self._answering: set[asyncio.Task[None]] = set()
         self._discovery = make_discovery(config, self.fleet, self.metrics, self._keys)
         self._prober = make_prober(config, self.fleet, self.metrics)
@@ -179,6 +181,7 @@ class ParentProcess:
             self._admin_keys,
             self.fleet.secret,
             self._created,
+            self._started_s,
             logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower(),
         )
         return [welcome, *self.fleet.present(), Present()]

@@ -236,13 +236,14 @@ class Worker:
             keys=welcome.keys,
             admin_keys=welcome.admin_keys,
             created=welcome.created,
+            started_s=welcome.started_s,
         )
         present = asyncio.Event()
 
         def take(event: ToWorker) -> None:
             match event:
                 case GiveText(ask):
-                    self._send(Text(ask, metrics.render(fleet.instances)))
+                    self._send(Text(ask, metrics.render(fleet.instances, has_pair=fleet.has_pair)))
                 case Present():
                     present.set()
                 case Drain():

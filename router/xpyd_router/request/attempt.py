@@ -1,8 +1,8 @@
 """One attempt to serve a request: its instances, its calls, and the KV that D may have to release.
 
-`Attempts` begins and ends the attempts of all requests: it asks the policy for instances, and waits
-for a fleet that lost its last pair a moment ago (a restart takes seconds; a fleet that never served
-the model is answered 503 at once). The load of an attempt counts from its begin to its end.
+`Attempts` begins and ends the attempts of all requests: it asks the policy for instances, and where
+there is no pair it waits for one, as long as the queue's deadline says (ADR 0041). The load of an
+attempt counts from its begin to its end.
 All calls of an attempt go through `Attempt`: a failure is a CallFailed, each wait has a deadline,
 and internal ids and addresses stay inside.
 """
@@ -49,6 +49,15 @@ def second_wish(want: Want, on_no_prefill: OnNoPrefill) -> Want | None:
     if on_no_prefill != "PrefillOnDecode" or want.alone == "D":
         return None
     return replace(want, alone="D")
+
+
+def pair_deadline_s(
+    now_s: float, waited_s: float, *, wait_s: float, request_ends_s: float
+) -> float:
+    """Until when a request waits for a pair: `wait_s` in all, of which it has waited `waited_s` for
+    its place under the limits. A try after a failure has its own wait: `waited_s` is 0.
+    """
+    return min(now_s + max(0.0, wait_s - waited_s), request_ends_s)
 
 
 _ASK_AGAIN_S = 0.5
@@ -224,6 +233,7 @@ class Attempts:
         random_bytes: Callable[[int], bytes],
         objectives: Objectives | None,
     ) -> None:
+        self._app_state = app_state
         self._config = app_state.config
         self._key = app_state.keys[0]
         self._fleet = app_state.fleet
@@ -258,10 +268,10 @@ class Attempts:
         choice = None if state.shunned else self._pick_at_once(want)
         if choice is None:
             give_up = None if state.last_cause == "refused" else lambda: gave_up(state)
-            asked_s, deadline_s = self._clock(), self._pick_deadline_s(state)
+            asked_s = self._clock()
             choice = await self._pick(
                 want,
-                deadline_s,
+                self._pick_deadline_s(state, asked_s),
                 give_up,
                 body_bytes=len(state.request.raw),
                 shunned=state.shunned,
@@ -297,10 +307,11 @@ class Attempts:
         trace.prefill_s = trace.decode_s = None
         return attempt
 
-    def _pick_deadline_s(self, state: RequestState) -> float:
-        if state.has_decode_begun:
-            return self._clock() + self._config.request_timeout_s
-        return state.deadline_s
+    def _pick_deadline_s(self, state: RequestState, now_s: float) -> float:
+        config = self._config
+        ends_s = now_s + config.request_timeout_s if state.has_decode_begun else state.deadline_s
+        waited_s = 0.0 if state.trace.tries else state.trace.queue_s
+        return pair_deadline_s(now_s, waited_s, wait_s=config.pair_wait_s, request_ends_s=ends_s)
 
     def end(self, state: RequestState, attempt: Attempt) -> None:
         """However the attempt ended: note it, free its place, and have D release KV that no call
@@ -337,9 +348,10 @@ class Attempts:
     ) -> Pair | Alone:
         """A choice, at latest at `deadline_s`; without the first of `shunned` that leaves one.
 
-        Raises ApiError: 404 for an unknown model, 503 where no instance is ready, `give_up()` where
-        only those that failed are left. Without it they are waited for as well: they refused,
-        because they are being replaced. With `may_repeat` they are tried again at once.
+        Raises ApiError: 404 for an unknown model, 503 where no instance is ready in time, or will
+        be before the router ends, `give_up()` where only those that failed are left. Without it
+        they are waited for as well: they refused, because they are being replaced. With
+        `may_repeat` they are tried again at once.
         """
         for some in shunned:
             fewer = replace(want, exclude=want.exclude | some)
@@ -361,10 +373,9 @@ class Attempts:
                 continue
             if only_tried and give_up:
                 raise give_up()
-            now_s = self._clock()
-            served_s = self._served_s.get(want.model, -math.inf)
-            left_s = min(served_s + self._config.pair_wait_s, deadline_s) - now_s
-            if left_s <= 0 or not self._may_wait(body_bytes, only_tried):
+            left_s = deadline_s - self._clock()
+            may_come = self._may_come(snapshot, want.model)
+            if left_s <= 0 or not may_come or not self._may_wait(body_bytes, only_tried):
                 raise self._unavailable(want.model)
             # An instance that refused may be full, not leaving: no beat says when it has room
             # again.
@@ -378,6 +389,15 @@ class Attempts:
 
     def _has_any(self, snapshot: Snapshot, want: Want) -> bool:
         return bool(self._policy.pick(snapshot, want) or self._second_choice(snapshot, want))
+
+    def _may_come(self, snapshot: Snapshot, model: str) -> bool:
+        """Whether an instance that serves `model` may come. Of a fleet without instances no router
+        knows the models; in another fleet the model is one of its instances', or was lately."""
+        if self._app_state.is_over:
+            return False
+        served_s = self._served_s.get(model, -math.inf)
+        was_served = self._clock() < served_s + self._config.pair_wait_s
+        return snapshot.is_empty or snapshot.knows(model) or was_served
 
     def _may_wait(self, body_bytes: int, only_tried: bool) -> bool:
         """An instance that refused is about to leave, as its next beat says; till then it counts"""

@@ -216,10 +216,18 @@ def _admin(operation: str, schema: str, text: str, *errors: int) -> Json:
 
 
 def _readiness() -> Json:
-    ready = "200 when requests can be served and the router does not drain."
-    made = _read("readiness", "State", "Ready", ready)
+    ready = "200 while requests may be sent to this router; without a pair they wait."
+    made = _read("readiness", "State", "Ready", ready, 400)
+    made["parameters"] = [
+        {
+            "name": "pairs",
+            "in": "query",
+            "description": "true: 200 only while an instance can serve a request now, too.",
+            "schema": {"type": "string", "enum": ["true", "false"], "default": "false"},
+        }
+    ]
     made["responses"]["503"] = _answer(
-        "NotReady", "No request can be served, or the router drains."
+        "NotReady", "The router drains or starts; with `pairs=true` also: no pair can be picked."
     )
     return made
 
