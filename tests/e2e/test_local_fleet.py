@@ -98,6 +98,65 @@ def test_each_pod_has_its_own_address_with_a_pods_ports(two_by_two: Local) -> No
     assert {pod["http"].rsplit(":")[-1] for pod in engines} == {"20001"}
 
 
+def _is_forked(pid: int) -> bool:
+    """Its first environment is that of the fork server, which has nothing of a pod."""
+    environ = Path(f"/proc/{pid}/environ").read_bytes()
+    line = Path(f"/proc/{pid}/cmdline").read_bytes()
+    assert b"xpyd_core\0worker\0" in line
+    return b"XPYD_POD_IP" not in environ
+
+
+def _fork_server(supervisor: int) -> int:
+    found = [pid for pid in _children(supervisor) if _name(pid) == "xpyd-forkserver"]
+    assert len(found) == 1
+    return found[0]
+
+
+def _name(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def test_a_restarted_engine_is_forked_again_also_behind_the_fork_servers_death(
+    two_by_two: Local,
+) -> None:
+    two_by_two.wait_ready()
+    before = two_by_two.pids()
+    supervisor = two_by_two.status()["supervisor_pid"]
+    engines = [name for name in before if "router" not in name]
+    assert all(_is_forked(before[name]) for name in engines)
+    first = _fork_server(supervisor)
+
+    os.kill(before["pair-decode-0"], signal.SIGKILL)
+    wait_for(
+        "its restart",
+        lambda: two_by_two.pids()["pair-decode-0"] not in (0, before["pair-decode-0"]),
+    )
+    two_by_two.wait_ready()
+    assert two_by_two.pods()["pair-decode-0"]["restarts"] == 1
+    assert _is_forked(two_by_two.pids()["pair-decode-0"])
+    assert _fork_server(supervisor) == first
+
+    os.kill(first, signal.SIGKILL)
+    os.kill(before["pair-decode-1"], signal.SIGKILL)
+    wait_for(
+        "its restart",
+        lambda: two_by_two.pids()["pair-decode-1"] not in (0, before["pair-decode-1"]),
+    )
+    two_by_two.wait_ready()
+    after = two_by_two.pids()
+    assert {name for name in before if before[name] != after[name]} == {
+        "pair-decode-0",
+        "pair-decode-1",
+    }
+    os.kill(after["pair-decode-1"], signal.SIGKILL)
+    wait_for(
+        "its restart", lambda: two_by_two.pids()["pair-decode-1"] not in (0, after["pair-decode-1"])
+    )
+    two_by_two.wait_ready()
+    assert _is_forked(two_by_two.pids()["pair-decode-1"])
+    assert _fork_server(supervisor) != first
+
+
 @pytest.mark.parametrize(("role", "pool"), [("P", "prefill"), ("D", "decode")])
 def test_kill_9_under_load_loses_no_request_and_the_process_returns(
     two_by_two: Local, cases: list[Case], role: str, pool: str

@@ -1,24 +1,23 @@
 """The pods of a local fleet: a template's command line and environment, its process, all of them.
 
 A pod finds here what it would find in Kubernetes: the same variables, the same ports, an address of
-its own. PodProcess is one pod through its restarts and the only owner of its Popen. LocalPods holds
+its own. PodProcess is one pod through its restarts and the only owner of its Child. LocalPods holds
 the pods of all workloads and applies the actions of plan() and keep(); it decides nothing. The
 program of a pod is a parameter: tests start fakes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
+from xpyd_core.children import CANNOT_START, Child, ForkServer, Start
 from xpyd_core.errors import UserError
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
 from xpyd_operator.plan.keep import keep
@@ -100,6 +99,11 @@ def xpyd_program(pod: Pod) -> list[str]:
     return [sys.executable, "-P", "-m", "xpyd_core", command]
 
 
+_FORKED = (sys.executable, "-P", "-m", "xpyd_core", "worker")
+"""Programs that begin so are forked. A router imports little, and starts before torch is there."""
+_PRELOAD = "xpyd_worker.preload:preload"
+
+
 def pod_arguments(pod: Pod, settings: LocalSettings) -> list[str]:
     """The flags: the machine's first, then the template's, so that what the document says wins."""
     logging = [f"--log-level={settings.log_level}", f"--log-format={settings.log_format}"]
@@ -145,7 +149,6 @@ def pod_environment(
 
 
 _log = logging.getLogger("xpyd.up")
-_CANNOT_START = 127
 
 
 class PodProcess:
@@ -167,11 +170,11 @@ class PodProcess:
         """Whether the pod was ready once since this process started."""
         self.seen = InstanceSeen(ordinal, 0.0)
         self.identity: ProcessId | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
 
     @property
     def is_alive(self) -> bool:
-        """Whether a process runs."""
+        """Whether a process runs, or is about to."""
         return self._process is not None
 
     def start(
@@ -182,6 +185,7 @@ class PodProcess:
         *,
         failures: int,
         inherit: Sequence[int],
+        forks: ForkServer,
     ) -> None:
         """Start a process in a session of its own: Ctrl-C reaches the supervisor only."""
         assert self._process is None
@@ -190,27 +194,28 @@ class PodProcess:
         self.seen = InstanceSeen(self.ordinal, now, failures)
         try:
             with self._open_log() as log:
-                process = subprocess.Popen(
-                    argv,
-                    env=environ,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    pass_fds=inherit,
-                )
-            try:
-                self.identity = identify(process.pid)
-            except OSError:  # no descriptor is left to read /proc: a process nobody can end safely
-                process.kill()
-                process.wait()
-                raise
+                start = Start(argv, environ, log.fileno(), inherit)
+                if tuple(argv[: len(_FORKED)]) == _FORKED:
+                    self._process = forks.start(start)
+                else:
+                    self._process = Child()
+                    self._process.spawn(start)
         except OSError as error:
             _log.error("pod %s cannot start: %s", self.pod.name, error)
-            self.last_exit = _CANNOT_START
+            self._process = None
+            self.last_exit = CANNOT_START
             self.seen = replace(self.seen, exited_at=now)
         else:
-            self._process = process
+            self._know()
+
+    def _know(self) -> None:
+        """The process' identity, once it has a pid; by it alone is it ended after our death."""
+        if self._process is None or self._process.pid is None or self.identity is not None:
+            return
+        try:
+            self.identity = identify(self._process.pid)
+        except OSError as error:  # no descriptor is left to read /proc; the next turn tries again
+            _log.warning("pod %s: %s", self.pod.name, error)
 
     def _open_log(self) -> BinaryIO:
         """The log, or nothing where the disk has no room for it: to serve comes first."""
@@ -226,14 +231,11 @@ class PodProcess:
 
     def reap(self, now: float) -> bool:
         """Reap the process if it ended. True: it ended now."""
-        if self._process is None:
-            return False
-        pid = self._process.pid
-        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        self._know()
+        if self._process is None or not self._process.has_ended():
             return False
         # An unreaped process keeps its pid, so the rest of its group can be killed safely.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
+        self._process.signal(signal.SIGKILL, group=True)
         self.last_exit = self._process.wait()
         self._process = None
         self.identity = None
@@ -245,14 +247,14 @@ class PodProcess:
         """Ask the process to finish and exit."""
         self.seen = replace(self.seen, draining_since=now)
         self.is_ready = False
-        self._send(signal.SIGTERM)
+        if self._process is not None:
+            self._process.signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill the process and its whole group."""
         self.seen = replace(self.seen, killed=True)
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.signal(signal.SIGKILL, group=True)
 
     def exit_text(self) -> str:
         """How the last process ended, for people."""
@@ -261,12 +263,6 @@ class PodProcess:
         if self.last_exit >= 0:
             return f"exit status {self.last_exit}"
         return f"killed by signal {-self.last_exit} ({signal.strsignal(-self.last_exit)})"
-
-    def _send(self, number: signal.Signals) -> None:
-        if self._process is not None:
-            # Not reaped yet, so the pid is still its own.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, number)
 
 
 WorkloadKey = tuple[str, str]
@@ -282,6 +278,8 @@ class LocalPods:
         self._state = state
         self._program = program
         self._inherit = inherit
+        self.forks = ForkServer([_PRELOAD])
+        """Starts the engines; whoever has the pods closes it."""
         self._workloads: dict[WorkloadKey, Workload] = {}
         self._pods: dict[WorkloadKey, dict[int, PodProcess]] = {}
 
@@ -330,6 +328,7 @@ class LocalPods:
 
     def reap(self, now: float) -> Iterable[PodProcess]:
         """The pods whose process ended since the last call."""
+        self.forks.take()
         return [pod for pod in self if pod.reap(now)]
 
     def keep(self, now: float, drain_timeout_s: float) -> tuple[bool, float | None]:
@@ -372,7 +371,9 @@ class LocalPods:
                 pods[ordinal] = pod
                 argv = [*self._program(pod.pod), *pod_arguments(pod.pod, self.settings)]
                 environ = pod_environment(pod.pod, self.settings, os.environ)
-                pod.start(argv, environ, now, failures=failures, inherit=self._inherit)
+                pod.start(
+                    argv, environ, now, failures=failures, inherit=self._inherit, forks=self.forks
+                )
                 _log.info("pod %s started", pod.pod.name)
             case DrainInstance(ordinal):
                 _log.info("pod %s drains", pods[ordinal].pod.name)

@@ -141,6 +141,8 @@ class Supervisor:
     async def run(self) -> None:
         """Run until the fleet is stopped and none of its processes lives."""
         probes = asyncio.create_task(self._probe_for_ever())
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self.pods.forks, self.wake)
         try:
             while not self._is_over():
                 wait_s = self._turn(time.monotonic())
@@ -149,6 +151,8 @@ class Supervisor:
             probes.cancel()
             await asyncio.gather(probes, return_exceptions=True)
             self.pods.kill_all()
+            loop.remove_reader(self.pods.forks)
+            self.pods.forks.close()
 
     # Requests from the control socket and from signals.
 

@@ -51,6 +51,15 @@ def _decoder_types(node: object) -> set[str]:
     return types
 
 
+def import_library() -> Any:  # noqa: ANN401 - transformers is untyped
+    """The class of transformers that reads tokenizers."""
+    # Not AutoTokenizer: it imports a thousand modules to find the class, which takes seconds,
+    # and gives the same tokenizer where there is a tokenizer.json.
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast
+
+
 class Tokenizer:
     """Text to token ids and back, for one checkpoint. Immutable after `load`."""
 
@@ -87,13 +96,8 @@ class Tokenizer:
         """
         if not (Path(folder) / "tokenizer.json").exists():
             raise UserError(f"model: {folder} has no tokenizer.json, the only form supported")
-        # Not AutoTokenizer: it imports a thousand modules to find the class, which takes seconds,
-        # and gives the same tokenizer where there is a tokenizer.json.
-        from transformers import PreTrainedTokenizerFast
-
-        fast: Any = PreTrainedTokenizerFast
         try:
-            tokenizer = fast.from_pretrained(str(folder), local_files_only=True)
+            tokenizer = import_library().from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # the Rust library raises plain Exception for a broken file
             raise UserError(f"model: cannot load the tokenizer in {folder}: {error}") from error
         return cls(tokenizer)

@@ -21,14 +21,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple, NoReturn
 
+from xpyd_core.process import bind_to, set_name, thread_names
 from xpyd_kv.ranks.engine import Channel
 from xpyd_worker.ranks.loss import RANK_FAILED
 from xpyd_worker.ranks.start.messages import Start
-from xpyd_worker.ranks.start.prctl import bind_to, set_name
 from xpyd_worker.ranks.start.processes import report_pid
 from xpyd_worker.ranks.start.rank_main import MakeProgram, live
 from xpyd_worker.ranks.watch.beats import BeatPage, Slot
@@ -72,7 +71,7 @@ def main(prepare: Prepare) -> None:
     children = [_child(text) for text in args.rank]
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    bind_to(args.parent)
+    bind_to(args.parent, status=RANK_FAILED)
     set_name("xpyd-forkserver")
     # Collections would write to pages that are to be shared, and find nothing.
     gc.disable()
@@ -81,7 +80,7 @@ def main(prepare: Prepare) -> None:
     make_program: MakeProgram | None = None
     if not args.threads:
         make_program = _prepared(prepare, slots)
-        names = _threads()
+        names = thread_names()
         if len(names) > 1:
             # What such a thread holds would be held for ever behind a fork: each rank imports.
             again = ("--threads", ",".join(names))
@@ -147,11 +146,6 @@ def _prepared(prepare: Prepare, slots: Sequence[Slot]) -> MakeProgram:
     return fail
 
 
-def _threads() -> list[str]:
-    """Names of this process' threads."""
-    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-
-
 def _leave(args: argparse.Namespace, child: _Child, children: Sequence[_Child], ended: int) -> None:
     """Become a rank: close what belongs to the others, and end with the pod's process."""
     others = frozenset[int]().union(*(one.descriptors for one in children)) - child.descriptors
@@ -161,7 +155,7 @@ def _leave(args: argparse.Namespace, child: _Child, children: Sequence[_Child], 
     gone.register(ended, select.POLLIN)
     gone.poll(_ORPHANED_S * 1000)
     os.close(ended)
-    bind_to(args.parent)
+    bind_to(args.parent, status=RANK_FAILED)
     gc.enable()
 
 

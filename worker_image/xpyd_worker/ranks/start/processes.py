@@ -18,8 +18,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from xpyd_core.process import subreaper
 from xpyd_worker.ranks.loss import RANK_FAILED
-from xpyd_worker.ranks.start.prctl import subreaper
 
 _PID_REPORT = struct.Struct("<II")
 _READ_BYTES = 4096

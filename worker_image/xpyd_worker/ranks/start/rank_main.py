@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from xpyd_core.errors import UserError
 from xpyd_core.logs import set_up_logging
+from xpyd_core.process import set_name, set_title
 from xpyd_kv.ranks.engine import Channel
 from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.ranks.link.frames import Frame, Kind
@@ -40,7 +41,6 @@ from xpyd_worker.ranks.start.messages import (
     decode_to_rank,
     encode,
 )
-from xpyd_worker.ranks.start.prctl import set_name, set_title
 from xpyd_worker.ranks.watch.beats import BeatPage, MainWatch, Slot, beat_forever
 
 if TYPE_CHECKING:

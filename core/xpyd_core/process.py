@@ -1,4 +1,8 @@
-"""What a rank, the fork server and the pod's process set for themselves by prctl(2). Linux."""
+"""What processes that are forked set for themselves, most of it by prctl(2). Linux.
+
+For fork servers, what they fork, and the processes that adopt that: `fork_server` here, and the
+ranks of an engine (xpyd_worker.ranks.start).
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,6 @@ import signal
 import threading
 from pathlib import Path
 
-from xpyd_worker.ranks.loss import RANK_FAILED
-
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
@@ -18,12 +20,17 @@ _PR_GET_CHILD_SUBREAPER = 37
 _ARG_START, _ARG_END = 45, 46
 
 
-def bind_to(parent: int) -> None:
+def bind_to(parent: int, *, status: int) -> None:
     """End with the process that is to be the parent, also where that is killed or this one
-    stopped; at once where it is not the parent."""
+    stopped; at once, with `status`, where it is not the parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(RANK_FAILED)
+        os._exit(status)
+
+
+def thread_names() -> list[str]:
+    """Names of this process' threads, those that Python does not know included."""
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
 
 
 class Subreaper:
@@ -62,7 +69,7 @@ def set_name(name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
-def set_title(title: str) -> None:
+def set_title(*words: str) -> None:
     """What `ps` shows in place of the command line, as far as that is long enough. It is written
     over the memory where the kernel looks for it; that is not read any more once Python runs."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -70,4 +77,5 @@ def set_title(title: str) -> None:
     room = end - start
     if start <= 0 or room <= 1:  # not every kernel says
         return
-    ctypes.memmove(start, title.encode()[: room - 1].ljust(room, b"\0"), room)
+    title = b"\0".join(os.fsencode(word) for word in words)
+    ctypes.memmove(start, title[: room - 1].ljust(room, b"\0"), room)

@@ -1,0 +1,35 @@
+"""What an engine on a CPU imports, all at once: for a fork server that forks engines. ADR 0045.
+
+Nothing here starts a thread, opens a device or reads the environment of the engine to be; Triton
+and what else only GPUs need is imported behind the fork.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from xpyd_worker.system import prepare_for_torch
+
+MODULES = (
+    "xpyd_core.cli",
+    "xpyd_worker.command",
+    "xpyd_worker.main",
+    "xpyd_worker.load.engine",
+    "xpyd_worker.load.one_rank",
+    "xpyd_worker.kernels.cpu.kernels",
+    "xpyd_worker.kv.rank",
+    "xpyd_worker.ranks.start.program",
+    # What libraries import when they are used first.
+    "encodings.idna",
+    "uvicorn.lifespan.off",
+)
+
+
+def preload() -> None:
+    """Import it."""
+    prepare_for_torch()
+    for name in MODULES:
+        import_module(name)
+    from xpyd_worker.runner.tokenizer import import_library
+
+    import_library()
