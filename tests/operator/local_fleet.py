@@ -15,11 +15,12 @@ import sys
 import time
 from pathlib import Path
 
+from xpyd_operator.plan.values import Probe, Probes
 from xpyd_operator.up import control, run
 from xpyd_operator.up.client import read_view, take_fleet_down
 from xpyd_operator.up.control import FleetView, PodView
 from xpyd_operator.up.folder import FleetFolder, ProcessId
-from xpyd_operator.up.pods import Pod
+from xpyd_operator.up.pods import Pod, Programs
 from xpyd_operator.up.run import UpOptions, run_up
 
 SUPERVISOR = Path(__file__)
@@ -140,8 +141,19 @@ def program(pod: Pod) -> list[str]:
     return [sys.executable, "-S", "-E", str(POD), pod.template.role]
 
 
+QUICK_PROBES = "TESTS_QUICK_PROBES"
+"""Set: an instance that does not answer for half a second is taken for hung."""
+
+
+def programs() -> Programs:
+    if QUICK_PROBES not in os.environ:
+        return Programs(program)
+    probes = Probes(Probe("/live", 0.2, 100, 0.2), Probe("/live", 0.2, 2, 0.3))
+    return Programs(program, lambda role: probes)
+
+
 if __name__ == "__main__":
     mode = sys.argv.pop(1)
     if mode == "daemon":
-        sys.exit(run.main(program))
-    sys.exit(run_up(UpOptions(sys.argv[1]), detach=False, program=program))
+        sys.exit(run.main(programs()))
+    sys.exit(run_up(UpOptions(sys.argv[1]), detach=False, programs=programs()))

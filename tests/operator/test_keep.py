@@ -9,10 +9,12 @@ import pytest
 
 from xpyd_operator.plan.keep import BACKOFF_MOST_S, KILL_GRACE_S, STABLE_S, keep
 from xpyd_operator.plan.values import (
+    ENGINE_PROBES,
     DrainInstance,
     ForgetInstance,
     InstanceSeen,
     KillInstance,
+    RestartInstance,
     StartInstance,
     Template,
     Workload,
@@ -30,7 +32,14 @@ def running(*ordinals: int) -> list[InstanceSeen]:
 
 
 def decide(replicas, seen, now=0.0, taken=()):
-    return keep(workload(replicas), seen, now, drain_timeout_s=DRAIN_S, taken=taken)
+    return keep(
+        workload(replicas),
+        seen,
+        now,
+        drain_timeout_s=DRAIN_S,
+        probes=ENGINE_PROBES,
+        taken=taken,
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,6 +62,28 @@ def decide(replicas, seen, now=0.0, taken=()):
 )
 def test_instances_are_started_and_drained_by_ordinal(replicas, seen, taken, actions):
     assert decide(replicas, seen, taken=taken).actions == actions
+
+
+@pytest.mark.parametrize(
+    ("instance", "actions"),
+    [
+        (InstanceSeen(0, 0.0, has_lived=True, failed_probes=5), ()),
+        (
+            InstanceSeen(0, 0.0, has_lived=True, failed_probes=6),
+            (RestartInstance(0, ENGINE_PROBES.liveness),),
+        ),
+        # It dies: once is enough.
+        (InstanceSeen(0, 0.0, has_lived=True, failed_probes=7, killed=True), ()),
+        # Before the first answer it may take as long as a kubelet gives it to start.
+        (InstanceSeen(0, 0.0, failed_probes=599), ()),
+        (InstanceSeen(0, 0.0, failed_probes=600), (RestartInstance(0, ENGINE_PROBES.startup),)),
+        # One that leaves has the drain's deadline.
+        (InstanceSeen(0, 0.0, has_lived=True, failed_probes=9, draining_since=1.0), ()),
+    ],
+)
+def test_an_instance_that_does_not_answer_its_probe_so_often_is_restarted(instance, actions):
+    wanted = 1 if instance.draining_since is None else 0
+    assert decide(wanted, [instance], now=2.0).actions == actions
 
 
 def test_a_draining_instance_is_already_a_victim():

@@ -19,7 +19,7 @@ from xpyd_operator.up.folder import FleetRecord, PodRecord, ProcessId, claim_add
 
 # Test folders are no packages: pytest's importlib mode puts this one on no path by itself.
 sys.path.insert(0, os.path.dirname(__file__))
-from local_fleet import LocalFleet, is_gone, until
+from local_fleet import QUICK_PROBES, LocalFleet, is_gone, until
 
 
 @pytest.fixture
@@ -109,6 +109,23 @@ def test_a_killed_pod_returns_at_its_address_and_no_other_is_touched(running):
     assert after["decode-0"].restarts == 1
     del before["decode-0"], after["decode-0"]
     assert {n: p.pid for n, p in after.items()} == {n: p.pid for n, p in before.items()}
+
+
+@pytest.mark.parametrize("pod", ["decode-0", "router-0"])
+def test_a_pod_that_hangs_is_killed_and_started_again(fleet, monkeypatch, capsys, pod):
+    monkeypatch.setenv(QUICK_PROBES, "1")
+    fleet.up()
+    before = fleet.pids()
+    os.kill(before[pod], signal.SIGSTOP)
+    until(lambda: fleet.pods()[pod].pid not in (0, before[pod]))
+    fleet.settled()
+    assert is_gone(before[pod])
+    words = "did not answer GET /live 2 times in a row: killed"
+    assert fleet.pods()[pod].last_exit == words
+    assert f"pod t-{pod} {words}" in fleet.state.supervisor_log.read_text()
+    capsys.readouterr()
+    show_status("t", as_json=False)
+    assert f" 1 ({words})" in capsys.readouterr().out
 
 
 def test_scaling_starts_and_drains_instances_and_touches_no_other(running, capsys):

@@ -21,7 +21,7 @@ from xpyd_operator.document.engines import Pool
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests import names
 from xpyd_operator.manifests.names import JsonObject, Placement, list_in, map_in
-from xpyd_operator.plan.values import ROUTER, Workload
+from xpyd_operator.plan.values import ENGINE_PROBES, ROUTER, ROUTER_PROBES, Probe, Workload
 
 MERGE_KEYS = {
     "containers": "name",
@@ -231,9 +231,6 @@ def user_of(pool: Pool) -> int:
 GRACE_EXTRA_S = 30
 """Beyond the drain timeout, which the program itself honours: KV leases end, sockets close."""
 GPU_CLAIM = "xpyd-gpus"
-_START_S = 600
-"""An engine answers /live before it loads its model; this time is for slow images and imports."""
-_ROUTER_START_S = 120
 
 
 def pods_per_instance(pool: Pool) -> int:
@@ -271,9 +268,9 @@ def engine_pod(
     if leads:
         container |= {
             "ports": [_port(name, port) for name, port in engine_ports(fleet, pool).items()],
-            "startupProbe": _probe("/live", period_s=1, failures=_START_S, timeout_s=2),
-            "livenessProbe": _probe("/live", period_s=10, failures=6, timeout_s=5),
-            "readinessProbe": _probe("/health", period_s=1, failures=3, timeout_s=2),
+            "startupProbe": _probe(ENGINE_PROBES.startup),
+            "livenessProbe": _probe(ENGINE_PROBES.liveness),
+            "readinessProbe": _probe(Probe("/health", 1, 3, 2)),
         }
     shared_memory = {"medium": "Memory", "sizeLimit": pool.resources.shared_memory}
     volumes = [
@@ -315,9 +312,9 @@ def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) 
         ],
         "env": _env(_place_env(fleet, workload, placement)),
         "ports": [_port("http", ROUTER_HTTP_PORT), _port("discovery", discovery_port)],
-        "startupProbe": _probe("/health", period_s=1, failures=_ROUTER_START_S, timeout_s=2),
-        "livenessProbe": _probe("/health", period_s=10, failures=3, timeout_s=5),
-        "readinessProbe": _probe("/readiness", period_s=1, failures=2, timeout_s=2),
+        "startupProbe": _probe(ROUTER_PROBES.startup),
+        "livenessProbe": _probe(ROUTER_PROBES.liveness),
+        "readinessProbe": _probe(Probe("/readiness", 1, 2, 2)),
         "volumeMounts": common_mounts(fleet),
     }
     pod = _pod(fleet, workload, placement, container, common_volumes(fleet, placement.uid))
@@ -445,12 +442,12 @@ def _port(name: str, number: int) -> JsonObject:
     return {"name": name, "containerPort": number, "protocol": "TCP"}
 
 
-def _probe(path: str, *, period_s: int, failures: int, timeout_s: int) -> JsonObject:
+def _probe(probe: Probe) -> JsonObject:
     return {
-        "httpGet": {"path": path, "port": "http"},
-        "periodSeconds": period_s,
-        "timeoutSeconds": timeout_s,
-        "failureThreshold": failures,
+        "httpGet": {"path": probe.path, "port": "http"},
+        "periodSeconds": int(probe.period_s),
+        "timeoutSeconds": int(probe.timeout_s),
+        "failureThreshold": probe.failures,
     }
 
 

@@ -15,6 +15,8 @@ from xpyd_operator.plan.values import (
     KeepAction,
     KeepPlan,
     KillInstance,
+    Probes,
+    RestartInstance,
     StartInstance,
     Workload,
 )
@@ -33,12 +35,14 @@ def keep(
     now: float,
     *,
     drain_timeout_s: float,
+    probes: Probes,
     taken: Collection[int] = (),
 ) -> KeepPlan:
     """Actions on the workload's instances.
 
-    `taken`: ordinals of the pool's other revisions. At most `workload.replicas` instances that
-    were not asked to leave ever live; one that leaves is drained before it is killed.
+    `probes` are theirs; `taken`: ordinals of the pool's other revisions. At most
+    `workload.replicas` instances that were not asked to leave ever live; one that leaves is drained
+    before it is killed.
     """
     actions: list[KeepAction] = []
     waits: list[float] = []
@@ -51,7 +55,7 @@ def keep(
         actions.append(ForgetInstance(victim.ordinal) if gone else DrainInstance(victim.ordinal))
     staying = staying[: workload.replicas]
     for instance in staying:
-        _restart(instance, now, actions, waits)
+        _restart(instance, now, probes, actions, waits)
     missing = workload.replicas - len(staying)
     used = {i.ordinal for i in seen} | set(taken)
     actions.extend(StartInstance(ordinal) for ordinal in _lowest_free(used, missing))
@@ -85,9 +89,16 @@ def _end(
 
 
 def _restart(
-    instance: InstanceSeen, now: float, actions: list[KeepAction], waits: list[float]
+    instance: InstanceSeen,
+    now: float,
+    probes: Probes,
+    actions: list[KeepAction],
+    waits: list[float],
 ) -> None:
     if instance.exited_at is None:
+        probe = probes.now(instance)
+        if instance.failed_probes >= probe.failures and not instance.killed:
+            actions.append(RestartInstance(instance.ordinal, probe))
         return
     delay_s, failures = backoff_s(instance)
     left_s = instance.exited_at + delay_s - now

@@ -187,11 +187,48 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """A kubelet's GET of `path`, every `period_s`: so many failures in a row are too many. Also the
+    supervisor of a local fleet asks it."""
+
+    path: str
+    period_s: float
+    failures: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Whether an instance is alive: `startup` is asked until it succeeds once, then `liveness`."""
+
+    startup: Probe
+    liveness: Probe
+
+    def now(self, instance: InstanceSeen) -> Probe:
+        """The one that is asked."""
+        return self.liveness if instance.has_lived else self.startup
+
+
+ENGINE_PROBES = Probes(
+    # An engine answers /live before it loads its model; this time is for slow images and imports.
+    startup=Probe("/live", 1, 600, 2),
+    liveness=Probe("/live", 10, 6, 5),
+)
+ROUTER_PROBES = Probes(startup=Probe("/health", 1, 120, 2), liveness=Probe("/health", 10, 3, 5))
+
+
+def probes_of(role: str) -> Probes:
+    """The probes of an instance of a template's role."""
+    return ROUTER_PROBES if role == ROUTER else ENGINE_PROBES
+
+
+@dataclass(frozen=True)
 class InstanceSeen:
     """One instance of a workload. Times are seconds in the clock of keep()'s `now`.
 
     `failures`: exits in a row before this start. `exited_at` None: it runs. `draining_since` None:
-    it was not asked to leave. `killed`: SIGKILL was sent.
+    it was not asked to leave. `killed`: SIGKILL was sent. `has_lived`: a startup probe succeeded;
+    `failed_probes`: failures in a row of the probe that is asked now.
     """
 
     ordinal: int
@@ -200,6 +237,8 @@ class InstanceSeen:
     exited_at: float | None = None
     draining_since: float | None = None
     killed: bool = False
+    has_lived: bool = False
+    failed_probes: int = 0
 
 
 @dataclass(frozen=True)
@@ -225,13 +264,21 @@ class KillInstance:
 
 
 @dataclass(frozen=True)
+class RestartInstance:
+    """End the instance now (SIGKILL): it does not answer `probe`. Its exit brings a new start."""
+
+    ordinal: int
+    probe: Probe
+
+
+@dataclass(frozen=True)
 class ForgetInstance:
     """Drop the record of an instance that is gone for good; its ordinal and address are free."""
 
     ordinal: int
 
 
-KeepAction = StartInstance | DrainInstance | KillInstance | ForgetInstance
+KeepAction = StartInstance | DrainInstance | KillInstance | RestartInstance | ForgetInstance
 
 
 @dataclass(frozen=True)

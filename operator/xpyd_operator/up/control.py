@@ -28,8 +28,8 @@ class PodView(msgspec.Struct, frozen=True):
 
     `http` and `kv` are its addresses (`kv` empty for the router), `reason` says why it is not
     Ready, `failures` counts exits in a row, `restarts` all of them; `exit_status` is the last
-    process's (negative: the signal that killed it), null before a first exit. `layout`: how it
-    splits the model, such as TP2xPP2; empty for the router.
+    process's (negative: the signal that killed it), null before a first exit, and `last_exit` says
+    it in words. `layout`: how it splits the model, such as TP2xPP2; empty for the router.
     """
 
     name: str
@@ -48,6 +48,7 @@ class PodView(msgspec.Struct, frozen=True):
     log: str = ""
     exit_status: int | None = None
     layout: str = ""
+    last_exit: str = ""
 
 
 class PoolView(msgspec.Struct, frozen=True):
@@ -95,7 +96,8 @@ def view_tables(view: FleetView) -> str:
     for pod in view.pods:
         shown = f"{pod.state} ({pod.reason})" if pod.reason else pod.state
         pid = str(pod.pid) if pod.pid else "-"
-        restarts = str(pod.restarts)
+        # As kubectl, which says there how long ago.
+        restarts = f"{pod.restarts} ({pod.last_exit})" if pod.restarts else "0"
         layout = (pod.layout or "-",) if has_layouts else ()
         rest = (shown, pod.http, pid, restarts, age(pod.age_s))
         pods.append((pod.name, pod.role, *layout, *rest))

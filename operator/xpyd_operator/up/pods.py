@@ -27,11 +27,16 @@ from xpyd_operator.plan.values import (
     DrainInstance,
     ForgetInstance,
     InstanceSeen,
+    KeepAction,
     KillInstance,
+    Probe,
+    Probes,
+    RestartInstance,
     StartInstance,
     Template,
     Workload,
     WorkloadSeen,
+    probes_of,
 )
 from xpyd_operator.up.folder import DISCOVERY_PORT, FleetFolder, PodRecord, ProcessId, identify
 from xpyd_operator.up.logs import NO_ROOM, LogLimit
@@ -89,10 +94,6 @@ class Pod:
         return int(dict(self.template.env).get("XPYD_KV_PORT", KV_PORT))
 
 
-Program = Callable[[Pod], list[str]]
-"""The program of a pod, without its flags."""
-
-
 def xpyd_program(pod: Pod) -> list[str]:
     """This Python's own xpyd. -P ignores a folder of a module's name in the working folder."""
     command = "router" if pod.template.role == ROUTER else "worker"
@@ -102,6 +103,16 @@ def xpyd_program(pod: Pod) -> list[str]:
 _FORKED = (sys.executable, "-P", "-m", "xpyd_core", "worker")
 """Programs that begin so are forked. A router imports little, and starts before torch is there."""
 _PRELOAD = "xpyd_worker.preload:preload"
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What pods run, and how the supervisor sees that they are alive. Tests start others."""
+
+    program: Callable[[Pod], list[str]] = xpyd_program
+    """The program of a pod, without its flags."""
+    probes: Callable[[str], Probes] = probes_of
+    """The probes of a role."""
 
 
 def pod_arguments(pod: Pod, settings: LocalSettings) -> list[str]:
@@ -162,6 +173,10 @@ class PodProcess:
         """Why the process writes no log, for people."""
         self.restarts = -1
         self.last_exit: int | None = None
+        self.hung = ""
+        """Why the current process, or the last one, was ended; empty: it was not, for a probe."""
+        self.probe_at = 0.0
+        """When its startup or liveness probe is due."""
         self.is_healthy = False
         """/health answered 200 since this process started."""
         self.is_ready = False
@@ -190,6 +205,7 @@ class PodProcess:
         """Start a process in a session of its own: Ctrl-C reaches the supervisor only."""
         assert self._process is None
         self.restarts += 1
+        self.probe_at = now
         self.is_healthy = self.is_ready = self.was_ready = False
         self.seen = InstanceSeen(self.ordinal, now, failures)
         try:
@@ -240,8 +256,25 @@ class PodProcess:
         self._process = None
         self.identity = None
         self.is_healthy = self.is_ready = False
+        if not self.seen.killed:
+            self.hung = ""
         self.seen = replace(self.seen, exited_at=now)
         return True
+
+    def probed(self, probe: Probe, *, is_alive: bool) -> None:
+        """Take the answer to a startup or liveness probe."""
+        if is_alive:
+            self.seen = replace(self.seen, has_lived=True, failed_probes=0)
+            return
+        self.seen = replace(self.seen, failed_probes=self.seen.failed_probes + 1)
+        if self.seen.has_lived and self.seen.failed_probes == 1:
+            _log.warning("pod %s does not answer GET %s", self.pod.name, probe.path)
+
+    def lives(self) -> None:
+        """/health was answered: the liveness probe is the one to ask from now on."""
+        self.is_healthy = True
+        if not self.seen.has_lived:
+            self.seen = replace(self.seen, has_lived=True, failed_probes=0)
 
     def drain(self, now: float) -> None:
         """Ask the process to finish and exit."""
@@ -256,10 +289,18 @@ class PodProcess:
         if self._process is not None:
             self._process.signal(signal.SIGKILL, group=True)
 
+    def end_hung(self, probe: Probe) -> None:
+        """Kill the process, which does not answer `probe`; a stopped one ends so, too."""
+        self.hung = f"did not answer GET {probe.path} {probe.failures} times in a row: killed"
+        _log.error("pod %s %s", self.pod.name, self.hung)
+        self.kill()
+
     def exit_text(self) -> str:
         """How the last process ended, for people."""
         if self.last_exit is None:
             return ""
+        if self.hung:
+            return self.hung
         if self.last_exit >= 0:
             return f"exit status {self.last_exit}"
         return f"killed by signal {-self.last_exit} ({signal.strsignal(-self.last_exit)})"
@@ -272,11 +313,15 @@ class LocalPods:
     """Workload (pool, revision) -> its pods by ordinal."""
 
     def __init__(
-        self, settings: LocalSettings, state: FleetFolder, program: Program, inherit: Sequence[int]
+        self,
+        settings: LocalSettings,
+        state: FleetFolder,
+        programs: Programs,
+        inherit: Sequence[int],
     ) -> None:
         self.settings = settings
         self._state = state
-        self._program = program
+        self.programs = programs
         self._inherit = inherit
         self.forks = ForkServer([_PRELOAD])
         """Starts the engines; whoever has the pods closes it."""
@@ -343,7 +388,14 @@ class LocalPods:
                 if p.pod.pool == workload.pool and p is not pods.get(p.ordinal)
             ]
             seen = [pod.seen for pod in pods.values()]
-            result = keep(workload, seen, now, drain_timeout_s=drain_timeout_s, taken=taken)
+            result = keep(
+                workload,
+                seen,
+                now,
+                drain_timeout_s=drain_timeout_s,
+                probes=self.programs.probes(workload.template.role),
+                taken=taken,
+            )
             for action in result.actions:
                 acted = self._apply(action, workload, pods, now) or acted
             if result.recheck_after is not None:
@@ -357,7 +409,7 @@ class LocalPods:
 
     def _apply(
         self,
-        action: StartInstance | DrainInstance | KillInstance | ForgetInstance,
+        action: KeepAction,
         workload: Workload,
         pods: dict[int, PodProcess],
         now: float,
@@ -369,7 +421,7 @@ class LocalPods:
                 if pod is None:
                     return False
                 pods[ordinal] = pod
-                argv = [*self._program(pod.pod), *pod_arguments(pod.pod, self.settings)]
+                argv = [*self.programs.program(pod.pod), *pod_arguments(pod.pod, self.settings)]
                 environ = pod_environment(pod.pod, self.settings, os.environ)
                 pod.start(
                     argv, environ, now, failures=failures, inherit=self._inherit, forks=self.forks
@@ -381,6 +433,8 @@ class LocalPods:
             case KillInstance(ordinal):
                 _log.warning("pod %s did not drain in time and is killed", pods[ordinal].pod.name)
                 pods[ordinal].kill()
+            case RestartInstance(ordinal, probe):
+                pods[ordinal].end_hung(probe)
             case ForgetInstance(ordinal):
                 del pods[ordinal]
         return True

@@ -61,8 +61,7 @@ from xpyd_operator.up.pods import (
     ROUTER_HOST,
     LocalSettings,
     PodProcess,
-    Program,
-    xpyd_program,
+    Programs,
 )
 from xpyd_operator.up.supervisor import Supervisor, plan_engines
 
@@ -133,6 +132,7 @@ def _pod_view(pod: PodProcess, settings: LocalSettings, now: float) -> PodView:
         log=str(pod.log),
         exit_status=pod.last_exit,
         layout=layout_of(pod.pod.template),
+        last_exit=pod.exit_text(),
     )
 
 
@@ -152,6 +152,9 @@ _log = logging.getLogger("xpyd.up")
 _STREAM_EVERY_S = 0.1
 _DRAIN_FAILED_S = 5.0
 DAEMON = (sys.executable, "-P", "-m", "xpyd_operator.up.run")
+
+
+_OURS = Programs()
 
 
 class UpOptions(msgspec.Struct, frozen=True):
@@ -184,10 +187,10 @@ def run_up(
     options: UpOptions,
     *,
     detach: bool,
-    program: Program = xpyd_program,
+    programs: Programs = _OURS,
     daemon: tuple[str, ...] = DAEMON,
 ) -> int:
-    """The command; tests replace `program` and `daemon` by fakes."""
+    """The command; tests replace `programs` and `daemon` by fakes."""
     fleet = _load(options)
     if line := cluster_only(fleet):
         sys.stdout.write(line + "\n")
@@ -208,7 +211,7 @@ def run_up(
     sys.stdout.flush()
     if detach:
         return _run_detached(options, state, daemon)
-    return supervise(options, program=program, stream=True)
+    return supervise(options, programs=programs, stream=True)
 
 
 def _load(options: UpOptions) -> InferenceFleet:
@@ -226,7 +229,7 @@ def plan_fleet_memory(fleet: InferenceFleet, folder: Path) -> MemoryPlan:
     return plan_engines(fleet, pools, model, read_machine())
 
 
-def supervise(options: UpOptions, *, program: Program = xpyd_program, stream: bool) -> int:
+def supervise(options: UpOptions, *, programs: Programs = _OURS, stream: bool) -> int:
     """Be the supervisor until the fleet is down. `stream`: pods' lines go to standard output."""
     set_up_logging(options.log_level, options.log_format)
     fleet = _load(options)
@@ -255,7 +258,7 @@ def supervise(options: UpOptions, *, program: Program = xpyd_program, stream: bo
             state=state,
             settings=settings,
             claim=claim,
-            program=program,
+            programs=programs,
         )
         asyncio.run(_run(supervisor, state, stream=stream))
         state.forget()
@@ -399,12 +402,12 @@ def _apply_to_running(options: UpOptions, state: FleetFolder) -> int:
     return 0
 
 
-def main(program: Program = xpyd_program) -> int:
+def main(programs: Programs = _OURS) -> int:
     """Be the detached supervisor that argv[1] describes; the exit status. Its output goes to
     supervisor.log."""
     options = msgspec.json.decode(sys.argv[1], type=UpOptions)
     try:
-        return supervise(options, program=program, stream=False)
+        return supervise(options, programs=programs, stream=False)
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -9,6 +9,7 @@ as not ready.
 from __future__ import annotations
 
 import asyncio
+import errno
 import http.client
 import json
 import logging
@@ -36,6 +37,7 @@ from xpyd_operator.plan.values import (
     FleetSeen,
     FleetWant,
     PoolSeen,
+    Probe,
     PutWorkload,
     SetStatus,
 )
@@ -48,13 +50,28 @@ from xpyd_operator.up.pods import (
     LocalPods,
     LocalSettings,
     PodProcess,
-    Program,
+    Programs,
     check_addresses,
-    xpyd_program,
 )
 
 TIMEOUT_S = 1.0
 _MAX_ANSWER_BYTES = 4 << 20
+
+
+_NO_MEANS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
+"""What the system says where this process cannot ask, whoever is asked."""
+
+
+def is_alive(host: str, port: int, probe: Probe) -> bool | None:
+    """Whether `probe` is answered 200 in time; None where it could not be asked."""
+    connection = http.client.HTTPConnection(host, port, timeout=probe.timeout_s)
+    try:
+        connection.request("GET", probe.path)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException) as error:
+        return None if isinstance(error, OSError) and error.errno in _NO_MEANS else False
+    finally:
+        connection.close()
 
 
 def get(host: str, port: int, path: str) -> bytes | None:
@@ -110,6 +127,7 @@ _TURN_AT_LEAST_S = 1.0
 _PROBE_STARTING_S = 0.2
 _PROBE_READY_S = 1.0
 _ROTATE_EVERY_S = 5.0
+_WATCH_EVERY_S = 0.25
 
 
 class Supervisor:
@@ -123,11 +141,11 @@ class Supervisor:
         state: FleetFolder,
         settings: LocalSettings,
         claim: AddressClaim,
-        program: Program = xpyd_program,
+        programs: Programs,
     ) -> None:
         self.fleet = fleet
         self.state = state
-        self.pods = LocalPods(settings, state, program, claim.descriptors)
+        self.pods = LocalPods(settings, state, programs, claim.descriptors)
         self.status: FleetProgress | None = None
         self._want = fleet_want(fleet, model=locate_model(fleet.spec.model.uri, folder))
         self._pools: dict[str, PoolSeen] = {}
@@ -140,7 +158,7 @@ class Supervisor:
 
     async def run(self) -> None:
         """Run until the fleet is stopped and none of its processes lives."""
-        probes = asyncio.create_task(self._probe_for_ever())
+        probes = asyncio.gather(self._probe_for_ever(), self._watch_for_ever())
         loop = asyncio.get_running_loop()
         loop.add_reader(self.pods.forks, self.wake)
         try:
@@ -362,6 +380,28 @@ class Supervisor:
             starting = any(pod.is_alive and not pod.is_ready for pod in self.pods)
             await asyncio.sleep(_PROBE_STARTING_S if starting else _PROBE_READY_S)
 
+    async def _watch_for_ever(self) -> None:
+        """Ask the startup and liveness probes that are due; keep() ends who does not answer."""
+        while True:
+            now = time.monotonic()
+            due = [pod for pod in self.pods if pod.is_alive and pod.probe_at <= now]
+            # A task's edge: a failed probe must not end the fleet.
+            for error in await asyncio.gather(
+                *(self._watch(pod, now) for pod in due), return_exceptions=True
+            ):
+                if isinstance(error, Exception):
+                    _log.error("liveness probe: %r", error)
+            await asyncio.sleep(_WATCH_EVERY_S)
+
+    async def _watch(self, pod: PodProcess, now: float) -> None:
+        probe = self.pods.programs.probes(pod.pod.template.role).now(pod.seen)
+        pod.probe_at = now + probe.period_s
+        process = pod.identity
+        alive = await asyncio.to_thread(is_alive, *self._http_of(pod), probe)
+        if alive is not None and process is not None and pod.identity == process:
+            pod.probed(probe, is_alive=alive)
+            self.wake()
+
     async def _probe(self) -> None:
         """An engine is ready when it is healthy and the router picks it."""
         pods = [pod for pod in self.pods if pod.identity is not None]
@@ -372,7 +412,8 @@ class Supervisor:
         unknown = [pod for pod in pods if not pod.is_healthy]
         healthy = await asyncio.gather(*(self._is_healthy(pod) for pod in unknown))
         for pod, is_healthy in zip(unknown, healthy, strict=True):
-            pod.is_healthy = is_healthy and pod.identity == before[pod]
+            if is_healthy and pod.identity == before[pod]:
+                pod.lives()
         for pod in pods:
             if pod.pod.pool == ROUTER:
                 ready = pod.is_healthy and routable is not None
@@ -382,11 +423,12 @@ class Supervisor:
             self._set_ready(pod, ready and pod.seen.draining_since is None)
 
     async def _is_healthy(self, pod: PodProcess) -> bool:
+        return await asyncio.to_thread(answers_health, *self._http_of(pod))
+
+    def _http_of(self, pod: PodProcess) -> tuple[str, int]:
         if pod.pod.pool == ROUTER:
-            host, port = ROUTER_HOST, self.pods.settings.router_port
-        else:
-            host, port = self.pods.settings.address(pod.pod.number), HTTP_PORT
-        return await asyncio.to_thread(answers_health, host, port)
+            return ROUTER_HOST, self.pods.settings.router_port
+        return self.pods.settings.address(pod.pod.number), HTTP_PORT
 
     def _set_ready(self, pod: PodProcess, ready: bool) -> None:
         if ready == pod.is_ready:
