@@ -51,8 +51,9 @@ class PortLimits:
     """Messages in a row that are no good beats, after which a connection ends."""
 
 
-Take = Callable[[tuple[bytes, ...], str], bool]
-"""Takes one message's frames and its sender's address; whether it was a good beat."""
+Take = Callable[[tuple[bytes, ...], str], bool | None]
+"""Takes one message's frames and its sender's address; whether it was a good beat. None: one that
+came before, by another way or from somebody who recorded it: it proves nothing of its sender."""
 
 
 def port_limits() -> PortLimits:
@@ -186,9 +187,11 @@ class BeatConnection(asyncio.Protocol):
             self._begun_s = now_s
 
     def _take(self, message: Message, now_s: float) -> None:
-        if self._port.take(message.frames, self._peer):
+        is_good = self._port.take(message.frames, self._peer)
+        if is_good:
             self._good_s, self._bad = now_s, 0
             self._port.proven(self)
+        if is_good is not False:
             return
         self._bad += 1
         if self._bad >= self._limits.bad:
@@ -321,8 +324,8 @@ class Discovery:
             server.close()
             self.beats.close()
 
-    def _take(self, frames: tuple[bytes, ...], peer: str) -> bool:
-        """One message; whether it was a beat of this fleet's."""
+    def _take(self, frames: tuple[bytes, ...], peer: str) -> bool | None:
+        """One message; see Take."""
         name, beat = "", None
         try:
             is_signed = _has_mac(frames) and is_beat_mac(self._keys, *frames)
@@ -342,7 +345,7 @@ class Discovery:
         elif outcome not in _GOOD:
             reason = "imposed" if outcome == "unsigned" and self._accepts_unsigned else outcome
             self._complain(f"{peer} {name}".rstrip() + f": {_WHY[reason]}")
-        return outcome in _GOOD
+        return None if outcome == "repeated" else outcome in _GOOD
 
     def _apply(self, beat: Heartbeat, *, is_signed: bool) -> str:
         # vLLM names no fleet: its engines mean the fleet of the port that they dial.
