@@ -115,6 +115,8 @@ class ForkServer:
         self._news = select.epoll()
         self._server: _Server | None = None
         self._is_asked = False
+        self._asked = 0
+        """Requests that were sent; an answer says of which it is."""
         self._has_forked = False
         self._waiting: deque[tuple[Child, Start]] = deque()
         """Not answered yet; the first one is asked for."""
@@ -155,8 +157,10 @@ class ForkServer:
             if not text:
                 self._lose()
                 return
-            self._settle(json.loads(text))
-            self._ask()
+            answer = json.loads(text)
+            if answer["of"] == self._asked and self._is_asked:
+                self._settle(answer)
+                self._ask()
 
     def close(self) -> None:
         """End the fork server; its children go on. What was not answered counts as killed."""
@@ -215,8 +219,13 @@ class ForkServer:
         if not self._waiting:
             return
         _, start = self._waiting[0]
-        numbers = [1, 2, *start.inherit]
-        request = {"argv": list(start.argv), "environ": dict(start.environ), "numbers": numbers}
+        self._asked += 1
+        request = {
+            "number": self._asked,
+            "argv": list(start.argv),
+            "environ": dict(start.environ),
+            "descriptors": [1, 2, *start.inherit],
+        }
         descriptors = [start.output, start.output, *start.inherit]
         subreaper.begin()
         self._is_asked = True

@@ -7,8 +7,9 @@
 It imports what its children need while its main thread is all that runs in it, then forks a program
 for each request until the other end of its socket closes. What runs in a fork is what
 `python -m MODULE` runs, with its own arguments, environment, session, output and descriptors; and
-it is a child of the process that asked, which is its subreaper meanwhile. A program goes on only
-when that process was told of it, so none runs that nobody knows.
+it is a child of the process that asked, which is its subreaper meanwhile. The program itself sends
+the answer, its pid, and goes on when that is sent: none runs that nobody knows, and none is known
+that does not run, wherever the fork server is killed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import gc
 import json
 import os
 import runpy
+import select
 import socket
 import sys
 import threading
@@ -95,30 +97,24 @@ def _files() -> Mapping[str, int]:
 
 
 def _fork(requests: socket.socket, request: Mapping[str, Any], descriptors: list[int]) -> None:
-    """Fork the program and report it; or report why it cannot be."""
-    pids, report = os.pipe()
-    told, tell = os.pipe()
-    own = (pids, report, told, tell)
+    """Fork the program, which answers; or answer why there is none. One that was killed as soon as
+    it had answered gets a second answer, which nobody reads."""
+    done, answered = os.pipe()
+    failed = "the forked process ended"
     try:
         between = os.fork()
         if not between:
-            _be_between(requests, request, descriptors, own=own)
-        os.close(report)
-        report = -1
-        pid = os.read(pids, 16)
+            os.close(done)
+            _be_between(requests, request, descriptors, answered=answered)
         os.waitpid(between, 0)
-        answer = {"pid": int(pid)} if pid else {"error": "the fork server's child failed"}
     except OSError as error:
-        answer = {"error": f"cannot fork: {error.strerror}"}
-    try:
-        requests.send(json.dumps(answer).encode())
-    except BrokenPipeError:  # nobody knows of the program, which sees that, too
-        os._exit(0)
-    with suppress(BrokenPipeError):  # it has been killed already
-        os.write(tell, b"1")
-    for descriptor in (pids, report, told, tell, *descriptors):
-        if descriptor >= 0:
-            os.close(descriptor)
+        failed = f"cannot fork: {error.strerror}"
+    os.close(answered)
+    if not os.read(done, 1):
+        with suppress(BrokenPipeError):
+            requests.send(json.dumps({"of": request["number"], "error": failed}).encode())
+    for descriptor in (done, *descriptors):
+        os.close(descriptor)
 
 
 def _be_between(
@@ -126,24 +122,29 @@ def _be_between(
     request: Mapping[str, Any],
     descriptors: list[int],
     *,
-    own: tuple[int, int, int, int],
+    answered: int,
 ) -> NoReturn:
     """Fork the program and end, which makes it a child of the process that asked."""
-    pids, report, told, tell = own
     code = _EXIT_FAILED
     try:
+        ended = os.pidfd_open(os.getpid())
         if os.fork():
             os._exit(0)
-        requests.close()
-        os.close(pids)
-        os.close(tell)
         os.setsid()
-        os.write(report, str(os.getpid()).encode())
-        os.close(report)
-        is_known = os.read(told, 1)
-        os.close(told)
-        if is_known:
-            code = _become(request, descriptors)
+        gone = select.poll()
+        gone.register(ended, select.POLLIN)
+        gone.poll()
+        os.close(ended)
+        # Where nobody takes the answer any more this fails, and the program never runs.
+        answer = {"of": request["number"], "pid": os.getpid()}
+        requests.send(json.dumps(answer).encode())
+        requests.close()
+        with suppress(BrokenPipeError):  # the fork server has been killed meanwhile
+            os.write(answered, b"1")
+        os.close(answered)
+        code = _become(request, descriptors)
+    except BrokenPipeError:
+        code = _EXIT_FAILED
     except BaseException:  # the edge of this process, which must not go on as the fork server
         traceback.print_exc()
     finally:
@@ -156,7 +157,7 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
     aside = [fcntl.fcntl(one, fcntl.F_DUPFD, _ABOVE) for one in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
-    for number, descriptor in zip(request["numbers"], aside, strict=True):
+    for number, descriptor in zip(request["descriptors"], aside, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.environ.clear()
