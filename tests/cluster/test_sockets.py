@@ -64,7 +64,7 @@ def fleet(node_cluster: Cluster, folder: Path) -> Iterator[FleetClient]:
 def answer_all(fleet: FleetClient) -> None:
     """With onFailure Fail no engine computes a prompt whose KV did not come."""
     fleet.kubectl("wait", "--for=condition=Ready", "pod/client", "--timeout=30s")
-    report = fleet.load(small_cases(), requests=24, concurrency=4)
+    report = fleet.load(small_cases(), requests=24)
     assert report["failed"] == 0, report
 
 

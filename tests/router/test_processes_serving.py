@@ -103,6 +103,7 @@ async def test_metrics_are_the_whole_routers_whoever_is_asked() -> None:
             assert found['xpyd_router_instances{state="Ready",type="D"}'] == 1
             assert found['xpyd_router_heartbeats_total{result="new"}'] == 2
             assert found["xpyd_router_workers"] == 2
+            assert found["xpyd_router_has_pair"] == 1
 
 
 async def test_a_cordon_reaches_every_worker_before_it_is_answered(tmp_path: Path) -> None:

@@ -178,8 +178,7 @@ class Queue(ApiModel):
     memory: Size = "256Mi"
     """Memory for the bodies of those that wait."""
     timeout_seconds: Annotated[int, Field(ge=0, le=86400)] = 60
-    """How long a request waits for its turn, and how long after the last pair was lost for another;
-    then it gets status 503."""
+    """How long a request waits for its turn and for a pair; then it gets status 503."""
 
 
 class Router(ApiModel):

@@ -1,0 +1,103 @@
+"""The last P, the last D and whole pools go away under open load: nobody is refused, all answered.
+
+The load opens a connection for each request, at a fixed rate (load_client.py), through the
+fleet's Service. The fleet has one P, one D and one router; the operator is a process of the test.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.cluster.fleetkit import (
+    FleetClient,
+    Obj,
+    finish_load,
+    fleet_document,
+    fleet_of_images,
+    small_cases,
+)
+from tests.cluster.harness import Cluster, wait_for
+from tests.e2e.oracle import Case
+
+pytestmark = pytest.mark.cluster
+NAMESPACE = "disrupted"
+POOLS = ("prefill", "decode")
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    return small_cases()
+
+
+@pytest.fixture(scope="module")
+def fleet(node_cluster: Cluster, cases: list[Case]) -> Iterator[FleetClient]:
+    with fleet_of_images(node_cluster, NAMESPACE) as fleet:
+        document = fleet_document(prefill=1, decode=1)
+        document["spec"]["router"] = {"replicas": 1}
+        document["spec"]["drain"] = {"timeoutSeconds": 5}
+        fleet.apply(document)
+        fleet.wait_ready()
+        fleet.kubectl("wait", "--for=condition=Ready", "pod/client", "--timeout=30s")
+        report = fleet.load(cases, requests=len(cases))
+        assert report["failed"] == 0, report
+        yield fleet
+
+
+def kill(fleet: FleetClient, pod: Obj) -> None:
+    """SIGKILL at once."""
+    fleet.kubectl("delete", "pod", pod["metadata"]["name"], "--grace-period=0", "--force")
+
+
+def evict(fleet: FleetClient, pod: Obj) -> None:
+    """As `kubectl drain` does."""
+    name = pod["metadata"]["name"]
+    path = f"/api/v1/namespaces/{fleet.namespace}/pods/{name}/eviction"
+    metadata = {"name": name, "namespace": fleet.namespace}
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata}
+    fleet.kubectl("create", "--raw", path, "-f", "-", input=json.dumps(body))
+
+
+def wait_replaced(fleet: FleetClient, pod: Obj) -> None:
+    """Until another pod of the pool is ready in this one's place."""
+
+    def is_replaced() -> bool:
+        ready = [
+            one["metadata"]["uid"]
+            for one in fleet.pods(pod["metadata"]["labels"]["xpyd.dev/pool"])
+            for condition in one.get("status", {}).get("conditions", [])
+            if (condition["type"], condition["status"]) == ("Ready", "True")
+        ]
+        return bool(ready) and pod["metadata"]["uid"] not in ready
+
+    wait_for(is_replaced, 90, "another pod is ready", explain=fleet.explain)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("end", [kill, evict])
+def test_requests_wait_while_the_last_instance_of_a_pool_is_replaced(
+    fleet: FleetClient, cases: list[Case], pool: str, end: Callable[[FleetClient, Obj], None]
+) -> None:
+    load = fleet.start_load(cases)
+    (pod,) = fleet.pods(pool)
+    end(fleet, pod)
+    wait_replaced(fleet, pod)
+    report = finish_load(load)
+    assert report["failures"] == {}, report
+
+
+def test_requests_wait_while_both_pools_are_scaled_to_0_and_back(
+    fleet: FleetClient, cases: list[Case]
+) -> None:
+    load = fleet.start_load(cases)
+    for pool in POOLS:
+        fleet.scale(pool, 0)
+    for pool in POOLS:
+        wait_for(lambda p=pool: not fleet.pods(p), 60, f"{pool} is at 0", explain=fleet.explain)
+    for pool in POOLS:
+        fleet.scale(pool, 1)
+    fleet.wait_ready()
+    report = finish_load(load)
+    assert report["failures"] == {}, report
