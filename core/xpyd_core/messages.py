@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from xpyd_core.errors import ProtocolError, UserError
+from xpyd_core.kv_outcome import MAX_PEERS, KvPeer
 from xpyd_core.request_id import Address, parse_address
 
 MAX_HEARTBEAT_BYTES = 64 * 1024
@@ -36,7 +37,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `continue_from`.
     `period_ms` is the sender's own beat period. `sent_us` is the Unix time of the beat in
     microseconds and grows with every beat of a process start, so that an old beat is known as one.
-    Load numbers are counts at the time of the beat.
+    Load numbers are counts at the time of the beat. `kv_peers`: what a P or D counted with the
+    peers that it met last (docs/adr/0043).
     """
 
     type: InstanceType
@@ -61,6 +63,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     waiting: _Count = 0
     free_blocks: _Count = 0
     total_blocks: _Count = 0
+    kv_peers: Annotated[tuple[KvPeer, ...], msgspec.Meta(max_length=MAX_PEERS)] = ()
 
     @property
     def http(self) -> Address:

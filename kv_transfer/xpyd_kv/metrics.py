@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Generic, TypeVar
 
 from xpyd_core.distribution import Distribution
+from xpyd_core.kv_outcome import PeerCounts
 
 MAX_NAMES = 64
 OTHER = "other"
@@ -109,6 +110,8 @@ class KvMetrics(RankCounters):
     spilled_bytes: int = 0
     held_s: float = 0.0
     probes: Names = field(default_factory=Names)
+    peers: PeerCounts = field(default_factory=PeerCounts)
+    """P's, by the KV address of D; for heartbeats."""
 
     def transferred(self, transport: str, seconds: float) -> None:
         """A transfer has come to its end over `transport`, `seconds` after its GRANT."""
@@ -116,9 +119,11 @@ class KvMetrics(RankCounters):
             self.transfer_s[transport] = Distribution()
         self.transfer_s[transport].observe(seconds)
 
-    def ended(self, reason: str) -> None:
-        """A transfer has ended; '' when its KV arrived."""
+    def ended(self, reason: str, *, peer: str = "") -> None:
+        """A transfer has ended; '' when its KV arrived. `peer`: where P sent it."""
         self.transfers["failed" if reason else "done"] += 1
+        if peer:
+            self.peers.count(peer, reason)
         if reason:
             self.failed.add(reason)
 

@@ -72,10 +72,12 @@ class BlockPool(Protocol):
 
 class SendStatus(msgspec.Struct, frozen=True):
     """The state of a prompt's transfer: none (failed or cancelled), pending (no GRANT or PULL yet)
-    or granted (and later done), and the incarnation of the D that answered ('' before)."""
+    or granted (and later done), the incarnation of the D that answered ('' before), and of none the
+    reason."""
 
     state: str
     decode_incarnation: str = ""
+    reason: str = ""
 
 
 # --- D

@@ -53,6 +53,10 @@ class Trace(msgspec.Struct):
     """Tokens of all choices; None where no engine gave a number."""
     sent_bytes: int = 0
     status: int = 0
+    kv: str = ""
+    """What became of the KV (xpyd_core.kv_outcome.Outcome); '' before an engine answered."""
+    kv_cause: str = ""
+    """Why it was not moved."""
     failures: list[str] = []
     """Why tries failed, in order: `prefill:reset`."""
 
@@ -84,6 +88,8 @@ class Trace(msgspec.Struct):
             "response": self.response_id,
             "trace": self.trace_id,
             "client_id": self.client_id,
+            "kv": self.kv,
+            "kv_cause": self.kv and self.kv_cause,
         }
         fields |= {name: text for name, text in texts.items() if text}
         if self.failures:
@@ -116,6 +122,13 @@ def _word(text: str) -> str:
     return text if _WORD.fullmatch(text) else orjson.dumps(text).decode()
 
 
+@lru_cache(maxsize=64)
+def _kv_words(kv: str, cause: str) -> str:
+    if not kv:
+        return ""
+    return f" kv={kv} kv_cause={cause}" if cause else f" kv={kv}"
+
+
 def as_words(trace: Trace, now_s: float) -> str:
     """The fields of `Trace.extra` as a line of text has them. Made for every request, so nothing is
     looked at twice.
@@ -146,6 +159,7 @@ def as_words(trace: Trace, now_s: float) -> str:
         line += f" trace={trace.trace_id}"
     if trace.client_id:
         line += f" client_id={_word(trace.client_id)}"
+    line += _kv_words(trace.kv, trace.kv_cause)
     if trace.failures:
         line += f" failures={','.join(trace.failures)}"
     return line

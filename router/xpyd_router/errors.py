@@ -32,6 +32,8 @@ class Answer(NamedTuple):
     body: bytes
     content_type: str = "application/json"
     retry_after: str | None = None
+    kv: str = ""
+    """What D said of the KV (xpyd_core.kv_outcome); for the router alone."""
 
 
 class CallFailed(XpydError):

@@ -14,6 +14,7 @@ from xpyd_router.request_metrics import (
     PHASES,
     Exposition,
     InstanceTable,
+    KvTable,
     ObjectiveTable,
     RequestTable,
 )
@@ -34,6 +35,7 @@ class RouterMetrics:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.requests = RequestTable()
         self.instances = InstanceTable(clock)
+        self.kv = KvTable()
         self.objectives = ObjectiveTable()
         self._registry = CollectorRegistry()
         self.errors = self._counter(
@@ -106,11 +108,25 @@ class RouterMetrics:
         for (kind, state), count in sorted(tally.items()):
             self._instances.labels(kind, state).set(count)
         self.instances.keep(known)
+        self.kv.keep(self.instances.names)
         out = Exposition()
         self.requests.write(out)
         self.instances.write(out)
+        self.kv.write(out)
         self.objectives.write(out)
         return generate_latest(self._registry) + out.text()
+
+
+def only(text: bytes, names: frozenset[str]) -> bytes:
+    """Of a text exposition the metrics with these names."""
+    kept: list[bytes] = []
+    is_kept = False
+    for line in text.splitlines():
+        if line.startswith(b"# HELP "):
+            is_kept = line.split(b" ", 3)[2].decode() in names
+        if is_kept:
+            kept.append(line)
+    return b"\n".join([*kept, b""])
 
 
 def state_of(instance: Instance) -> ShownState:

@@ -11,12 +11,13 @@ Series of a name that no instance has are dropped after five minutes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
 from xpyd_core.distribution import Distribution
+from xpyd_core.kv_outcome import Cause, Outcome
 from xpyd_router.access_log import Trace
 from xpyd_router.errors import FailureCause
 from xpyd_router.fleet.instances import MAX_INSTANCES, Instance, InstanceKey
@@ -303,6 +304,11 @@ class InstanceTable:
     def __len__(self) -> int:
         return len(self._by_name)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names that have series."""
+        return frozenset(name for name, _ in self._by_name)
+
     def of(self, instance: Instance) -> InstanceMetrics:
         """The instance's metrics."""
         return self._by_key.get(instance.key) or self._enter(instance)
@@ -386,6 +392,52 @@ class InstanceTable:
             for partner in [d for d in metrics.paired if gone is None or d in gone]:
                 del metrics.paired[partner]
         self._pairs = sum(len(metrics.paired) for metrics in self._by_name.values())
+
+
+class KvTable:
+    """Owner of the counts of what became of requests' KV, by P and D. An instance that served alone
+    has the other's place empty."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str, Outcome, Cause], int] = {}
+
+    def count(self, instances: tuple[Instance, ...], outcome: Outcome, cause: Cause) -> None:
+        """An engine answered a try on `instances`, or the try failed for the KV."""
+        first, last = instances[0], instances[-1]
+        prefill = first.name if first.beat.type == "P" else ""
+        decode = last.name if last.beat.type != "P" else ""
+        key = (prefill, decode, outcome, cause)
+        counts = self._counts
+        if key not in counts and len(counts) >= MAX_PAIRS:
+            key = (_OTHER, _OTHER, outcome, cause)
+        counts[key] = counts.get(key, 0) + 1
+
+    def keep(self, names: Container[str]) -> None:
+        """Forget instances that are not among `names`."""
+        kept = {"", _OTHER}
+        for key in list(self._counts):
+            if any(name not in kept and name[:_MAX_LABEL] not in names for name in key[:2]):
+                del self._counts[key]
+
+    def write(self, out: Exposition) -> None:
+        """All of them as one metric."""
+        samples = [
+            (
+                labels_of(
+                    {
+                        "prefill": prefill[:_MAX_LABEL],
+                        "decode": decode[:_MAX_LABEL],
+                        "outcome": outcome,
+                        "cause": cause,
+                    }
+                ),
+                count,
+            )
+            for (prefill, decode, outcome, cause), count in sorted(self._counts.items())
+        ]
+        out.numbers(
+            "xpyd_router_kv_outcomes_total", "counter", "Tries, by what became of the KV", samples
+        )
 
 
 _NUMBERS: tuple[tuple[str, Kind, str, Callable[[InstanceMetrics], int]], ...] = (

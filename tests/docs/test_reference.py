@@ -196,13 +196,14 @@ def test_the_metrics_of_the_router_are_those_of_the_page() -> None:
     instance = Instance(InstanceKey("h:1", ""), beat, beat.http, beat.kv, 0.0, 9.0, 3.0)
     metrics.failed(instance, "reset")
     metrics.instances.paired(instance, instance)
+    metrics.kv.count((instance,), "alone", "one_token")
     call = metrics.instances.call(instance, 1)
     for _ in range(2):
         call.streamed(1, 1)
     call.end()
     metrics.objectives.count("ttft", predicted="met", result="met")
     out = Exposition()
-    for table in (metrics.requests, metrics.instances, metrics.objectives):
+    for table in (metrics.requests, metrics.instances, metrics.kv, metrics.objectives):
         table.write(out)
     counted = _written(out.text().decode())
     assert _documented("## Router") == _of_the_library(metrics) | counted
@@ -213,6 +214,7 @@ def test_the_fields_of_the_access_log_are_those_of_the_page() -> None:
     known.prefill_s = known.decode_s = known.first_s = 0.1
     known.prompt_tokens = known.output_tokens = known.priority = 1
     known.failures.append("prefill:reset")
+    known.kv, known.kv_cause = "recomputed", "unreachable"
     documented = [name for row in rows("router.md", "## Access log") for name in code(row[0])]
     assert sorted(documented) == sorted(known.extra(1.0))
 

@@ -103,6 +103,7 @@ class Generated:
         self.is_decode = "emit_from" in params
         self.emit_from = params.get("emit_from") or [len(ids) for ids in self.before]
         self.stop_at = engine.stop_at or {}
+        self.not_sent = engine.not_sent
         generated = sum(len(self.ids(choice)) for choice in range(self.choices))
         self.usage = {
             "prompt_tokens": 5,
@@ -150,7 +151,8 @@ class Generated:
         answer = {**self.document, "choices": pieces, "usage": self.usage}
         if self.params and not self.is_decode:
             answer["kv_transfer_params"] = {
-                "transfer": ["granted"] * self.prompts,
+                "transfer": ["none" if self.not_sent else "granted"] * self.prompts,
+                "reason": [self.not_sent] * self.prompts,
                 "decode_incarnation": "d-inc",
                 "prompt_digest": ["ab" * 32] * self.prompts,
             }
@@ -180,8 +182,8 @@ def sse(payload: object) -> bytes:
     return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
-async def start_stream(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+async def start_stream(request: web.Request, **headers: str) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **headers})
     await response.prepare(request)
     return response
 
@@ -189,9 +191,10 @@ async def start_stream(request: web.Request) -> web.StreamResponse:
 async def serve_model(engine: HttpEngine, call: Call, request: web.Request) -> web.StreamResponse:
     """The contract's engine."""
     generated = Generated(engine, call)
+    headers = {"X-Xpyd-Kv": engine.said_of_kv} if engine.said_of_kv else {}
     if not generated.body.get("stream"):
-        return web.json_response(generated.whole())
-    response = await start_stream(request)
+        return web.json_response(generated.whole(), headers=headers)
+    response = await start_stream(request, **headers)
     for chunk in generated.chunks():
         await response.write(sse(chunk))
     await response.write(b"data: [DONE]\n\n")
@@ -249,6 +252,10 @@ class HttpEngine:
     """Choice -> number of tokens after which it ends with `stop`."""
     calls: list[Call] = field(default_factory=list)
     releases: list[tuple[str, str]] = field(default_factory=list)
+    said_of_kv: str = ""
+    """D: the header that says what became of the KV."""
+    not_sent: str = ""
+    """P: why it sends no KV."""
     files: bytes | None = None
     """What it answers to GET /tokenizer."""
     runner: web.AppRunner | None = None

@@ -265,6 +265,7 @@ def test_a_line_of_text_has_the_fields_of_json() -> None:
     full = Trace("completions", 0.0, model="m", client_id="c", trace_id="t", response_id="r")
     full.prefill_s, full.first_s, full.decode_s = 0.25, 0.5, 0.125
     full.priority = -1
+    full.kv, full.kv_cause = "recomputed", "no_offer"
     full.prompt_tokens, full.output_tokens, full.failures = 3, 4, ["prefill:reset", "decode:lost"]
     full.prefill, full.decode, full.request, full.tries = "p-0", "d-0", "f" * 32, 2
     for trace in (full, Trace("completions", 0.0)):

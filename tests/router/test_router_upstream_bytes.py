@@ -39,9 +39,13 @@ class Parsed:
 @pytest.mark.parametrize("length", NAMES)
 def test_a_plain_answer_is_told_with_its_type_and_body(length: bytes) -> None:
     found = whole_answer(HEAD + length + b"\r\n\r\nhello")
-    assert found == (b"application/json", b"hello")
+    assert found == (b"application/json", b"hello", b"")
     bare = whole_answer(b"HTTP/1.1 200 \r\n" + length + b"\r\n\r\nhello")
-    assert bare == (b"", b"hello")
+    assert bare == (b"", b"hello", b"")
+    said = whole_answer(
+        HEAD + b"x-xpyd-kv: recomputed; reason=auth\r\n" + length + b"\r\n\r\nhello"
+    )
+    assert said == (b"application/json", b"hello", b"recomputed; reason=auth")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,11 @@ def test_everything_else_is_the_parsers(data: bytes) -> None:
     assert whole_answer(data) is None
 
 
-@given(st.binary(max_size=300), st.integers(-2, 2), st.sampled_from(["X-A: b", "Server: s"]))
+@given(
+    st.binary(max_size=300),
+    st.integers(-2, 2),
+    st.sampled_from(["X-A: b", "Server: s", "X-Xpyd-Kv: moved"]),
+)
 def test_what_is_told_is_what_the_parser_finds(body: bytes, wrong: int, header: str) -> None:
     length = max(len(body) + wrong, 0)
     data = HEAD + f"{header}\r\nContent-Length: {length}\r\n\r\n".encode() + body
@@ -76,7 +84,9 @@ def test_what_is_told_is_what_the_parser_finds(body: bytes, wrong: int, header: 
     assert (found is not None) == (length == len(body))
     if found is not None:
         assert parsed.is_whole
-        assert found == (dict(parsed.headers)[b"content-type"], parsed.body)
+        headers = dict(parsed.headers)
+        said = headers.get(b"x-xpyd-kv", b"")
+        assert found == (headers[b"content-type"], parsed.body, said)
 
 
 def chunked(payloads: list[bytes], digits: str) -> bytes:

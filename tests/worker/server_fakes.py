@@ -95,6 +95,8 @@ class ScriptedEngine:
     error_kind: ErrorKind = "internal"
     fail_after: int = 0
     report: TransferReport = field(default_factory=lambda: TransferReport("granted", "d-inc"))
+    kv: str | dict[int, str] = ""
+    """What became of the KV; by prompt where it differs."""
     offers: dict[TransferKey, OfferedPrompt] = field(default_factory=dict)
     requests: list[EngineRequest] = field(default_factory=list)
     aborted: list[tuple[str, tuple[int, ...] | None]] = field(default_factory=list)
@@ -168,6 +170,7 @@ class ScriptedEngine:
                         prompt_logprobs=scores,
                         cached_tokens=16 if len(request.prompt) > 16 else 0,
                         transfer=self.report if finished and request.transfer else None,
+                        kv=self.kv if isinstance(self.kv, str) else self.kv[request.first_choice],
                         started_s=started_s,
                     )
                 ]

@@ -64,6 +64,7 @@ async def test_p_sends_each_prompts_kv_to_the_d_of_the_id() -> None:
         assert [r.log_id for r in server.engine.requests] == [UUID, UUID]
         assert answer["kv_transfer_params"] == {
             "transfer": ["granted", "granted"],
+            "reason": ["", ""],
             "decode_incarnation": "d-inc",
             "prompt_digest": [prompt_digest(list(b"hi")), prompt_digest(list(b"yo!"))],
         }
@@ -286,10 +287,43 @@ async def test_scoring_the_prompt_never_waits_for_kv() -> None:
 
 
 async def test_a_transfer_that_failed_is_reported() -> None:
-    engine = ScriptedEngine(report=TransferReport("none"))
+    engine = ScriptedEngine(report=TransferReport("none", reason="auth"))
     async with serving(engine, role="Prefill") as server:
         params = (await ask(server, to_p()))["kv_transfer_params"]
         assert (params["transfer"], params["decode_incarnation"]) == (["none"], "")
+        assert params["reason"] == ["auth"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("said", ["moved", "recomputed; reason=no_offer"])
+async def test_d_says_in_a_header_what_became_of_the_kv(said: str, stream: bool) -> None:
+    async with serving(ScriptedEngine(kv=said), role="Decode") as server:
+        body = to_d([[ord("h")]], [1], stream=stream)
+        answer = await server.client.post(PATH, json=body, headers={"X-Request-Id": PAIR})
+        assert answer.headers["X-Xpyd-Kv"] == said
+        service = server.api.service
+        assert service is not None
+        [peer] = service.kv_peers.latest()
+        assert peer.peer == "10.0.1.2:21001"
+        assert (peer.moved, peer.failed) == ((1, {}) if said == "moved" else (0, {"no_offer": 1}))
+        alone = await server.client.post(PATH, json=body, headers={"X-Request-Id": UUID})
+        assert "X-Xpyd-Kv" not in alone.headers
+
+
+async def test_d_says_that_one_of_several_prompts_was_computed_here() -> None:
+    said = {0: "moved", 1: "recomputed; reason=timeout"}
+    async with serving(ScriptedEngine(kv=said), role="Decode") as server:
+        body = {"prompt": ["hi", "yo"]}
+        answer = await server.client.post(PATH, json=body, headers={"X-Request-Id": PAIR})
+        assert answer.headers["X-Xpyd-Kv"] == "recomputed; reason=timeout"
+
+
+async def test_d_says_that_a_pair_id_was_not_signed_by_its_key() -> None:
+    async with serving(role="Decode", signed_by=(b"0123456789abcdef",)) as server:
+        answer = await server.client.post(
+            PATH, json={"prompt": "hi"}, headers={"X-Request-Id": PAIR, "X-Xpyd-Pair-Mac": "00"}
+        )
+        assert answer.headers["X-Xpyd-Kv"] == "recomputed; reason=unsigned"
 
 
 async def test_ds_whole_chat_has_the_prompts_ids_and_its_stream_does_not_repeat_them() -> None:

@@ -226,6 +226,7 @@ class _Worker:
                 probe=loaded.kv.probe,
                 has_priorities=config.scheduling_policy == "priority",
                 draw_seed=seeds(config.seed),
+                kv_peers=loaded.kv.peers,
             )
             self._lifecycle.become("Ready")
             self._metrics.watch(
@@ -334,6 +335,7 @@ class _Worker:
             waiting=stats.waiting,
             free_blocks=stats.blocks_free,
             total_blocks=stats.blocks_total,
+            kv_peers=loaded.kv.peers.latest(),
         )
 
     def _say_ready(self, loaded: LoadedEngine, port: int) -> None:

@@ -223,7 +223,7 @@ class KvProducer:
         prompt = self._prompts.get(key)
         if prompt is not None:
             if prompt.cancelled:
-                return SendStatus("none")
+                return SendStatus("none", reason="cancelled")
             state = "granted" if prompt.granted else "pending"
             return SendStatus(state, prompt.incarnation)
         settled = self._settled.get(key, self._clock())
@@ -309,7 +309,7 @@ class KvProducer:
     def _settle(self, key: TransferKey, epoch: int, reason: str, incarnation: str = "") -> None:
         if reason:
             self._log_failure(key, reason)
-        settled = Settled(epoch, "none" if reason else "granted", incarnation)
+        settled = Settled(epoch, "none" if reason else "granted", incarnation, reason)
         self._settled.set(key, settled, self._clock())
 
     def _log_failure(self, key: TransferKey, reason: str) -> None:
@@ -324,4 +324,5 @@ class KvProducer:
 
 
 def _status(settled: Settled) -> SendStatus:
-    return SendStatus(settled.state, settled.incarnation if settled.state == "granted" else "")
+    incarnation = settled.incarnation if settled.state == "granted" else ""
+    return SendStatus(settled.state, incarnation, settled.reason)

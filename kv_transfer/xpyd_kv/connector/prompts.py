@@ -83,6 +83,8 @@ class Settled(msgspec.Struct, frozen=True):
     epoch: int
     state: str
     incarnation: str
+    reason: str = ""
+    """Why its KV was not sent."""
 
 
 class Pressure:

@@ -164,7 +164,7 @@ class Departures:
         del self._open[key]
         self._deadlines.clear(key)
         self._metrics.open_transfers -= 1
-        self._metrics.ended(reason)
+        self._metrics.ended(reason, peer=str(transfer.request.address))
         if transfer.source is None:
             for post in self._ranks:
                 post(pairs.Forget(key=key, epoch=epoch))

@@ -34,6 +34,7 @@ from xpyd_router.http.shapes import (
     AdminState,
     Alive,
     InstanceHealth,
+    InstanceKv,
     InstanceLoad,
     InstanceReport,
     Instances,
@@ -45,7 +46,7 @@ from xpyd_router.http.shapes import (
     Version,
 )
 from xpyd_router.http.text_calls import TextCalls
-from xpyd_router.metrics import state_of
+from xpyd_router.metrics import only, state_of
 from xpyd_router.request.client_request import ENDPOINTS, TEXT_PATHS, HeadReader
 from xpyd_router.request.flow import Flow
 from xpyd_router.upstream.client import UpstreamClient
@@ -179,6 +180,10 @@ def _describe(fleet: FleetView, instance: Instance, weight: float) -> InstanceRe
             free_blocks=beat.free_blocks,
             total_blocks=beat.total_blocks,
         ),
+        kv=[
+            InstanceKv(peer=peer.peer, moved=peer.moved, failed=peer.failed)
+            for peer in beat.kv_peers
+        ],
     )
 
 
@@ -283,6 +288,8 @@ def _add_state(app: Quart, app_state: AppState) -> None:
             text = await app_state.control.metrics()
         except ApiError as error:
             return error_reply(error)
+        if names := request.args.getlist("name[]"):
+            text = only(text, frozenset(names))
         return Response(text, content_type=CONTENT_TYPE_LATEST)
 
     @app.get("/instances")

@@ -88,6 +88,14 @@ class InstanceLoad(Shape, frozen=True, kw_only=True):
     total_blocks: _Count
 
 
+class InstanceKv(Shape, frozen=True, kw_only=True):
+    """What the instance counted with one peer since its start, as of its last heartbeat."""
+
+    peer: Annotated[str, Meta(description="The peer's KV address.")]
+    moved: _Count
+    failed: Annotated[dict[str, int], Meta(description="KV that did not come, by cause.")]
+
+
 class InstanceReport(Shape, frozen=True, kw_only=True):
     """One line of the registry."""
 
@@ -109,6 +117,7 @@ class InstanceReport(Shape, frozen=True, kw_only=True):
     revision: str
     max_model_len: _Count
     load: InstanceLoad
+    kv: Annotated[list[InstanceKv], Meta(description="The last 16 peers, the latest first.")]
 
 
 class Instances(Shape, frozen=True, kw_only=True):

@@ -113,6 +113,8 @@ class PrefillAnswer:
     choices: tuple[FirstChoice, ...]
     usage: Json
     transfer: Json
+    not_sent: tuple[str, ...] = ()
+    """Why P sends no KV, for each prompt of which it sends none; not D's."""
 
     @property
     def is_over(self) -> bool:
@@ -183,7 +185,17 @@ def parse_prefill_answer(request: InferenceRequest, body: bytes) -> PrefillAnswe
             for name in ("transfer", "decode_incarnation", "prompt_digest")
             if name in transfer
         },
+        not_sent=_not_sent(cast(Json, transfer)),
     )
+
+
+def _not_sent(transfer: Json) -> tuple[str, ...]:
+    """P's words; `not_sent` where it gives none. What is malformed is D's to refuse."""
+    states, reasons = transfer.get("transfer"), transfer.get("reason")
+    if not isinstance(states, list) or "none" not in states:
+        return ()
+    words = cast("list[object]", reasons) if isinstance(reasons, list) else []
+    return tuple(str(one) for one in words if one) or ("not_sent",)
 
 
 def _base(request: InferenceRequest, head: Head, model: str) -> Json:

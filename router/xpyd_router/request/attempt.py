@@ -19,7 +19,9 @@ from msgspec.structs import replace
 
 from xpyd_core.errors import ApiError
 from xpyd_core.keys import PAIR_MAC_HEADER, call_mac
+from xpyd_core.kv_outcome import AloneCause, Cause, LostCause, Outcome, cause_of
 from xpyd_core.request_id import pair_id_text
+from xpyd_router.access_log import Trace
 from xpyd_router.app_state import AppState
 from xpyd_router.errors import (
     BROKEN,
@@ -38,7 +40,7 @@ from xpyd_router.request.answers import scrub
 from xpyd_router.request.client_request import InferenceRequest
 from xpyd_router.request.objectives import Objectives
 from xpyd_router.request.releases import Releases
-from xpyd_router.request.state import RequestState, gave_up
+from xpyd_router.request.state import Prefilled, RequestState, gave_up, pair_outcome
 from xpyd_router.request_metrics import CallMetrics, InstanceTable
 from xpyd_router.upstream.client import UpstreamClient
 from xpyd_router.upstream.connection import Exchange
@@ -58,6 +60,17 @@ def pair_deadline_s(
     its place under the limits. A try after a failure has its own wait: `waited_s` is 0.
     """
     return min(now_s + max(0.0, wait_s - waited_s), request_ends_s)
+
+
+def why_alone(choice: Alone, state: RequestState) -> AloneCause:
+    """Why the policy gave the request to one instance, where a P was there."""
+    match choice.instance.beat.type:
+        case "A":
+            return "aggregated"
+        case "P":
+            return "one_token"
+        case "D":
+            return "echo" if state.request.alone == "D" and not state.sent else "short_prompt"
 
 
 _ASK_AGAIN_S = 0.5
@@ -265,6 +278,7 @@ class Attempts:
             slo=self._objectives.left(state) if self._objectives else NO_SLO,
         )
         trace = state.trace
+        trace.kv = trace.kv_cause = ""
         choice = None if state.shunned else self._pick_at_once(want)
         if choice is None:
             give_up = None if state.last_cause == "refused" else lambda: gave_up(state)
@@ -276,6 +290,7 @@ class Attempts:
                 body_bytes=len(state.request.raw),
                 shunned=state.shunned,
                 may_repeat=state.last_cause in BROKEN,
+                trace=trace,
             )
             trace.queue_s += self._clock() - asked_s
         attempt = Attempt(
@@ -313,6 +328,32 @@ class Attempts:
         waited_s = 0.0 if state.trace.tries else state.trace.queue_s
         return pair_deadline_s(now_s, waited_s, wait_s=config.pair_wait_s, request_ends_s=ends_s)
 
+    def answered(
+        self, state: RequestState, attempt: Attempt, prefilled: Prefilled | None, said: str
+    ) -> None:
+        """An engine answers the attempt: note what became of the KV. `said`: its header."""
+        choice, trace = attempt.choice, state.trace
+        if isinstance(choice, Alone):
+            outcome: Outcome = "alone"
+            cause: Cause = "no_prefill" if trace.kv_cause else why_alone(choice, state)
+            instances = attempt.instances
+        elif prefilled is not None and prefilled.is_over:
+            outcome, cause, instances = "alone", "first_token", attempt.instances[:1]
+        else:
+            outcome, cause = pair_outcome(prefilled, said)
+            instances = attempt.instances
+            if cause == "no_offer":
+                cause = self._as_prefill_says(choice) or cause
+        trace.kv, trace.kv_cause = outcome, cause
+        self._metrics.kv.count(instances, outcome, cause)
+
+    def _as_prefill_says(self, pair: Pair) -> LostCause | None:
+        """Why D got no offer, by the last beat of P, which may have failed to reach it."""
+        latest = (one for one in self._fleet.instances if one.key == pair.prefill.key)
+        peers = (peer for one in latest for peer in one.beat.kv_peers)
+        last = next((peer.last for peer in peers if peer.peer == str(pair.decode.kv)), "")
+        return cause_of(last) if last else None
+
     def end(self, state: RequestState, attempt: Attempt) -> None:
         """However the attempt ended: note it, free its place, and have D release KV that no call
         will ask for.
@@ -345,6 +386,7 @@ class Attempts:
         body_bytes: int = 0,
         shunned: Sequence[frozenset[InstanceKey]] = (),
         may_repeat: bool = False,
+        trace: Trace,
     ) -> Pair | Alone:
         """A choice, at latest at `deadline_s`; without the first of `shunned` that leaves one.
 
@@ -364,6 +406,7 @@ class Attempts:
                 return choice
             if choice := self._second_choice(snapshot, want):
                 self._metrics.prefill_on_decode.inc()
+                trace.kv_cause = "no_prefill"
                 self._remember(want.model)
                 return choice
             everyone = replace(want, exclude=frozenset())

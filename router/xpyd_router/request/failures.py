@@ -72,6 +72,8 @@ class Failures:
         request, instance, choice = state.request, attempt.called, attempt.choice
         if cause == "transfer" and isinstance(choice, Pair):
             # Any other pair will do; best is one that shares no instance with this one.
+            self._metrics.kv.count(attempt.instances, "failed", "other")
+            state.trace.kv, state.trace.kv_cause = "failed", "other"
             self._fleet.transfer_failed(choice.prefill, choice.decode, request.raw)
             p, d = choice.prefill.key, choice.decode.key
             state.shunned = (frozenset((p, d)), frozenset((d,)), frozenset((p,)))

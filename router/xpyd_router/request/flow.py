@@ -200,15 +200,18 @@ class Flow:
     async def _try_whole(self, state: RequestState, attempt: Attempt) -> Answer:
         request, choice = state.request, attempt.choice
         body = request.raw
+        prefilled: Prefilled | None = None
         if isinstance(choice, Pair):
             prefilled = await self._prefill(state, attempt, choice)
             if prefilled is not None and prefilled.is_over:
+                self._attempts.answered(state, attempt, prefilled, "")
                 return Answer(200, whole_answer(request, state.head, prefilled.answer))
             mac = attempt.mac_for(choice.decode)
             body = decode_body(state, prefilled, is_stream=False, pair_mac=mac)
         answer = await attempt.call(attempt.instances[-1], request, body, self._left_s(state))
         attempt.fleet.succeeded(attempt.called)
         attempt.owes_release = False
+        self._attempts.answered(state, attempt, prefilled, answer.kv)
         body = attempt.scrubbed(answer.body)
         return Answer(answer.status, body, answer.content_type, answer.retry_after)
 
@@ -218,6 +221,7 @@ class Flow:
         request, choice = state.request, attempt.choice
         body = request.raw
         goes_on = False
+        prefilled: Prefilled | None = None
         if isinstance(choice, Alone):
             if goes_on := can_go_on_alone(state, choice.instance):
                 body = splice(body, {"kv_transfer_params": alone_params(state)})
@@ -226,6 +230,7 @@ class Flow:
             if prefilled is not None:
                 client.write(first_events(state, prefilled, choice))
                 if prefilled.is_over:
+                    self._attempts.answered(state, attempt, prefilled, "")
                     client.end()
                     return
                 goes_on = True
@@ -234,6 +239,7 @@ class Flow:
         instance = attempt.instances[-1]
         exchange = await attempt.open(instance, request, body, self._left_s(state))
         try:
+            self._attempts.answered(state, attempt, prefilled, exchange.kv)
             sent = (state.sent or sent_alone(state, instance)) if goes_on else None
             await Relay(state, attempt, client, sent=sent).run(
                 exchange, self._config.request_timeout_s

@@ -15,6 +15,7 @@ import msgspec
 import orjson
 
 from xpyd_core.errors import ApiError, ProtocolError
+from xpyd_core.kv_outcome import Cause, Outcome, cause_of, read_header
 from xpyd_router.access_log import Trace
 from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.fleet.poison import Break
@@ -302,6 +303,18 @@ def decode_body(
         return state.request.raw
     params = {} if prefilled is None else decode_params(state, prefilled, is_stream=is_stream)
     return splice(state.request.raw, {"kv_transfer_params": {**params, "pair_mac": pair_mac}})
+
+
+def pair_outcome(prefilled: Prefilled | None, said: str) -> tuple[Outcome, Cause]:
+    """What became of a pair's KV, by D's header and P's answer. D knows whether it came; of KV that
+    P did not send, P knows why.
+    """
+    outcome, word = read_header(said)
+    not_sent = prefilled.answer.not_sent if prefilled is not None else ()
+    if outcome == "moved" or (outcome == "unreported" and not not_sent):
+        return outcome, ""
+    cause = cause_of(word) if word else "not_sent"
+    return "recomputed", cause_of(not_sent[0]) if not_sent and cause == "not_sent" else cause
 
 
 def gave_up(state: RequestState) -> ApiError:

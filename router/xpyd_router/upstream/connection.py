@@ -19,6 +19,7 @@ from typing import cast
 
 import httptools
 
+from xpyd_core.kv_outcome import HEADER as KV_HEADER
 from xpyd_router.errors import Answer, CallFailed, FailureCause
 from xpyd_router.fleet.instances import InstanceKey
 
@@ -41,6 +42,8 @@ class Exchange:
     status: int = 0
     content_type: str = ""
     retry_after: str | None = None
+    kv: str = ""
+    """What D says of the KV."""
     has_answered: bool = False
     """A byte of the answer has come."""
     is_whole: bool = False
@@ -84,7 +87,7 @@ class Exchange:
     def answer(self) -> Answer:
         """The whole answer, of one that is whole."""
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        return Answer(self.status, body, self.content_type, self.retry_after)
+        return Answer(self.status, body, self.content_type, self.retry_after, self.kv)
 
     async def read(self, limit_bytes: int = MAX_ANSWER_BYTES) -> Answer:
         """The whole answer; CallFailed `incomplete` when it broke off, `too_large` above the limit.
@@ -189,6 +192,8 @@ class Exchange:
             self.content_type = value.decode("latin-1")
         elif name == b"retry-after":
             self.retry_after = value.decode("latin-1")
+        elif name == _KV_NAME:
+            self.kv = value.decode("latin-1")
 
     def on_head(self, status: int) -> None:
         """All headers are here."""
@@ -212,9 +217,10 @@ class Exchange:
             else:  # no reader yet
                 self.pause()
 
-    def on_whole(self, content_type: bytes, body: bytes) -> None:
+    def on_whole(self, content_type: bytes, body: bytes, kv: bytes = b"") -> None:
         """A whole answer with status 200, in one piece."""
         self.content_type = content_type.decode("latin-1")
+        self.kv = kv.decode("latin-1")
         self.status = 200
         self._body.append(body)  # no consumer yet: `relay` comes after the head
         if self._failure is None:
@@ -248,14 +254,16 @@ def _drop(data: bytes) -> None:
 _LENGTHS = frozenset({b"content-length", b"transfer-encoding"})
 _LENGTH = b"\r\ncontent-length:"
 _TYPE = b"\r\ncontent-type:"
+_KV_NAME = KV_HEADER.lower().encode()
+_KV = b"\r\n" + _KV_NAME + b":"
 _MAX_LENGTH_DIGITS = 15
 _MAX_CHUNK_LINE_BYTES = 10
 _HEX = b"0123456789abcdefABCDEF"
 
 
-def whole_answer(data: bytes) -> tuple[bytes, bytes] | None:
-    """Content type and body of the 200 that `data` is, where it is exactly that and its connection
-    stays; None where it is more, less, or anything but the plainest form.
+def whole_answer(data: bytes) -> tuple[bytes, bytes, bytes] | None:
+    """Content type, body and word of the KV of the 200 that `data` is, where it is exactly that and
+    its connection stays; None where it is more, less, or anything but the plainest form.
     """
     if not data.startswith(b"HTTP/1.1 200 "):
         return None
@@ -278,10 +286,12 @@ def whole_answer(data: bytes) -> tuple[bytes, bytes] | None:
     body = data[end + 4 :]
     if len(body) != int(digits):
         return None
-    start = head.find(_TYPE) + len(_TYPE)
-    if start < len(_TYPE):
-        return b"", body
-    return data[start:end].partition(b"\r")[0].strip(b" "), body
+    return _value(data, end, head.find(_TYPE), _TYPE), body, _value(data, end, head.find(_KV), _KV)
+
+
+def _value(data: bytes, end: int, at: int, name: bytes) -> bytes:
+    """The value of the header that is `at` in the head, which ends at `end`; -1: it has none."""
+    return data[at + len(name) : end].partition(b"\r")[0].strip(b" ") if at >= 0 else b""
 
 
 def whole_chunks(data: bytes) -> bytes | None:

@@ -199,10 +199,11 @@ def whole(call: Call) -> bytes:
 
 
 def transfer_of(call: Call) -> Json:
-    """P's three fields: the router passes them on as they are."""
+    """P's fields: the router passes them on as they are, but for `reason`, which it keeps."""
     prompts = range(len(call.wanted.prompts))
     states = ("granted", "pending", "none")
     return {
+        "reason": [""] * len(call.wanted.prompts),
         "transfer": [states[(int(call.uuid[:2], 16) + i) % 3] for i in prompts],
         "decode_incarnation": f"of-{call.uuid[::-1][:12]}",
         "prompt_digest": [call.wanted.digest(i) for i in prompts],

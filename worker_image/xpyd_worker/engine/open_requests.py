@@ -96,6 +96,7 @@ class OpenRequests:
                 cached_tokens=state.cached_tokens,
                 received_tokens=state.received_tokens,
                 transfer=report,
+                kv=state.kv,
                 started_s=state.started_s,
             )
         )

@@ -158,11 +158,12 @@ class ChoiceOutput:
 
 @dataclass(frozen=True)
 class TransferReport:
-    """The state of the prompt's transfer on P when its last output is made, and the D that took
-    it."""
+    """The state of the prompt's transfer on P when its last output is made, the D that took it, and
+    of none the reason."""
 
     state: TransferState
     decode_incarnation: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,8 @@ class EngineOutput:
     first) is in the first output of a request that asked for it. `cached_tokens` counts prompt
     tokens from the local prefix cache, `received_tokens` those whose KV P sent. `started_s`:
     when the request first left the queue, on the engine's clock (time.monotonic); None before.
+    `kv` is what became of the KV that D was to get: see xpyd_core.kv_outcome.header_of; '' where
+    none was to come.
     `error` is set, and `error_kind` with it, where choices ended by `error`.
     """
 
@@ -183,6 +186,7 @@ class EngineOutput:
     cached_tokens: int = 0
     received_tokens: int = 0
     transfer: TransferReport | None = None
+    kv: str = ""
     started_s: float | None = None
     error: str = ""
     error_kind: ErrorKind = ""

@@ -124,6 +124,7 @@ class Sending:
         if state.send is None:
             return None
         if self._producer is None or not state.offered_tokens:
-            return TransferReport("none")
+            return TransferReport("none", reason="not_sent")
         status = self._producer.status(state.send.key)
-        return TransferReport(_STATES.get(status.state, "none"), status.decode_incarnation)
+        found = _STATES.get(status.state, "none")
+        return TransferReport(found, status.decode_incarnation, status.reason)

@@ -12,6 +12,7 @@ import heapq
 from dataclasses import dataclass, field, replace
 
 from xpyd_core.blocks import blocks_for, extend_block_hashes
+from xpyd_core.kv_outcome import MOVED, header_of
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.executor import KnownTokens, ScheduledSequence, StepInput
 from xpyd_worker.engine.request import (
@@ -78,6 +79,14 @@ class RequestState:
         """The transfer that sends its KV."""
         transfer = self.request.transfer
         return transfer if isinstance(transfer, SendTo) else None
+
+    @property
+    def kv(self) -> str:
+        """D: what became of the KV that P was to send (EngineOutput.kv). A sequence that was
+        preempted had begun from it."""
+        if self.adopted or self.recomputed == "preempted":
+            return MOVED
+        return header_of(self.recomputed) if self.recomputed else ""
 
     @property
     def is_offered(self) -> bool:

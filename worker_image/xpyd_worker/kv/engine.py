@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from xpyd_core.kv_outcome import PeerCounts
 from xpyd_core.request_id import Address
 from xpyd_kv.connector.build import Connector, MakeStore, build, default_store
 from xpyd_kv.memory.api import KvMemory
@@ -70,6 +71,11 @@ class Kv:
         """Tests the way to a D; None on any but a P."""
         connector = self.connector
         return None if connector is None or connector.probes is None else connector.probe
+
+    @property
+    def peers(self) -> PeerCounts:
+        """What was counted with each peer, for heartbeats."""
+        return PeerCounts() if self.connector is None else self.connector.metrics.peers
 
     def start(self) -> None:
         """Open the port and start the I/O thread. UserError when the address is taken."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 from quart import Response
 
 from xpyd_core.errors import ApiError
+from xpyd_core.kv_outcome import PeerCounts
 from xpyd_core.tokenizer_files import MAX_BYTES, TokenizerFiles, encode_tokenizer_files
 from xpyd_worker.config import Role
 from xpyd_worker.model.generation import OPENAI_DEFAULTS, SamplingDefaults
@@ -181,7 +182,7 @@ class Service:
     """All that a request needs. `max_requests`: prompts in the engine, over which 503 is given.
     `probe`: on P only; tests the way to a D and calls back, on another thread. `has_priorities`:
     the engine ranks by them. `draw_seed`: 64 bits for a request without a seed. `threads`: where
-    long texts become tokens."""
+    long texts become tokens. `kv_peers`: on D, what became of the KV of requests, by P."""
 
     model: ServedModel
     instance: InstanceInfo
@@ -191,3 +192,4 @@ class Service:
     has_priorities: bool = False
     draw_seed: Callable[[], int] = field(default_factory=seeds)
     threads: TextThreads = field(default_factory=TextThreads)
+    kv_peers: PeerCounts = field(default_factory=PeerCounts)

@@ -138,7 +138,9 @@ def paths() -> Json:
         },
         "/health": {"get": _read("health", "State", "Alive", _HEALTH)},
         "/readiness": {"get": _readiness()},
-        "/metrics": {"get": _plain("metrics", *_METRICS, "text/plain", "string")},
+        "/metrics": {
+            "get": _plain("metrics", *_METRICS, "text/plain", "string", _NAMES_OF_METRICS)
+        },
         "/instances": {"get": _read("listInstances", "State", "Instances", _INSTANCES)},
         "/version": {"get": _read("version", "State", "Version", "The router's version.")},
         "/openapi.json": {"get": _plain("openapi", *_DOCUMENT, "application/json", "object")},
@@ -166,6 +168,13 @@ _INSTANCES = "The registry. It shows engine addresses: do not expose it to clien
 _CORDON = "The instance gets no new requests from this router; running ones go on."
 _UNCORDON = "The instance gets requests again."
 _METRICS = ("Prometheus' text format.", "The samples.")
+_NAMES_OF_METRICS: Json = {
+    "name": "name[]",
+    "in": "query",
+    "required": False,
+    "description": "Only these metrics, as Prometheus' client libraries take them.",
+    "schema": {"type": "array", "items": {"type": "string"}},
+}
 _DOCUMENT = ("This document.", "OpenAPI 3.1.")
 
 
@@ -232,9 +241,13 @@ def _readiness() -> Json:
     return made
 
 
-def _plain(operation: str, text: str, answer: str, media: str, kind: str) -> Json:
+def _plain(
+    operation: str, text: str, answer: str, media: str, kind: str, *parameters: Json
+) -> Json:
     """The operation of a GET whose answer is no struct of `shapes`."""
     made = _read(operation, "State", "Alive", text)
+    if parameters:
+        made["parameters"] = [*made.get("parameters", []), *parameters]
     content = {media: {"schema": {"type": kind}}}
     made["responses"]["200"] = {"description": answer, "content": content}
     return made

@@ -17,6 +17,8 @@ import orjson
 from quart import Response, request
 
 from xpyd_core.errors import ApiError
+from xpyd_core.kv_outcome import HEADER as KV_HEADER
+from xpyd_core.kv_outcome import header_of, read_header
 from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.http.admission import Admitted, Lifecycle, RequestGate
 from xpyd_worker.server.http.bodies import JSON, json_response, parsed_body
@@ -152,14 +154,15 @@ class Api:
             )
             response = Response(body, content_type="text/event-stream; charset=utf-8")
             response.headers["Cache-Control"] = "no-cache"
-            return response
+            return _said_of_kv(response, call, options, generation)
         gained: dict[int, ChoiceDelta] = {}
         async for deltas in steps:
             collect(gained, deltas)
         write = partial(_whole_answer, call, generation, format_, head, gained)
         is_short = format_.scores(list(gained.values())) <= INLINE_SCORES
         text = write() if is_short else await call.service.threads.finish(write)
-        return Response(text, content_type=JSON)
+        response = Response(text, content_type=JSON)
+        return _said_of_kv(response, call, options, generation)
 
     def _close_with_this_task(
         self, call: _Call, options: Options, generation: Generation, head: AnswerId
@@ -255,6 +258,24 @@ def _whole_answer(
     if call.service.instance.role == "Prefill" and call.request_id.pair is not None:
         answer["kv_transfer_params"] = prefill_params(generation)
     return orjson.dumps(answer)
+
+
+def _said_of_kv(
+    response: Response, call: _Call, options: Options, generation: Generation
+) -> Response:
+    """D's answer to a router's request, with what became of the KV: known when the first token is
+    there, so before any head is sent (ADR 0043)."""
+    request_id, service = call.request_id, call.service
+    if service.instance.role != "Decode":
+        return response
+    if request_id.is_unsigned:
+        response.headers[KV_HEADER] = header_of("unsigned")
+    elif request_id.pair is not None:
+        scores = options.prompt_logprobs is not None
+        if said := generation.kv or (header_of("prompt_logprobs") if scores else ""):
+            response.headers[KV_HEADER] = said
+            service.kv_peers.count(str(request_id.pair.prefill), read_header(said).reason)
+    return response
 
 
 def _log_end(outcome: str, request_id: RequestId, generation: Generation) -> None:

@@ -113,6 +113,7 @@ def prefill_params(generation: Generation) -> dict[str, Any]:
     incarnations = [report.decode_incarnation for report in reports if report.decode_incarnation]
     return {
         "transfer": [report.state for report in reports],
+        "reason": [report.reason for report in reports],
         "decode_incarnation": incarnations[-1] if incarnations else "",
         "prompt_digest": [prompt_digest(job.request.prompt) for job in generation.jobs],
     }

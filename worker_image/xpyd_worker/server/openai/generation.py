@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from xpyd_core.errors import ApiError
+from xpyd_core.kv_outcome import MOVED
 from xpyd_worker.engine.request import (
     ChoiceOutput,
     EngineOutput,
@@ -198,6 +199,7 @@ class _Prompt:
         self.finished = False
         self.cached_tokens = 0
         self.report: TransferReport | None = None
+        self.kv = ""
         self.logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.times: RequestTimes | None = None
 
@@ -278,6 +280,7 @@ class Generation:
             return self._failure(prompt, output)
         prompt.cached_tokens = max(prompt.cached_tokens, output.cached_tokens)
         prompt.report = output.transfer or prompt.report
+        prompt.kv = output.kv or prompt.kv
         prompt.logprobs = output.prompt_logprobs or prompt.logprobs
         stopped: list[int] = []
         for one in output.choices:
@@ -325,6 +328,13 @@ class Generation:
         not asked for."""
         prompts = list(self._prompts.values())
         return prompts[choice_index // len(prompts[0].choices)].logprobs or ()
+
+    @property
+    def kv(self) -> str:
+        """D: what became of the prompts' KV so far (EngineOutput.kv), of the worst of them: one
+        that is computed here, else one that began from its KV."""
+        known = [prompt.kv for prompt in self._prompts.values() if prompt.kv]
+        return next((one for one in known if one != MOVED), known[0] if known else "")
 
     @property
     def reports(self) -> list[TransferReport]:
