@@ -1,0 +1,210 @@
+"""Whether a fleet's KV arrives, by what its routers count of real requests. Pure: time is given.
+
+Routers count what became of each request's KV (ADR 0043). A KvWatch takes these counts at intervals
+and gives the condition KVTransferVerified; the operator has one for each fleet, the supervisor of a
+local fleet one. Answers are right also where no KV arrives, so nothing else shows it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from xpyd_core.kv_outcome import PATH_CAUSES
+
+METRIC = "xpyd_router_kv_outcomes_total"
+_BEATS = "xpyd_router_heartbeats_total"
+QUERY = f"/metrics?name[]={METRIC}&name[]={_BEATS}"
+"""What to GET of a router."""
+LATELY_S = 300.0
+"""How long what was seen counts."""
+HOLD_S = 60.0
+"""False ends when no KV was lost for so long: else a path that works now and then would flap."""
+LEAST = 2
+"""Requests that make a verdict: one may be lost to a restart."""
+_SETTLED_S = 30.0
+"""A P that left since KV moved is not asked any more: how long ago that has to be."""
+_MOST_NAMED = 3
+_MOST_PAIRS = 4096
+
+Row = tuple[str, str, str, str]
+"""P, D, outcome, cause."""
+Counts = Mapping[Row, int]
+
+_FORGED: Row = ("", "", "forged", "")
+"""Heartbeats that were signed with another key: engines that the router does not take."""
+_SAMPLE = re.compile(rf"^{METRIC}{{(.*)}} (\S+)$", re.M)
+_FORGED_BEATS = re.compile(rf'^{_BEATS}{{result="forged"}} (\S+)$', re.M)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
+
+
+def read_counts(text: str) -> Counts:
+    """The counts in a router's metrics."""
+    found: Counter[Row] = Counter()
+    for value in _FORGED_BEATS.findall(text):
+        found[_FORGED] += _number(value)
+    for labels, value in _SAMPLE.findall(text):
+        by_name = {name: _ESCAPED.sub(r"\1", raw) for name, raw in _LABEL.findall(labels)}
+        row = tuple(by_name.get(name, "") for name in ("prefill", "decode", "outcome", "cause"))
+        found[row[0], row[1], row[2], row[3]] += _number(value)
+    return found
+
+
+def _number(value: str) -> int:
+    try:
+        return int(float(value))
+    except (ValueError, OverflowError):
+        return 0
+
+
+class KvVerdict(NamedTuple):
+    """A condition: its status (None: unknown), one CamelCase word, and a sentence."""
+
+    status: bool | None
+    reason: str
+    message: str
+
+
+_REASONS = {
+    "unreachable": "Unreachable",
+    "key": "KeyMismatch",
+    "incompatible": "Incompatible",
+    "no_offer": "NoOffer",
+    "timeout": "Timeout",
+    "lost": "ConnectionLost",
+    "broken": "DataBroken",
+}
+_ALONE = {
+    "no_prefill": "no Prefill instance was there",
+    "short_prompt": "their prompts were shorter than router.localPrefillTokens",
+}
+"""Causes for which a fleet's P gets no requests."""
+_TEXT = "D computes those prompts a second time; xpyd kv-probe tests the path of a pair"
+_OTHER_KEY = "routers refuse engines whose heartbeats are signed with another key"
+NOT_LOOKED = KvVerdict(None, "NoTraffic", "no request showed lately whether KV arrives")
+NO_PAIRS = KvVerdict(None, "NoPairs", "no Prefill and Decode instances: no KV moves in this fleet")
+
+
+@dataclass
+class _Pair:
+    """A P and a D: when KV moved last, and what was lost since, by cause."""
+
+    moved_s: float = float("-inf")
+    lost_s: float = float("-inf")
+    lost: Counter[str] = field(default_factory=Counter[str])
+
+
+class KvWatch:
+    """What one fleet's routers counted, and what follows from it. Times are of one steady clock.
+
+    False needs two requests whose KV did not come, of pairs that moved none since, and stays until
+    no KV was lost for a minute. What was counted before the first look is of the past.
+    """
+
+    def __init__(self) -> None:
+        self._routers: dict[str, Counts] | None = None
+        self._pairs: dict[tuple[str, str], _Pair] = {}
+        self._moved_s = self._lost_s = self._alone_s = float("-inf")
+        self._alone: Counter[str] = Counter()
+        self._forged, self._forged_s = 0, float("-inf")
+        self._false: KvVerdict | None = None
+
+    def look(self, routers: Mapping[str, Counts], now_s: float) -> KvVerdict:
+        """The verdict after the counts of all routers that answered, by name. A router that did not
+        answer may be left out: its earlier counts are kept."""
+        if self._routers is None:
+            if routers:
+                self._routers = dict(routers)
+            return NOT_LOOKED
+        for name, counts in routers.items():
+            before = self._routers.get(name, {})
+            self._add(_growth(before, counts), now_s)
+            self._routers[name] = counts
+        self._forget(now_s)
+        return self._verdict(now_s)
+
+    def keep(self, names: frozenset[str]) -> None:
+        """Forget the counts of routers that are gone."""
+        if self._routers is not None:
+            self._routers = {n: c for n, c in self._routers.items() if n in names}
+
+    def _add(self, grown: Counts, now_s: float) -> None:
+        moved: list[_Pair] = []
+        for (prefill, decode, outcome, cause), count in grown.items():
+            is_lost = outcome == "failed" or (outcome == "recomputed" and cause in PATH_CAUSES)
+            if outcome == "moved" or is_lost:
+                pair = self._pairs.setdefault((prefill, decode), _Pair())
+                if is_lost:
+                    pair.lost[cause] += count
+                    pair.lost_s = self._lost_s = now_s
+                else:
+                    moved.append(pair)
+            elif outcome == "alone" and cause in _ALONE:
+                self._alone[cause] += count
+                self._alone_s = now_s
+            elif outcome == "forged":
+                self._forged += count
+                self._forged_s = now_s
+        for pair in moved:
+            # Where both happened between two looks, the order is not known: the path works.
+            pair.moved_s = self._moved_s = now_s
+            pair.lost.clear()
+            self._alone.clear()
+            self._forged = 0
+
+    def _forget(self, now_s: float) -> None:
+        oldest_s = now_s - LATELY_S
+        for key, pair in list(self._pairs.items()):
+            if max(pair.moved_s, pair.lost_s) < oldest_s or len(self._pairs) > _MOST_PAIRS:
+                del self._pairs[key]
+        if self._alone_s < oldest_s:
+            self._alone.clear()
+        if self._forged_s < oldest_s:
+            self._forged = 0
+
+    def _verdict(self, now_s: float) -> KvVerdict:
+        broken = {key: pair for key, pair in self._pairs.items() if pair.lost}
+        if sum(pair.lost.total() for pair in broken.values()) >= LEAST:
+            self._false = _lost(broken)
+            return self._false
+        if self._false is not None and now_s - self._lost_s <= HOLD_S:
+            return self._false
+        self._false = None
+        is_without_p = self._alone["no_prefill"] >= LEAST and now_s - self._moved_s >= _SETTLED_S
+        if now_s - self._moved_s <= LATELY_S and not is_without_p:
+            return KvVerdict(True, "KVMoved", "KV moved from Prefill to Decode instances lately")
+        if self._forged >= LEAST:
+            return KvVerdict(False, "KeyMismatch", _OTHER_KEY)
+        if self._alone.total() >= LEAST:
+            cause = "no_prefill" if is_without_p else max(self._alone, key=self._alone.__getitem__)
+            message = f"Decode instances served all requests alone lately: {_ALONE[cause]}"
+            return KvVerdict(False, "PrefillIdle", message)
+        return NOT_LOOKED
+
+
+def _growth(before: Counts, now: Counts) -> Counts:
+    """What was counted since; a counter that fell began anew."""
+    grown = {
+        row: n - before.get(row, 0) if n >= before.get(row, 0) else n for row, n in now.items()
+    }
+    return {row: n for row, n in grown.items() if n}
+
+
+def _lost(broken: Mapping[tuple[str, str], _Pair]) -> KvVerdict:
+    """False, with some of the pairs. No numbers: the message must not change at each look."""
+    causes: Counter[str] = Counter()
+    for pair in broken.values():
+        causes.update(pair.lost)
+    named = [
+        f"{prefill} to {decode}: {max(pair.lost, key=pair.lost.__getitem__)}"
+        for (prefill, decode), pair in sorted(broken.items())[:_MOST_NAMED]
+    ]
+    if len(broken) > len(named):
+        named.append(f"and {len(broken) - len(named)} more pairs")
+    worst = max(sorted(causes), key=causes.__getitem__)
+    reason = _REASONS.get(worst, "NotReceived")
+    return KvVerdict(False, reason, f"KV did not arrive from {', '.join(named)}. {_TEXT}")

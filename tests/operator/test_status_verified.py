@@ -1,0 +1,226 @@
+"""KVTransferVerified: what follows from the counts of routers over time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from xpyd_operator.status.verified import LATELY_S, Counts, KvVerdict, KvWatch, Row, read_counts
+
+PERIOD_S = 15.0
+P, D = "demo-prefill-0", "demo-decode-0"
+
+
+class Fleet:
+    """A fleet with one router, whose counts are looked at every 15 s."""
+
+    def __init__(self) -> None:
+        self.watch = KvWatch()
+        self.counts: dict[Row, int] = {}
+        self.now_s = 1000.0
+
+    def look(self) -> KvVerdict:
+        self.now_s += PERIOD_S
+        return self.watch.look({"router-0": dict(self.counts)}, self.now_s)
+
+    def count(self, outcome: str, cause: str = "", n: int = 1, *, p: str = P, d: str = D) -> None:
+        row = (p, d, outcome, cause)
+        self.counts[row] = self.counts.get(row, 0) + n
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    """One that was looked at once."""
+    found = Fleet()
+    assert found.look().status is None
+    return found
+
+
+def test_without_traffic_it_is_unknown(fleet: Fleet) -> None:
+    for _ in range(100):
+        assert fleet.look() == KvVerdict(
+            None, "NoTraffic", "no request showed lately whether KV arrives"
+        )
+
+
+def test_kv_that_moved_lately_makes_it_true_and_later_unknown(fleet: Fleet) -> None:
+    fleet.count("moved")
+    assert fleet.look()[:2] == (True, "KVMoved")
+    looks = int(LATELY_S / PERIOD_S)
+    assert {fleet.look().status for _ in range(looks)} == {True}
+    assert fleet.look()[:2] == (None, "NoTraffic")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "cause", "reason"),
+    [
+        ("recomputed", "unreachable", "Unreachable"),
+        ("recomputed", "key", "KeyMismatch"),
+        ("recomputed", "incompatible", "Incompatible"),
+        ("recomputed", "no_offer", "NoOffer"),
+        ("recomputed", "timeout", "Timeout"),
+        ("recomputed", "lost", "ConnectionLost"),
+        ("recomputed", "broken", "DataBroken"),
+        ("recomputed", "not_sent", "NotReceived"),
+        ("failed", "other", "NotReceived"),
+    ],
+)
+def test_lost_kv_makes_it_false_at_the_next_look_with_pair_and_cause(
+    outcome: str, cause: str, reason: str, fleet: Fleet
+) -> None:
+    fleet.count(outcome, cause, 2)
+    found = fleet.look()
+    assert found[:2] == (False, reason)
+    assert f"{P} to {D}: {cause}" in found.message
+    assert "xpyd kv-probe" in found.message
+
+
+@pytest.mark.parametrize("cause", ["no_room", "cancelled", "restarted", "prompt_logprobs"])
+def test_what_one_request_or_a_short_engine_lost_is_no_evidence(cause: str, fleet: Fleet) -> None:
+    fleet.count("recomputed", cause, 50)
+    assert fleet.look().status is None
+
+
+def test_one_lost_transfer_is_no_verdict(fleet: Fleet) -> None:
+    fleet.count("moved", n=5)
+    fleet.look()
+    fleet.count("recomputed", "lost")
+    assert fleet.look().status is True
+    fleet.count("recomputed", "lost")
+    assert fleet.look().status is False
+
+
+def test_a_broken_pair_makes_it_false_though_others_move(fleet: Fleet) -> None:
+    for _ in range(4):
+        fleet.count("moved", n=100)
+        fleet.count("recomputed", "unreachable", n=1, d="demo-decode-1")
+        found = fleet.look()
+    assert found[:2] == (False, "Unreachable")
+    assert f"{P} to demo-decode-1" in found.message
+    assert f"{P} to {D}" not in found.message
+
+
+def test_the_message_names_three_pairs_and_does_not_change_with_the_counts(fleet: Fleet) -> None:
+    messages: set[str] = set()
+    for _ in range(5):
+        for number in range(9):
+            fleet.count("recomputed", "key", n=number + 1, d=f"d-{number}")
+        messages.add(fleet.look().message)
+    [message] = messages
+    assert "p" in message
+    assert message.count(" to d-") == 3
+    assert "and 6 more pairs" in message
+
+
+def test_a_mended_path_is_true_a_minute_after_the_last_loss(fleet: Fleet) -> None:
+    fleet.count("recomputed", "unreachable", 2)
+    assert fleet.look().status is False
+    found: list[bool | None] = []
+    for _ in range(6):
+        fleet.count("moved")
+        found.append(fleet.look().status)
+    assert found == [False, False, False, False, True, True]
+
+
+def test_a_path_that_works_now_and_then_does_not_flap() -> None:
+    for seed in range(20):
+        rng, fleet = random.Random(seed), Fleet()
+        fleet.look()
+        changes, last = 0, None
+        for _ in range(400):
+            for _ in range(rng.randrange(1, 4)):
+                fleet.count(*(("moved", "") if rng.random() < 0.5 else ("recomputed", "lost")))
+            status = fleet.look().status
+            changes += status != last
+            last = status
+        assert changes <= 8, seed
+
+
+def test_false_ends_unknown_without_further_traffic(fleet: Fleet) -> None:
+    fleet.count("recomputed", "unreachable", 2)
+    statuses = [fleet.look().status for _ in range(30)]
+    assert statuses[0] is False
+    assert statuses[-1] is None
+    assert True not in statuses
+
+
+def test_a_p_that_gets_no_requests_makes_it_false(fleet: Fleet) -> None:
+    fleet.count("alone", "no_prefill", 3, p="")
+    found = fleet.look()
+    assert found[:2] == (False, "PrefillIdle")
+    assert "no Prefill instance was there" in found.message
+    fleet.count("moved")
+    assert fleet.look().status is True
+
+
+def test_a_p_that_left_is_told_within_a_minute_though_kv_moved_before(fleet: Fleet) -> None:
+    fleet.count("moved", n=9)
+    assert fleet.look().status is True
+    found: list[bool | None] = []
+    for _ in range(4):
+        fleet.count("alone", "no_prefill", 3, p="")
+        found.append(fleet.look().status)
+    assert found[-1] is False
+
+
+def test_short_prompts_make_it_false_only_where_no_kv_moved_for_long(fleet: Fleet) -> None:
+    fleet.count("moved")
+    statuses: list[bool | None] = []
+    for _ in range(30):
+        fleet.count("alone", "short_prompt", p="")
+        statuses.append(fleet.look().status)
+    assert statuses[:20] == [True] * 20
+    assert statuses[-1] is False
+
+
+@pytest.mark.parametrize("cause", ["one_token", "echo", "first_token", "aggregated"])
+def test_requests_that_need_no_kv_say_nothing(cause: str, fleet: Fleet) -> None:
+    fleet.count("alone", cause, 50)
+    assert fleet.look().status is None
+
+
+def test_heartbeats_with_another_key_make_it_false_where_no_kv_moves(fleet: Fleet) -> None:
+    fleet.counts["", "", "forged", ""] = 2
+    assert fleet.look()[:2] == (False, "KeyMismatch")
+    fleet.count("moved")
+    fleet.counts["", "", "forged", ""] = 4
+    assert fleet.look().status is True
+
+
+def test_what_was_counted_before_the_first_look_is_of_the_past() -> None:
+    fleet = Fleet()
+    fleet.count("recomputed", "unreachable", 10**6)
+    assert fleet.look().status is None
+    assert fleet.look().status is None
+
+
+def test_a_restarted_router_begins_anew_and_a_new_one_counts_from_its_start(fleet: Fleet) -> None:
+    fleet.count("moved", n=100)
+    assert fleet.look().status is True
+    fleet.counts = {(P, D, "recomputed", "key"): 3}
+    assert fleet.look()[:2] == (False, "KeyMismatch")
+    other: Counts = {(P, "d-9", "recomputed", "key"): 2}
+    found = fleet.watch.look({"router-0": fleet.counts, "router-1": other}, fleet.now_s + 1)
+    assert "d-9" in found.message
+
+
+def test_counts_are_read_from_a_routers_metrics() -> None:
+    lost = 'cause="key",decode="d",outcome="recomputed",prefill="p"'
+    text = "\n".join(
+        [
+            "# HELP xpyd_router_kv_outcomes_total Tries",
+            "# TYPE xpyd_router_kv_outcomes_total counter",
+            'xpyd_router_kv_outcomes_total{cause="",decode="d\\"1",outcome="moved",prefill="p"} 7',
+            f"xpyd_router_kv_outcomes_total{{{lost}}} 2.0",
+            f"xpyd_router_kv_outcomes_total{{{lost}}} x",
+            'xpyd_router_heartbeats_total{result="forged"} 3.0',
+            'xpyd_router_heartbeats_total{result="new"} 4.0',
+        ]
+    )
+    assert read_counts(text) == {
+        ("p", 'd"1', "moved", ""): 7,
+        ("p", "d", "recomputed", "key"): 2,
+        ("", "", "forged", ""): 3,
+    }
+    assert read_counts("<html>") == {}
