@@ -18,7 +18,15 @@ _CAMEL = re.compile(r"[A-Z][A-Za-z]{3,}")
 _POD = re.compile(r"chat-(\w+)-[0-9a-f]{8}-5d9c7b8f4d-\w+")
 KUBERNETES = {"Evicted"}
 """What others write and we pass on; the page explains what is common."""
-KINDS = {"Waiting", "Capacity", "Degraded", "Drifted", "Progressing", "Available"}
+KINDS = {
+    "KVTransferVerified",
+    "Waiting",
+    "Capacity",
+    "Degraded",
+    "Drifted",
+    "Progressing",
+    "Available",
+}
 KINDS |= {"CapacityAvailable"}
 PULLS = {"RegistryUnavailable", "SignatureValidationFailed"}
 """Kubelet's names of what is told as ImagePullBackOff."""
@@ -40,13 +48,13 @@ def _of_code() -> set[str]:
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
                 else ""
             )
-            if called in ("Problem", "Finding", "_Verdict", "Crash", "camel"):
+            if called in ("Problem", "Finding", "_Verdict", "KvVerdict", "Crash", "camel"):
                 assert isinstance(node, ast.Call)
                 found |= {word for argument in node.args[:3] for word in _words(argument)}
             names = _assigned(node)
             if names & {"reason", "_CANNOT_START", "_MISSING_APIS", "INVALID", "INVALID_TEMPLATE"}:
                 found |= set(_words(node))
-            if names & {"_LOOP", "RECREATED", "_OUT_OF_MEMORY", "_DRAINING"}:
+            if names & {"_REASONS", "_LOOP", "RECREATED", "_OUT_OF_MEMORY", "_DRAINING"}:
                 found |= set(_words(node))
             if isinstance(node, ast.FunctionDef) and node.name == "_movement":
                 found |= set(_words(node))
