@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -372,6 +373,27 @@ def test_a_name_that_somebody_else_has_is_left_alone(
         "it is made when the name is free",
         explain=operator.log,
     )
+
+
+def test_a_crd_that_is_deleted_and_made_again_is_watched_and_pools_keep_their_size(
+    chat: FleetClient, operator: OperatorProcess
+) -> None:
+    chat.apply(fake_fleet())
+    chat.wait_ready()
+    chat.kubectl("scale", "fleetpool/chat-decode", "--replicas=3")
+    quiet(operator, lambda: replicas(chat, "decode") == [3], "scaled")
+    chat.kubectl("delete", "crd", "inferencefleetpools.xpyd.dev")
+    crd = Path(__file__).parents[2] / "crds" / "xpyd.dev_inferencefleetpools.yaml"
+    chat.kubectl("apply", "-f", str(crd))
+
+    def is_back() -> bool:
+        found = chat.find("inferencefleetpools", labels="xpyd.dev/pool=decode")
+        return [pool["spec"]["replicas"] for pool in found] == [3]
+
+    quiet(operator, is_back, "the pool's object is back")
+    assert replicas(chat, "decode") == [3]
+    chat.kubectl("scale", "fleetpool/chat-decode", "--replicas=2")
+    quiet(operator, lambda: replicas(chat, "decode") == [2], "its watch is open")
 
 
 def test_a_deleted_fleet_leaves_nothing(chat: FleetClient, operator: OperatorProcess) -> None:

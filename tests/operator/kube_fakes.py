@@ -151,6 +151,16 @@ class FakeApi:
         """Delete as another client would: finalizers hold."""
         self._delete(kind, (namespace, name))
 
+    def remove_kind(self, kind: Kind) -> None:
+        """As when its CRD is deleted: its objects go first, whatever finalizers they have."""
+        for obj in self.all(kind):
+            obj["metadata"].pop("finalizers", None)
+            self._gone(kind, obj)
+        self.kinds.discard(kind)
+        for watch in self._watches:
+            if watch.kind == kind:
+                watch.queue.put_nowait(None)
+
     def drop_watches(self) -> None:
         """Cut every stream."""
         for watch in self._watches:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.operator.kube_operating import (
 from xpyd_operator.controller import main, watch
 from xpyd_operator.controller.decision.cache import Cache, Feed, Listed, Present
 from xpyd_operator.controller.decision.kinds import (
+    ALWAYS,
     CLAIM_TEMPLATE,
     DEPLOYMENT,
     EVENT,
@@ -36,9 +38,10 @@ from xpyd_operator.controller.decision.kinds import (
     POOL,
     SECRET,
     SERVICE,
+    Kind,
     Obj,
 )
-from xpyd_operator.controller.main import Operator, OperatorConfig
+from xpyd_operator.controller.main import Operator, OperatorBroken, OperatorConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
 
@@ -324,16 +327,81 @@ def test_probes_and_metrics_are_served() -> None:
     run(test)
 
 
-def test_dead_streams_make_it_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "STREAM_GRACE_S", -1.0)
+@pytest.mark.parametrize("kind", [FLEET, POOL, POD], ids=lambda kind: kind.plural)
+def test_a_kind_that_is_removed_and_comes_back_is_watched_again(kind: Kind) -> None:
+    """kopf ends all its streams at a 404, and never begins again."""
 
     async def test(api: FakeApi) -> None:
-        async with operating(api) as operator:
-            await until(lambda: len(api.watching) >= 8, what="all are open")
-            await until(lambda: not operator.unhealthy(), what="healthy")
+        api.add(fleet())
+        async with fleet_ready(api) as operator:
+            api.remove_kind(kind)
+            await until(lambda: kind.plural in "".join(operator.complaints()), what="says so")
+            api.kinds.add(kind)
+            if kind == FLEET:
+                api.add(fleet())
+            await until(lambda: not operator.complaints(), what="lists it again")
+            await until(
+                lambda: sorted(api.watching) == sorted(k.plural for k in ALWAYS), what="all"
+            )
+            await ready(api)
+            api.change(POOL, "ns", "chat-decode", {"spec": {"replicas": 2}})
+            await until(lambda: replicas(api, "decode") == [2], what="the scale was seen")
+            assert operator.unhealthy() == []
+
+    run(test)
+
+
+@pytest.mark.parametrize("status", [400, 404, 410, 422])
+def test_a_watch_or_a_list_that_is_refused_is_tried_again(status: int) -> None:
+    async def test(api: FakeApi) -> None:
+        api.add(fleet())
+        async with fleet_ready(api) as operator:
+            api.faults.append(Fault("GET", "/services", status, times=3))
+            api.drop_watches()
+            await until(lambda: not api.faults[0].times, what="refused three times")
+            api.drop(SERVICE, "ns", "chat-router")
+            await until(lambda: api.get(SERVICE, "ns", "chat-router"), what="the Service is back")
+            await until(lambda: not operator.complaints(), what="ready")
+
+    run(test)
+
+
+async def ends(api: FakeApi, fault: Callable[[], None], complaint: str) -> None:
+    """The operator ends by itself, and says why until then."""
+    config = OperatorConfig(SETTINGS, http_host="127.0.0.1", http_port=0)
+    operator = Operator(config, find_login=api.login)
+    running = asyncio.create_task(operator.run(asyncio.Event()))
+    await until(lambda: len(api.watching) >= 8 and not operator.complaints(), what="all are open")
+    fault()
+    await until(lambda: complaint in operator.unhealthy(), what="says what")
+    assert complaint in operator.complaints()
+    with pytest.raises(OperatorBroken, match=complaint):
+        await asyncio.wait_for(running, 20)
+
+
+def test_streams_that_nothing_opens_again_end_the_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "STREAM_GRACE_S", 0.2)
+    monkeypatch.setattr(watch, "_LONGEST_WAIT_S", 30.0)
+
+    async def test(api: FakeApi) -> None:
+        def refuse() -> None:
             api.faults.append(Fault("GET", "/pods", 503, times=999))
             api.drop_watches()
-            await until(lambda: "pods" in "".join(operator.unhealthy()), what="says which")
+
+        await ends(api, refuse, "watches that do nothing: pods")
+
+    run(test)
+
+
+@pytest.mark.parametrize("name", ["worker", "events", "resync", "kinds"])
+def test_a_task_that_ends_ends_the_operator_within_seconds(name: str) -> None:
+    async def test(api: FakeApi) -> None:
+        def end() -> None:
+            next(t for t in asyncio.all_tasks() if t.get_name() == name).cancel()
+
+        await ends(api, end, f"tasks that ended: {name}")
 
     run(test)
 

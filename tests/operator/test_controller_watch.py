@@ -87,10 +87,14 @@ def test_a_bookmark_moves_kopf_on_and_is_no_event() -> None:
     assert told == [[bookmark(8)]]
 
 
-def test_kopf_gets_an_error_as_it_is_after_what_came_before_it() -> None:
-    heard, told = relay(line(event("ADDED", 5)) + line(GONE))
+@pytest.mark.parametrize("code", [410, 500, 403])
+def test_kopf_gets_each_error_as_the_one_that_it_survives(code: int) -> None:
+    error = {**GONE, "object": {**GONE["object"], "code": code}}
+    heard, told = relay(line(event("ADDED", 5)) + line(error))
     assert heard == [("ADDED", "5")]
-    assert told == [[bookmark(5), GONE]]
+    (shown,) = told
+    assert shown[0] == bookmark(5)
+    assert (shown[1]["type"], shown[1]["object"]["code"]) == ("ERROR", 410)
 
 
 def test_nothing_is_passed_for_a_piece_without_a_whole_line() -> None:
@@ -120,7 +124,9 @@ def intercepted(method: str, url: str, body: Obj) -> tuple[list[tuple[str, str, 
         seam = WatchInterceptor(
             [POD], sent.append, count=lambda *what: counted.append(what), count_event=sent.append
         )
-        answer = SimpleNamespace(status=200, read=lambda: asyncio.sleep(0, json.dumps(body)))
+        answer = SimpleNamespace(
+            status=200, headers={}, read=lambda: asyncio.sleep(0, json.dumps(body))
+        )
 
         async def handler(request: object) -> object:
             return answer

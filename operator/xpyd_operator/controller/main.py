@@ -3,6 +3,9 @@
 start: HTTP -> wait for the CRDs -> watches -> first lists are in -> workers -> /readyz
 stop:  no new turns, those under way end, watches and connections close; a few seconds in all
 
+A loop that ends, or a watch that nothing revives, ends the program within seconds: a new process
+starts with nothing but the cluster's objects. See docs/adr/0042.
+
 The HTTP port serves /healthz and /readyz for the kubelet and /metrics for Prometheus.
 """
 
@@ -19,6 +22,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from xpyd_core.errors import XpydError
 from xpyd_operator.controller.client import Api, Login, find_login
 from xpyd_operator.controller.decision.cache import (
     Cache,
@@ -138,7 +142,11 @@ workers."""
 _TURN_TIMEOUT_S = 300.0
 """Far more than a turn's calls take with all their attempts; it ends a turn that hangs."""
 _STOP_TIMEOUT_S = 5.0
-_POST_TIMEOUT_S = 1.0
+_WATCHDOG_S = 1.0
+
+
+class OperatorBroken(XpydError):
+    """A part of the operator ended by itself; another process may do better."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +168,11 @@ def run_operator(config: OperatorConfig) -> int:
         logging.getLogger("kopf").setLevel(max(logging.WARNING, level))
         # kopf warns that it does not handle signals, as intended.
         logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
-    asyncio.run(_until_signalled(config))
+    try:
+        asyncio.run(_until_signalled(config))
+    except OperatorBroken as error:
+        logger.critical("%s", error)
+        return 1
     return 0
 
 
@@ -207,20 +219,34 @@ class Operator:
         self.port = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set."""
+        """Work until `stop` is set. Raises OperatorBroken when a part of it has ended."""
         probes = ProbeServer(
             unhealthy=self.unhealthy, unready=self.complaints, metrics=self._metrics_text
         )
         self.port = await probes.start(self._config.http_host, self._config.http_port)
         logger.info("HTTP on port %d", self.port)
         starting = self._spawn(self._start(), "start")
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        watchdog = asyncio.create_task(self._find_fault(), name="watchdog")
         try:
-            await stop.wait()
+            await asyncio.wait((stopped, watchdog), return_when=asyncio.FIRST_COMPLETED)
+            if not stopped.done():
+                raise OperatorBroken(f"the operator ends: {watchdog.result()}")
         finally:
             logger.info("stopping")
+            stopped.cancel()
+            watchdog.cancel()
             starting.cancel()
             await self._stop()
             await probes.stop()
+
+    async def _find_fault(self) -> str:
+        """Returns when something is broken: what."""
+        while True:
+            # Threads and open streams report nothing: they are looked at.
+            await asyncio.sleep(_WATCHDOG_S)
+            if complaints := self.unhealthy():
+                return "; ".join(complaints)
 
     async def _start(self) -> None:
         optional = await self._wait_for_kinds()
@@ -315,13 +341,22 @@ class Operator:
         self._feed.forget(kind)
         self._spawn(watcher.stop(), "watches")
 
+    def _await_kind(self, kind: Kind) -> None:
+        """A kind that is always needed was removed. Its watch goes on trying, and no fleet has a
+        turn before the kind is back and listed."""
+        if kind.plural not in self._feed.missing():
+            logger.warning("%s is not installed any more; waiting for it", kind.name)
+        self._feed.expect([kind], self._places())
+
     def _places(self) -> Sequence[str | None]:
         return self._config.namespaces or (None,)
 
     def _receive(self, message: Message) -> None:
         match message:
-            case Missing(kind):
+            case Missing(kind) if kind.optional:
                 self._unwatch(kind)
+            case Missing(kind):
+                self._await_kind(kind)
             case Unlisted(kind):
                 self._feed.waive(kind)
             case _:
@@ -388,7 +423,7 @@ class Operator:
         if not self._watched:
             return [f"waiting for {self._waits_for}"]
         kinds = self._feed.missing()
-        return [f"not yet listed: {', '.join(kinds)}"] if kinds else []
+        return [*([f"not yet listed: {', '.join(kinds)}"] if kinds else []), *self.unhealthy()]
 
     def unhealthy(self) -> list[str]:
         """Faults that a restart may cure; empty: none."""
@@ -397,7 +432,7 @@ class Operator:
             {name for watcher in self._watchers.values() for name in watcher.silent(now)}
         )
         complaints = [f"watches that do nothing: {', '.join(silent)}"] if silent else []
-        ended = sorted({t.get_name() for t in self._tasks if _broke(t)})
+        ended = sorted({t.get_name() for t in self._tasks if not self._stopping and _ended(t)})
         return [*complaints, *([f"tasks that ended: {', '.join(ended)}"] if ended else [])]
 
     def _metrics_text(self) -> bytes:
@@ -406,5 +441,11 @@ class Operator:
         )
 
 
-def _broke(task: asyncio.Task[None]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is not None
+_LOOPS = ("worker", "events", "resync", "kinds")
+"""Tasks that end only when the operator stops."""
+
+
+def _ended(task: asyncio.Task[None]) -> bool:
+    if not task.done():
+        return False
+    return task.get_name() in _LOOPS or task.cancelled() or task.exception() is not None

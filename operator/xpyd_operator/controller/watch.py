@@ -11,6 +11,11 @@ on one by one and does not say when a list was complete, nor what disappeared du
 interruption; both must be known before anything is created or deleted. kopf also makes a task, a
 queue and several views for each event, which is half of the cost of a fleet of a thousand pods. So
 kopf is given empty lists, and bookmarks in place of events.
+
+kopf does not survive an answer such as 404, which a deleted CRD gives, or an error inside a stream:
+it cancels all its streams and waits for them for ever. So it never gets one: a list that is refused
+looks like a lost connection, which kopf tries again, and a watch like one that is too old, after
+which kopf lists. ADR 0042 has the figures.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import json
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -29,7 +34,7 @@ import aiohttp
 import kopf
 from aiohttp.client_middlewares import ClientHandlerType
 
-from xpyd_operator.controller.client import PAGE, Count, Login, open_session
+from xpyd_operator.controller.client import NEVER_CURRENT, PAGE, Count, Login, open_session
 from xpyd_operator.controller.decision.cache import (
     Gone,
     Listed,
@@ -84,9 +89,11 @@ class Inbox:
         self._loop.call_soon(self._take)
 
 
-STREAM_GRACE_S = 120.0
-"""A stream that is not open is unhealthy after so long without an attempt. kopf's own retries are
-at most 20 s apart, and kopf reopens a silent stream after 70 s."""
+STREAM_GRACE_S = 15.0
+"""A stream that is neither open nor being opened is dead after so long. kopf's own retries are at
+most `_LONGEST_WAIT_S` apart."""
+_LONGEST_WAIT_S = 8.0
+_MAX_RETRY_AFTER_S = 60.0
 _GATHER_S = 0.01
 """Data that arrives within this time is read at once: with a thousand pods an event costs less than
 a wake-up of this thread, of kopf and of the reconciler's loop. `_LARGE` data is not delayed."""
@@ -112,6 +119,7 @@ class WatchInterceptor:
         self._count_event = count_event
         self._streams: dict[Address, aiohttp.ClientResponse | None] = {}
         self._tried_at: dict[Address, float] = {}
+        self._trying: Counter[Address] = Counter()
 
     async def __call__(
         self, request: aiohttp.ClientRequest, handler: ClientHandlerType
@@ -121,29 +129,77 @@ class WatchInterceptor:
             return await handler(request)
         watch = request.url.query.get("watch") == "true"
         verb = "watch" if watch else "list"
-        self._tried_at[address] = time.monotonic()
+        self._trying[address] += 1
+        try:
+            answer = await self._ask(request, handler, address, verb)
+            return await self._read(request, answer, address, watch=watch)
+        finally:
+            self._trying[address] -= 1
+            self._tried_at[address] = max(time.monotonic(), self._tried_at.get(address, 0.0))
+
+    async def _ask(
+        self,
+        request: aiohttp.ClientRequest,
+        handler: ClientHandlerType,
+        address: Address,
+        verb: str,
+    ) -> aiohttp.ClientResponse:
         try:
             answer = await handler(request)
         except (aiohttp.ClientError, TimeoutError, OSError):
             self._count(verb, address.kind.plural, "error")
-            if not watch:
+            if verb == "list":
                 self._send(Unlisted(address.kind))
             raise
         self._count(verb, address.kind.plural, str(answer.status))
+        if wait := answer.headers.get("Retry-After", ""):
+            # kopf obeys it.
+            quiet_s = float(wait) if wait.isdecimal() else 0.0
+            self._tried_at[address] = time.monotonic() + min(quiet_s, _MAX_RETRY_AFTER_S)
+        return answer
+
+    async def _read(
+        self,
+        request: aiohttp.ClientRequest,
+        answer: aiohttp.ClientResponse,
+        address: Address,
+        *,
+        watch: bool,
+    ) -> aiohttp.ClientResponse:
         if answer.status == 404:
             self._send(Missing(address.kind))
         if answer.status == 403 or (not watch and _is_fault(answer.status)):
             self._send(Unlisted(address.kind))
         if answer.status == 200 and watch:
             self._streams[address] = answer
-            self._relay(address.kind, answer)
+            self._relay(address, answer)
         elif answer.status == 200:
             await self._take_list(address, answer, first="continue" not in request.url.query)
+        elif _ends_kopf(answer.status):
+            self._soften(request, answer, watch=watch)
         return answer
+
+    def _soften(
+        self, request: aiohttp.ClientRequest, answer: aiohttp.ClientResponse, *, watch: bool
+    ) -> None:
+        """Turn a refusal that would end kopf into what kopf goes on after: see above."""
+        answer.release()
+        # aiohttp has no other way to change the answer that its caller gets.
+        changed = cast("Any", answer)
+        if watch:
+            changed.status, changed.content = 200, _TooOld()
+        elif "continue" in request.url.query:
+            # The rest of the list is gone: kopf watches from a version that is too old.
+            async def ended(**_: object) -> Obj:
+                return {"metadata": {"resourceVersion": NEVER_CURRENT}, "items": ()}
+
+            changed.status, changed.json = 200, ended
+        else:
+            raise aiohttp.ClientConnectionError(f"HTTP {answer.status}")
 
     def untried(self) -> list[str]:
         """Kinds that were never listed."""
-        tried = {address.kind for address in self._tried_at}
+        tried = {address.kind for address in self._trying}
         return sorted(kind.plural for kind in self._kinds - tried)
 
     def silent(self, now: float) -> list[str]:
@@ -152,7 +208,7 @@ class WatchInterceptor:
             address.kind.plural
             for address, tried_at in list(self._tried_at.items())
             if (stream := self._streams.get(address)) is None or stream.closed
-            if now - tried_at > STREAM_GRACE_S
+            if not self._trying[address] and now - tried_at > STREAM_GRACE_S
         ]
 
     async def _take_list(
@@ -170,28 +226,42 @@ class WatchInterceptor:
         # aiohttp has no other way to change the answer that its caller gets.
         cast("Any", answer).json = without_items
 
-    def _relay(self, kind: Kind, answer: aiohttp.ClientResponse) -> None:
+    def _relay(self, address: Address, answer: aiohttp.ClientResponse) -> None:
+        kind = address.kind
+
         def receive(change: str, obj: Obj) -> None:
             self._count_event(kind.name)
             kept = trim(kind, obj)
             self._send(Gone(kind, kept) if change == "DELETED" else Present(kind, kept))
 
+        def close() -> None:
+            # Nobody reads it any more, though it may still be open.
+            if self._streams.get(address) is answer:
+                self._streams[address] = None
+                self._tried_at[address] = time.monotonic()
+
         # As above.
-        cast("Any", answer).content = WatchBody(kind, answer.content, receive)
+        cast("Any", answer).content = WatchBody(kind, answer.content, receive, close)
 
 
 class WatchBody:
     """The body of a watch as kopf is to read it: bookmarks in place of events, errors as they are.
 
-    `receive(change, object)` gets the events. Other attributes are the stream's own.
+    `receive(change, object)` gets the events; `close()` is called when reading ends. Other
+    attributes are the stream's own.
     """
 
     def __init__(
-        self, kind: Kind, content: aiohttp.StreamReader, receive: Callable[[str, Obj], None]
+        self,
+        kind: Kind,
+        content: aiohttp.StreamReader,
+        receive: Callable[[str, Obj], None],
+        close: Callable[[], None] = lambda: None,
     ) -> None:
         self._kind = kind
         self._content = content
         self._receive = receive
+        self._close = close
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._content, name)
@@ -199,14 +269,18 @@ class WatchBody:
     async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
         """What kopf reads: whole lines, and at most one bookmark for data that arrived at once."""
         rest = b""
-        async for data in self._content.iter_chunked(size):
-            *lines, rest = (rest + data).split(b"\n")
-            shown = self._take(lines)
-            if shown:
-                yield shown
-            if len(data) < _LARGE:
-                await asyncio.sleep(_GATHER_S)
-        # The rest of a line that was cut off is sent again: kopf resumes from the last bookmark.
+        try:
+            async for data in self._content.iter_chunked(size):
+                *lines, rest = (rest + data).split(b"\n")
+                shown = self._take(lines)
+                if shown:
+                    yield shown
+                if len(data) < _LARGE:
+                    await asyncio.sleep(_GATHER_S)
+            # The rest of a line that was cut off is sent again: kopf resumes from the last
+            # bookmark.
+        finally:
+            self._close()
 
     def _take(self, lines: Sequence[bytes]) -> bytes:
         shown: list[bytes] = []
@@ -214,18 +288,35 @@ class WatchBody:
         for line in filter(None, lines):
             reached = parse_event(self._kind, line, self._receive_one)
             if not reached:
-                shown += [_bookmark(version), line + b"\n"]
+                shown += [_bookmark(version), _TOO_OLD]
             version = reached
         return b"".join((*shown, _bookmark(version)))
 
     def _receive_one(self, event: Obj) -> str:
-        """The version that the stream has reached; empty: kopf has to read the line itself."""
+        """The version that the stream has reached; empty: the stream has failed."""
         change, obj = event["type"], cast("Obj", event["object"])
         if change in _CHANGES:
             version = str(obj["metadata"]["resourceVersion"])
             self._receive(change, obj)
             return version
         return str(obj["metadata"]["resourceVersion"]) if change == "BOOKMARK" else ""
+
+
+_TOO_OLD = b'{"type":"ERROR","object":{"code":410,"message":"the operator lists again"}}\n'
+"""The one error in a stream that kopf survives: it lists again."""
+
+
+class _TooOld:
+    """The body of a watch that was refused, as kopf is to read it."""
+
+    async def iter_chunked(self, _: int) -> AsyncIterator[bytes]:
+        """What kopf reads."""
+        yield _TOO_OLD
+
+
+def _ends_kopf(status: int) -> bool:
+    """Whether kopf takes the answer for the end of all: 401, 403 and 429 it tries again."""
+    return 400 <= status < 500 and status not in (401, 403, 429)
 
 
 def _is_fault(status: int) -> bool:
@@ -260,6 +351,7 @@ logger = logging.getLogger(__name__)
 RESTART_FIRST_S = 1.0
 RESTART_MOST_S = 30.0
 _STOP_TIMEOUT_S = 3.0
+_REQUEST_TIMEOUT_S = 60.0
 _ALL_TRIED_S = 15.0
 """Deadline for kopf to list every kind. kopf asks the server only once which kinds exist, and
 that answer may lag behind a CRD that was installed a moment ago."""
@@ -269,7 +361,7 @@ class _Backoffs(Iterable[float]):
     """kopf's waits between attempts, without an end: kopf's default is to give up and exit."""
 
     def __iter__(self) -> Iterator[float]:
-        return itertools.chain((0.5, 1, 2, 3, 5, 8, 13), itertools.repeat(20.0))
+        return itertools.chain((0.5, 1, 2, 3, 5), itertools.repeat(_LONGEST_WAIT_S))
 
 
 class Watcher:
@@ -298,6 +390,7 @@ class Watcher:
         self._stopping = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_flag: asyncio.Event | None = None
+        self._waits = False
 
     def start(self) -> None:
         """Begin; returns at once."""
@@ -316,8 +409,8 @@ class Watcher:
     def silent(self, now: float) -> list[str]:
         """Streams that are neither open nor being opened; `now` by time.monotonic."""
         if not self._thread.is_alive():
-            return ["all"]
-        return self._interceptor.silent(now)
+            return [kind.plural for kind in self._kinds]
+        return [] if self._waits else self._interceptor.silent(now)
 
     def _main(self) -> None:
         wait_s = RESTART_FIRST_S
@@ -331,7 +424,9 @@ class Watcher:
                 logger.debug("where it failed", exc_info=True)
             if time.monotonic() - started > RESTART_MOST_S:
                 wait_s = RESTART_FIRST_S
+            self._waits = True
             self._stopping.wait(wait_s)
+            self._waits = False
             wait_s = min(RESTART_MOST_S, wait_s * 2)
 
     async def _run(self) -> None:
@@ -385,6 +480,9 @@ class Watcher:
         # a watcher of its own.
         settings.scanning.disabled = True
         settings.networking.error_backoffs = _Backoffs()
+        # An attempt that hangs counts as one under way.
+        settings.networking.request_timeout = _REQUEST_TIMEOUT_S
+        settings.watching.connect_timeout = _REQUEST_TIMEOUT_S
         settings.watching.chunk_size = PAGE
         # Otherwise kopf kills the whole process when it takes longer than this to end.
         settings.process.ultimate_exiting_timeout = None
