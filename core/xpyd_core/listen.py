@@ -7,8 +7,10 @@ another address listens there too.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
+import os
 import socket
 
 _log = logging.getLogger(__name__)
@@ -41,6 +43,22 @@ def listen(host: str, port: int, *, backlog: int, reuse_port: bool = False) -> l
         except OSError as error:
             _log.warning("not listening on %s:%d too: %s", loopback, real_port, error.strerror)
     return sockets
+
+
+def inherited(descriptor: int) -> socket.socket:
+    """The listening TCP socket that this process was started with, non-blocking, for itself alone.
+
+    Who started the process has it open, too: clients wait there while no process accepts. Raises
+    OSError for a descriptor that is no such socket.
+    """
+    sock = socket.socket(fileno=os.dup(descriptor))
+    is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+    if not is_tcp or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        sock.close()
+        raise OSError(errno.EINVAL, "not a listening TCP socket")
+    os.close(descriptor)
+    sock.setblocking(False)
+    return sock
 
 
 def _server(host: str, port: int, backlog: int, reuse_port: bool) -> socket.socket:

@@ -7,6 +7,7 @@ router (ADR 0041).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -125,6 +126,14 @@ class AppState:
             age_s=self.clock() - self.started_s,
             beat_period_s=self.config.heartbeat_interval_s,
         )
+
+    @property
+    def new_until_s(self) -> float:
+        """Until when, on `clock`, a router that starts holds also what it would refuse without a
+        pair; it is over when it has had one."""
+        if self.fleet.had_pair:
+            return -math.inf
+        return self.started_s + _FIRST_BEATS * self.config.heartbeat_interval_s
 
     @property
     def is_over(self) -> bool:

@@ -67,6 +67,12 @@ def _add_fleet(flags: _Flags, default: RouterConfig) -> None:
     add("--host", help="address of the HTTP port (default: XPYD_POD_IP, else 127.0.0.1)")
     number("--port", ROUTER_HTTP_PORT, f"HTTP port; 0 = any free one {_DEFAULT}", None)
     number(
+        "--listen-fd",
+        None,
+        "serve on this inherited listening socket, in place of --host and --port",
+        metavar="FD",
+    )
+    number(
         "--processes",
         default.processes,
         f"processes that serve HTTP on it; with more than 1, one more owns discovery {_DEFAULT}",
@@ -206,6 +212,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
     config = RouterConfig(
         host=host,
         port=args.port,
+        listen_fd=args.listen_fd,
         processes=args.processes,
         discovery_host=args.discovery_host or host,
         discovery_port=args.discovery_port,
@@ -253,6 +260,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
             config.max_open_body_bytes >= 3 * config.max_body_bytes
         ),
         "--port: expected 0 to 65535": 0 <= config.port < 65536,
+        "--listen-fd: expected 3 or more": config.listen_fd is None or config.listen_fd > 2,
         "--processes: expected 1 to 64": 1 <= config.processes <= 64,
         "--discovery-port: expected 0 to 65535": 0 <= config.discovery_port < 65536,
         "--heartbeat-interval-ms: expected 50 to 60000": 0.05 <= config.heartbeat_interval_s <= 60,

@@ -22,6 +22,9 @@ class RouterConfig:
     """Literal address of the HTTP port."""
     port: int = ROUTER_HTTP_PORT
     """HTTP port; 0 lets the system choose (tests)."""
+    listen_fd: int | None = None
+    """Descriptor of a listening socket that this process inherited, in place of `host` and `port`;
+    None: it opens its own."""
     discovery_host: str = "127.0.0.1"
     """Literal address of the discovery port."""
     discovery_port: int = DISCOVERY_PORT

@@ -24,7 +24,7 @@ import uvloop
 
 from xpyd_core.errors import UserError
 from xpyd_core.keys import fleet_keys, read_keys
-from xpyd_core.listen import listen
+from xpyd_core.listen import inherited, listen
 from xpyd_core.request_id import Address
 from xpyd_router.access_log import AccessLog
 from xpyd_router.admission import Admission
@@ -85,7 +85,17 @@ def make_prober(config: RouterConfig, fleet: FleetView, metrics: RouterMetrics) 
     return Prober(fleet, metrics, partial(probe_http, local_host=source_host(config)))
 
 
+def inherit_listener(descriptor: int) -> socket.socket:
+    """The socket of --listen-fd. UserError where it is none."""
+    try:
+        return inherited(descriptor)
+    except OSError as error:
+        raise UserError(f"--listen-fd {descriptor}: {error.strerror or error}") from error
+
+
 def _listen(config: RouterConfig) -> list[socket.socket]:
+    if config.listen_fd is not None:
+        return [inherit_listener(config.listen_fd)]
     try:
         return listen(config.host, config.port, backlog=BACKLOG)
     except OSError as error:

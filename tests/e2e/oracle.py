@@ -182,3 +182,47 @@ async def load(
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         await asyncio.gather(halfway(), *(client(session) for _ in range(clients)))
     return result
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request of an open loop: when it began and ended (time.monotonic), and what was wrong."""
+
+    began_s: float
+    ended_s: float
+    what: tuple[str, str] | None
+
+
+async def open_loop(
+    url: str,
+    cases: list[Case],
+    *,
+    rate: float,
+    seconds: float,
+    disturb: Any = None,
+    timeout_s: float = 60,
+) -> list[Asked]:
+    """`rate` requests a second for `seconds`, whether or not others are answered, each on a
+    connection of its own, half of them streamed. `disturb` runs in a thread meanwhile.
+
+    A closed loop sends nothing while it waits, and a kept connection meets no closed port: both
+    hide what clients see.
+    """
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    begin_s = time.monotonic()
+
+    async def ask(session: aiohttp.ClientSession, number: int) -> Asked:
+        await asyncio.sleep(begin_s + number / rate - time.monotonic())
+        began_s = time.monotonic()
+        try:
+            what = await _one(session, url, cases[number % len(cases)], stream=number % 2 == 0)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            what = ("error", f"{type(error).__name__}: {error}")
+        return Asked(began_s, time.monotonic(), what)
+
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        asked = [asyncio.create_task(ask(session, n)) for n in range(int(rate * seconds))]
+        if disturb is not None:
+            await asyncio.to_thread(disturb)
+        return list(await asyncio.gather(*asked))

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import DEMO_MODEL, ROOT, free_port, http, wait_for
-from tests.e2e.oracle import Case, load
+from tests.e2e.oracle import Case, load, open_loop
 
 pytestmark = pytest.mark.slow
 
@@ -188,6 +190,39 @@ def test_kill_9_under_load_loses_no_request_and_the_process_returns(
         )
 
     wait_for(f"{victim} takes part again", served)
+
+
+def test_kill_9_of_the_router_refuses_no_connection_and_loses_only_what_it_held(
+    two_by_two: Local, cases: list[Case]
+) -> None:
+    two_by_two.wait_ready()
+    endpoint, before = two_by_two.status()["endpoint"], two_by_two.pids()
+    gone_s = math.nan
+
+    def kill() -> None:
+        nonlocal gone_s
+        time.sleep(3)  # under load
+        pid = before["pair-router-0"]
+        os.kill(pid, signal.SIGKILL)
+        wait_for("its end", lambda: not _runs_still(pid))
+        gone_s = time.monotonic()
+
+    asked = asyncio.run(open_loop(endpoint, cases, rate=8, seconds=12, disturb=kill))
+    failed = [one for one in asked if one.what is not None]
+    assert [one.what for one in failed if one.began_s > gone_s] == []
+    assert all(kind != "wrong" for one in failed if one.what for kind in one.what[:1])
+    assert len([one for one in asked if one.began_s > gone_s]) > 30
+    after = two_by_two.pids()
+    assert after.pop("pair-router-0") != before.pop("pair-router-0")
+    assert after == before
+    two_by_two.wait_ready()
+
+
+def _runs_still(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_scaling_a_pool_restarts_no_other_instance(two_by_two: Local) -> None:

@@ -33,8 +33,7 @@ def log(text: str) -> None:
         sys.stdout.flush()
 
 
-def serve(host: str, port: int, answer) -> None:
-    listener = socket.create_server((host, port))
+def serve(listener: socket.socket, answer) -> None:
     while True:
         connection, _ = listener.accept()
         with connection:
@@ -63,8 +62,9 @@ def as_router() -> None:
         return b"{}"
 
     discovery = (flag("discovery-host"), int(flag("discovery-port")))
-    threading.Thread(target=serve, args=(*discovery, on_beat), daemon=True).start()
-    serve(flag("host"), int(flag("port")), on_http)
+    beating = socket.create_server(discovery)
+    threading.Thread(target=serve, args=(beating, on_beat), daemon=True).start()
+    serve(socket.socket(fileno=int(flag("listen-fd"))), on_http)
 
 
 def beat_for_ever(me: str) -> None:
@@ -82,7 +82,7 @@ def beat_for_ever(me: str) -> None:
 def as_engine() -> None:
     host, port = os.environ["XPYD_POD_IP"], int(os.environ["XPYD_HTTP_PORT"])
     threading.Thread(target=beat_for_ever, args=(f"{host}:{port}",), daemon=True).start()
-    serve(host, port, lambda path: b"{}")
+    serve(socket.create_server((host, port)), lambda path: b"{}")
 
 
 def on_term(*_) -> None:

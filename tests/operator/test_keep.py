@@ -130,6 +130,13 @@ def test_restarts_back_off_exponentially_up_to_a_limit():
     assert delays == [1, 2, 4, 8, 16, 32, BACKOFF_MOST_S, BACKOFF_MOST_S, BACKOFF_MOST_S]
 
 
+def test_one_that_worked_is_started_again_at_once_but_only_the_first_time():
+    once = InstanceSeen(0, 0.0, has_lived=True, exited_at=5.0)
+    assert decide(1, [once], now=5.0).actions == (StartInstance(0, failures=1),)
+    twice = replace(once, failures=1)
+    assert decide(1, [twice], now=5.0).actions == ()
+
+
 def test_a_long_row_of_failures_stays_a_number():
     crashed = InstanceSeen(0, 0.0, failures=100_000, exited_at=1.0)
     assert decide(1, [crashed], now=1.0).recheck_after == BACKOFF_MOST_S

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -202,15 +202,16 @@ _MAIN = "import sys; from xpyd_core.cli import main; sys.exit(main())"
 
 @contextlib.asynccontextmanager
 async def process(
-    *argv: str, prelude: str = ""
+    *argv: str, prelude: str = "", inherit: Sequence[int] = ()
 ) -> AsyncGenerator[tuple[asyncio.subprocess.Process, str]]:
     """A real `xpyd router` without a secret as a process, and its URL once it says so; `prelude` is
-    Python that it runs first.
+    Python that it runs first, `inherit` are descriptors that it gets.
     """
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", f"{prelude}\n{_MAIN}"),
         *("router", "--kv-insecure", *argv),
         stderr=asyncio.subprocess.PIPE,
+        pass_fds=inherit,
     )
     assert child.stderr is not None
     try:

@@ -152,6 +152,18 @@ async def test_reject_answers_503_at_once_though_the_fleet_served_before(lost: s
             assert (await response.json())["error"]["code"] == "no_instances"
 
 
+async def test_a_router_that_starts_holds_requests_until_engines_had_time_to_beat() -> None:
+    waits: dict[str, Any] = {"on_no_prefill": "Reject", "pair_wait_s": 1000.0}
+    async with fleet(heartbeat_interval_s=500.0, **waits) as fleet_:
+        running = asyncio.create_task(fleet_.json())
+        await until(lambda: fleet_.metric("xpyd_router_waiting") == 1)
+        await fleet_.engine("P")
+        await fleet_.engine("D")
+        assert (await running)["choices"][0]["text"] == TEXT
+    async with fleet(heartbeat_interval_s=0.05, **waits) as fleet_, await fleet_.post() as response:
+        assert response.status == 503
+
+
 @pytest.mark.parametrize("on", ["Queue", "PrefillOnDecode"])
 async def test_without_a_d_requests_wait_for_one(on: OnNoPrefill) -> None:
     async with fleet(on_no_prefill=on, pair_wait_s=1000.0) as fleet_:

@@ -63,6 +63,7 @@ def test_the_environment_gives_defaults_and_flags_win(monkeypatch: pytest.Monkey
     "argv",
     [
         ("--port", "70000"),
+        ("--listen-fd", "2"),
         ("--processes", "0"),
         ("--processes", "65"),
         ("--missed-beats", "0"),
@@ -117,6 +118,57 @@ async def test_a_taken_port_is_an_error_that_names_it(taken: str) -> None:
         config = read_config(flags("--kv-insecure"))
         with pytest.raises(UserError, match=str(ports[taken])):
             async with open_router(replace(config, **ports)):
+                pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", ["1", "2"])
+async def test_clients_of_an_inherited_socket_wait_while_no_router_runs(processes: str) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
+        port = listener.getsockname()[1]
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            flags_ = ("--listen-fd", str(listener.fileno()), "--processes", processes)
+            inherit = [listener.fileno()]
+            async with process(*flags_, "--discovery-port=0", inherit=inherit) as (child, url):
+                assert url == f"http://127.0.0.1:{port}"
+                assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+                writer.close()
+                child.kill()
+                await child.wait()
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+async def test_a_router_that_drains_does_not_keep_clients_on_an_inherited_socket(
+    processes: str,
+) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port, number = listener.getsockname()[1], listener.fileno()
+    flags_ = ("--listen-fd", str(number), "--processes", processes, "--drain-seconds=0")
+    async with process(*flags_, "--discovery-port=0", inherit=[number]) as (child, _):
+        listener.close()
+        child.terminate()
+        assert await child.wait() == 0
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("kind", ["a file", "udp", "not listening", "closed"])
+async def test_what_is_no_listening_socket_is_refused_by_the_flags_name(
+    kind: str, tmp_path: Path
+) -> None:
+    held: Any = (tmp_path / "file").open("w") if kind == "a file" else socket.socket()
+    if kind == "udp":
+        held.close()
+        held = socket.socket(type=socket.SOCK_DGRAM)
+    number = held.fileno()
+    with held:
+        if kind == "closed":
+            held.close()
+        config = replace(read_config(flags("--kv-insecure")), listen_fd=number, discovery_port=0)
+        with pytest.raises(UserError, match=f"^--listen-fd {number}: "):
+            async with open_router(config):
                 pass
 
 

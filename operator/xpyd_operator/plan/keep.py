@@ -63,10 +63,13 @@ def keep(
 
 
 def backoff_s(instance: InstanceSeen) -> tuple[float, int]:
-    """How long an exited instance waits for its restart, and its number of failures in a row."""
+    """How long an exited instance waits for its restart, and its number of failures in a row. One
+    that worked is started again at once the first time, as by a kubelet."""
     assert instance.exited_at is not None
     stable = instance.exited_at - instance.started_at >= STABLE_S
     failures = 1 if stable else instance.failures + 1
+    if failures == 1 and instance.has_lived:
+        return 0.0, failures
     # The exponent is capped too: 2.0 ** 2000 is an OverflowError.
     return min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2.0 ** min(failures - 1, 16)), failures
 

@@ -106,6 +106,8 @@ DISCOVERY_PORT = 30001
 MAX_FLEETS = 254
 _ROOM_BYTES = 1 << 20
 """Free space without which a fleet does not start: records, and the first lines of its logs."""
+_BACKLOG = 4096
+"""Clients that wait for a router that starts, as many as a router's own socket takes."""
 _LOCK_TRIES = 20
 _LOCK_RETRY_S = 0.02
 
@@ -363,13 +365,12 @@ def claim_addresses(root: Path) -> AddressClaim:
     raise UserError(f"no free addresses: all of 127.1.1.* to 127.1.{MAX_FLEETS}.* are taken")
 
 
-def free_port(host: str, first: int, *, tries: int = 100) -> int:
-    """The first port from `first` on that can be bound on `host`."""
+def listen_from(host: str, first: int, *, tries: int = 100) -> socket.socket:
+    """A listening socket on the first port from `first` on that can be had on `host`."""
     for port in range(first, min(first + tries, 65536)):
-        probe = _bind(host, port, socket.SOCK_STREAM)
-        if probe is not None:
-            probe.close()
-            return port
+        found = _bind(host, port, socket.SOCK_STREAM)
+        if found is not None:
+            return found
     raise UserError(f"no free port on {host} from {first} to {first + tries - 1}; say --port")
 
 
@@ -380,7 +381,7 @@ def _bind(host: str, port: int, kind: socket.SocketKind) -> socket.socket | None
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
         if kind == socket.SOCK_STREAM:
-            bound.listen(1)  # with SO_REUSEADDR only listen() fails on a port in use
+            bound.listen(_BACKLOG)  # with SO_REUSEADDR only listen() fails on a port in use
     except OSError:
         bound.close()
         return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -115,14 +116,16 @@ class Programs:
     """The probes of a role."""
 
 
-def pod_arguments(pod: Pod, settings: LocalSettings) -> list[str]:
-    """The flags: the machine's first, then the template's, so that what the document says wins."""
+def pod_arguments(pod: Pod, settings: LocalSettings, listener: int | None = None) -> list[str]:
+    """The flags: the machine's first, then the template's, so that what the document says wins.
+    `listener` is the router's inherited socket; None: it opens its own.
+    """
     logging = [f"--log-level={settings.log_level}", f"--log-format={settings.log_format}"]
     if pod.template.role == ROUTER:
         host, port = settings.discovery.split(":")
         place = [
             f"--host={ROUTER_HOST}",
-            f"--port={settings.router_port}",
+            f"--port={settings.router_port}" if listener is None else f"--listen-fd={listener}",
             f"--discovery-host={host}",
             f"--discovery-port={port}",
             # No load balancer needs time to notice the drain here.
@@ -318,8 +321,12 @@ class LocalPods:
         state: FleetFolder,
         programs: Programs,
         inherit: Sequence[int],
+        listener: socket.socket | None = None,
     ) -> None:
         self.settings = settings
+        self.listener = listener
+        """Where clients connect, also while no router runs: the next one finds them waiting. None:
+        routers listen themselves, or nobody is to connect any more. See docs/adr/0044."""
         self._state = state
         self.programs = programs
         self._inherit = inherit
@@ -402,6 +409,12 @@ class LocalPods:
                 waits.append(result.recheck_after)
         return acted, min(waits, default=None)
 
+    def stop_listening(self) -> None:
+        """The last router drains: clients are refused once it takes no more of them."""
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
+
     def kill_all(self) -> None:
         """End everything now."""
         for pod in self:
@@ -421,11 +434,14 @@ class LocalPods:
                 if pod is None:
                     return False
                 pods[ordinal] = pod
-                argv = [*self.programs.program(pod.pod), *pod_arguments(pod.pod, self.settings)]
+                listener, inherit = None, self._inherit
+                if self.listener is not None and pod.pod.pool == ROUTER:
+                    listener = self.listener.fileno()
+                    inherit = [*inherit, listener]
+                flags = pod_arguments(pod.pod, self.settings, listener)
+                argv = [*self.programs.program(pod.pod), *flags]
                 environ = pod_environment(pod.pod, self.settings, os.environ)
-                pod.start(
-                    argv, environ, now, failures=failures, inherit=self._inherit, forks=self.forks
-                )
+                pod.start(argv, environ, now, failures=failures, inherit=inherit, forks=self.forks)
                 _log.info("pod %s started", pod.pod.name)
             case DrainInstance(ordinal):
                 _log.info("pod %s drains", pods[ordinal].pod.name)

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -52,7 +53,7 @@ from xpyd_operator.up.folder import (
     FleetFolder,
     claim_addresses,
     explained,
-    free_port,
+    listen_from,
     state_root,
 )
 from xpyd_operator.up.logs import LogLimit, LogStreamer, PrefixWriter
@@ -203,7 +204,7 @@ def run_up(
             f" there; end them with `xpyd down {fleet.name}`"
         )
     memory = plan_fleet_memory(fleet, options.folder)
-    _router_port(options.port)
+    _listening(options.port).close()
     # Also here, where a detached supervisor's disk may have no room for the reason.
     with _locked(state):
         state.clear()
@@ -234,13 +235,13 @@ def supervise(options: UpOptions, *, programs: Programs = _OURS, stream: bool) -
     set_up_logging(options.log_level, options.log_format)
     fleet = _load(options)
     state = FleetFolder(state_root() / fleet.name)
-    with _locked(state), _claimed(state) as claim:
+    with _locked(state), _claimed(state) as claim, _listening(options.port) as listener:
         state.clear()
         state.write_key()
         settings = LocalSettings(
             fleet=fleet.name,
             index=claim.index,
-            router_port=_router_port(options.port),
+            router_port=listener.getsockname()[1],
             key_file=state.key_file,
             socket_folder=state.sockets,
             memory=plan_fleet_memory(fleet, options.folder),
@@ -258,6 +259,7 @@ def supervise(options: UpOptions, *, programs: Programs = _OURS, stream: bool) -
             state=state,
             settings=settings,
             claim=claim,
+            listener=listener,
             programs=programs,
         )
         asyncio.run(_run(supervisor, state, stream=stream))
@@ -334,11 +336,12 @@ async def _stream(supervisor: Supervisor) -> None:
         poll()
 
 
-def _router_port(asked: int | None) -> int:
+def _listening(asked: int | None) -> socket.socket:
+    """The socket that clients connect to, which each router of the fleet inherits."""
     if asked is None:
-        return free_port(ROUTER_HOST, ROUTER_HTTP_PORT)
+        return listen_from(ROUTER_HOST, ROUTER_HTTP_PORT)
     try:
-        return free_port(ROUTER_HOST, asked, tries=1)
+        return listen_from(ROUTER_HOST, asked, tries=1)
     except UserError as error:
         raise UserError(f"--port {asked}: {ROUTER_HOST}:{asked} is taken") from error
 

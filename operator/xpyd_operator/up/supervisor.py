@@ -14,6 +14,7 @@ import http.client
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -141,11 +142,12 @@ class Supervisor:
         state: FleetFolder,
         settings: LocalSettings,
         claim: AddressClaim,
+        listener: socket.socket,
         programs: Programs,
     ) -> None:
         self.fleet = fleet
         self.state = state
-        self.pods = LocalPods(settings, state, programs, claim.descriptors)
+        self.pods = LocalPods(settings, state, programs, claim.descriptors, listener)
         self.status: FleetProgress | None = None
         self._want = fleet_want(fleet, model=locate_model(fleet.spec.model.uri, folder))
         self._pools: dict[str, PoolSeen] = {}
@@ -302,6 +304,10 @@ class Supervisor:
         for action in planned.actions:
             self._apply(action)
         acted, keep_s = self.pods.keep(now, self._drain_timeout_s)
+        if self.is_stopping and any(
+            pod.pod.pool == ROUTER and pod.seen.draining_since is not None for pod in self.pods
+        ):
+            self.pods.stop_listening()
         if planned.actions or acted:
             return 0.0
         waits = [_TURN_AT_LEAST_S, keep_s, planned.recheck_after]

@@ -40,6 +40,7 @@ from xpyd_router.processes.parent_view import ParentView
 from xpyd_router.processes.shared_loads import make_memory, map_rows
 from xpyd_router.processes.worker_processes import WorkerProcess, WorkerProcesses
 from xpyd_router.router import (
+    inherit_listener,
     make_discovery,
     make_prober,
     make_registry,
@@ -66,6 +67,12 @@ def reserve(host: str, port: int) -> list[socket.socket]:
         with contextlib.suppress(OSError):  # the workers say so when they listen
             reserved.append(_bound(loopback, first.getsockname()[1], reuse_port=True))
     return reserved
+
+
+def _reserve(config: RouterConfig) -> list[socket.socket]:
+    if config.listen_fd is not None:
+        return [inherit_listener(config.listen_fd)]
+    return reserve(config.host, config.port)
 
 
 def _bound(host: str, port: int, *, reuse_port: bool) -> socket.socket:
@@ -122,6 +129,7 @@ class ParentProcess:
         self.http_port: int = reserved[0].getsockname()[1]
         self.metrics = RouterMetrics(time.monotonic)
         self._config = replace(config, port=self.http_port)
+        self._inherited = reserved[0] if config.listen_fd is not None else None
         self._keys, self._admin_keys = read_secrets(config)
         self._created, self._started_s = int(time.time()), time.monotonic()
         self._rows = map_rows(memory, config.processes)
@@ -129,6 +137,7 @@ class ParentProcess:
         self.worker_processes = WorkerProcesses(
             processes=config.processes,
             port=self.http_port,
+            listener=None if self._inherited is None else self._inherited.fileno(),
             memory=memory,
             metrics=self.metrics,
             greet=self._greeting,
@@ -149,6 +158,8 @@ class ParentProcess:
 
     def stop(self) -> None:
         """Have all workers drain; a second call ends them at once."""
+        if self._inherited is not None:
+            self._inherited.close()  # else clients would wait there after the workers left
         self.worker_processes.drain()
 
     async def run(self) -> None:
@@ -223,7 +234,7 @@ async def open_parent(config: RouterConfig) -> AsyncGenerator[ParentProcess]:
     Raises UserError for a port that cannot be had and for an unusable key file.
     """
     with contextlib.ExitStack() as stack:
-        reserved = [stack.enter_context(one) for one in reserve(config.host, config.port)]
+        reserved = [stack.enter_context(one) for one in _reserve(config)]
         memory = make_memory(config.processes)
         stack.callback(os.close, memory)
         parent = ParentProcess(config, memory, reserved)

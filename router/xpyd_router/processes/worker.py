@@ -23,7 +23,7 @@ from itertools import count
 import uvloop
 
 from xpyd_core.errors import ApiError
-from xpyd_core.listen import listen
+from xpyd_core.listen import inherited, listen
 from xpyd_core.logs import set_up_logging
 from xpyd_router.access_log import AccessLog, write_stderr
 from xpyd_router.admission import Admission
@@ -146,8 +146,11 @@ leave.
 class Worker:
     """A worker process, from its first event on. `send` sends to the parent."""
 
-    def __init__(self, number: int, processes: int, memory: int) -> None:
+    def __init__(
+        self, number: int, processes: int, memory: int, listener: int | None = None
+    ) -> None:
         self._number = number
+        self._listener = listener
         self._rows = map_rows(memory, processes)
         self._early: deque[ToWorker] = deque()
         self._has_come = asyncio.Event()
@@ -261,7 +264,10 @@ class Worker:
             await present.wait()
         if self._is_orphan or self._is_draining:
             return
-        listeners = listen(config.host, config.port, backlog=BACKLOG, reuse_port=True)
+        if self._listener is None:
+            listeners = listen(config.host, config.port, backlog=BACKLOG, reuse_port=True)
+        else:
+            listeners = [inherited(self._listener)]
         async with open_serving(state, listeners) as serving:
             self._serving = serving
             self._send(WorkerReady())
@@ -289,6 +295,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, required=True, help="that it serves")
     parser.add_argument("--channel", type=int, required=True, help="descriptor, to the parent")
     parser.add_argument("--memory", type=int, required=True, help="descriptor, of the counters")
+    parser.add_argument("--listener", type=int, help="descriptor, in place of a port of its own")
     args = parser.parse_args()
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -298,7 +305,7 @@ def main() -> int:
         os.set_inheritable(descriptor, False)
     sock = socket.socket(fileno=args.channel)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Worker(args.worker - 1, args.of, args.memory).run(sock))
+        return runner.run(Worker(args.worker - 1, args.of, args.memory, args.listener).run(sock))
 
 
 if __name__ == "__main__":

@@ -79,8 +79,9 @@ class WorkerProcess:
 
 
 class WorkerProcesses:
-    """See the module. `greet` gives the first events of a new worker; `take` gets events but those
-    of life; `ended` is called with each worker that is gone.
+    """See the module. `listener`: a listening socket that all workers take their clients from;
+    None: each opens its own on `port`. `greet` gives the first events of a new worker; `take` gets
+    events but those of life; `ended` is called with each worker that is gone.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class WorkerProcesses:
         *,
         processes: int,
         port: int,
+        listener: int | None = None,
         memory: int,
         metrics: RouterMetrics,
         greet: Callable[[], Sequence[ToWorker]],
@@ -96,6 +98,7 @@ class WorkerProcesses:
     ) -> None:
         self.workers = [WorkerProcess(number) for number in range(processes)]
         self._port = port
+        self._listener = listener
         self._memory = memory
         self._metrics = metrics
         self._greet = greet
@@ -201,7 +204,10 @@ class WorkerProcesses:
             channel.close()
 
     def _start(self, worker: WorkerProcess, channel: socket.socket) -> subprocess.Popen[bytes]:
-        descriptors = (channel.fileno(), self._memory)
+        descriptors = [channel.fileno(), self._memory]
+        listen = [] if self._listener is None else ["--listener", str(self._listener)]
+        if self._listener is not None:
+            descriptors.append(self._listener)
         # Ctrl-C is for all processes of a terminal: the worker sets free what it inherits blocked
         # when it ignores it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -212,6 +218,7 @@ class WorkerProcesses:
                     *("--worker", str(worker.number + 1), "--of", str(len(self.workers))),
                     *("--port", str(self._port)),
                     *("--channel", str(descriptors[0]), "--memory", str(descriptors[1])),
+                    *listen,
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,

@@ -417,8 +417,10 @@ class Attempts:
             if only_tried and give_up:
                 raise give_up()
             left_s = deadline_s - self._clock()
+            if self._config.on_no_prefill == "Reject" and not only_tried:
+                left_s = min(left_s, self._app_state.new_until_s - self._clock())
             may_come = self._may_come(snapshot, want.model)
-            if left_s <= 0 or not may_come or not self._may_wait(body_bytes, only_tried):
+            if left_s <= 0 or not may_come or not self._may_wait(body_bytes):
                 raise self._unavailable(want.model)
             # An instance that refused may be full, not leaving: no beat says when it has room
             # again.
@@ -442,11 +444,9 @@ class Attempts:
         was_served = self._clock() < served_s + self._config.pair_wait_s
         return snapshot.is_empty or snapshot.knows(model) or was_served
 
-    def _may_wait(self, body_bytes: int, only_tried: bool) -> bool:
-        """An instance that refused is about to leave, as its next beat says; till then it counts"""
+    def _may_wait(self, body_bytes: int) -> bool:
+        """Whether the queue has room."""
         limits = self._config.limits
-        if self._config.on_no_prefill == "Reject" and not only_tried:
-            return False
         has_room = self._waiting_bytes + body_bytes <= limits.queue_bytes
         return has_room and self._waiting < limits.queue_entries
 
