@@ -47,5 +47,11 @@ if [ -t 2 ]; then
 else
   "${install[@]}" 2> >(grep -v '^ [-+~] ' >&2) # no list of a hundred packages in a log
 fi
+# uv compiles nothing, and the first `make demo` would wait for it: what a fleet imports is compiled
+# here (container images often set the variable).
+env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c '
+import xpyd_operator.up.run, xpyd_router.router
+from xpyd_worker.preload import preload
+preload()'
 printf '%s' "$want" > "$stamp"
 say "done in $(($(date +%s) - started)) s"

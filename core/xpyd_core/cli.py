@@ -20,6 +20,8 @@ from xpyd_core.errors import UserError
 
 GROUP = "xpyd.commands"
 EXIT_USAGE = 2
+_VERSION = "version"
+"""The one sub-command that is no entry point."""
 _T = TypeVar("_T")
 
 
@@ -104,8 +106,9 @@ def _version_command() -> Command:
     return Command("print the version", lambda _: None, run)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser with every installed sub-command."""
+def build_parser(only: str = "") -> argparse.ArgumentParser:
+    """The parser with every installed sub-command, or with the one that `only` names, where it is
+    one: the others need not be imported then."""
     parser = argparse.ArgumentParser(
         prog="xpyd", description="LLM fleets with prefill and decode apart."
     )
@@ -113,8 +116,11 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=_Parser
     )
-    found = {entry.name: load_command(entry) for entry in entry_points(group=GROUP)}
-    for name, command in sorted({**found, "version": _version_command()}.items()):
+    entries = entry_points(group=GROUP)
+    if only in {*entries.names, _VERSION}:
+        entries = entries.select(name=only)
+    found = {entry.name: load_command(entry) for entry in entries}
+    for name, command in sorted({**found, _VERSION: _version_command()}.items()):
         sub = commands.add_parser(
             name,
             help=command.help,
@@ -135,7 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A container's first process gets only signals that it handles: this one ends it as it
         # ends any other, till the sub-command handles it.
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
-    args = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = build_parser(words[0] if words else "").parse_args(words)
     try:
         return args.run_command(args)
     except UserError as error:

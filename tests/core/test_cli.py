@@ -1,6 +1,9 @@
 """The `xpyd` command: sub-commands, version, exit statuses, missing extras."""
 
 import argparse
+import ast
+import subprocess
+import sys
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -12,6 +15,18 @@ from xpyd_core.errors import UserError
 def test_version_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["version"]) == 0
     assert capsys.readouterr().out == f"xpyd {__version__}\n"
+
+
+def test_a_command_does_not_wait_for_the_imports_of_others() -> None:
+    program = (
+        "import sys; from xpyd_core.cli import main; main(['version']);"
+        "print(sorted(name for name in sys.modules if name.startswith('xpyd_')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    loaded = ast.literal_eval(done.stdout.splitlines()[-1])
+    assert {name.partition(".")[0] for name in loaded} == {"xpyd_core"}
 
 
 def test_no_command_is_a_usage_error() -> None:
