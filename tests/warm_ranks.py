@@ -11,12 +11,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from xpyd_core.fork_server import run_module
 from xpyd_worker.ranks.start.processes import COMMAND
 
 MODULE = COMMAND[-1]
@@ -33,14 +35,13 @@ def may_need_ranks(arguments: Sequence[str]) -> bool:
     return "worker" in arguments[:1] and any(word.startswith(flags) for word in arguments)
 
 
-def keep_waiting(run: Callable[[str], int]) -> None:
-    """Fork the process that waits, and let the fork server's start be its turn. `run`: of
-    tests.warm_start."""
+def keep_waiting() -> None:
+    """Fork the process that waits, and let the fork server's start be its turn."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if not pid:
         ours.close()
-        _wait(theirs, run)
+        _wait(theirs)
     theirs.close()
 
     class Popen(subprocess.Popen[Any]):
@@ -62,7 +63,7 @@ def keep_waiting(run: Callable[[str], int]) -> None:
     subprocess.Popen = Popen  # pyright: ignore
 
 
-def _wait(request: socket.socket, run: Callable[[str], int]) -> NoReturn:
+def _wait(request: socket.socket) -> NoReturn:
     code = 1
     try:
         text, descriptors, _, _ = socket.recv_fds(request, _MOST_BYTES, _MOST_DESCRIPTORS)
@@ -80,6 +81,12 @@ def _wait(request: socket.socket, run: Callable[[str], int]) -> NoReturn:
             os.close(descriptor)
         sys.orig_argv[:] = asked["argv"]
         sys.argv[:] = [MODULE, *asked["argv"][len(COMMAND) :]]
-        code = run(MODULE)
+        code = run_module(MODULE)
     finally:
         os._exit(code)
+
+
+if __name__ == "__main__":  # with a module and its arguments: that module, with such a process
+    del sys.argv[0]
+    keep_waiting()
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -109,9 +109,12 @@ class ForkServer:
     it has never forked: then its children are spawned from there on.
     """
 
-    def __init__(self, prepare: Sequence[str]) -> None:
-        """`prepare`: functions, MODULE:FUNCTION, that import what the children need."""
+    def __init__(self, prepare: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
+        """`prepare`: functions, MODULE:FUNCTION, that import what the children need. `environ`: the
+        fork server's, whatever its children's; else it has theirs, and another is started for
+        another one."""
         self._prepare = prepare
+        self._environ = environ
         self._news = select.epoll()
         self._server: _Server | None = None
         self._is_asked = False
@@ -175,7 +178,9 @@ class ForkServer:
         """Whether a fork server runs that can fork this; one is started where none does."""
         if tuple(start.argv[: len(PYTHON)]) != PYTHON:
             return False
-        environ = {k: v for k, v in start.environ.items() if not k.startswith(_OWN_VARIABLES)}
+        environ = self._environ
+        if environ is None:
+            environ = {k: v for k, v in start.environ.items() if not k.startswith(_OWN_VARIABLES)}
         if environ == self._unfit:
             return False
         if self._server is not None and self._server.environ != environ:

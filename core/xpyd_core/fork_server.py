@@ -169,10 +169,11 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
     set_name("python")
     set_title(*argv)
     gc.enable()
-    return _run(module)
+    return run_module(module)
 
 
-def _run(module: str) -> int:
+def run_module(module: str) -> int:
+    """Be `python -m MODULE`, with sys.argv as it is, to its end; the exit status."""
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
