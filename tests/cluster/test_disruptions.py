@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -35,15 +36,19 @@ def cases() -> list[Case]:
 @pytest.fixture(scope="module")
 def fleet(node_cluster: Cluster, cases: list[Case]) -> Iterator[FleetClient]:
     with fleet_of_images(node_cluster, NAMESPACE) as fleet:
-        document = fleet_document(prefill=1, decode=1)
-        document["spec"]["router"] = {"replicas": 1}
-        document["spec"]["drain"] = {"timeoutSeconds": 5}
-        fleet.apply(document)
+        fleet.apply(document())
         fleet.wait_ready()
         fleet.kubectl("wait", "--for=condition=Ready", "pod/client", "--timeout=30s")
         report = fleet.load(cases, requests=len(cases))
         assert report["failed"] == 0, report
         yield fleet
+
+
+def document(**router: Any) -> Obj:
+    made = fleet_document(prefill=1, decode=1)
+    made["spec"]["router"] = {"replicas": 1, **router}
+    made["spec"]["drain"] = {"timeoutSeconds": 5}
+    return made
 
 
 def kill(fleet: FleetClient, pod: Obj) -> None:
@@ -99,5 +104,16 @@ def test_requests_wait_while_both_pools_are_scaled_to_0_and_back(
     for pool in POOLS:
         fleet.scale(pool, 1)
     fleet.wait_ready()
+    report = finish_load(load)
+    assert report["failures"] == {}, report
+
+
+def test_a_rollout_of_the_only_router_refuses_nobody(fleet: FleetClient, cases: list[Case]) -> None:
+    """The new one is ready once it has a pair; the old one takes requests until clients know."""
+    load = fleet.start_load(cases)
+    (router,) = fleet.pods("router")
+    fleet.apply(document(queue={"timeoutSeconds": 59}))
+    wait_replaced(fleet, router)
+    fleet.kubectl("wait", "--for=delete", f"pod/{router['metadata']['name']}", "--timeout=60s")
     report = finish_load(load)
     assert report["failures"] == {}, report
