@@ -9,6 +9,7 @@ where its text is short; `prompt` and `messages` may be long, and have bounds of
 from __future__ import annotations
 
 import codecs
+import io
 import itertools
 import math
 import re
@@ -142,6 +143,49 @@ def _items(text: bytes) -> Iterator[re.Match[bytes]]:
         at = found.end()
 
 
+class BodyBuffer:
+    """What has come of a body, held once: a list of its parts takes as much again to be joined."""
+
+    __slots__ = ("_first", "_rest")
+
+    def __init__(self) -> None:
+        self._first = b""
+        self._rest: io.BytesIO | None = None
+
+    def __len__(self) -> int:
+        return len(self._first) if self._rest is None else self._rest.tell()
+
+    def add(self, part: bytes) -> None:
+        """The next part; most bodies have but one, which is not copied."""
+        if self._rest is not None:
+            self._rest.write(part)
+        elif not self._first:
+            self._first = part
+        else:
+            self._rest = io.BytesIO()
+            self._rest.write(self._first)
+            self._rest.write(part)
+            self._first = b""
+
+    def take(self) -> bytes:
+        """All that came, which is not held here any more. A BytesIO gives its own bytes away."""
+        first, rest = self._first, self._rest
+        self._first, self._rest = b"", None
+        return first if rest is None else rest.getvalue()
+
+
+class LongBody:
+    """A body in pieces: a client's bytes, which are not copied, and what is put behind them."""
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, *pieces: bytes | memoryview) -> None:
+        self.pieces = pieces
+
+    def __len__(self) -> int:
+        return sum(map(len, self.pieces))
+
+
 class BodyBudget:
     """The memory that all open bodies of a process may take, with what becomes of them.
 
@@ -186,6 +230,12 @@ class BodyCharge:
             return False
         self._bytes += count
         return True
+
+    def move(self) -> BodyCharge:
+        """A charge with all of this one, for what outlives the request; this one has none then."""
+        moved = BodyCharge(self._budget, self._most_bytes)
+        moved._bytes, self._bytes = self._bytes, 0
+        return moved
 
     def check(self) -> None:
         """ApiError 503 where some of the body was thrown away, or there is no room for it."""

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xpyd_core.bodies import BodyBuffer, LongBody
 from xpyd_core.errors import ApiError
 from xpyd_router.request.client_request import parse_request
 from xpyd_router.request.state import prefill_body, splice
@@ -145,6 +146,29 @@ def test_a_splice_keeps_every_byte_and_is_what_a_parser_sees(raw: bytes) -> None
     assert out.startswith(raw[:end])
     assert out.endswith(raw[end:])
     assert orjson.loads(out) == {**orjson.loads(raw), "kv_transfer_params": params}
+
+
+def test_a_splice_into_a_long_body_copies_nothing_of_it() -> None:
+    raw = b'{"model":"m","x":"' + b"x" * 100_000 + b'"} '
+    out = splice(raw, {"seed": 1})
+    assert isinstance(out, LongBody)
+    front, behind = out.pieces
+    assert isinstance(front, memoryview)
+    assert front.obj is raw
+    assert bytes(front) + behind == raw[:-2] + b',"seed":1} '
+    assert len(out) == len(raw) + len(b',"seed":1')
+
+
+def test_what_has_come_of_a_body_is_given_once_and_not_copied_where_it_came_at_once() -> None:
+    buffer, part = BodyBuffer(), b"x" * 1000
+    buffer.add(part)
+    assert len(buffer) == 1000
+    assert buffer.take() is part
+    assert (len(buffer), buffer.take()) == (0, b"")
+    for piece in (b"", b"ab", b"", b"c", b"d"):
+        buffer.add(piece)
+    assert len(buffer) == 4
+    assert (buffer.take(), buffer.take()) == (b"abcd", b"")
 
 
 _json = st.recursive(

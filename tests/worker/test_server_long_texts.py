@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.worker.server_fakes import ByteTokenizer, Running, ScriptedEngine, say, serving
+from tests.worker.server_fakes import ByteTokenizer, Running, ScriptedEngine, say, serving, until
+from xpyd_core.bodies import BodyBudget
 from xpyd_worker.server.service import TextThreads
 
 
@@ -140,3 +141,32 @@ async def test_ids_beyond_the_context_are_counted_and_not_looked_at() -> None:
             assert answer.status_code == 400
             assert answer.json()["error"]["code"] == "context_length_exceeded"
             assert "your prompt has 200 tokens" in answer.json()["error"]["message"]
+
+
+async def test_a_body_stays_charged_until_no_thread_reads_it_though_its_client_has_left() -> None:
+    bodies = BodyBudget(100 * 2**20)
+    async with serving(bodies=bodies) as server:
+        service = server.api.service
+        assert service is not None
+        threads, reading, go_on = TextThreads(threads=1), threading.Event(), threading.Event()
+
+        class Slow(TextThreads):
+            async def run(self, work: Any, **options: Any) -> Any:
+                def slowly() -> Any:
+                    reading.set()
+                    assert go_on.wait(60)
+                    return work()
+
+                return await threads.run(slowly, **options)
+
+        server.api.service = replace(service, threads=Slow())
+        sent = asyncio.create_task(server.post(COMPLETIONS, {"prompt": "x", "user": "x" * 2**20}))
+        try:
+            await until(reading.is_set)
+            sent.cancel()
+            await until(lambda: server.api.admission.requests == 0)
+            assert bodies.used_bytes > 8 * 2**20
+        finally:
+            go_on.set()
+        await until(lambda: bodies.used_bytes == 0)
+        threads.close()

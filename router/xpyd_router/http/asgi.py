@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
-from xpyd_core.bodies import BodyCharge
+from xpyd_core.bodies import BodyBuffer, BodyCharge
 from xpyd_core.errors import ApiError
 from xpyd_router.errors import Answer, EngineRefused
 from xpyd_router.request.relay import Header, do_nothing
@@ -122,19 +122,18 @@ async def read_body(receive: Receive, scope: Scope, limit_bytes: int, charge: Bo
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit_bytes:
             raise _too_long()
-    parts: list[bytes] = []
-    size = 0
+    body = BodyBuffer()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(BODY_DEADLINE_S):
             while (message := await receive())["type"] == "http.request":
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > limit_bytes:
+                part = message.get("body", b"")
+                body.add(part)
+                if len(body) > limit_bytes:
                     raise _too_long()
-                charge.take(len(parts[-1]))
+                charge.take(len(part))
                 charge.check()
                 if not message.get("more_body"):
-                    return b"".join(parts)
+                    return body.take()
             raise ClientLeft
     raise late_body()
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Protocol, cast
 
-from xpyd_core.bodies import BodyBudget, BodyCharge
+from xpyd_core.bodies import BodyBudget, BodyBuffer, BodyCharge
 from xpyd_core.errors import ApiError
 from xpyd_core.http_head import with_one_slash
 from xpyd_router.access_log import Trace
@@ -59,7 +59,7 @@ class DirectRequest:
     keep_alive: bool
     takes_chunks: bool
     """Whether the client takes chunks; HTTP/1.0 has none: the connection's end ends a stream."""
-    parts: list[bytes] = field(default_factory=list[bytes])
+    body: BodyBuffer = field(default_factory=BodyBuffer)
     charge: BodyCharge | None = None
     """What its body is charged with; None for a short one."""
     response_complete: bool = False
@@ -68,14 +68,9 @@ class DirectRequest:
     def take(self, part: bytes) -> None:
         """A part of the body came; it is dropped where there is no room for it."""
         if self.charge is None or self.charge.take(len(part)):
-            self.parts.append(part)
+            self.body.add(part)
         else:
-            self.parts.clear()
-
-    def take_body(self) -> bytes:
-        """What came of the body, once: its parts are not held twice."""
-        parts, self.parts = self.parts, []
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+            self.body.take()
 
     @property
     def message_event(self) -> DirectRequest:
@@ -233,7 +228,8 @@ logger = logging.getLogger(__name__)
 _CLIENT_CLOSED = 499
 """nginx's status for a client that left; only seen in logs and metrics."""
 _COPIES = 2
-"""A body is held besides in the calls of P and D."""
+"""What the calls of P and D may take of memory besides: asyncio's own loop copies what it writes,
+uvloop does not."""
 _PRIORITY = PRIORITY_HEADER.lower().encode()
 _ROUTES: dict[str, Endpoint] = {f"/v1/{endpoint}": endpoint for endpoint in ENDPOINTS}
 _STREAM_HEADERS: list[Header] = [
@@ -274,7 +270,7 @@ class Inference:
         self._app_state.metrics.requests.began()
         status = _CLIENT_CLOSED
         try:
-            body, charge = request.take_body(), request.charge
+            body, charge = request.body.take(), request.charge
             status = await self._answer(trace, body, request.headers, sink, charge)
         finally:
             if request.charge is not None:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import orjson
 from msgspec.structs import replace
 
+from xpyd_core.bodies import LongBody
 from xpyd_core.errors import ApiError
 from xpyd_core.keys import PAIR_MAC_HEADER, call_mac
 from xpyd_core.kv_outcome import AloneCause, Cause, LostCause, Outcome, cause_of
@@ -145,7 +146,11 @@ class Attempt:
         return call_mac(self._key, "pair", self.request_id) if is_pair else ""
 
     async def open(
-        self, instance: Instance, request: InferenceRequest, body: bytes, timeout_s: float
+        self,
+        instance: Instance,
+        request: InferenceRequest,
+        body: bytes | LongBody,
+        timeout_s: float,
     ) -> Exchange:
         """POST `body`; the exchange of a 2xx answer, whose body is still to be read. The caller
         closes it by `end`.
@@ -181,7 +186,11 @@ class Attempt:
         self._end_call()
 
     async def call(
-        self, instance: Instance, request: InferenceRequest, body: bytes, timeout_s: float
+        self,
+        instance: Instance,
+        request: InferenceRequest,
+        body: bytes | LongBody,
+        timeout_s: float,
     ) -> Answer:
         """POST `body` and read the whole answer within `timeout_s`; raises as `open`."""
         exchange = await self.open(instance, request, body, timeout_s)

@@ -14,6 +14,7 @@ import ipaddress
 import socket
 from collections.abc import Iterable
 
+from xpyd_core.bodies import LongBody
 from xpyd_core.request_id import Address
 from xpyd_router.errors import CallFailed
 from xpyd_router.fleet.instances import InstanceKey
@@ -79,7 +80,7 @@ class UpstreamClient:
         self,
         to: Address,
         head: bytes,
-        body: bytes,
+        body: bytes | LongBody,
         *,
         instance: InstanceKey | None,
         timeout_s: float,
@@ -128,7 +129,7 @@ class UpstreamClient:
         self,
         connection: EngineConnection,
         head: bytes,
-        body: bytes,
+        body: bytes | LongBody,
         instance: InstanceKey | None,
         due_s: float,
     ) -> Exchange:

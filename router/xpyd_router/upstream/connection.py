@@ -19,6 +19,7 @@ from typing import cast
 
 import httptools
 
+from xpyd_core.bodies import LongBody
 from xpyd_core.kv_outcome import HEADER as KV_HEADER
 from xpyd_router.errors import Answer, CallFailed, FailureCause
 from xpyd_router.fleet.instances import InstanceKey
@@ -346,14 +347,16 @@ class EngineConnection(asyncio.Protocol):
         """Whether the next request may be sent on it."""
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, exchange: Exchange, head: bytes, body: bytes) -> None:
+    def send(self, exchange: Exchange, head: bytes, body: bytes | LongBody) -> None:
         """Begin an exchange; the connection is idle and usable."""
         transport = self._transport
         assert transport is not None
         self._exchange = exchange
         self._has_begun = self._has_ended = self._is_bounded = False
         exchange.carrier = self
-        if len(body) <= 65536:
+        if isinstance(body, LongBody):
+            transport.writelines((head, *body.pieces))
+        elif len(body) <= 65536:
             transport.write(head + body)
         else:
             transport.writelines((head, body))

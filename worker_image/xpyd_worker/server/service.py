@@ -7,6 +7,7 @@ except for the two headers with which a router asks for the tokenizer's files.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -14,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quart import Response
 
@@ -43,11 +44,18 @@ class TextThreads:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
         self._slots = threading.BoundedSemaphore(max_jobs)
 
-    async def run(self, work: Callable[[], T], *, is_short: bool = False) -> T:
+    async def run(
+        self,
+        work: Callable[[], T],
+        *,
+        is_short: bool = False,
+        on_end: Callable[[], None] | None = None,
+    ) -> T:
         """`work()` on a thread, or here where it `is_short`; ApiError 503 when too much waits
         already.
 
         Cancelled, work that waits is dropped; what runs ends by itself and keeps its slot so long.
+        `on_end` is called in the loop when no thread has the work, or is to get it, any more.
         """
         if is_short:
             return work()
@@ -56,6 +64,8 @@ class TextThreads:
             raise ApiError(503, message, retry_after_s=1)
         future = self._pool.submit(work)
         future.add_done_callback(self._free)
+        if on_end is not None:
+            future.add_done_callback(partial(_say_end, asyncio.get_running_loop(), on_end))
         return await asyncio.wrap_future(future)
 
     async def finish(self, work: Callable[[], T]) -> T:
@@ -69,6 +79,13 @@ class TextThreads:
     def close(self) -> None:
         """Start nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _say_end(
+    loop: asyncio.AbstractEventLoop, on_end: Callable[[], None], _future: Future[Any]
+) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed, and what it counted gone
+        loop.call_soon_threadsafe(on_end)
 
 
 _PIECE_BYTES = 256 * 1024

@@ -6,15 +6,16 @@ when it is parsed, or with the request. Errors have OpenAI's format. Loop only.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeVar, cast
 
 import orjson
 from quart import Quart, Response, request
-from werkzeug.exceptions import HTTPException
+from werkzeug.exceptions import HTTPException, RequestEntityTooLarge, RequestTimeout
 
-from xpyd_core.bodies import BodyBudget, BodyCharge
+from xpyd_core.bodies import BodyBudget, BodyBuffer, BodyCharge
 from xpyd_core.errors import ApiError
 from xpyd_worker.server.service import TextThreads
 
@@ -92,11 +93,15 @@ async def parsed_body(threads: TextThreads, parse: Callable[[bytes], T]) -> T:
             return parse(data)
         charge.take_more(_MOST_DECODED * len(data))
         charge.check()
-        # Of a request that is given up while it waits for a thread nothing is kept.
-        waiting = [data]
+        # Of a request that is given up while it waits for a thread nothing is kept; a thread that
+        # reads it then goes on, and what it reads stays charged so long.
+        waiting, reading = [data], charge.move()
         del data
         try:
-            return await threads.run(lambda: parse(waiting.pop()))
+            return await threads.run(lambda: parse(waiting.pop()), on_end=reading.end)
+        except ApiError:
+            reading.end()
+            raise
         finally:
             waiting.clear()
     finally:
@@ -104,11 +109,20 @@ async def parsed_body(threads: TextThreads, parse: Callable[[bytes], T]) -> T:
 
 
 async def _body() -> tuple[bytes, BodyCharge]:
-    data = cast("bytes", await request.get_data(cache=False))
+    body = BodyBuffer()
+    try:
+        # Quart would hold a body twice where it is asked for all of it.
+        async with asyncio.timeout(request.body_timeout):
+            async for part in request.body:
+                body.add(part)
+                if len(body) > MAX_BODY_BYTES:
+                    raise RequestEntityTooLarge
+    except TimeoutError:
+        raise RequestTimeout from None
     # Quart's type of an ASGI scope is partly unknown.
     charge = charge_of(cast("Mapping[str, Any]", request.scope))
     charge.check()
-    return data, charge
+    return body.take(), charge
 
 
 def _object(data: bytes) -> Mapping[str, Any]:
