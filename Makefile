@@ -109,7 +109,7 @@ bench-kv: setup ## How fast KV moves from process to process; against plain TCP,
 bench-engine: setup ## How fast the engine answers on the CPU; against vLLM and transformers
 	@$(BIN)/python -m bench.engine
 
-bench-router: setup ## What the router costs; against vllm-router and sglang-router
+bench-router: setup ## What the router costs; against vllm-router and SMG
 	@$(BIN)/python -m bench.router
 
 bench-parallel: setup ## What tensor and pipeline parallelism cost and bring; all-reduce against Gloo

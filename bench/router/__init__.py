@@ -1,4 +1,4 @@
-"""`make bench-router`: the router beside vllm-router and sglang-router, in front of mock engines.
+"""`make bench-router`: the router beside vllm-router and SMG, in front of mock engines.
 
 `__main__` runs it and writes docs/benchmarks/router.json and .md. `shape` has the rows and cases;
 `engine.c` is the mock engine and `load.c` the load generator, which `programs` compiles; `mocks`

@@ -20,7 +20,7 @@ from bench.router.mocks import Mocks, beating, beats
 from bench.router.shape import Program, Row
 
 ROOT = Path(__file__).parents[2]
-PEERS: dict[Program, str] = {"vllm-router": "0.1.17", "sglang-router": "0.3.2"}
+PEERS: dict[Program, str] = {"vllm-router": "0.1.17", "smg": "1.13.0"}
 _INSTALL_S = 300.0
 _START_S = 60.0
 _ASK_S = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Program = Literal["direct", "xpyd", "vllm-router", "sglang-router"]
+Program = Literal["direct", "xpyd", "vllm-router", "smg"]
 
 PREFILLS = DECODES = 2
 TOKENS_PER_S = 50
@@ -29,7 +29,7 @@ ROWS = {
         Row(DIRECT, "direct"),
         Row(OWN, "xpyd"),
         Row("vllm-router", "vllm-router"),
-        Row("sglang-router", "sglang-router"),
+        Row("smg", "smg"),
         Row("xpyd-continuing", "xpyd", wire="xpyd"),
         Row("xpyd-2", "xpyd", processes=2),
     )

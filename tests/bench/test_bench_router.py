@@ -207,7 +207,7 @@ def found() -> Found:
     made = Found(
         idle_gib={OWN: 0.04, "vllm-router": 0.06},
         after_gib={OWN: 0.1, "vllm-router": 0.3},
-        failed={("sglang-router", "s512"): "9 errors"},
+        failed={("smg", "s512"): "9 errors"},
     )
     # The machine was half as fast in the second round.
     for row, cpu_s, p50 in ((OWN, 0.6, 100.0), ("vllm-router", 1.0, 200.0), ("direct", 0.0, 20.0)):
@@ -294,7 +294,7 @@ def test_the_page_has_a_table_for_each_kind_of_load_and_says_what_is_missing(
         "| s512 | vllm-router | 1000 | - / - | 0.20 / 0.60 | 0.18 / 0.54 | 500.0 | 0.50 |",
         "| **xpyd** | 41 | 102 |",
         "Not measured: xpyd-2 (not here).",
-        "**sglang-router failed in s512**: 9 errors.",
+        "**smg failed in s512**: 9 errors.",
     ):
         assert f"{line}\n" in page
     assert "Rounds: 3, duels: 4. Ours with `--x`." in page
