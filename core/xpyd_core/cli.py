@@ -20,6 +20,8 @@ from xpyd_core.errors import UserError
 
 GROUP = "xpyd.commands"
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+"""After Ctrl-C, as a shell has it: 128 + SIGINT."""
 _VERSION = "version"
 """The one sub-command that is no entry point."""
 _T = TypeVar("_T")
@@ -141,12 +143,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A container's first process gets only signals that it handles: this one ends it as it
         # ends any other, till the sub-command handles it.
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
-    words = sys.argv[1:] if argv is None else argv
-    args = build_parser(words[0] if words else "").parse_args(words)
     try:
+        words = sys.argv[1:] if argv is None else argv
+        args = build_parser(words[0] if words else "").parse_args(words)
         return args.run_command(args)
     except UserError as error:
         sys.stderr.write(f"xpyd: {error}\n")
         return EXIT_USAGE
     except KeyboardInterrupt:
-        return 130
+        # Who presses twice must not get a traceback from the interpreter's end.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return EXIT_INTERRUPTED

@@ -156,4 +156,9 @@ if __name__ == "__main__":
     mode = sys.argv.pop(1)
     if mode == "daemon":
         sys.exit(run.main(programs()))
+    if mode == "up-detached":
+        try:
+            sys.exit(run_up(UpOptions(sys.argv[1]), detach=True, daemon=DAEMON))
+        except KeyboardInterrupt:  # as `cli.main`
+            sys.exit(130)
     sys.exit(run_up(UpOptions(sys.argv[1]), detach=False, programs=programs()))

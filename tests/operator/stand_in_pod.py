@@ -4,8 +4,8 @@
 
 An engine beats to the router's discovery address by HTTP; the router's /instances shows who beat in
 the last second. Flags that matter: --crash-while=FILE exits 3 (or --crash-status=N) at the start
-while FILE exists, --drain=SECONDS is how long SIGTERM takes, --deaf ignores SIGTERM. The
-environment is printed.
+while FILE exists, --drain=SECONDS is how long SIGTERM takes, --deaf ignores SIGTERM,
+--never-beats is for an engine that the router never finds. The environment is printed.
 """
 
 import contextlib
@@ -81,7 +81,9 @@ def beat_for_ever(me: str) -> None:
 
 def as_engine() -> None:
     host, port = os.environ["XPYD_POD_IP"], int(os.environ["XPYD_HTTP_PORT"])
-    threading.Thread(target=beat_for_ever, args=(f"{host}:{port}",), daemon=True).start()
+    if "--never-beats" not in sys.argv:
+        me = f"{host}:{port}"
+        threading.Thread(target=beat_for_ever, args=(me,), daemon=True).start()
     serve(socket.create_server((host, port)), lambda path: b"{}")
 
 

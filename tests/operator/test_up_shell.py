@@ -270,7 +270,7 @@ def test_ctrl_c_drains_the_engines_before_the_router_and_streams_their_lines(fle
     fleet.settled()
     child.send_signal(signal.SIGINT)
     out, _ = child.communicate(timeout=20)
-    assert child.returncode == 0
+    assert child.returncode == 130
     said = out.decode()
     drains = [line for line in said.splitlines() if line.endswith("stand-in: drains")]
     assert len(drains) == 4
@@ -288,7 +288,7 @@ def test_a_second_ctrl_c_kills_what_does_not_drain(fleet):
         fleet.ask(control.ScaleRequest("decode", 1))
     processes = fleet.processes()
     child.send_signal(signal.SIGINT)
-    assert child.wait(timeout=20) == 0
+    assert child.wait(timeout=20) == 130
     assert not [process for process in processes if process.is_alive()]
 
 

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, TextIO, cast
 from urllib.parse import urlsplit
 
+from xpyd_core.cli import EXIT_INTERRUPTED
 from xpyd_core.errors import UserError
 
 TIMEOUT_S = 600.0
@@ -61,7 +62,7 @@ def run_chat(conversation: Conversation, message: str | None, *, stdin: TextIO, 
     if message is not None:
         if not message.strip():
             raise UserError("nothing to say: give a MESSAGE, or pipe one in")
-        return 0 if _say(conversation, message, out) else 130
+        return 0 if _say(conversation, message, out) else EXIT_INTERRUPTED
     with suppress(ImportError):
         import_module("readline")  # input() then has line editing and history
     out.write("Ctrl-C stops an answer, Ctrl-D leaves.\n")

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from xpyd_core.cli import EXIT_INTERRUPTED
 from xpyd_core.errors import UserError
 from xpyd_core.logs import set_up_logging
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT
@@ -262,10 +263,10 @@ def supervise(options: UpOptions, *, programs: Programs = _OURS, stream: bool) -
             listener=listener,
             programs=programs,
         )
-        asyncio.run(_run(supervisor, state, stream=stream))
+        signals = asyncio.run(_run(supervisor, state, stream=stream))
         state.forget()
     _log.info("fleet %s is down", fleet.name)
-    return 0
+    return EXIT_INTERRUPTED if signal.SIGINT in signals else 0
 
 
 @contextlib.contextmanager
@@ -292,10 +293,12 @@ def _claimed(state: FleetFolder) -> Generator[AddressClaim]:
             os.close(descriptor)
 
 
-async def _run(supervisor: Supervisor, state: FleetFolder, *, stream: bool) -> None:
+async def _run(supervisor: Supervisor, state: FleetFolder, *, stream: bool) -> set[int]:
+    """Run the fleet to its end; the signals that came."""
     loop = asyncio.get_running_loop()
+    signals: set[int] = set()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, _on_signal, supervisor)
+        loop.add_signal_handler(number, _on_signal, supervisor, signals, number)
     loop.add_signal_handler(signal.SIGCHLD, supervisor.wake)
     with explained(state.folder):
         listener = control.listen(state.socket)
@@ -308,9 +311,11 @@ async def _run(supervisor: Supervisor, state: FleetFolder, *, stream: bool) -> N
         if streaming is not None:
             streaming.cancel()
             await asyncio.gather(streaming, return_exceptions=True)
+    return signals
 
 
-def _on_signal(supervisor: Supervisor) -> None:
+def _on_signal(supervisor: Supervisor, signals: set[int], number: int) -> None:
+    signals.add(number)
     if supervisor.is_stopping:
         _log.warning("killing what is left")
         supervisor.kill()
@@ -378,11 +383,11 @@ def _run_detached(options: UpOptions, state: FleetFolder, daemon: tuple[str, ...
 
 
 def _end(supervisor: subprocess.Popen[bytes]) -> None:
-    """Drain its fleet, and kill it where that takes long."""
+    """Drain its fleet, and kill it where that takes long, or at a second Ctrl-C."""
     supervisor.terminate()
     try:
         supervisor.wait(_DRAIN_FAILED_S)
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
         supervisor.terminate()
         supervisor.wait()
 
