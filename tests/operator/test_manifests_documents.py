@@ -318,7 +318,7 @@ def test_instances_of_several_pods_that_claim_devices_have_both_objects():
         assert pod["resourceClaims"] == [
             {"name": "xpyd-gpus", "resourceClaimTemplateName": claim["metadata"]["name"]}
         ]
-        assert pod["containers"][0]["resources"] == {"claims": [{"name": "xpyd-gpus"}]}
+        assert pod["containers"][0]["resources"]["claims"] == [{"name": "xpyd-gpus"}]
 
 
 def test_a_cpu_instance_asks_for_no_device():

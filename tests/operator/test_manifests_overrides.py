@@ -107,7 +107,10 @@ def test_a_pods_field_is_merged_and_the_others_stay(spec, value):
         ),
         (
             {"resources": {"requests": {"cpu": 1}}},
-            {"limits": {"nvidia.com/gpu": "1"}, "requests": {"cpu": 1}},
+            {
+                "limits": {k: v for k, v in ENGINE["resources"]["limits"].items() if k != "cpu"},
+                "requests": {**ENGINE["resources"]["requests"], "cpu": 1},
+            },
         ),
         (
             {"startupProbe": {"failureThreshold": 7200}},
@@ -270,6 +273,28 @@ def test_what_is_xpyds_in_one_kind_of_pod_is_refused_there(name, fields, resourc
     where = "spec.pools[0]" if name == "engine" else "spec.router"
     expected = (f"{where}.template.spec.containers[0].{line}",) if line else ()
     assert template_problems(fleet_with(engine_, router, **resources)) == expected
+
+
+def test_each_container_says_what_it_takes_and_the_template_wins() -> None:
+    """A namespace with a compute quota refuses a container that does not."""
+
+    def sizes(resources: dict[str, Any] | None = None, **pool: Any) -> dict[str, Any]:
+        engine = {"name": "engine", **({"resources": resources} if resources else {})}
+        return engine_pod({"containers": [engine]}, **pool)["containers"][0]["resources"]
+
+    for found in (sizes(gpus=0), sizes(gpus=1), router_pod_of({})["containers"][0]["resources"]):
+        for kind in ("requests", "limits"):
+            assert {"cpu", "memory"} <= found[kind].keys()
+    assert sizes(gpus=1)["limits"]["nvidia.com/gpu"] == "1"
+    # 700 MiB for the process; an Aggregated engine has a cache alone.
+    assert sizes(gpus=0)["requests"]["memory"] == "764Mi"
+    theirs = sizes({"requests": {"memory": "900Gi"}}, gpus=0)
+    assert theirs["requests"] == {"cpu": "100m", "memory": "900Gi"}
+    assert theirs["limits"] == {"cpu": "64"}
+
+
+def router_pod_of(template: dict[str, Any]) -> dict[str, Any]:
+    return pods(fleet_with({}, {"spec": template}))["router"]["spec"]
 
 
 def test_the_container_that_gives_the_folder_to_the_engine_takes_resources_but_no_command():

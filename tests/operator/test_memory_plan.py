@@ -8,17 +8,14 @@ from hypothesis import strategies as st
 
 from tests.operator.fleets import cpu_pool, parsed
 from xpyd_core.errors import UserError
-from xpyd_operator.up.checks import locate_model, weights_bytes
-from xpyd_operator.up.memory import (
+from xpyd_operator.manifests.resources import (
     CACHE_LEAST_BYTES,
     MIB,
     PROCESS_BYTES,
-    Machine,
-    check_room,
     flag_value,
-    plan_memory,
-    read_machine,
 )
+from xpyd_operator.up.checks import locate_model, weights_bytes
+from xpyd_operator.up.memory import Machine, check_room, plan_memory, read_machine
 
 GIB = 1 << 30
 

@@ -21,6 +21,12 @@ from xpyd_operator.document.engines import Pool
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests import names
 from xpyd_operator.manifests.names import JsonObject, Placement, list_in, map_in
+from xpyd_operator.manifests.resources import (
+    INIT_RESOURCES,
+    ROUTER_RESOURCES,
+    engine_resources,
+    without_given,
+)
 from xpyd_operator.plan.values import ENGINE_PROBES, ROUTER, ROUTER_PROBES, Probe, Workload
 
 MERGE_KEYS = {
@@ -202,6 +208,9 @@ def socket_init(pool: Pool, *, image: str, pull_policy: str) -> JsonObject:
         "name": names.SOCKET_CONTAINER,
         "image": image,
         "imagePullPolicy": pull_policy,
+        "resources": without_given(
+            INIT_RESOURCES, pool.template or {}, names.SOCKET_CONTAINER, inits=True
+        ),
         "command": give,
         "volumeMounts": [socket_mount()],
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -257,7 +266,7 @@ def engine_pod(
         "name": names.ENGINE_CONTAINER,
         "args": ["worker", *socket_args, *workload.template.args],
         "env": _engine_env(fleet, workload, placement),
-        "resources": _devices(pool),
+        "resources": _engine_resources(fleet, pool),
         "volumeMounts": [
             *common_mounts(fleet),
             {"name": "xpyd-shm", "mountPath": "/dev/shm"},
@@ -315,6 +324,9 @@ def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) 
         "startupProbe": _probe(ROUTER_PROBES.startup),
         "livenessProbe": _probe(ROUTER_PROBES.liveness),
         "readinessProbe": _probe(Probe("/readiness", 1, 2, 2)),
+        "resources": without_given(
+            ROUTER_RESOURCES, fleet.spec.router.template or {}, names.ROUTER_CONTAINER
+        ),
         "volumeMounts": common_mounts(fleet),
     }
     pod = _pod(fleet, workload, placement, container, common_volumes(fleet, placement.uid))
@@ -449,6 +461,11 @@ def _probe(probe: Probe) -> JsonObject:
         "timeoutSeconds": int(probe.timeout_s),
         "failureThreshold": probe.failures,
     }
+
+
+def _engine_resources(fleet: InferenceFleet, pool: Pool) -> JsonObject:
+    ours = without_given(engine_resources(fleet, pool), pool.template or {}, names.ENGINE_CONTAINER)
+    return merged(ours, _devices(pool))
 
 
 def _devices(pool: Pool) -> JsonObject:

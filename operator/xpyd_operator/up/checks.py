@@ -23,7 +23,7 @@ from xpyd_core.parallel.ranks import Sizes
 from xpyd_operator.document.engines import Pool
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests.refusals import template_problems
-from xpyd_operator.up.memory import flag_value
+from xpyd_operator.manifests.resources import flag_value
 
 CLUSTER_ONLY = frozenset(
     {

@@ -15,9 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xpyd_core.errors import UserError
-from xpyd_core.sizes import format_bytes, parse_bytes
+from xpyd_core.sizes import format_bytes
 from xpyd_operator.document.engines import Pool
 from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.manifests.resources import (
+    CACHE_FLAG,
+    CACHE_LEAST_BYTES,
+    CACHE_MOST_BYTES,
+    MIB,
+    POOL_FLAG,
+    POOL_MOST_BYTES,
+    Sizes,
+    fixed_bytes,
+    given_sizes,
+)
 from xpyd_operator.up.control import table
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -79,19 +90,10 @@ def _room(folder: Path, limit: str, used: str, cache: str) -> int | None:
     return None if most == "max" else int(most) - now + int(stat.get(cache, 0))
 
 
-MIB = 1 << 20
 USABLE_PERCENT = 80
 """The share of the available memory that fleets get; the rest is for the page cache and other
 processes.
 """
-PROCESS_BYTES = 700 * MIB
-"""One Python process with torch and transformers loaded, without weights."""
-CACHE_MOST_BYTES = 1 << 30
-CACHE_LEAST_BYTES = 64 * MIB
-POOL_MOST_BYTES = 4 << 30
-_CACHE_FLAG = "--kv-cache-memory"
-_BUFFER_FLAG = "--kv-buffer-size"
-_POOL_FLAG = "--kv-host-pool-size"
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class EngineMemory:
     def total_bytes(self) -> int:
         """All of one engine."""
         of_kv = self.ranks * self.cache_bytes + self.buffer_bytes + self.host_pool_bytes
-        return _fixed_bytes(self.ranks, self.weights_bytes) + of_kv
+        return fixed_bytes(self.ranks, self.weights_bytes) + of_kv
 
 
 @dataclass(frozen=True)
@@ -141,32 +143,12 @@ class MemoryPlan:
         ]
         for e in self.pools:
             of_kv = (e.ranks * e.cache_bytes, e.buffer_bytes, e.host_pool_bytes)
-            parts = (_fixed_bytes(e.ranks, 0), e.weights_bytes, *of_kv)
+            parts = (fixed_bytes(e.ranks, 0), e.weights_bytes, *of_kv)
             counts = (str(e.engines), str(e.ranks))[: len(count)]
             rows.append((e.pool, *counts, *map(format_bytes, parts)))
         total = f"{format_bytes(self.total_bytes)} of {format_bytes(self.usable_bytes)} usable"
         each = "each rank" if has_ranks else "each"
         return f"{table(rows)}\ntotal {total}; {self.threads} CPU threads {each}"
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Sizes of a pool's engines as far as they are given; None: to be chosen. `cache` is that of
-    each of the `ranks`."""
-
-    ranks: int
-    cache: int | None
-    buffer_text: str
-    host_pool: int | None
-
-    def least(self) -> int:
-        """Bytes of an engine's KV when everything to be chosen is as small as it may be."""
-        cache = self.cache if self.cache is not None else CACHE_LEAST_BYTES
-        return self.ranks * cache + self.buffer(cache) + (self.host_pool or 0)
-
-    def buffer(self, cache_bytes: int) -> int:
-        """The engine's, where each rank has a cache of this size."""
-        return parse_bytes(self.buffer_text, of=self.ranks * cache_bytes)
 
 
 def plan_memory(
@@ -177,9 +159,9 @@ def plan_memory(
     ranks = [pool.parallelism.ranks for pool in pools]
     all_ranks = sum(count * each for count, each in zip(replicas, ranks, strict=True))
     usable = machine.available_bytes * USABLE_PERCENT // 100
-    sizes = [_given(fleet, pool) for pool in pools]
+    sizes = [given_sizes(fleet, pool) for pool in pools]
     least = sum(
-        count * (_fixed_bytes(size.ranks, weights_bytes) + size.least())
+        count * (fixed_bytes(size.ranks, weights_bytes) + size.least())
         for count, size in zip(replicas, sizes, strict=True)
     )
     spare = (usable - least) // max(1, all_ranks)
@@ -193,11 +175,6 @@ def plan_memory(
     return plan
 
 
-def _fixed_bytes(ranks: int, weights_bytes: int) -> int:
-    """An engine without its KV: its processes and the weights that they share out."""
-    return PROCESS_BYTES * (1 if ranks == 1 else 1 + ranks) + weights_bytes
-
-
 def check_room(plan: MemoryPlan, pool: str, more: int, machine: Machine) -> None:
     """Refuse to start `more` engines of `pool` where what is available now cannot hold them."""
     usable = machine.available_bytes * USABLE_PERCENT // 100
@@ -209,36 +186,7 @@ def check_room(plan: MemoryPlan, pool: str, more: int, machine: Machine) -> None
         )
 
 
-def flag_value(args: Sequence[str], flag: str) -> str | None:
-    """The last value of `--flag value` or `--flag=value` in `args`."""
-    value = None
-    for index, arg in enumerate(args):
-        if arg == flag and index + 1 < len(args):
-            value = args[index + 1]
-        elif arg.startswith(f"{flag}="):
-            value = arg.partition("=")[2]
-    return value
-
-
-def _given(fleet: InferenceFleet, pool: Pool) -> _Sizes:
-    args, kv = fleet.spec.engine.args, fleet.spec.kv_transfer
-    cache = flag_value(args, _CACHE_FLAG)
-    cache_bytes = None if cache is None else parse_bytes(cache)
-    ranks = pool.parallelism.ranks
-    if not kv.keeps_kv(pool.role):
-        return _Sizes(ranks, cache_bytes, "0", 0)
-    host_pool = flag_value(args, _POOL_FLAG)
-    if host_pool is None and "host_pool_size" in kv.model_fields_set:
-        host_pool = kv.host_pool_size
-    return _Sizes(
-        ranks,
-        cache_bytes,
-        flag_value(args, _BUFFER_FLAG) or kv.buffer_size,
-        None if host_pool is None else parse_bytes(host_pool),
-    )
-
-
-def _fit(pool: Pool, engines: int, size: _Sizes, spare: int, weights_bytes: int) -> EngineMemory:
+def _fit(pool: Pool, engines: int, size: Sizes, spare: int, weights_bytes: int) -> EngineMemory:
     """Give an engine its part of the spare memory, `spare` for each rank: a third to the host pool,
     the rest to cache."""
     args: list[str] = []
@@ -247,14 +195,14 @@ def _fit(pool: Pool, engines: int, size: _Sizes, spare: int, weights_bytes: int)
     if host_pool is None:
         host_pool = _whole_mib(min(POOL_MOST_BYTES, spare // 3))
         spare -= host_pool
-        args.append(f"{_POOL_FLAG}={host_pool}")
+        args.append(f"{POOL_FLAG}={host_pool}")
     cache = size.cache
     if cache is None:
         # A buffer in percent of the cache grows with it.
         percent = size.buffer(100) if size.buffer_text.endswith("%") else 0
         room = spare * 100 // (100 + percent) // size.ranks
         cache = _whole_mib(min(CACHE_MOST_BYTES, CACHE_LEAST_BYTES + room))
-        args.append(f"{_CACHE_FLAG}={cache}")
+        args.append(f"{CACHE_FLAG}={cache}")
     return EngineMemory(
         pool=pool.name,
         engines=engines,
@@ -276,6 +224,6 @@ def _refusal(plan: MemoryPlan, machine: Machine) -> str:
     return (
         f"the fleet does not fit this machine: it needs {format_bytes(plan.total_bytes)} of memory,"
         f" {format_bytes(plan.usable_bytes)} ({USABLE_PERCENT} % of {available} available) can be"
-        f" used\n{plan.table()}\nLower replicas, {_CACHE_FLAG} in spec.engine.args,"
+        f" used\n{plan.table()}\nLower replicas, {CACHE_FLAG} in spec.engine.args,"
         " spec.kvTransfer.bufferSize or spec.kvTransfer.hostPoolSize."
     )
