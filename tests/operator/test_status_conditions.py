@@ -16,13 +16,20 @@ from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import load_fleet, parse_fleet
 from xpyd_operator.document.status import FleetStatus, PoolStatus
 from xpyd_operator.status.children import Children, fleet_seen
-from xpyd_operator.status.fleet import events, fleet_status, invalid_status, pool_statuses
+from xpyd_operator.status.fleet import (
+    EventText,
+    events,
+    fleet_status,
+    invalid_status,
+    pool_statuses,
+)
 from xpyd_operator.status.problems import Problem
+from xpyd_operator.status.verified import KvVerdict
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fleet.yaml"
 TYPES = [
     *("Ready", "Available", "Progressing", "Degraded"),
-    *("RouterReady", "CapacityAvailable", "Drifted"),
+    *("RouterReady", "CapacityAvailable", "Drifted", "KVTransferVerified"),
 ]
 Obj = dict[str, Any]
 
@@ -117,6 +124,28 @@ def _status(cluster: Cluster, children: Children, **changes: Any) -> Obj:
         "namespace": "team",
     }
     return fleet_status(cluster.fleet, **(arguments | changes))
+
+
+LOST = KvVerdict(False, "Unreachable", "KV did not arrive from p to d: unreachable.")
+
+
+def test_lost_kv_is_a_condition_and_an_event_and_the_fleet_serves_on() -> None:
+    cluster = settled(fleet_of())
+    before = status_of(cluster)
+    arguments: Obj = {"want": cluster.want, "seen": fleet_seen(cluster.children)}
+    after = _status(cluster, cluster.children, kv=LOST, before=before, **arguments)
+    shown = {c["type"]: (c["status"], c["reason"], c["message"]) for c in after["conditions"]}
+    assert shown["KVTransferVerified"] == ("False", *LOST[1:])
+    assert shown["Ready"][0] == shown["Available"][0] == "True"
+    assert shown["Degraded"][0] == "False"
+    words = f"Unreachable: {LOST.message}"
+    assert EventText("Warning", "KVNotVerified", words) in events(before, after)
+    assert all(event.reason != "KVNotVerified" for event in events(after, after))
+
+
+def test_a_fleet_without_pairs_has_no_kv_to_verify() -> None:
+    cluster = settled(fleet_of(lambda spec: spec.update(pools=pools(1, 1))))
+    assert found(cluster, "KVTransferVerified") == ("Unknown", "NoPairs")
 
 
 def test_the_same_inputs_give_the_same_status() -> None:
@@ -394,6 +423,7 @@ def test_a_fleet_that_was_never_valid_has_unknown_conditions_and_is_created_late
         "RouterReady": "Unknown",
         "CapacityAvailable": "Unknown",
         "Drifted": "Unknown",
+        "KVTransferVerified": "Unknown",
     }
     assert after["conditions"][0]["message"].endswith("; and 40 more")
     cluster = Cluster(fleet_of())

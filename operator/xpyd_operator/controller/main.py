@@ -34,6 +34,7 @@ from xpyd_operator.controller.decision.cache import (
 from xpyd_operator.controller.decision.errors import KubeError
 from xpyd_operator.controller.decision.kinds import ALWAYS, FLEET, FLEET_LABEL, OPTIONAL, POOL, Kind
 from xpyd_operator.controller.reconcile import EventPoster, Reconciler, TurnFailed
+from xpyd_operator.controller.routers import RouterReader
 from xpyd_operator.controller.watch import Inbox, Watcher, listed
 from xpyd_operator.controller.workqueue import FleetQueue
 from xpyd_operator.manifests.names import Settings
@@ -201,12 +202,14 @@ class Operator:
         self._cache = Cache()
         self._queue = FleetQueue(time.monotonic)
         self._poster = EventPoster(self._api, dropped=self.metrics.events_dropped.inc)
+        self._routers = RouterReader(self._cache, self._queue.wake, clock=time.monotonic)
         self._reconciler = Reconciler(
             self._api,
             self._cache,
             self._poster,
             settings=config.settings,
             clock=time.monotonic,
+            verdict=self._routers.verdict,
         )
         self._feed = Feed(self._cache, lambda key, urgent: self._queue.wake(key, urgent=urgent))
         self._inbox = Inbox(self._receive)
@@ -257,6 +260,7 @@ class Operator:
             self._spawn(self._work(), "worker")
         self._spawn(self._poster.run(), "events")
         self._spawn(self._resync(), "resync")
+        self._spawn(self._routers.run(), "routers")
         self._spawn(self._watch_for_kinds(), "kinds")
 
     async def _stop(self) -> None:

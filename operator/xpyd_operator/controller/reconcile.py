@@ -58,6 +58,7 @@ from xpyd_operator.manifests.names import FINALIZER, Settings, kv_secret_name
 from xpyd_operator.manifests.objects import kv_secret
 from xpyd_operator.status.fleet import EventText, events
 from xpyd_operator.status.problems import Problem
+from xpyd_operator.status.verified import NOT_LOOKED, KvVerdict
 
 logger = logging.getLogger(__name__)
 
@@ -300,7 +301,10 @@ class Reconciler:
         settings: Settings,
         clock: Callable[[], float],
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        verdict: Callable[[FleetKey], KvVerdict] = lambda _: NOT_LOOKED,
     ) -> None:
+        """`verdict`: what the routers' counts say of a fleet's KV."""
+        self._verdict = verdict
         self._api = api
         self._cache = cache
         self._poster = poster
@@ -369,6 +373,7 @@ class Reconciler:
             wants_key=history.wants_key(
                 parsed, document["metadata"]["uid"], status_of(document), time
             ),
+            kv=self._verdict(key),
         )
 
     def _remember(self, history: FleetHistory, turn: Turn, outcome: Outcome) -> None:

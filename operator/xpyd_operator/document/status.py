@@ -27,7 +27,8 @@ class Condition(ApiModel):
     """A condition as Kubernetes' own kinds have it (metav1.Condition)."""
 
     type: Annotated[str, Field(max_length=316)]
-    """Ready, Available, Progressing, Degraded, RouterReady, CapacityAvailable or Drifted."""
+    """Ready, Available, Progressing, Degraded, RouterReady, CapacityAvailable, Drifted or
+    KVTransferVerified."""
     status: Literal["True", "False", "Unknown"]
     """Whether the condition holds."""
     reason: Annotated[str, Field(min_length=1, max_length=1024)]
@@ -86,7 +87,8 @@ class FleetStatus(ApiModel):
     conditions: Annotated[
         tuple[Condition, ...], Field(strict=False, max_length=16), Unique("type")
     ] = ()
-    """Ready, Available, Progressing, Degraded, RouterReady, CapacityAvailable, Drifted."""
+    """Ready, Available, Progressing, Degraded, RouterReady, CapacityAvailable, Drifted,
+    KVTransferVerified."""
     pools: Annotated[
         tuple[FleetPoolStatus, ...], Field(strict=False, max_length=MAX_POOLS), Unique("name")
     ] = ()

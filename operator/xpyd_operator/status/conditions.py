@@ -33,6 +33,7 @@ from xpyd_operator.status.children import (
 )
 from xpyd_operator.status.crashes import RECREATED
 from xpyd_operator.status.problems import Problem
+from xpyd_operator.status.verified import NO_PAIRS, NOT_LOOKED, KvVerdict
 
 ROLES = ("Prefill", "Decode", "Aggregated")
 
@@ -176,12 +177,13 @@ def conditions(
     generation: int,
     notices: Sequence[str] = (),
     decode_alone: bool = False,
+    kv: KvVerdict = NOT_LOOKED,
 ) -> list[dict[str, Any]]:
     """`before`: the whole status before; a condition keeps its time while its status stays.
 
     `notices`: what the document asks for that an administrator should know; Degraded's message
     shows them even where nothing is wrong. `decode_alone`: Decode instances serve alone where there
-    is no Prefill instance.
+    is no Prefill instance. `kv`: what the routers' counts say of the KV (see `verified`).
     """
     fleet = _Fleet(pools, problems, stopping, before, notices, decode_alone)
     verdicts = {
@@ -192,6 +194,7 @@ def conditions(
         "RouterReady": _router_ready(fleet),
         "CapacityAvailable": _capacity(fleet),
         "Drifted": _drifted(fleet),
+        "KVTransferVerified": _verified(fleet, kv),
     }
     return _written(verdicts, before, now, generation)
 
@@ -218,6 +221,7 @@ def conditions_of_invalid(
         "RouterReady": unknown,
         "CapacityAvailable": unknown,
         "Drifted": unknown,
+        "KVTransferVerified": unknown,
     }
     return _written(verdicts, before, now, generation)
 
@@ -345,6 +349,13 @@ def _router_ready(fleet: _Fleet) -> _Verdict:
     causes = fleet.of_pools([ROUTER])
     reason = causes[0].reason if causes else "Rollout" if router.older else "PodsMissing"
     return _Verdict(False, reason, _summary_of(f"waits for {router.progress} ready", causes))
+
+
+def _verified(fleet: _Fleet, kv: KvVerdict) -> _Verdict:
+    roles = {row.role for row in fleet.pools if row.revision}
+    if fleet.stopping:
+        return _Verdict(*NOT_LOOKED)
+    return _Verdict(*kv) if {"Prefill", "Decode"} <= roles else _Verdict(*NO_PAIRS)
 
 
 def _capacity(fleet: _Fleet) -> _Verdict:

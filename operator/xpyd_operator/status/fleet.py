@@ -45,6 +45,7 @@ from xpyd_operator.status.conditions import (
 )
 from xpyd_operator.status.crashes import RECREATED
 from xpyd_operator.status.problems import Problem, in_order
+from xpyd_operator.status.verified import NOT_LOOKED, KvVerdict
 
 _HOST_PATH = (
     "pods mount folders of their nodes (hostPath), which a namespace of pod security "
@@ -68,12 +69,13 @@ def fleet_status(
     generation: int,
     key_secret: str,
     namespace: str,
+    kv: KvVerdict = NOT_LOOKED,
 ) -> dict[str, Any]:
     """The fleet's whole status; to be put in place of the one before, not merged into it.
 
     `problems`: find_problems() and those that only the caller knows (a name that another object
     has, a missing API). `before`: the status that the fleet has. `now`: RFC 3339. `generation`: of
-    the document. `key_secret`: "" while there is none.
+    the document. `key_secret`: "" while there is none. `kv`: what routers' counts say of the KV.
     """
     rows = pool_rows(want, seen, children)
     port = fleet.spec.router.service.port
@@ -87,6 +89,7 @@ def fleet_status(
             stopping=want.stopping,
             notices=_notices(fleet),
             decode_alone=fleet.spec.router.on_no_prefill == "PrefillOnDecode",
+            kv=kv,
             before=before or {},
             now=now,
             generation=generation,
@@ -357,6 +360,10 @@ def _states(before: Raw, after: Raw) -> list[EventText]:
     no_room = text(room, "status") == "False" and _status(before, "CapacityAvailable") != "False"
     if no_room and text(room, "reason") != text(degraded, "reason"):
         found.append(EventText("Warning", "NoCapacity", text(room, "message")))
+    kv = "KVTransferVerified"
+    if _status(after, kv) == "False" and _status(before, kv) != "False":
+        words = f"{text(condition_of(after, kv), 'reason')}: {_message(after, kv)}"
+        found.append(EventText("Warning", "KVNotVerified", words))
     if _has_lost(before, after):
         found.append(EventText("Warning", "Recovering", _message(after, "Ready")))
     if _status(before, "Available") == "True" and _status(after, "Available") == "False":

@@ -17,7 +17,8 @@ from typing import Any, TypedDict, TypeVar, cast
 from msgspec.json import Decoder
 
 from xpyd_operator.document.load import excess
-from xpyd_operator.manifests.names import MANAGER
+from xpyd_operator.manifests.names import LABEL_ROLE, MANAGER
+from xpyd_operator.plan.values import ROUTER
 
 FLEET_LABEL = "xpyd.dev/fleet"
 
@@ -202,6 +203,9 @@ def _trim_pod(pod: Obj) -> Obj:
     metadata = _pick(pod.get("metadata"), _POD_METADATA)
     whole = cast("dict[str, Any]", pod.get("status") or {})
     status = _pick(whole, _POD_STATUS)
+    labels = cast("dict[str, Any]", metadata.get("labels") or {})
+    if labels.get(LABEL_ROLE) == ROUTER and whole.get("podIP"):
+        status["podIP"] = whole["podIP"]
     if "conditions" in status:
         status["conditions"] = [_pick(c, _CONDITION) for c in status["conditions"]]
     if _is_serving(metadata, status):

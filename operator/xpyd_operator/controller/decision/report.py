@@ -107,6 +107,7 @@ def _obeyed(
         generation=_generation(state),
         key_secret=own_secret if kv.has_own_key else theirs,
         namespace=state.document["metadata"]["namespace"],
+        kv=state.kv,
     )
     return status, pool_statuses(parsed.fleet, want=want, seen=seen, children=children)
 

@@ -34,6 +34,7 @@ from xpyd_operator.manifests.refusals import template_problems
 from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.plan.values import FleetSeen, FleetWant
 from xpyd_operator.status.children import Children, Raw, fields, fleet_seen, rows, text
+from xpyd_operator.status.verified import NOT_LOOKED, KvVerdict
 
 
 @dataclass(frozen=True)
@@ -202,6 +203,8 @@ class FleetState:
     )
     contested: frozenset[Effect] = frozenset()
     wants_key: bool = False
+    kv: KvVerdict = NOT_LOOKED
+    """What the routers' counts say of the fleet's KV."""
 
     @property
     def uid(self) -> str:

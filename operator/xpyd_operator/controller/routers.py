@@ -1,0 +1,137 @@
+"""Reads what the routers of all fleets count of KV, for the condition KVTransferVerified.
+
+Every 15 s one GET of each ready router's HTTP port, which is open to the cluster as clients need it
+(ADR 0043). A router that does not answer is asked more and more rarely, down to every 4 minutes. A
+fleet whose verdict changed is woken; its turn takes the verdict from here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from xpyd_core.pod_env import ROUTER_HTTP_PORT
+from xpyd_operator.controller.decision.cache import Cache, FleetKey
+from xpyd_operator.controller.decision.kinds import POD
+from xpyd_operator.manifests.names import LABEL_ROLE
+from xpyd_operator.plan.values import ROUTER
+from xpyd_operator.status.children import is_true, text
+from xpyd_operator.status.verified import NOT_LOOKED, QUERY, Counts, KvVerdict, KvWatch, read_counts
+
+logger = logging.getLogger(__name__)
+PERIOD_S = 15.0
+_ANSWER_S = 3.0
+_MOST_WAIT_S = 240.0
+_AT_ONCE = 32
+_MOST_BYTES = 4 << 20
+"""4,096 rows of pairs are below 1 MiB."""
+
+
+@dataclass
+class _Fleet:
+    """One fleet's watch and last verdict; by router, when it may be asked next and how long it was
+    left alone before."""
+
+    watch: KvWatch = field(default_factory=KvWatch)
+    verdict: KvVerdict = NOT_LOOKED
+    rests: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+
+
+class RouterReader:
+    """See the module. `wake` plans a turn of a fleet; `clock` is monotonic seconds; `port` is that
+    of every router."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        wake: Callable[[FleetKey], None],
+        *,
+        clock: Callable[[], float],
+        port: int = ROUTER_HTTP_PORT,
+    ) -> None:
+        self._cache = cache
+        self._wake = wake
+        self._clock = clock
+        self._port = port
+        self._fleets: dict[FleetKey, _Fleet] = {}
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+
+    def verdict(self, key: FleetKey) -> KvVerdict:
+        """What the counts of the fleet's routers say."""
+        found = self._fleets.get(key)
+        return NOT_LOOKED if found is None else found.verdict
+
+    async def run(self) -> None:
+        """Read at intervals, until cancelled."""
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while True:
+                begun_s = self._clock()
+                try:
+                    await self.look(session)
+                except Exception:  # a task's edge: a round that broke must not end all later ones
+                    logger.exception("the routers' counts were not read")
+                await asyncio.sleep(max(1.0, PERIOD_S - (self._clock() - begun_s)))
+
+    async def look(self, session: aiohttp.ClientSession) -> None:
+        """One round over all fleets."""
+        keys = list(self._cache.documents())
+        self._fleets = {key: self._fleets.get(key) or _Fleet() for key in keys}
+        await asyncio.gather(*(self._look_at(session, key) for key in keys))
+
+    async def _look_at(self, session: aiohttp.ClientSession, key: FleetKey) -> None:
+        fleet, pods = self._fleets[key], list(self._routers(key))
+        fleet.watch.keep(frozenset(name for name, _, _ in pods))
+        routers = {name: address for name, address, is_ready in pods if is_ready}
+        now_s = self._clock()
+        fleet.rests = {name: rest for name, rest in fleet.rests.items() if name in routers}
+        asked = [name for name in routers if fleet.rests.get(name, (now_s, 0.0))[0] <= now_s]
+        answers = await asyncio.gather(*(self._ask(session, routers[name]) for name in asked))
+        for name, answer in zip(asked, answers, strict=True):
+            if answer is None:
+                rest_s = min(_MOST_WAIT_S, max(PERIOD_S, 2 * fleet.rests.get(name, (0.0, 0.0))[1]))
+                fleet.rests[name] = (now_s + rest_s, rest_s)
+            else:
+                fleet.rests.pop(name, None)
+        found = {n: a for n, a in zip(asked, answers, strict=True) if a is not None}
+        verdict = fleet.watch.look(found, self._clock())
+        if verdict != fleet.verdict:
+            fleet.verdict = verdict
+            self._wake(key)
+
+    def _routers(self, key: FleetKey) -> Iterator[tuple[str, str, bool]]:
+        """Names and addresses of the routers, and whether they are ready."""
+        for name, pod in self._cache.children(key).get(POD, {}).items():
+            address = text(pod, "status", "podIP")
+            if address and text(pod, "metadata", "labels", LABEL_ROLE) == ROUTER:
+                yield name, address, is_true(pod, "Ready")
+
+    async def _ask(self, session: aiohttp.ClientSession, address: str) -> Counts | None:
+        """A router's counts; None where it does not answer."""
+        host = f"[{address}]" if ":" in address else address
+        try:
+            async with self._slots, session.get(f"http://{host}:{self._port}{QUERY}") as answer:
+                if answer.status != 200:
+                    return None
+                body = await _read(answer)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            logger.debug("router %s: %s", address, error)
+            return None
+        return await asyncio.to_thread(read_counts, body.decode("utf-8", "replace"))
+
+
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    """At most 4 MiB of the body."""
+    parts: list[Any] = []
+    size = 0
+    async for part in answer.content.iter_chunked(1 << 16):
+        parts.append(part)
+        size += len(part)
+        if size >= _MOST_BYTES:
+            break
+    return b"".join(parts)

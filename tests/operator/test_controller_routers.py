@@ -1,0 +1,130 @@
+"""The operator reads what routers count, from real HTTP servers, and wakes fleets whose verdict
+changed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from tests.operator.fleets import document
+from xpyd_operator.controller.decision.cache import Cache, FleetKey
+from xpyd_operator.controller.decision.kinds import FLEET, POD, trim
+from xpyd_operator.controller.routers import PERIOD_S, RouterReader
+from xpyd_operator.status.verified import METRIC
+
+KEY = FleetKey("team", "chat")
+Obj = dict[str, Any]
+
+
+class Router:
+    """A router's /metrics: the counts of one pair, or an answer that is none."""
+
+    def __init__(self) -> None:
+        self.moved = self.unreachable = 0
+        self.status = 200
+        self.asked: list[list[str]] = []
+        self.port = 0
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        self.asked.append(request.query.getall("name[]"))
+        lines = [
+            f'{METRIC}{{cause="",decode="d",outcome="moved",prefill="p"}} {self.moved}',
+            f'{METRIC}{{cause="unreachable",decode="d",outcome="recomputed",prefill="p"}} '
+            f"{self.unreachable}",
+        ]
+        return web.Response(text="\n".join(lines), status=self.status)
+
+
+@contextlib.asynccontextmanager
+async def listening(router: Router) -> AsyncGenerator[None]:
+    app = web.Application()
+    app.router.add_get("/metrics", router.metrics)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    router.port = runner.addresses[0][1]
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+def pod(name: str, *, role: str = "router", ready: str = "True", ip: str = "127.0.0.1") -> Obj:
+    labels = {"xpyd.dev/fleet": "chat", "xpyd.dev/pool": role, "xpyd.dev/role": role}
+    metadata = {"name": name, "namespace": "team", "uid": name, "labels": labels}
+    status = {"podIP": ip, "conditions": [{"type": "Ready", "status": ready}]}
+    return trim(POD, {"metadata": {**metadata, "resourceVersion": "1"}, "status": status})
+
+
+class World:
+    def __init__(self, router: Router, *pods: Obj) -> None:
+        self.cache, self.now_s = Cache(), 0.0
+        fleet = document("chat")
+        metadata = {"namespace": "team", "uid": "u", "resourceVersion": "1"}
+        self.cache.put(FLEET, {**fleet, "metadata": {**fleet["metadata"], **metadata}})
+        for one in pods:
+            self.cache.put(POD, one)
+        self.woken: list[FleetKey] = []
+        self.reader = RouterReader(
+            self.cache, self.woken.append, clock=lambda: self.now_s, port=router.port
+        )
+
+    async def look(self) -> tuple[bool | None, str]:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as session:
+            await self.reader.look(session)
+        self.now_s += PERIOD_S
+        found = self.reader.verdict(KEY)
+        return found.status, found.reason
+
+
+async def test_a_fleet_whose_verdict_changed_is_woken() -> None:
+    router = Router()
+    async with listening(router):
+        world = World(router, pod("r-0"), pod("p-0", role="Prefill"))
+        assert await world.look() == (None, "NoTraffic")
+        router.moved = 3
+        assert await world.look() == (True, "KVMoved")
+        assert await world.look() == (True, "KVMoved")
+        assert world.woken == [KEY]
+        router.unreachable = 2
+        assert await world.look() == (False, "Unreachable")
+        assert world.woken == [KEY, KEY]
+        assert router.asked == [[METRIC, "xpyd_router_heartbeats_total"]] * 4
+
+
+async def test_a_router_that_does_not_answer_is_asked_more_and_more_rarely() -> None:
+    router = Router()
+    router.status = 503
+    async with listening(router):
+        world = World(router, pod("r-0"))
+        for _ in range(40):
+            assert await world.look() == (None, "NoTraffic")
+        assert 4 <= len(router.asked) <= 8
+        router.status = 200
+        for _ in range(20):
+            await world.look()
+        router.moved = 1
+        assert await world.look() == (True, "KVMoved")
+
+
+async def test_only_ready_routers_are_asked_and_one_that_returns_counts_on() -> None:
+    router = Router()
+    router.unreachable = 10
+    async with listening(router):
+        world = World(router, pod("r-0"))
+        await world.look()
+        asked = len(router.asked)
+        world.cache.put(POD, {**pod("r-0", ready="False"), "metadata": _newer("r-0", "2")})
+        await world.look()
+        assert len(router.asked) == asked
+        world.cache.put(POD, {**pod("r-0"), "metadata": _newer("r-0", "3")})
+        assert await world.look() == (None, "NoTraffic")
+        assert len(router.asked) == asked + 1
+
+
+def _newer(name: str, version: str) -> Obj:
+    return {**pod(name)["metadata"], "resourceVersion": version}
