@@ -28,6 +28,7 @@ AloneCause = Literal[
 ]  # fmt: skip
 """Why one instance served a request: see docs/router.md."""
 Cause = LostCause | AloneCause | Literal[""]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 LOST_CAUSES: tuple[LostCause, ...] = get_args(LostCause)
 PATH_CAUSES: frozenset[str] = frozenset(
     {"unreachable", "key", "incompatible", "no_offer", "timeout", "lost", "broken", "not_sent"}

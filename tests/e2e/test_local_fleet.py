@@ -225,6 +225,20 @@ def _runs_still(pid: int) -> bool:
         return False
 
 
+def test_status_shows_that_kv_moves(two_by_two: Local) -> None:
+    two_by_two.wait_ready()
+    endpoint = two_by_two.status()["endpoint"]
+
+    def moved() -> list[dict[str, Any]]:
+        _ask(endpoint)
+        found = two_by_two.status()["kv"]
+        return [row for row in found["outcomes"] if found["verified"] == "True"]
+
+    rows = wait_for("the router's counts", moved)
+    assert {row["outcome"] for row in rows} >= {"moved"}
+    assert {row["prefill"] for row in rows} <= {"pair-prefill-0", "pair-prefill-1"}
+
+
 def test_scaling_a_pool_restarts_no_other_instance(two_by_two: Local) -> None:
     two_by_two.wait_ready()
     endpoint, before = two_by_two.status()["endpoint"], two_by_two.pids()

@@ -3,9 +3,10 @@
     stand_in_pod.py ROLE FLAGS...     ROLE is `router` or an engine's
 
 An engine beats to the router's discovery address by HTTP; the router's /instances shows who beat in
-the last second. Flags that matter: --crash-while=FILE exits 3 (or --crash-status=N) at the start
-while FILE exists, --drain=SECONDS is how long SIGTERM takes, --deaf ignores SIGTERM,
---never-beats is for an engine that the router never finds. The environment is printed.
+the last second, and GET /lose/N makes it count N requests whose KV did not come. Flags that matter:
+--crash-while=FILE exits 3 (or --crash-status=N) at the start while FILE exists, --drain=SECONDS is
+how long SIGTERM takes, --deaf ignores SIGTERM, --never-beats is for an engine that the router never
+finds. The environment is printed.
 """
 
 import contextlib
@@ -49,12 +50,20 @@ def serve(listener: socket.socket, answer) -> None:
 
 def as_router() -> None:
     beats: dict[str, float] = {}
+    lost = 0
 
     def on_beat(path: str) -> bytes:
         beats[path.removeprefix("/beat/")] = time.monotonic()
         return b"ok"
 
     def on_http(path: str) -> bytes:
+        nonlocal lost
+        if path.startswith("/lose/"):
+            lost += int(path.removeprefix("/lose/"))
+        if path.startswith("/metrics"):
+            pair = 'prefill="t-prefill-0",decode="t-decode-0"'
+            labels = f'{pair},outcome="recomputed",cause="unreachable"'
+            return f"xpyd_router_kv_outcomes_total{{{labels}}} {lost}\n".encode()
         fresh = [a for a, at in beats.items() if time.monotonic() - at < 1]
         if path == "/instances":
             rows = [{"http_address": a, "state": "Ready"} for a in fresh]

@@ -16,6 +16,7 @@ from xpyd_core.errors import UserError
 from xpyd_operator.up import control
 from xpyd_operator.up.client import FleetFailed, scale, show_logs, show_status, take_fleet_down
 from xpyd_operator.up.folder import FleetRecord, PodRecord, ProcessId, claim_addresses, identify
+from xpyd_operator.up.supervisor import get
 
 # Test folders are no packages: pytest's importlib mode puts this one on no path by itself.
 sys.path.insert(0, os.path.dirname(__file__))
@@ -35,6 +36,27 @@ def fleet(tmp_path, monkeypatch):
 def running(fleet):
     fleet.up()
     return fleet
+
+
+def test_status_shows_kv_that_does_not_arrive_with_pair_and_cause(running, capsys):
+    assert running.view().kv == control.KvView(
+        "Unknown", "NoTraffic", "no request showed lately whether KV arrives"
+    )
+    assert show_status("t", as_json=False) == 0
+    assert "KV " not in capsys.readouterr().out
+    assert get(*running.view().endpoint.removeprefix("http://").split(":"), "/lose/3")
+    view = until(lambda: view if (view := running.view()).problems else None)
+    row = control.KvRow("t-prefill-0", "t-decode-0", "recomputed", "unreachable", 3)
+    assert (view.kv.verified, view.kv.reason, view.kv.outcomes) == ("False", "Unreachable", (row,))
+    assert view.ready
+    assert show_status("t", as_json=False) == 0
+    shown = capsys.readouterr().out
+    assert "problem: Unreachable: KV did not arrive from t-prefill-0 to t-decode-0" in shown
+    words = [line.split() for line in shown.splitlines()]
+    assert ["recomputed", "unreachable", "t-prefill-0", "t-decode-0", "3"] in words
+    show_status("t", as_json=True)
+    kv = json.loads(capsys.readouterr().out)["kv"]
+    assert (kv["verified"], kv["outcomes"][0]["requests"]) == ("False", 3)
 
 
 def test_detached_fleet_is_ready_when_up_returns_and_gone_after_down(fleet, capsys):

@@ -62,9 +62,31 @@ class PoolView(msgspec.Struct, frozen=True):
     layout: str = ""
 
 
+class KvRow(msgspec.Struct, frozen=True):
+    """Requests by what became of their KV; the router counts them since its start. An instance that
+    served alone has the other's name empty."""
+
+    prefill: str
+    decode: str
+    outcome: str
+    cause: str
+    requests: int
+
+
+class KvView(msgspec.Struct, frozen=True):
+    """Whether KV arrives, as a fleet's condition KVTransferVerified says it on Kubernetes.
+    `verified`: True, False or Unknown."""
+
+    verified: str
+    reason: str
+    message: str
+    outcomes: tuple[KvRow, ...] = ()
+
+
 class FleetView(msgspec.Struct, frozen=True):
     """One fleet. `reason`: Ready, Progressing, Draining, Stopped or Orphaned. `problems` are
-    sentences about what people should mend though the fleet serves."""
+    sentences about what people should mend though the fleet serves. `kv`: None where no supervisor
+    runs."""
 
     fleet: str
     endpoint: str
@@ -75,6 +97,7 @@ class FleetView(msgspec.Struct, frozen=True):
     pools: tuple[PoolView, ...] = ()
     pods: tuple[PodView, ...] = ()
     problems: tuple[str, ...] = ()
+    kv: KvView | None = None
 
 
 def view_json(view: FleetView) -> str:
@@ -103,7 +126,12 @@ def view_tables(view: FleetView) -> str:
         pods.append((pod.name, pod.role, *layout, *rest))
     head = [f"fleet {view.fleet}  {state}  {view.endpoint}"]
     parts = ["\n".join([*head, *(f"problem: {problem}" for problem in view.problems)])]
-    parts += [table(rows) for rows in (pools, pods) if len(rows) > 1]
+    kv = [("KV", "CAUSE", "PREFILL", "DECODE", "REQUESTS")]
+    kv += [
+        (row.outcome, row.cause or "-", row.prefill or "-", row.decode or "-", str(row.requests))
+        for row in (view.kv.outcomes if view.kv else ())
+    ]
+    parts += [table(rows) for rows in (pools, pods, kv) if len(rows) > 1]
     return "\n\n".join(parts)
 
 

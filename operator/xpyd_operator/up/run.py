@@ -22,6 +22,7 @@ import msgspec
 
 from xpyd_core.cli import EXIT_INTERRUPTED
 from xpyd_core.errors import UserError
+from xpyd_core.kv_outcome import OUTCOMES
 from xpyd_core.logs import set_up_logging
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT
 from xpyd_operator.document.fleet import InferenceFleet
@@ -44,6 +45,8 @@ from xpyd_operator.up.control import (
     ControlResponse,
     DownRequest,
     FleetView,
+    KvRow,
+    KvView,
     PodView,
     PoolView,
     ScaleRequest,
@@ -105,7 +108,21 @@ def view_of(supervisor: Supervisor, now: float) -> FleetView:
         ),
         pods=tuple(_pod_view(pod, settings, now) for pod in supervisor.pods),
         problems=supervisor.problems,
+        kv=_kv_view(supervisor),
     )
+
+
+_MOST_ROWS = 50
+"""Pairs that a status shows, those with most requests."""
+
+
+def _kv_view(supervisor: Supervisor) -> KvView:
+    kv = supervisor.kv
+    counted = ((row, n) for row, n in supervisor.kv_counts.items() if n and row[2] in OUTCOMES)
+    outcomes = (KvRow(*row, n) for row, n in counted)
+    rows = sorted(outcomes, key=lambda row: -row.requests)[:_MOST_ROWS]
+    verified = "Unknown" if kv.status is None else str(kv.status)
+    return KvView(verified, kv.reason, kv.message, tuple(rows))
 
 
 def _role(role: str) -> str:

@@ -42,6 +42,7 @@ from xpyd_operator.plan.values import (
     PutWorkload,
     SetStatus,
 )
+from xpyd_operator.status.verified import NOT_LOOKED, QUERY, Counts, KvWatch, read_counts
 from xpyd_operator.up.checks import check_layouts, locate_model, weights_bytes
 from xpyd_operator.up.folder import AddressClaim, FleetFolder, FleetRecord, identify
 from xpyd_operator.up.logs import rotate
@@ -127,6 +128,7 @@ _log = logging.getLogger("xpyd.up")
 _TURN_AT_LEAST_S = 1.0
 _PROBE_STARTING_S = 0.2
 _PROBE_READY_S = 1.0
+_READ_KV_EVERY_S = 5.0
 _ROTATE_EVERY_S = 5.0
 _WATCH_EVERY_S = 0.25
 
@@ -157,10 +159,19 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._rotated_at = 0.0
         self._problems: dict[str, str] = {}
+        self._kv_watch = KvWatch()
+        # The router is ours: all that it counts is news.
+        self._kv_watch.look({ROUTER: {}}, time.monotonic())
+        self.kv = NOT_LOOKED
+        """Whether KV arrives."""
+        self.kv_counts: Counts = {}
+        """What the router counted of it."""
 
     async def run(self) -> None:
         """Run until the fleet is stopped and none of its processes lives."""
-        probes = asyncio.gather(self._probe_for_ever(), self._watch_for_ever())
+        probes = asyncio.gather(
+            self._probe_for_ever(), self._watch_for_ever(), self._read_kv_for_ever()
+        )
         loop = asyncio.get_running_loop()
         loop.add_reader(self.pods.forks, self.wake)
         try:
@@ -398,6 +409,18 @@ class Supervisor:
                 if isinstance(error, Exception):
                     _log.error("liveness probe: %r", error)
             await asyncio.sleep(_WATCH_EVERY_S)
+
+    async def _read_kv_for_ever(self) -> None:
+        """Read what the router counts of KV."""
+        while True:
+            await asyncio.sleep(_READ_KV_EVERY_S)
+            body = await asyncio.to_thread(get, ROUTER_HOST, self.pods.settings.router_port, QUERY)
+            found: dict[str, Counts] = {}
+            if body is not None:
+                self.kv_counts = found[ROUTER] = read_counts(body.decode("utf-8", "replace"))
+            self.kv = self._kv_watch.look(found, time.monotonic())
+            is_lost = self.kv.status is False
+            self._report("kv", f"{self.kv.reason}: {self.kv.message}" if is_lost else "")
 
     async def _watch(self, pod: PodProcess, now: float) -> None:
         probe = self.pods.programs.probes(pod.pod.template.role).now(pod.seen)
