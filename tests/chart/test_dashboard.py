@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 
 from tests.chart.render import CHART, ROOT, Helm, one
+from xpyd_core.kv_outcome import OUTCOMES, PATH_CAUSES
 from xpyd_operator.controller.main import OperatorMetrics
 
 FILE = CHART / "files" / "dashboards" / "xpyd.json"
@@ -53,6 +54,39 @@ def _known() -> dict[str, set[str]]:
 def _series(name: str, kind: str, labels: set[str]) -> dict[str, set[str]]:
     ends = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
     return {name + end: labels for end in ends}
+
+
+def _alerts(helm: Helm, **values: Any) -> dict[str, dict[str, Any]]:
+    rule = {"enabled": True, "labels": {"release": "prometheus"}, **values}
+    made = one(helm.render({"metrics": {"prometheusRule": rule}}), "PrometheusRule", "xpyd-fleets")
+    assert made["metadata"]["labels"]["release"] == "prometheus"
+    return {one["alert"]: one for group in made["spec"]["groups"] for one in group["rules"]}
+
+
+def test_alerts_go_by_metrics_labels_and_causes_that_exist(helm: Helm) -> None:
+    alerts, known = _alerts(helm), _known()
+    assert set(alerts) == {"XpydKVNotArriving", "XpydPrefillIdle"}
+    for alert in alerts.values():
+        query = alert["expr"]
+        names = set(re.findall(r"\bxpyd_\w+", query))
+        assert names
+        assert not names - set(known)
+        used = set(re.findall(r"(\w+)=~?\"", query))
+        assert used <= set().union(*(known[name] for name in names))
+        words = " ".join(alert["annotations"].values())
+        assert "$labels.fleet" in words
+        assert query.count("(") == query.count(")")
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert all(f"`{name}`" in page for name in alerts)
+    lost = alerts["XpydKVNotArriving"]["expr"]
+    [causes] = re.findall(r'cause=~"([^"]*)"', lost)
+    assert set(causes.split("|")) == PATH_CAUSES | {"other"}
+    assert set("|".join(re.findall(r'outcome=~"([^"]*)"', lost)).split("|")) <= set(OUTCOMES)
+
+
+def test_the_share_of_lost_kv_that_alerts_is_a_value(helm: Helm) -> None:
+    assert _alerts(helm)["XpydKVNotArriving"]["expr"].endswith("> 10")
+    assert _alerts(helm, lostKVPercent=1)["XpydKVNotArriving"]["expr"].endswith("> 1")
 
 
 def test_every_metric_of_the_dashboard_is_known() -> None:

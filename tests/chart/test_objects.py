@@ -254,7 +254,7 @@ def test_helm_test_asks_the_operator_and_the_named_fleet(helm: Helm) -> None:
 
 def test_monitors_find_the_operator_and_the_pods_of_fleets(helm: Helm) -> None:
     plain = helm.render()
-    assert not of_kind(plain, "ServiceMonitor", "PodMonitor", "ConfigMap")
+    assert not of_kind(plain, "ServiceMonitor", "PodMonitor", "PrometheusRule", "ConfigMap")
     objects = helm.render(EVERYTHING)
     monitor = one(objects, "ServiceMonitor", "xpyd-operator")
     service = one(objects, "Service", "xpyd-operator")

@@ -67,6 +67,7 @@ REFUSED = [
     ("metrics.enabled", True, "'enabled' not allowed"),
     ("metrics.serviceMonitor.interval", "30", "does not match"),
     ("metrics.podMonitor.labels", {"release": 1}, "want string"),
+    ("metrics.prometheusRule.lostKVPercent", 101, "want 100"),
     ("grafana.dashboard.enabled", "on", "want boolean"),
     ("grafana.dashboards", {}, "'dashboards' not allowed"),
     ("test.fleet", "Chat", "does not match"),
