@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import orjson
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.router.fakes import pair
 from xpyd_core.bodies import BodyBuffer, LongBody
 from xpyd_core.errors import ApiError
 from xpyd_router.request.client_request import parse_request
@@ -182,3 +184,21 @@ _json = st.recursive(
 def test_a_splice_into_any_object_adds_or_replaces_just_the_members(fields: dict[str, Any]) -> None:
     out = orjson.loads(splice(orjson.dumps(fields), {"seed": 1, "n": None}))
     assert out == {**fields, "seed": 1, "n": None}
+
+
+async def test_a_long_body_is_read_on_a_thread_and_refused_as_a_short_one_is() -> None:
+    def readers() -> int:
+        return sum(thread.name.startswith("bodies") for thread in threading.enumerate())
+
+    before = readers()
+    async with pair() as (made, p, _):
+        await made.json(max_tokens=3)
+        assert readers() == before
+        prompt = "x" * 500_000
+        await made.json(prompt=prompt, max_tokens=3)
+        assert readers() == before + 1
+        assert p.calls[-1].body["prompt"] == prompt
+        async with await made.post(prompt=prompt, n="x") as response:
+            assert (response.status, (await response.json())["error"]["param"]) == (400, "n")
+        async with made.http.post(f"{made.base}/tokenize", data=b'{"x":"' + b"x" * 500_000) as bad:
+            assert bad.status == 400

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+from concurrent.futures import Executor
 from functools import cache
 from typing import cast
 
@@ -203,11 +204,11 @@ def _http_error(error: HTTPException) -> Response:
     return response
 
 
-def build_app(state: AppState, flow: Flow, upstream: UpstreamClient) -> AsgiApp:
-    """The application; `state` and `upstream` live as long as it."""
+def build_app(state: AppState, flow: Flow, upstream: UpstreamClient, reader: Executor) -> AsgiApp:
+    """The application; what it gets lives as long as it."""
     bodies = BodyBudget(state.config.max_open_body_bytes)
-    texts = TextCalls(state, upstream, bodies, cast(AsgiApp, quart_app(state)))
-    return Inference(state, flow, bodies, texts)
+    texts = TextCalls(state, upstream, bodies, cast(AsgiApp, quart_app(state)), reader=reader)
+    return Inference(state, flow, bodies, texts, reader=reader)
 
 
 def quart_app(app_state: AppState) -> Quart:

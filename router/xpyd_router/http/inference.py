@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Protocol, cast
@@ -230,6 +231,8 @@ _CLIENT_CLOSED = 499
 _COPIES = 2
 """What the calls of P and D may take of memory besides: asyncio's own loop copies what it writes,
 uvloop does not."""
+INLINE_BYTES = 256 * 1024
+"""Reading so much takes a millisecond, a few at most."""
 _PRIORITY = PRIORITY_HEADER.lower().encode()
 _ROUTES: dict[str, Endpoint] = {f"/v1/{endpoint}": endpoint for endpoint in ENDPOINTS}
 _STREAM_HEADERS: list[Header] = [
@@ -241,16 +244,27 @@ _STREAM_HEADERS: list[Header] = [
 
 class Inference:
     """See the module: the application that uvicorn gets. It answers POSTs to the inference routes,
-    and leaves `app` the rest. Knows no engine; every error is OpenAI's JSON.
+    and leaves `app` the rest. Knows no engine; every error is OpenAI's JSON. `reader` reads long
+    bodies, one at a time (docs/adr/0046).
     """
 
-    def __init__(self, state: AppState, flow: Flow, bodies: BodyBudget, app: AsgiApp) -> None:
+    def __init__(
+        self,
+        state: AppState,
+        flow: Flow,
+        bodies: BodyBudget,
+        app: AsgiApp,
+        *,
+        reader: Executor,
+    ) -> None:
         self._app_state = state
         self._flow = flow
         self._app = app
         self._heads = HeadReader(state.config.forward_headers)
         self.max_body_bytes = state.config.max_body_bytes
         self.bodies = bodies
+        self._reader = reader
+        self._loop = asyncio.get_running_loop()
         self.now_s = state.clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -357,7 +371,7 @@ class Inference:
         try:
             if head.complaint is not None:
                 raise head.complaint
-            request = _parse(cast(Endpoint, trace.endpoint), body, charge)
+            request = await self._read(trace, body, charge)
             state = flow.begin(request, trace, head)
             ticket = self._at_once(state) or await self._enter(state, headers_in)
             name = (b"x-request-id", client_id or trace.response_id.encode())
@@ -390,6 +404,16 @@ class Inference:
         sink.whole(answer.status, headers, answer.body)
         return answer.status
 
+    async def _read(self, trace: Trace, body: bytes, charge: BodyCharge | None) -> InferenceRequest:
+        """The request, once there is room for the copies of its body."""
+        if charge is not None:
+            charge.take_more(_COPIES * len(body))
+            charge.check()
+        endpoint = cast(Endpoint, trace.endpoint)
+        if len(body) <= INLINE_BYTES:
+            return parse_request(endpoint, body)
+        return await self._loop.run_in_executor(self._reader, parse_request, endpoint, body)
+
     def _at_once(self, state: RequestState) -> Ticket | None:
         if self._flow.counts_tokens:
             return None
@@ -416,14 +440,6 @@ class Inference:
         trace.status = status
         app_state.metrics.requests.ended(trace, status, now_s)
         app_state.access_log.add(trace, status, now_s)
-
-
-def _parse(endpoint: Endpoint, body: bytes, charge: BodyCharge | None) -> InferenceRequest:
-    """The request, once there is room for the copies of its body."""
-    if charge is not None:
-        charge.take_more(_COPIES * len(body))
-        charge.check()
-    return parse_request(endpoint, body)
 
 
 def _header(headers: Sequence[Header], wanted: bytes) -> bytes:

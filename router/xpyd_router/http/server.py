@@ -18,6 +18,7 @@ import logging
 import random
 import socket
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import cast
 
@@ -256,9 +257,10 @@ async def open_serving(
     fleet.on_lost(upstream.lose)
     releases = Releases(upstream, state.metrics, state.keys[0])
     flow = Flow(state, upstream, releases, tokens=tokens, objectives=objectives)
+    reader = ThreadPoolExecutor(1, thread_name_prefix="bodies")  # starts with the first long one
     server = _Server(
         uvicorn.Config(
-            build_app(state, flow, upstream),
+            build_app(state, flow, upstream, reader),
             http=protocol or _protocol(config),
             ws="none",
             lifespan="off",
@@ -279,6 +281,7 @@ async def open_serving(
     finally:
         await asyncio.gather(releases.close(), *([tokens.close()] if tokens else []))
         await upstream.close()
+        reader.shutdown(wait=False, cancel_futures=True)
         state.access_log.flush()
 
 

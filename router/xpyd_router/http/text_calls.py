@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Coroutine
+from concurrent.futures import Executor
 from typing import Annotated
 
 import msgspec
@@ -31,6 +32,7 @@ from xpyd_router.http.asgi import (
     refusal,
     send_answer,
 )
+from xpyd_router.http.inference import INLINE_BYTES
 from xpyd_router.request.answers import scrub
 from xpyd_router.request.client_request import TEXT_PATHS, ClientHead, HeadReader
 from xpyd_router.request.relay import Header
@@ -54,8 +56,15 @@ class TextCalls:
     """See the module: an ASGI application that leaves `app` all other requests."""
 
     def __init__(
-        self, state: AppState, upstream: UpstreamClient, bodies: BodyBudget, app: AsgiApp
+        self,
+        state: AppState,
+        upstream: UpstreamClient,
+        bodies: BodyBudget,
+        app: AsgiApp,
+        *,
+        reader: Executor,
     ) -> None:
+        self._reader = reader
         self._config = state.config
         self._fleet = state.fleet
         self._clock = state.clock
@@ -111,8 +120,11 @@ class TextCalls:
 
     async def _ask(self, path: str, body: bytes, head: ClientHead) -> Answer:
         """The answer of the first instance that gives one."""
-        check_text(body)
-        found = _candidates(self._fleet.snapshot, read(_Named, body).model)
+        if len(body) <= INLINE_BYTES:
+            model = _model_in(body)
+        else:
+            model = await asyncio.get_running_loop().run_in_executor(self._reader, _model_in, body)
+        found = _candidates(self._fleet.snapshot, model)
         first = next(self._turns) % len(found)
         deadline_s = self._clock() + self._config.request_timeout_s
         failures, cause = 0, ""
@@ -161,6 +173,12 @@ class TextCalls:
             raise CallFailed("refused" if answer.status == 503 else "status")
         addresses = [str(one).encode() for one in (instance.http, instance.kv)]
         raise EngineRefused(answer._replace(body=scrub(answer.body, addresses, b"engine")))
+
+
+def _model_in(body: bytes) -> str | None:
+    """The model that `body` names. ApiError 400."""
+    check_text(body)
+    return read(_Named, body).model
 
 
 def _candidates(snapshot: Snapshot, model: str | None) -> tuple[Instance, ...]:
