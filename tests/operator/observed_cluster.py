@@ -48,6 +48,7 @@ class Cluster:
         self.pods: dict[str, Obj] = {}
         self.pools: dict[str, Obj] = {}
         self.status: Obj | None = None
+        self.has_pair: bool | None = None
         self.generation = 1
         self.stopping = False
         self.others: tuple[Problem, ...] = ()
@@ -120,6 +121,7 @@ class Cluster:
             generation=self.generation,
             key_secret="chat-kv-5bd2bd5e",
             namespace="team",
+            has_pair=self.has_pair,
         )
         return events(before, self.status)
 

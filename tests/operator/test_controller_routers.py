@@ -25,6 +25,7 @@ class Router:
 
     def __init__(self) -> None:
         self.moved = self.unreachable = 0
+        self.has_pair: int | None = None
         self.status = 200
         self.asked: list[list[str]] = []
         self.port = 0
@@ -36,6 +37,8 @@ class Router:
             f'{METRIC}{{cause="unreachable",decode="d",outcome="recomputed",prefill="p"}} '
             f"{self.unreachable}",
         ]
+        if self.has_pair is not None:
+            lines.append(f"xpyd_router_has_pair {self.has_pair}.0")
         return web.Response(text="\n".join(lines), status=self.status)
 
 
@@ -93,7 +96,33 @@ async def test_a_fleet_whose_verdict_changed_is_woken() -> None:
         router.unreachable = 2
         assert await world.look() == (False, "Unreachable")
         assert world.woken == [KEY, KEY]
-        assert router.asked == [[METRIC, "xpyd_router_heartbeats_total"]] * 4
+        assert (
+            router.asked == [[METRIC, "xpyd_router_heartbeats_total", "xpyd_router_has_pair"]] * 4
+        )
+
+
+async def test_a_fleet_has_a_pair_while_one_of_its_ready_routers_says_so() -> None:
+    """And one whose routers do not answer, or are of an older version, says nothing."""
+    router = Router()
+    async with listening(router), aiohttp.ClientSession() as session:
+        world = World(router, pod("r-0"))
+        reader = world.reader
+        seen: list[bool | None] = []
+        for has_pair, status in ((None, 200), (1, 200), (0, 200), (0, 503), (0, 200), (1, 200)):
+            router.has_pair, router.status = has_pair, status
+            await reader.look(session)
+            world.now_s += PERIOD_S
+            seen.append(reader.has_pair(KEY))
+        assert seen == [None, True, False, None, False, True]
+        assert world.woken == [KEY] * 5
+        asked = len(router.asked)
+        await reader.look(session, only_without_pair=True)
+        assert len(router.asked) == asked, "a fleet with a pair is asked less often"
+        router.has_pair = 0
+        await reader.look(session)
+        router.has_pair = 1
+        await reader.look(session, only_without_pair=True)
+        assert reader.has_pair(KEY) is True
 
 
 async def test_a_router_that_does_not_answer_is_asked_more_and_more_rarely() -> None:

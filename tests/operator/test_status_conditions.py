@@ -198,6 +198,26 @@ def test_a_fleet_is_available_while_a_pair_and_a_router_are_ready(lost: str, rea
     assert found(cluster, "RouterReady")[0] == ("False" if lost == "router" else "True")
 
 
+@pytest.mark.parametrize("on_no_prefill", ["Queue", "PrefillOnDecode"])
+def test_a_fleet_whose_routers_have_no_pair_of_its_ready_instances_is_not_available(
+    on_no_prefill: str,
+) -> None:
+    """Routers are ready without a pair: heartbeats may not reach them, or P and D may not fit."""
+    cluster = settled(fleet_of(lambda spec: spec.update(router={"onNoPrefill": on_no_prefill})))
+    cluster.has_pair = False
+    (event,) = [e for e in cluster.turn() if e.reason == "Unavailable"]
+    assert "no router has a pair of them: requests wait" in event.message
+    assert found(cluster, "Available") == ("False", "NoPair")
+    assert found(cluster, "RouterReady") == ("True", "RouterReady")
+    cluster.running(cluster.pods_of("decode"), ready=False)
+    cluster.turn()
+    assert found(cluster, "Available") == ("False", "NoEngines"), "what is missing is named first"
+    cluster.running(cluster.pods_of("decode"), ready=True)
+    cluster.has_pair = True
+    cluster.turn()
+    assert found(cluster, "Available") == ("True", "Serving")
+
+
 @pytest.mark.parametrize(
     ("lost", "expected"),
     [("prefill", ("True", "PrefillOnDecode")), ("decode", ("False", "NoEngines"))],

@@ -210,6 +210,7 @@ class Operator:
             settings=config.settings,
             clock=time.monotonic,
             verdict=self._routers.verdict,
+            has_pair=self._routers.has_pair,
         )
         self._feed = Feed(self._cache, lambda key, urgent: self._queue.wake(key, urgent=urgent))
         self._inbox = Inbox(self._receive)

@@ -302,9 +302,12 @@ class Reconciler:
         clock: Callable[[], float],
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         verdict: Callable[[FleetKey], KvVerdict] = lambda _: NOT_LOOKED,
+        has_pair: Callable[[FleetKey], bool | None] = lambda _: None,
     ) -> None:
-        """`verdict`: what the routers' counts say of a fleet's KV."""
+        """`verdict`: what the routers' counts say of a fleet's KV; `has_pair`: whether a router has
+        instances that can serve a request, None where none has said."""
         self._verdict = verdict
+        self._has_pair = has_pair
         self._api = api
         self._cache = cache
         self._poster = poster
@@ -374,6 +377,7 @@ class Reconciler:
                 parsed, document["metadata"]["uid"], status_of(document), time
             ),
             kv=self._verdict(key),
+            has_pair=self._has_pair(key),
         )
 
     def _remember(self, history: FleetHistory, turn: Turn, outcome: Outcome) -> None:

@@ -1,8 +1,12 @@
-"""Reads what the routers of all fleets count of KV, for the condition KVTransferVerified.
+"""Reads what all fleets' routers say: of KV, for KVTransferVerified, and whether they have a pair.
 
 Every 15 s one GET of each ready router's HTTP port, which is open to the cluster as clients need it
 (ADR 0043). A router that does not answer is asked more and more rarely, down to every 4 minutes. A
 fleet whose verdict changed is woken; its turn takes the verdict from here.
+
+A router's pod is ready while it takes requests (ADR 0041), an engine's while it serves: whether
+heartbeats reach a router, and whether P and D fit together, no pod's readiness says. So the
+condition Available goes by the routers' word, too, and fleets without a pair are asked each 3 s.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -21,10 +25,20 @@ from xpyd_operator.controller.decision.kinds import POD
 from xpyd_operator.manifests.names import LABEL_ROLE
 from xpyd_operator.plan.values import ROUTER
 from xpyd_operator.status.children import is_true, text
-from xpyd_operator.status.verified import NOT_LOOKED, QUERY, Counts, KvVerdict, KvWatch, read_counts
+from xpyd_operator.status.verified import (
+    NOT_LOOKED,
+    QUERY,
+    Counts,
+    KvVerdict,
+    KvWatch,
+    read_counts,
+    read_has_pair,
+)
 
 logger = logging.getLogger(__name__)
 PERIOD_S = 15.0
+_SOON_S = 3.0
+"""How old it may be at most that a fleet had no pair."""
 _ANSWER_S = 3.0
 _MOST_WAIT_S = 240.0
 _AT_ONCE = 32
@@ -32,13 +46,21 @@ _MOST_BYTES = 4 << 20
 """4,096 rows of pairs are below 1 MiB."""
 
 
+class _Answer(NamedTuple):
+    """One router's; `has_pair` None: it does not say, as one of an older version."""
+
+    counts: Counts
+    has_pair: bool | None
+
+
 @dataclass
 class _Fleet:
-    """One fleet's watch and last verdict; by router, when it may be asked next and how long it was
-    left alone before."""
+    """One fleet's watch and last verdict, and whether a router has a pair; by router, when it may
+    be asked next and how long it was left alone before."""
 
     watch: KvWatch = field(default_factory=KvWatch)
     verdict: KvVerdict = NOT_LOOKED
+    has_pair: bool | None = None
     rests: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
 
@@ -66,22 +88,40 @@ class RouterReader:
         found = self._fleets.get(key)
         return NOT_LOOKED if found is None else found.verdict
 
+    def has_pair(self, key: FleetKey) -> bool | None:
+        """Whether one of the fleet's routers has instances that can serve a request; None: none of
+        them has said."""
+        found = self._fleets.get(key)
+        return None if found is None else found.has_pair
+
     async def run(self) -> None:
         """Read at intervals, until cancelled."""
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while True:
                 begun_s = self._clock()
-                try:
-                    await self.look(session)
-                except Exception:  # a task's edge: a round that broke must not end all later ones
-                    logger.exception("the routers' counts were not read")
-                await asyncio.sleep(max(1.0, PERIOD_S - (self._clock() - begun_s)))
+                await self._look_safely(session)
+                while (left_s := begun_s + PERIOD_S - self._clock()) > _SOON_S:
+                    await asyncio.sleep(_SOON_S)
+                    await self._look_safely(session, only_without_pair=True)
+                await asyncio.sleep(max(1.0, left_s))
 
-    async def look(self, session: aiohttp.ClientSession) -> None:
-        """One round over all fleets."""
+    async def _look_safely(
+        self, session: aiohttp.ClientSession, *, only_without_pair: bool = False
+    ) -> None:
+        try:
+            await self.look(session, only_without_pair=only_without_pair)
+        except Exception:  # a task's edge: a round that broke must not end all later ones
+            logger.exception("what routers say was not read")
+
+    async def look(
+        self, session: aiohttp.ClientSession, *, only_without_pair: bool = False
+    ) -> None:
+        """One round over all fleets, or over those whose routers had no pair."""
         keys = list(self._cache.documents())
         self._fleets = {key: self._fleets.get(key) or _Fleet() for key in keys}
+        if only_without_pair:
+            keys = [key for key in keys if self._fleets[key].has_pair is False]
         await asyncio.gather(*(self._look_at(session, key) for key in keys))
 
     async def _look_at(self, session: aiohttp.ClientSession, key: FleetKey) -> None:
@@ -99,9 +139,12 @@ class RouterReader:
             else:
                 fleet.rests.pop(name, None)
         found = {n: a for n, a in zip(asked, answers, strict=True) if a is not None}
-        verdict = fleet.watch.look(found, self._clock())
-        if verdict != fleet.verdict:
-            fleet.verdict = verdict
+        counts = {name: answer.counts for name, answer in found.items()}
+        verdict = fleet.watch.look(counts, self._clock())
+        said = [answer.has_pair for answer in found.values() if answer.has_pair is not None]
+        has_pair = any(said) if said else None
+        if (verdict, has_pair) != (fleet.verdict, fleet.has_pair):
+            fleet.verdict, fleet.has_pair = verdict, has_pair
             self._wake(key)
 
     def _routers(self, key: FleetKey) -> Iterator[tuple[str, str, bool]]:
@@ -111,8 +154,8 @@ class RouterReader:
             if address and text(pod, "metadata", "labels", LABEL_ROLE) == ROUTER:
                 yield name, address, is_true(pod, "Ready")
 
-    async def _ask(self, session: aiohttp.ClientSession, address: str) -> Counts | None:
-        """A router's counts; None where it does not answer."""
+    async def _ask(self, session: aiohttp.ClientSession, address: str) -> _Answer | None:
+        """What a router says; None where it does not answer."""
         host = f"[{address}]" if ":" in address else address
         try:
             async with self._slots, session.get(f"http://{host}:{self._port}{QUERY}") as answer:
@@ -122,7 +165,8 @@ class RouterReader:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             logger.debug("router %s: %s", address, error)
             return None
-        return await asyncio.to_thread(read_counts, body.decode("utf-8", "replace"))
+        said = body.decode("utf-8", "replace")
+        return _Answer(await asyncio.to_thread(read_counts, said), read_has_pair(said))
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:

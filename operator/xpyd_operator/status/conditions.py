@@ -148,6 +148,7 @@ class _Fleet:
     before: Raw
     notices: Sequence[str] = ()
     decode_alone: bool = False
+    has_pair: bool | None = None
 
     @property
     def missing(self) -> list[PoolRow]:
@@ -178,14 +179,16 @@ def conditions(
     notices: Sequence[str] = (),
     decode_alone: bool = False,
     kv: KvVerdict = NOT_LOOKED,
+    has_pair: bool | None = None,
 ) -> list[dict[str, Any]]:
     """`before`: the whole status before; a condition keeps its time while its status stays.
 
     `notices`: what the document asks for that an administrator should know; Degraded's message
     shows them even where nothing is wrong. `decode_alone`: Decode instances serve alone where there
     is no Prefill instance. `kv`: what the routers' counts say of the KV (see `verified`).
+    `has_pair`: whether a router has instances that can serve a request; None: none has said.
     """
-    fleet = _Fleet(pools, problems, stopping, before, notices, decode_alone)
+    fleet = _Fleet(pools, problems, stopping, before, notices, decode_alone, has_pair)
     verdicts = {
         "Ready": _ready(fleet),
         "Available": _available(fleet),
@@ -280,6 +283,9 @@ def _available(fleet: _Fleet) -> _Verdict:
     if not ready[ROUTER]:
         router = next((row.progress for row in fleet.pools if row.name == ROUTER), ROUTER)
         return _Verdict(False, "NoRouter", f"no router is ready ({router})")
+    if fleet.has_pair is False and (serves(ready) or (fleet.decode_alone and ready["Decode"])):
+        what = f"{_counts(fleet.pools)} ready, but no router has a pair of them: requests wait"
+        return _Verdict(False, "NoPair", what)
     if serves(ready):
         parts = [f"{ready[role]} {role}" for role in ROLES if ready[role]]
         return _Verdict(True, "Serving", f"{', '.join(parts)} and {ready[ROUTER]} router ready")

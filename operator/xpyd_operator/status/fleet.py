@@ -70,12 +70,14 @@ def fleet_status(
     key_secret: str,
     namespace: str,
     kv: KvVerdict = NOT_LOOKED,
+    has_pair: bool | None = None,
 ) -> dict[str, Any]:
     """The fleet's whole status; to be put in place of the one before, not merged into it.
 
     `problems`: find_problems() and those that only the caller knows (a name that another object
     has, a missing API). `before`: the status that the fleet has. `now`: RFC 3339. `generation`: of
     the document. `key_secret`: "" while there is none. `kv`: what routers' counts say of the KV.
+    `has_pair`: whether a router has instances that can serve a request; None: none has said.
     """
     rows = pool_rows(want, seen, children)
     port = fleet.spec.router.service.port
@@ -90,6 +92,7 @@ def fleet_status(
             notices=_notices(fleet),
             decode_alone=fleet.spec.router.on_no_prefill == "PrefillOnDecode",
             kv=kv,
+            has_pair=has_pair,
             before=before or {},
             now=now,
             generation=generation,

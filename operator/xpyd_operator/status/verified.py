@@ -17,7 +17,8 @@ from xpyd_core.kv_outcome import PATH_CAUSES
 
 METRIC = "xpyd_router_kv_outcomes_total"
 _BEATS = "xpyd_router_heartbeats_total"
-QUERY = f"/metrics?name[]={METRIC}&name[]={_BEATS}"
+_HAS_PAIR = "xpyd_router_has_pair"
+QUERY = f"/metrics?name[]={METRIC}&name[]={_BEATS}&name[]={_HAS_PAIR}"
 """What to GET of a router."""
 LATELY_S = 300.0
 """How long what was seen counts."""
@@ -38,6 +39,7 @@ _FORGED: Row = ("", "", "forged", "")
 """Heartbeats that were signed with another key: engines that the router does not take."""
 _SAMPLE = re.compile(rf"^{METRIC}{{(.*)}} (\S+)$", re.M)
 _FORGED_BEATS = re.compile(rf'^{_BEATS}{{result="forged"}} (\S+)$', re.M)
+_PAIR = re.compile(rf"^{_HAS_PAIR} (\S+)$", re.M)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(r"\\(.)")
 
@@ -52,6 +54,12 @@ def read_counts(text: str) -> Counts:
         row = tuple(by_name.get(name, "") for name in ("prefill", "decode", "outcome", "cause"))
         found[row[0], row[1], row[2], row[3]] += _number(value)
     return found
+
+
+def read_has_pair(text: str) -> bool | None:
+    """Whether a router has instances that can serve a request (ADR 0041); None: it does not say."""
+    values = _PAIR.findall(text)
+    return bool(_number(values[0])) if len(values) == 1 else None
 
 
 def _number(value: str) -> int:

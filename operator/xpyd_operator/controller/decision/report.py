@@ -108,6 +108,7 @@ def _obeyed(
         key_secret=own_secret if kv.has_own_key else theirs,
         namespace=state.document["metadata"]["namespace"],
         kv=state.kv,
+        has_pair=state.has_pair,
     )
     return status, pool_statuses(parsed.fleet, want=want, seen=seen, children=children)
 

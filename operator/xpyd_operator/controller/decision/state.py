@@ -205,6 +205,8 @@ class FleetState:
     wants_key: bool = False
     kv: KvVerdict = NOT_LOOKED
     """What the routers' counts say of the fleet's KV."""
+    has_pair: bool | None = None
+    """Whether a router has instances that can serve a request; None: none has said."""
 
     @property
     def uid(self) -> str:
