@@ -93,6 +93,15 @@ def test_requests_wait_while_the_last_instance_of_a_pool_is_replaced(
     assert report["failures"] == {}, report
 
 
+def wait_available(fleet: FleetClient, status: str) -> None:
+    """Routers are ready all the time: this condition says whether requests can be answered."""
+
+    def is_so() -> bool:
+        return fleet.condition("Available").get("status") == status
+
+    wait_for(is_so, 30, f"Available is {status}", explain=fleet.explain)
+
+
 def test_requests_wait_while_both_pools_are_scaled_to_0_and_back(
     fleet: FleetClient, cases: list[Case]
 ) -> None:
@@ -101,9 +110,11 @@ def test_requests_wait_while_both_pools_are_scaled_to_0_and_back(
         fleet.scale(pool, 0)
     for pool in POOLS:
         wait_for(lambda p=pool: not fleet.pods(p), 60, f"{pool} is at 0", explain=fleet.explain)
+    wait_available(fleet, "False")
     for pool in POOLS:
         fleet.scale(pool, 1)
     fleet.wait_ready()
+    wait_available(fleet, "True")
     report = finish_load(load)
     assert report["failures"] == {}, report
 
