@@ -93,6 +93,33 @@ def test_the_first_answers_are_right_and_decode_computes_no_prompt(
     assert sum(fleet.prompt_tokens_computed("prefill").values()) > prompts / 2
 
 
+def test_a_firewall_on_the_kv_port_is_a_condition_of_a_fleet_that_serves(
+    fleet: FleetClient, cases: list[Any], timeline: Timeline
+) -> None:
+    def verified(status: str, within_s: float) -> dict[str, Any]:
+        def holds() -> bool:
+            assert fleet.load(cases, requests=4)["failed"] == 0
+            return fleet.condition("KVTransferVerified")["status"] == status
+
+        wait_for(holds, within_s, f"KVTransferVerified={status}", explain=fleet.explain)
+        return fleet.condition("KVTransferVerified")
+
+    assert verified("True", 60)["reason"] == "KVMoved"
+    rules = "table ip wall { chain pods { type filter hook forward priority -50; "
+    rules += "tcp dport 21001 reject with tcp reset; }; }"
+    fleet.cluster.run(["nft", rules], check=True)
+    try:
+        found = verified("False", 60)
+    finally:
+        fleet.cluster.run(["nft", "delete table ip wall"], check=True)
+    timeline.mark("a rejected KV port is a condition")
+    (prefill,) = fleet.pods("prefill")
+    assert found["reason"] in ("Unreachable", "ConnectionLost")
+    assert f"{prefill['metadata']['name']} to chat-decode-" in found["message"]
+    assert fleet.condition("Available")["status"] == "True"
+    assert verified("True", 150)["reason"] == "KVMoved"
+
+
 def test_the_table_that_people_see_says_what_runs(fleet: FleetClient) -> None:
     table = fleet.kubectl("get", "fleets")
     header, row = (line.split() for line in table.splitlines()[:2])
