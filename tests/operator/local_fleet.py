@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from xpyd_operator.manifests.engine_flags import FLAGS
 from xpyd_operator.plan.values import Probe, Probes
 from xpyd_operator.up import control, run
 from xpyd_operator.up.client import read_view, take_fleet_down
@@ -60,7 +61,11 @@ class LocalFleet:
         rows[1]["parallelism"] = layout or {}
         spec = {
             "model": {"uri": "file://model"},
-            "engine": {"args": list(args)},
+            # An engine's flags are checked before anything starts; these are the stand-in's.
+            "engine": {
+                "args": [arg for arg in args if arg.partition("=")[0] in FLAGS],
+                "env": [{"name": "STAND_IN_ARGS", "value": " ".join(args)}],
+            },
             "pools": rows,
             "kvTransfer": {"hostPoolSize": "1Mi"},
             "drain": {"timeoutSeconds": drain},

@@ -19,6 +19,7 @@ import threading
 import time
 from datetime import UTC, datetime
 
+sys.argv += [a for a in os.environ.get("STAND_IN_ARGS", "").split() if a not in sys.argv]
 role = sys.argv[1]
 
 

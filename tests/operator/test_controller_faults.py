@@ -229,7 +229,7 @@ def test_claim_templates_are_made_before_and_go_after_their_workload() -> None:
         api.add(document)
         async with fleet_ready(api):
             (first,) = api.all(CLAIM_TEMPLATE)
-            api.change(FLEET, "ns", "chat", {"spec": {"engine": {"args": ["--x=1"]}}})
+            api.change(FLEET, "ns", "chat", {"spec": {"engine": {"args": ["--seed=1"]}}})
             await until(lambda: len(api.all(CLAIM_TEMPLATE)) == 2, what="one for each revision")
 
             def only_the_new() -> bool:

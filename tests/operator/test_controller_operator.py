@@ -167,7 +167,7 @@ def test_an_edit_rolls_and_leaves_no_old_revision() -> None:
         api.add(fleet(decode=2))
         async with fleet_ready(api):
             before = {d["metadata"]["name"] for d in api.all(DEPLOYMENT)}
-            api.change(FLEET, "ns", "chat", {"spec": {"engine": {"args": ["--x=1"]}}})
+            api.change(FLEET, "ns", "chat", {"spec": {"engine": {"args": ["--seed=1"]}}})
 
             def rolled() -> bool:
                 api.settle()

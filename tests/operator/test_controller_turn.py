@@ -285,7 +285,7 @@ def test_a_taken_name_is_told_and_tried_again_soon() -> None:
 def test_old_revisions_are_scaled_with_the_version_that_was_seen_and_then_deleted() -> None:
     children = settled()
     new = document()
-    new["spec"]["engine"] = {"args": ["--x=1"]}
+    new["spec"]["engine"] = {"args": ["--seed=1"]}
     (old,) = [n for n in children[DEPLOYMENT] if "decode" in n]
     other = next(n for n in children[DEPLOYMENT] if "prefill" in n)
     for name in (old, other):

@@ -1,20 +1,25 @@
-"""Finds what pool.template and router.template set although xpyd sets it.
+"""Finds what the API server cannot: templates that set what xpyd sets, and wrong engine.args.
 
-The API server does not check a template's content, so this module does: the operator shows the
-result as a condition, and `xpyd up` refuses the document with it. Each line names the field and the
-remedy.
+The operator shows the result as a condition, and `xpyd up` refuses the document with it. Each line
+names the field and the remedy. The engine's flags are those of this version: where the document
+names an image of its own, only the engine knows them. See docs/adr/0037.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import cast
 
+from xpyd_core.errors import UserError
 from xpyd_core.pod_env import ROUTER_HTTP_PORT
+from xpyd_core.sizes import parse_bytes
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests import names
+from xpyd_operator.manifests.engine_flags import FLAGS
 from xpyd_operator.manifests.names import JsonObject, list_in, map_in
 from xpyd_operator.manifests.pods import APPENDED, MERGE_KEYS, engine_ports, shares_sockets, user_of
 
@@ -143,3 +148,87 @@ def _items(above: JsonObject, key: str, path: str) -> Iterator[tuple[JsonObject,
     for index, item in enumerate(list_in(above, key)):
         if isinstance(item, dict):
             yield cast("JsonObject", item), f"{path}.{key}[{index}]"
+
+
+_OWNED = {
+    "--model": "spec.model.uri",
+    "--role": "spec.pools[].role",
+    "--host": "",
+    "--port": "",
+    "--discovery": "spec.router.discoveryPort",
+    "--heartbeat-period-ms": "spec.heartbeat.intervalMilliseconds",
+    "--kv-port": "spec.kvTransfer.port",
+    "--kv-advertise": "",
+    "--kv-key-file": "spec.kvTransfer.keySecretRef",
+    "--kv-insecure": "spec.kvTransfer.insecure",
+    "--kv-socket-dir": "spec.kvTransfer.sameHostPath",
+}
+"""Flags that say what the rest of the fleet must know, and the field that sets each; "": none."""
+_EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "tokens": "a number of tokens or auto",
+    "json": "a JSON object",
+}
+
+
+def engine_args_problems(fleet: InferenceFleet) -> tuple[str, ...]:
+    """One line for each of engine.args that an engine of this version would refuse."""
+    args, index, found = fleet.spec.engine.args, 0, list[str]()
+    while index < len(args):
+        path = f"spec.engine.args[{index}]"
+        name, given, value = args[index].partition("=")
+        index += 1
+        kind, choices = FLAGS.get(name, ("", ()))
+        rest: list[str] = []
+        if not given and kind not in ("", "switch"):
+            most = len(args) if kind == "names" else index + 1
+            while index < min(most, len(args)) and not args[index].startswith("--"):
+                rest.append(args[index])
+                index += 1
+        if name in _OWNED:
+            remedy = f"use {_OWNED[name]}" if _OWNED[name] else "leave it out"
+            found.append(f"{path}: {name} is set by xpyd; {remedy}")
+        elif not kind:
+            near = get_close_matches(name, FLAGS, 1)
+            hint = f"did you mean {near[0]}?" if near else "docs/engine.md has all flags"
+            found.append(f"{path}: {_shown(args[index - 1])} is no flag of the engine; {hint}")
+        elif kind == "switch":
+            if given:
+                found.append(f"{path}: {name} takes no value")
+        elif not given and not rest:
+            found.append(f"{path}: {name} needs a value")
+        elif wrong := _wrong_value(value if given else rest[0], kind, choices):
+            found.append(f"{path}: {name}: {wrong}")
+    return tuple(found)
+
+
+def _wrong_value(value: str, kind: str, choices: tuple[str, ...]) -> str:
+    """What is wrong with a flag's value; empty: nothing."""
+    if choices:
+        known = value in choices
+        return "" if known else f"expected {', '.join(choices)}, got {_shown(value)}"
+    if kind == "tokens" and value == "auto":
+        return ""
+    try:
+        match kind:
+            case "int" | "tokens":
+                int(value)
+            case "float":
+                float(value)
+            case "size":
+                parse_bytes(value, of=1 << 30)
+            case "json":
+                if not isinstance(json.loads(value), dict):
+                    raise ValueError
+            case _:
+                pass
+    except UserError as error:
+        return str(error)
+    except (ValueError, RecursionError):
+        return f"expected {_EXPECTED[kind]}, got {_shown(value)}"
+    return ""
+
+
+def _shown(value: str) -> str:
+    return repr(value if len(value) <= 80 else f"{value[:77]}...")

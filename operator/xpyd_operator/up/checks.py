@@ -22,7 +22,7 @@ from xpyd_core.parallel.partition import PARTITION_VARIABLE, parse_override
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_operator.document.engines import Pool
 from xpyd_operator.document.fleet import InferenceFleet
-from xpyd_operator.manifests.refusals import template_problems
+from xpyd_operator.manifests.refusals import engine_args_problems, template_problems
 from xpyd_operator.manifests.resources import flag_value
 
 CLUSTER_ONLY = frozenset(
@@ -50,7 +50,7 @@ def check_local(fleet: InferenceFleet, *, source: str) -> None:
     lines = [
         line for index, pool in enumerate(fleet.spec.pools) for line in _with_gpus(index, pool)
     ]
-    lines += template_problems(fleet)
+    lines += [*template_problems(fleet), *engine_args_problems(fleet)]
     if lines:
         count = f"{len(lines)} mistakes" if len(lines) > 1 else "1 mistake"
         raise UserError("\n  ".join([f"{source}: {count}", *lines]))
