@@ -40,8 +40,6 @@ ROOM = "." * 2048
 """The last argument: the room in which a fork's own command line is written for `ps`."""
 PYTHON = (sys.executable, "-P", "-m")
 """How a command line begins that can be forked; the module follows."""
-_ABOVE = 1000
-"""Descriptors come under any number and then get the number that the request names."""
 _EXIT_FAILED = 1
 
 
@@ -154,10 +152,13 @@ def _be_between(
 
 def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
     """Be the program; the exit status."""
-    aside = [fcntl.fcntl(one, fcntl.F_DUPFD, _ABOVE) for one in descriptors]
+    # They come under any number, and then get the number that the request names.
+    numbers: list[int] = request["descriptors"]
+    above = 1 + max([*numbers, *descriptors])  # not a fixed one: a limit on files may be low
+    aside = [fcntl.fcntl(one, fcntl.F_DUPFD, above) for one in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
-    for number, descriptor in zip(request["descriptors"], aside, strict=True):
+    for number, descriptor in zip(numbers, aside, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.environ.clear()

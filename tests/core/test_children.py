@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -126,6 +127,15 @@ def family(tmp_path: Path) -> Iterator[Family]:
     made = Family(tmp_path)
     yield made
     made.forks.close()
+
+
+def test_a_child_is_forked_also_where_few_files_may_be_open(family: Family) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        assert family.say()["prepared_in"] == family.server()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_forked_child_has_its_own_arguments_environment_output_and_session(

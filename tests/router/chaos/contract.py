@@ -65,9 +65,11 @@ def _faults_to_p(call: Call) -> list[str]:
 
 
 def _faults_to_d(call: Call) -> list[str]:
+    passed_on = {k: v for k, v in transfer_of(call).items() if k != "reason"}
     checks = {
         **_goes_on(call),
-        **{k: call.params.get(k) == v for k, v in transfer_of(call).items()},
+        **{k: call.params.get(k) == v for k, v in passed_on.items()},
+        "reason": "reason" not in call.params,
         "first_logprobs": call.wanted.stream or "first_logprobs" in call.params,
     }
     return _wrong("to D", call, checks)
