@@ -149,7 +149,11 @@ def test_unsigned_beats_are_the_routers_flag_and_its_only_change():
 
 
 def test_transport_and_insecure_reach_the_flags_of_those_whom_they_concern():
-    pools = [{"name": role.lower(), "role": role} for role in ("Prefill", "Decode", "Aggregated")]
+    on_cpu = {"gpus": 0}  # where all transports are allowed
+    pools = [
+        {"name": role.lower(), "role": role, "resources": on_cpu}
+        for role in ("Prefill", "Decode", "Aggregated")
+    ]
 
     def flags(**kv):
         plain = {name: set(pool.template.args) for name, pool in want(pools=pools).items()}

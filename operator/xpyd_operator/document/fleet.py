@@ -302,6 +302,21 @@ def _clash(spec: Spec) -> tuple[str | int, ...]:
     return ()
 
 
+_SHARES_A_GPU = (
+    "self.kvTransfer.transport == 'SharedMemory' && p.role != 'Aggregated' && p.resources.gpus > 0"
+)
+_FIRST_GPU = f"self.pools.filter(p, {_SHARES_A_GPU})[0]"
+
+
+def _shares_a_gpu(spec: Spec) -> tuple[str | int, ...]:
+    """The first pool with its KV on GPUs that SharedMemory would have to read, and their number."""
+    if spec.kv_transfer.transport == "SharedMemory":
+        for pool in spec.pools:
+            if pool.role != "Aggregated" and pool.resources.gpus > 0:
+                return pool.name, pool.resources.gpus
+    return ()
+
+
 class Spec(ApiModel):
     """What the user wants."""
 
@@ -342,6 +357,18 @@ class Spec(ApiModel):
     )
     def _has_ports_for_ranks(self) -> bool:
         return not _clash(self)
+
+    @rule(
+        f"self.pools.all(p, !({_SHARES_A_GPU}))",
+        "SharedMemory moves no KV of a GPU, as no process maps another's GPU memory so: "
+        "set another transport, or resources.gpus of Prefill and Decode pools to 0",
+        field="kvTransfer.transport",
+        numbers=Numbers(
+            "pool %s, gpus %d", f"{_FIRST_GPU}.name, {_FIRST_GPU}.resources.gpus", _shares_a_gpu
+        ),
+    )
+    def _shares_no_gpu(self) -> bool:
+        return not _shares_a_gpu(self)
 
 
 class InferenceFleet(ApiModel):
