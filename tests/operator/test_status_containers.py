@@ -113,7 +113,7 @@ CANNOT_START: dict[str, tuple[Change, str, str]] = {
     "too much memory": (
         lambda c: c.crashed(decodes(c), log="", code=137, reason="OOMKilled"),
         "OOMKilled",
-        "decode: out of memory (2 of 2 pods, POD1): 3 restarts",
+        "decode: out of memory at the limit of 66684Mi (2 of 2 pods, POD1): 3 restarts",
     ),
     "a start that the runtime refuses": (
         lambda c: c.crashed(

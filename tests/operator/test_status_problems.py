@@ -197,6 +197,9 @@ ACCOUNT = (
     'pods "x" is forbidden: error looking up service account team/chat: serviceaccount "chat" '
     "not found"
 )
+"""The fleet's own, which the operator makes."""
+THEIRS = ACCOUNT.replace("chat", "trainer")
+"""One that the pool's template names."""
 
 
 @pytest.mark.parametrize(
@@ -205,6 +208,13 @@ ACCOUNT = (
         (QUOTA, "Degraded", "QuotaExceeded", "limited: requests.nvidia.com/gpu=4"),
         (HOST_PATH, "Degraded", "PodSecurity", "namespace of the level privileged"),
         (ACCOUNT, "Waiting", "FailedCreate", 'serviceaccount "chat" not found'),
+        (
+            THEIRS,
+            "Degraded",
+            "ServiceAccountMissing",
+            "the namespace has no ServiceAccount trainer, which the pool's template names: create "
+            "it, or leave serviceAccountName out of the template",
+        ),
         (
             'pods "x" is forbidden: maximum cpu usage per Pod is 1',
             "Degraded",

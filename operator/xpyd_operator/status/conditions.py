@@ -184,7 +184,7 @@ def conditions(
     """`before`: the whole status before; a condition keeps its time while its status stays.
 
     `notices`: what the document asks for that an administrator should know; Degraded's message
-    shows them even where nothing is wrong. `decode_alone`: Decode instances serve alone where there
+    shows them where nothing is wrong. `decode_alone`: Decode instances serve alone where there
     is no Prefill instance. `kv`: what the routers' counts say of the KV (see `verified`).
     `has_pair`: whether a router has instances that can serve a request; None: none has said.
     """
@@ -333,7 +333,7 @@ def _degraded(fleet: _Fleet) -> _Verdict:
     if not found:
         message = "; ".join(["nothing needs to be done", *fleet.notices])
         return _Verdict(False, "AsExpected", message)
-    return _Verdict(True, found[0].reason, "; ".join([_summary_of("", found), *fleet.notices]))
+    return _Verdict(True, found[0].reason, _summary_of("", found))
 
 
 def _fails_repeatedly(fleet: _Fleet) -> _Verdict | None:

@@ -13,7 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from xpyd_operator.manifests.names import ENGINE_CONTAINER, ROUTER_CONTAINER
+from xpyd_operator.manifests.names import (
+    ENGINE_CONTAINER,
+    LABEL_FLEET,
+    ROUTER_CONTAINER,
+    service_account_name,
+)
 from xpyd_operator.status.children import (
     NOTHING,
     Children,
@@ -71,6 +76,7 @@ _LAYERS = re.compile(
 _PREEMPTION = re.compile(r"\.? [^.]*\bpreemption: .*", re.DOTALL)
 """The scheduler's last sentence says what preemption would do; it is left out."""
 _REASON = re.compile(r"[A-Za-z]([A-Za-z0-9]{0,61}[A-Za-z0-9])?", re.ASCII)
+_NO_ACCOUNT = re.compile(r'error looking up service account .*serviceaccounts? "([^"]+)" not found')
 _CREATING = ("", "ContainerCreating", "PodInitializing")
 
 
@@ -392,9 +398,17 @@ def _of_workload(workload: Raw) -> list[Problem]:
         if "hostPath" in words:
             message += " (hostPath needs a namespace of the level privileged)"
         return [Problem("Degraded", "PodSecurity", key[0], message)]
-    # The ServiceAccount of a new fleet may be younger than its first pods.
-    kind: Kind = "Waiting" if "error looking up service account" in words else "Degraded"
-    return [Problem(kind, "FailedCreate", key[0], message)]
+    account = _NO_ACCOUNT.search(words)
+    if account is None:
+        return [Problem("Degraded", "FailedCreate", key[0], message)]
+    if account[1] == service_account_name(text(workload, "metadata", "labels", LABEL_FLEET)):
+        # That of a new fleet may be younger than its first pods.
+        return [Problem("Waiting", "FailedCreate", key[0], message)]
+    message = (
+        f"{key[0]}: {have}: the namespace has no ServiceAccount {short(account[1], 80)}, which the "
+        "pool's template names: create it, or leave serviceAccountName out of the template"
+    )
+    return [Problem("Degraded", "ServiceAccountMissing", key[0], message)]
 
 
 def _of_deadlines(children: Children, known: set[str]) -> list[Problem]:
