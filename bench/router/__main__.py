@@ -24,6 +24,7 @@ from bench.router.report import report
 from bench.router.rounds import Plan, measure
 from bench.router.routers import ROOT, ContenderFailed, absent
 from bench.router.shape import (
+    BESIDE_LONG,
     CASES,
     CONCURRENCIES,
     LONG_BYTES,
@@ -83,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--concurrency", type=_numbers, metavar="N,...", help="closed loops, and no other case")
     add("--streams", type=_numbers, metavar="N,...", help="streams, and no other case")
     add("--prompt-bytes", type=_numbers, metavar="N,...", help="of the closed loops' prompts")
+    add("--beside", action="store_true", help=f"{BESIDE_LONG.name}, and no other case")
     add("--rounds", type=int, default=ROUNDS, help="default: %(default)s")
     add(
         "--duels",
@@ -131,13 +133,14 @@ def _plan(options: argparse.Namespace, left_out: dict[str, str]) -> Plan:
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
-    is_open = options.concurrency is None and options.streams is None
+    is_open = options.concurrency is None and options.streams is None and not options.beside
     default_closed = ([64] if options.quick else CONCURRENCIES) if is_open else ()
     default_streams = STREAMS if is_open and not options.quick else ()
     sizes = options.prompt_bytes or ((SHORT_BYTES,) if options.quick else (SHORT_BYTES, LONG_BYTES))
     return [
         *(Case("closed", n, s) for s in sizes for n in options.concurrency or default_closed),
         *(Case("streams", n, SHORT_BYTES) for n in options.streams or default_streams),
+        *([BESIDE_LONG] if options.beside or (is_open and not options.quick) else []),
     ]
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from bench.operator.report import machine
 from bench.router.rounds import Found, Plan
 from bench.router.routers import PEERS
-from bench.router.shape import DIRECT, OWN, Case
+from bench.router.shape import BESIDE_LONG, DIRECT, OWN, Case
 from bench.router.turns import Turn
 
 
@@ -47,19 +47,21 @@ _ADDED = ("p50Us", "p99Us", "relayP50Us", "relayP99Us")
 
 
 class Ratio(NamedTuple):
-    """Ours to a peer's, of `figure` in `case`; against vllm-router it is to be at most `aim`.
-    Memory is of no case."""
+    """Ours to a peer's, of `figure` in `case`; against vllm-router it is to be at most `aim`, where
+    there is one. Memory is of no case. `to`: also to ours in this case, which is easier."""
 
     name: str
     figure: str
     case: str
-    aim: float
+    aim: float | None
+    to: str = ""
 
 
 RATIOS = (
     Ratio("CPU per request", "cpuUsPerRequest", "c64", 0.75),
     Ratio("CPU per token", "cpuUsPerToken", "s512", 0.9),
     Ratio("p99", "p99Us", "c256", 0.6),
+    Ratio("p99 beside long bodies", "p99Us", BESIDE_LONG.name, None, "c16"),
     Ratio("memory", "memory", "", 0.5),
 )
 
@@ -136,8 +138,10 @@ def _median(values: list[float | None]) -> float | None:
 def _ratios(found: Found) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     for ratio in RATIOS:
-        for peer in PEERS:
-            measured = _measured(found, ratio, peer)
+        measured_by = {peer: _measured(found, ratio, peer) for peer in PEERS}
+        if ratio.to:
+            measured_by[f"{OWN} in {ratio.to}"] = _to_easier(found, ratio)
+        for peer, measured in measured_by.items():
             if not measured:
                 continue
             reached = round(median(measured), 3)
@@ -148,6 +152,14 @@ def _ratios(found: Found) -> list[dict[str, Any]]:
                 | {"measured": [round(one, 3) for one in measured]}
             )
     return made
+
+
+def _to_easier(found: Found, ratio: Ratio) -> list[float]:
+    """Ours in its case to ours in the easier one, of the same round."""
+    of = figures_of(ratio.case)[ratio.figure]
+    turns = (found.turns.get((OWN, case), []) for case in (ratio.case, ratio.to))
+    known = [(of(a), of(b)) for a, b in zip(*turns, strict=False)]
+    return [a / b for a, b in known if a is not None and b]
 
 
 def _measured(found: Found, ratio: Ratio, peer: str) -> list[float]:

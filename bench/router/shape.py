@@ -8,6 +8,7 @@ from typing import Literal
 Program = Literal["direct", "xpyd", "vllm-router", "smg"]
 
 PREFILLS = DECODES = 2
+SHORT_BYTES, LONG_BYTES = 512, 32 * 1024
 TOKENS_PER_S = 50
 """Of each stream."""
 
@@ -38,27 +39,34 @@ ROWS = {
 
 @dataclass(frozen=True)
 class Case:
-    """`count` connections that ask again at once, or streams at the engines' pace, all at once."""
+    """`count` connections that ask again at once, or streams at the engines' pace, all at once.
+
+    `beside_bytes`: meanwhile one more client sends bodies of this size, one after another.
+    """
 
     kind: Literal["closed", "streams"]
     count: int
     prompt_bytes: int
+    beside_bytes: int = 0
 
     @property
     def name(self) -> str:
-        """c64, c64-32k, s512: concurrency or streams, and the prompt where it is long."""
+        """c64, c64-32k, s512, c16-beside-32m: concurrency or streams, the prompt where it is long,
+        and the bodies that others send."""
         long = f"-{self.prompt_bytes // 1024}k" if self.prompt_bytes > SHORT_BYTES else ""
-        return f"{self.kind[0]}{self.count}{long}"
+        beside = f"-beside-{self.beside_bytes >> 20}m" if self.beside_bytes else ""
+        return f"{self.kind[0]}{self.count}{long}{beside}"
 
 
-DUEL_CASES = {"c64", "c256", "s512"}
+BESIDE_LONG = Case("closed", 16, SHORT_BYTES, beside_bytes=32 << 20)
+DUEL_CASES = {"c64", "c256", "s512", BESIDE_LONG.name}
 """The cases that ratios are of: there our turns and the peers' are repeated, close together."""
-SHORT_BYTES, LONG_BYTES = 512, 32 * 1024
 CONCURRENCIES = (1, 16, 64, 256)
 STREAMS = (512, 2048)
 CASES = (
     *(Case("closed", n, size) for size in (SHORT_BYTES, LONG_BYTES) for n in CONCURRENCIES),
     *(Case("streams", n, SHORT_BYTES) for n in STREAMS),
+    BESIDE_LONG,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import subprocess
 import threading
@@ -15,6 +16,8 @@ from bench.router.shape import TOKENS_PER_S, Case, Times
 
 _MORE_S = 90.0
 """More than the load generator waits for the ends of streams."""
+_LONG_S = 60.0
+_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ def turn(load: Path, case: Case, port: int, times: Times, router: Processes | No
     process = subprocess.Popen(
         [str(load), *load_words(case, port, times)], stdout=subprocess.PIPE, text=True
     )
+    beside = Beside(port, case.beside_bytes) if case.beside_bytes else None
     limit = threading.Timer(times.ramp_s + times.warm_s + times.seconds + _MORE_S, process.kill)
     limit.start()
     try:
@@ -83,12 +87,51 @@ def turn(load: Path, case: Case, port: int, times: Times, router: Processes | No
         limit.cancel()
         process.kill()
         process.communicate()
+        if beside is not None:
+            beside.end()
+    if beside is not None and beside.fault:
+        raise ContenderFailed(f"a body of {case.beside_bytes >> 20} MiB: {beside.fault}")
     if not last.startswith("{"):
         raise ContenderFailed(f"the load generator ended after {last!r}")
     found = json.loads(last)
     if found["errors"]:
         raise ContenderFailed(f"{found['errors']} errors; the first: {found['firstError']}")
     return _turn(found, at["end"] - at["begin"])
+
+
+class Beside:
+    """A client that sends long bodies, one after another, until `end`: a member that no engine
+    knows, with millions of empty objects."""
+
+    def __init__(self, port: int, size: int) -> None:
+        before, after = b'{"model":"m","prompt":"a","max_tokens":1,"x":[{}', b"]}"
+        self._body = before + b",{}" * ((size - len(before) - len(after)) // 3) + after
+        self._port = port
+        self._over = threading.Event()
+        self.fault = ""
+        """Why a body was not answered with 200."""
+        self._thread = threading.Thread(target=self._run, name="beside")
+        self._thread.start()
+
+    def end(self) -> None:
+        """Wait for the last answer."""
+        self._over.set()
+        self._thread.join(2 * _LONG_S)
+
+    def _run(self) -> None:
+        while not (self._over.wait(_PAUSE_S) or self.fault):
+            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_LONG_S)
+            try:
+                headers = {"Content-Type": "application/json"}
+                connection.request("POST", "/v1/completions", self._body, headers)
+                answer = connection.getresponse()
+                text = answer.read()
+                if answer.status != 200:
+                    self.fault = f"{answer.status} {text[:200]!r}"
+            except (OSError, http.client.HTTPException) as error:
+                self.fault = f"{type(error).__name__}: {error}"
+            finally:
+                connection.close()
 
 
 def _turn(found: dict[str, Any], cpu_s: float) -> Turn:

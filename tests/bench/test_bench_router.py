@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,8 @@ from bench.router.programs import Programs
 from bench.router.report import RATIOS, report
 from bench.router.rounds import Cores, Found, Plan, take_turns
 from bench.router.routers import ContenderFailed, Ports, Router, argv_of
-from bench.router.shape import CASES, OWN, ROWS, Case, Times
-from bench.router.turns import Turn, load_words, turn
+from bench.router.shape import BESIDE_LONG, CASES, OWN, ROWS, Case, Times
+from bench.router.turns import Beside, Turn, load_words, turn
 from xpyd_core.messages import decode_heartbeat
 
 ROOT = Path(__file__).parents[2]
@@ -229,7 +232,8 @@ def test_a_ratio_is_of_one_round_and_the_median_of_the_rounds_is_taken(found: Fo
     found.turns["vllm-router", "c64"][1] = a_turn(cpu_s=1.0, p50=200.0)
     made = _reported(found)
     of = {(one["name"], one["peer"]): one for one in made["ratios"]}
-    assert set(of) == {(r.name, "vllm-router") for r in RATIOS if r.case != "c256"}
+    without = ("c256", BESIDE_LONG.name)
+    assert set(of) == {(r.name, "vllm-router") for r in RATIOS if r.case not in without}
     # 0.6, 1.2 and 0.7: the medians of both sides would give 0.7, too, but of 0.7 and 1.0.
     assert of["CPU per request", "vllm-router"]["reached"] == 0.7
     assert of["CPU per request", "vllm-router"]["holds"] is True
@@ -237,6 +241,16 @@ def test_a_ratio_is_of_one_round_and_the_median_of_the_rounds_is_taken(found: Fo
     assert of["memory", "vllm-router"]["reached"] == 0.333
     found.after_gib[OWN] = 0.2
     assert [one["holds"] for one in _reported(found)["ratios"]] == [True, True, False]
+
+
+def test_what_others_wait_beside_long_bodies_is_a_ratio_to_the_same_without(found: Found) -> None:
+    found.turns[OWN, "c16"] = [a_turn(p50=10.0), a_turn(p50=20.0)]
+    found.turns[OWN, BESIDE_LONG.name] = [a_turn(p50=50.0), a_turn(p50=60.0)]
+    # A peer that answered nobody in time has no latency, and no ratio.
+    found.turns["vllm-router", BESIDE_LONG.name] = [Turn(2.0, 0, 0, 1.0, None, None, None)]
+    of = {(one["name"], one["peer"]): one["measured"] for one in _reported(found)["ratios"]}
+    assert of["p99 beside long bodies", "xpyd in c16"] == [5.0, 3.0]
+    assert ("p99 beside long bodies", "vllm-router") not in of
 
 
 def test_where_turns_were_repeated_ratios_are_of_these(found: Found) -> None:
@@ -339,3 +353,35 @@ def test_the_short_form_measures_our_router_beside_none(
         assert streams["cpuUsPerToken"] > 0
         assert made["memoryMib"][row]["after"] > 10
     assert "| c4 | **xpyd-continuing** |" in output.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize(("status", "fault"), [(200, ""), (413, "413 b'no'")])
+def test_a_client_beside_sends_bodies_of_the_size_and_says_what_was_refused(
+    status: int, fault: str
+) -> None:
+    sizes: list[int] = []
+
+    class Answering(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            assert json.loads(body)["x"][-1] == {}
+            sizes.append(len(body))
+            self.send_response(status)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"no")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.serve_forever).start()
+        beside = Beside(server.server_port, 1 << 16)
+        deadline = time.monotonic() + 20
+        while not sizes and time.monotonic() < deadline:
+            time.sleep(0.01)
+        beside.end()
+        server.shutdown()
+    assert set(sizes) <= {65536, 65535, 65534}
+    assert sizes
+    assert beside.fault == fault
