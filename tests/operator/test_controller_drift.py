@@ -10,9 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.operator.test_controller_turn import Children, look, settled, writes
-from xpyd_operator.controller.decision.decide import decide
+from xpyd_operator.controller.decision.decide import contest_problems, decide
 from xpyd_operator.controller.decision.drift import added_fields, without
-from xpyd_operator.controller.decision.history import REMOVALS, REMOVALS_S, FleetHistory
+from xpyd_operator.controller.decision.history import (
+    CONTESTED_S,
+    CONTESTED_WRITES,
+    REMOVALS,
+    REMOVALS_S,
+    FleetHistory,
+)
 from xpyd_operator.controller.decision.kinds import (
     DEPLOYMENT,
     NETWORK_POLICY,
@@ -24,6 +30,7 @@ from xpyd_operator.controller.decision.kinds import (
 )
 from xpyd_operator.controller.decision.report import report
 from xpyd_operator.controller.decision.state import RemoveFields, effect_of
+from xpyd_operator.status.problems import in_order
 
 
 def touched(
@@ -205,6 +212,27 @@ def test_a_field_that_comes_back_each_time_is_removed_three_times_an_hour() -> N
         ("Drifted", "FieldsReturn"),
     }
     assert history.contested(now + REMOVALS_S) == frozenset()
+
+
+def test_a_client_that_undoes_all_for_ten_minutes_is_one_contest() -> None:
+    """It was ten: one for each write that the window of the last ten let through again."""
+    children = settled()
+    children[SERVICE]["chat-router"]["spec"]["type"] = "NodePort"
+    history, begins, written, was = FleetHistory(0.0), 0, 0, False
+    for now in range(600):
+        turn = decide(look(children, contested=history.contested(now)))
+        for write in writes(turn):
+            history.wrote(write, now)
+            written += 1
+        again = [p for write, _ in history.contests(now).values() for p in contest_problems(write)]
+        told = in_order((*turn.problems, *again))
+        assert len(told) <= 1
+        begins += bool(told) and not was
+        was = bool(told)
+        history.forget_old(frozenset(), now)
+    assert (begins, was) == (1, True)
+    assert CONTESTED_WRITES < written <= CONTESTED_WRITES + 10
+    assert history.contests(600 + CONTESTED_S) == {}
 
 
 NAMES = st.sampled_from(["a", "b", "c", "name"])

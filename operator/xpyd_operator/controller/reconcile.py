@@ -19,7 +19,7 @@ from typing import cast
 
 from xpyd_operator.controller.client import FIELD_MANAGER, NEVER_CURRENT, Api
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
-from xpyd_operator.controller.decision.decide import Turn, decide
+from xpyd_operator.controller.decision.decide import Turn, contest_problems, decide
 from xpyd_operator.controller.decision.errors import Conflict, KubeError, NotFound, Refused
 from xpyd_operator.controller.decision.history import FleetHistory, is_ready, is_urgent
 from xpyd_operator.controller.decision.kinds import (
@@ -343,6 +343,8 @@ class Reconciler:
         if history.is_stuck(moved=bool(outcome.moved)):
             refused += outcome.moved
         problems = [*turn.problems, *(problem_of(write, error) for write, error in refused)]
+        contests = history.contests(self._clock()).values()
+        problems += [found for write, _ in contests for found in contest_problems(write)]
         if turn.stages:
             # The writes took time, and their answers changed the state.
             document = self._cache.document(key)
@@ -356,7 +358,7 @@ class Reconciler:
         if outcome.done and soon is None:
             # The watch brings nothing new about our own writes: check at once whether more is due.
             soon = 0.0
-        waits = (turn.recheck_after, status_wait, soon)
+        waits = (turn.recheck_after, status_wait, soon, *(left_s for _, left_s in contests))
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _see(

@@ -139,13 +139,19 @@ def _uncontested(
             if effect_of(write) not in state.contested:
                 writes.append(write)
                 continue
-            text = f"{describe(write)}: another client undoes it again and again; it waits"
-            problems.append(Problem("Degraded", "Contested", pool_of(write), text))
-            if isinstance(write, RemoveFields):
-                problems.append(Problem("Drifted", "FieldsReturn", write.pool, text))
+            problems += contest_problems(write)
         if writes:
             left.append(tuple(writes))
     return tuple(left), tuple(problems)
+
+
+def contest_problems(write: Write) -> tuple[Problem, ...]:
+    """What a fleet's conditions say of a write that another client undoes."""
+    text = f"{describe(write)}: another client undoes it again and again; it waits"
+    found = Problem("Degraded", "Contested", pool_of(write), text)
+    if isinstance(write, RemoveFields):
+        return found, Problem("Drifted", "FieldsReturn", write.pool, text)
+    return (found,)
 
 
 class _Workloads:

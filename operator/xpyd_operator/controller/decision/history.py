@@ -121,8 +121,8 @@ KEY_RETRY_S = 60.0
 MOST_MOVED = 5
 CONTESTED_WRITES = 10
 CONTESTED_S = 60.0
-"""After so many equal writes to one object within this time, the write pauses until they are so
-long ago. A pool that is scaled up and down by turns stays far below."""
+"""After so many equal writes to one object within this time, the write pauses as long; then each
+single one does. A pool that is scaled up and down by turns stays far below."""
 REMOVALS = 3
 REMOVALS_S = 3600.0
 """The same for the removal of what other clients add, as each one may replace a pool's pods."""
@@ -144,6 +144,8 @@ class FleetHistory:
         self._parsed: tuple[str, int, ParsedDocument] | None = None
         self._taken: dict[ObjectRef, tuple[float, str]] = {}
         self._done: dict[Effect, deque[float]] = {}
+        self._contests: dict[Effect, tuple[float, Write]] = {}
+        """Effects that were repeated too often: the last write, and when it was done."""
         self._key_tried_at: float | None = None
         self._turns_moved = 0
 
@@ -171,16 +173,31 @@ class FleetHistory:
     def contested(self, now: float) -> frozenset[Effect]:
         """Effects that are repeated because another client undoes them."""
         return frozenset(
-            effect
-            for effect, times in self._done.items()
-            if len(times) == _bound(effect)[0] and now - times[0] < _bound(effect)[1]
+            effect for effect, (at, _) in self._contests.items() if now - at < _bound(effect)[1]
         )
+
+    def contests(self, now: float) -> dict[Effect, tuple[Write, float]]:
+        """Contested writes that were done not long ago, and for how many seconds that will be so.
+
+        They may be undone at any moment, so the contest goes on although nothing is to be written.
+        """
+        return {
+            effect: (write, CONTESTED_S - (now - at))
+            for effect, (at, write) in self._contests.items()
+            if now - at < CONTESTED_S
+        }
 
     def wrote(self, write: Write, now: float) -> None:
         """A write was done."""
         effect = effect_of(write)
-        if effect is not None:
-            self._done.setdefault(effect, deque(maxlen=_bound(effect)[0])).append(now)
+        if effect is None:
+            return
+        most, within_s = _bound(effect)
+        times = self._done.setdefault(effect, deque(maxlen=most))
+        times.append(now)
+        is_often = len(times) == most and now - times[0] < within_s
+        if is_often or effect in self._contests:
+            self._contests[effect] = (now, write)
 
     def is_stuck(self, *, moved: bool) -> bool:
         """Whether each turn finds another state than it read. `moved`: this turn did.
@@ -195,6 +212,9 @@ class FleetHistory:
         """Keep only what concerns objects that exist, and recent writes."""
         self.settled = {p: mark for p, mark in self.settled.items() if p in present}
         self._done = {e: t for e, t in self._done.items() if now - t[-1] < _bound(e)[1]}
+        self._contests = {
+            e: item for e, item in self._contests.items() if now - item[0] < 2 * _bound(e)[1]
+        }
 
     def tried_key(self, now: float) -> None:
         """The KV key's Secret was made, or was there."""
