@@ -188,9 +188,35 @@ def test_fleets_outlive_a_release_that_keeps_them(empty: Cluster, tmp_path: Path
     assert hook.endswith("no fleet is left\n")
 
 
+def test_crds_that_were_applied_by_hand_are_given_to_the_release_as_the_page_says(
+    empty: Cluster,
+) -> None:
+    """By an older version, whose CRDs differ."""
+    for file in sorted((CHART / "files/crds").glob("*.yaml")):
+        crd = yaml.safe_load(file.read_text())
+        empty.kubectl("delete", "crd", crd["metadata"]["name"], "--ignore-not-found")
+        crd["spec"]["names"].pop("categories", None)
+        crd["spec"]["versions"][0]["additionalPrinterColumns"].pop()
+        empty.kubectl("apply", "-f", "-", input=json.dumps(crd))
+    with pytest.raises(ClusterError, match="invalid ownership metadata"):
+        install(empty, KEEP)
+    mark = "tests/cluster/test_chart.py runs these"
+    (commands,) = [
+        b.code for b in blocks_of(CHART.parents[1] / "docs/install.md") if mark in b.note
+    ]
+    argv = ["bash", "-euo", "pipefail", "-c", commands]
+    done = empty.run(argv, cwd=CHART.parents[1], capture_output=True, text=True, timeout=60)
+    assert not done.returncode, done.stdout + done.stderr
+    argv = ("install", "xpyd", str(CHART), "-n", SYSTEM, "--force-conflicts")
+    empty.helm(*argv, "--set", "images.local=true", "--set", KEEP)
+    names = ("get", "crd", "inferencefleets.xpyd.dev", "-o", "jsonpath={.spec.names.categories}")
+    assert empty.kubectl(*names) == '["xpyd"]'
+    empty.helm("uninstall", "xpyd", "-n", SYSTEM, "--no-hooks")
+
+
 def _install_as_the_page_says(cluster: Cluster) -> None:
     """The command of docs/install.md, with namespaces and images that there are here."""
-    mark = "tests/cluster/test_chart.py"
+    mark = "tests/cluster/test_chart.py runs it"
     (command,) = [b.code for b in blocks_of(CHART.parents[1] / "docs/install.md") if mark in b.note]
     given = ("--set images.registry=registry.example.com/llm", "'watchNamespaces={serving,lab}'")
     for part in given:
