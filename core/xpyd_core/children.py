@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import subprocess
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -25,6 +26,8 @@ from xpyd_core.process import subreaper
 
 CANNOT_START = 127
 """The exit status of a child that could not be started after all, as a shell has it."""
+ANSWER_S = 120.0
+"""A fork server that was asked answers within this; its first answer comes behind its imports."""
 _OWN_VARIABLES = "XPYD_"
 """Variables that programs read when they run, not when they are imported; all others must be equal
 in a fork server and what it forks."""
@@ -106,7 +109,8 @@ class ForkServer:
 
     The process starts with the first child and ends with `close` or with this process. Where it
     ends before, what it was asked for is spawned, and the next child starts it anew, except where
-    it has never forked: then its children are spawned from there on.
+    it has never forked: then its children are spawned from there on. One that does not answer in
+    time is killed, which is the same.
     """
 
     def __init__(self, prepare: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
@@ -120,6 +124,7 @@ class ForkServer:
         self._is_asked = False
         self._asked = 0
         """Requests that were sent; an answer says of which it is."""
+        self._asked_s = 0.0
         self._has_forked = False
         self._waiting: deque[tuple[Child, Start]] = deque()
         """Not answered yet; the first one is asked for."""
@@ -149,11 +154,15 @@ class ForkServer:
         return child
 
     def take(self) -> None:
-        """Read the answers that have come, and ask for more."""
+        """Read the answers that have come, and ask for more. To be called every few seconds, too:
+        a fork server that hangs is given up here."""
         while self._server is not None:
             try:
                 text = self._server.requests.recv(MOST_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
+                if self._is_asked and time.monotonic() - self._asked_s > ANSWER_S:
+                    _log.warning("the fork server does not answer")
+                    self._lose()
                 return
             except OSError:
                 text = b""
@@ -233,7 +242,7 @@ class ForkServer:
         }
         descriptors = [start.output, start.output, *start.inherit]
         subreaper.begin()
-        self._is_asked = True
+        self._is_asked, self._asked_s = True, time.monotonic()
         try:
             socket.send_fds(self._server.requests, [json.dumps(request).encode()], descriptors)
         except OSError:  # it has ended, or the request is too large for it
@@ -277,10 +286,18 @@ class ForkServer:
         server, self._server = self._server, None
         if server is None:
             return
-        server.requests.close()  # which takes it out of the news
         # It has no state, and its children do not need it.
         server.process.kill()
         server.process.wait()
+        # A program that has not answered yet ends by this, and one whose answer nobody read here.
+        server.requests.shutdown(socket.SHUT_RD)
+        with contextlib.suppress(OSError):
+            while text := server.requests.recv(MOST_BYTES, socket.MSG_DONTWAIT):
+                if isinstance(pid := json.loads(text).get("pid"), int):
+                    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                        os.kill(pid, signal.SIGKILL)
+                        os.waitpid(pid, 0)
+        server.requests.close()  # which takes it out of the news
         self._adopt_no_more()
 
     def _adopt_no_more(self) -> None:

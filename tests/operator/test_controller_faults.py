@@ -343,6 +343,7 @@ def test_a_kind_that_is_removed_and_comes_back_is_watched_again(kind: Kind) -> N
             await until(
                 lambda: sorted(api.watching) == sorted(k.plural for k in ALWAYS), what="all"
             )
+            await until(lambda: api.get(POOL, "ns", "chat-decode"), what="the pool")
             await ready(api)
             api.change(POOL, "ns", "chat-decode", {"spec": {"replicas": 2}})
             await until(lambda: replicas(api, "decode") == [2], what="the scale was seen")

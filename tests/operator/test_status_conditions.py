@@ -293,11 +293,8 @@ def test_a_scale_is_one_event_and_creation_and_readiness_are_two() -> None:
 
 
 def test_pools_that_come_and_go_are_told_and_counted_until_they_are_gone() -> None:
-    def change(spec: Obj) -> None:
-        spec["pools"][1]["name"] = "decode2"
-
     cluster = settled(fleet_of())
-    cluster.edit(fleet_of(change))
+    cluster.edit(fleet_of(lambda spec: spec["pools"][1].update(name="decode2")))
     told = {e.reason: e.message for e in cluster.turn()}
     assert told["Created"] == "pool decode2: 2 instances"
     assert told["Draining"] == "pool decode left the document: 2 instances to leave"
@@ -473,11 +470,8 @@ def test_pool_objects_get_their_counts_generation_and_selector() -> None:
 
 
 def test_an_autoscaler_counts_one_pod_of_each_instance() -> None:
-    def change(spec: Obj) -> None:
-        spec["pools"][1]["resources"] = {"gpus": 1}
-        spec["pools"][1]["parallelism"] = {"tensor": 1, "pipeline": 2}
-
-    fleet = fleet_of(change)
+    layout = {"resources": {"gpus": 1}, "parallelism": {"tensor": 1, "pipeline": 2}}
+    fleet = fleet_of(lambda spec: spec["pools"][1].update(layout))
     cluster = Cluster(fleet)
     named = {"name": "chat-decode", "labels": {"xpyd.dev/fleet": "chat"}}
     pool = {"metadata": named, "spec": {"poolName": "decode", "replicas": 2}}
@@ -492,11 +486,8 @@ def test_an_autoscaler_counts_one_pod_of_each_instance() -> None:
 
 
 def test_a_pool_that_left_the_document_has_a_status_while_its_object_is_there() -> None:
-    def change(spec: Obj) -> None:
-        spec["pools"][1]["name"] = "decode2"
-
     cluster = settled(fleet_of())
-    cluster.edit(fleet_of(change))
+    cluster.edit(fleet_of(lambda spec: spec["pools"][1].update(name="decode2")))
     cluster.turn()
     children = cluster.children
     seen = fleet_seen(children)

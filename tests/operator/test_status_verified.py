@@ -224,3 +224,32 @@ def test_counts_are_read_from_a_routers_metrics() -> None:
         ("", "", "forged", ""): 3,
     }
     assert read_counts("<html>") == {}
+
+
+def test_what_a_pod_answers_is_read_in_one_pass() -> None:
+    """With a search that goes back, a label of a megabyte took days: the operator stood still."""
+    long = "a" * (1 << 20)
+    text = f"xpyd_router_kv_outcomes_total{{{long}}} 1\n"
+    text += f'xpyd_router_kv_outcomes_total{{prefill="{long}",outcome="moved"}} 2\n'
+    assert read_counts(text) == {("", "", "", ""): 1, ("a" * 253, "", "moved", ""): 2}
+
+
+def test_a_router_that_was_there_before_tells_of_the_past_whenever_it_answers_first() -> None:
+    watch = KvWatch()
+    watch.keep(["router-0", "router-1", P, D])
+    watch.look({"router-0": {}}, 0.0)
+    old: Counts = {(P, D, "recomputed", "timeout"): 40}
+    assert watch.look({"router-0": {}, "router-1": old}, 15.0).status is None
+    more: Counts = {(P, D, "recomputed", "timeout"): 42}
+    assert watch.look({"router-0": {}, "router-1": more}, 30.0).status is False
+
+
+def test_kv_that_a_killed_engine_did_not_send_is_no_fault_of_the_path() -> None:
+    watch = KvWatch()
+    watch.keep(["router-0", "p-0", "p-1", D])
+    watch.look({"router-0": {}}, 0.0)
+    counts: Counts = {("p-0", D, "recomputed", "lost"): 2, ("p-1", D, "moved", ""): 9}
+    assert watch.look({"router-0": counts}, 15.0).status is False
+    watch.keep(["router-0", "p-1", D])
+    later: Counts = {**counts, ("p-1", D, "moved", ""): 20}
+    assert watch.look({"router-0": later}, 90.0).status is True

@@ -40,6 +40,7 @@ PERIOD_S = 15.0
 _SOON_S = 3.0
 """How old it may be at most that a fleet had no pair."""
 _ANSWER_S = 3.0
+_WORD_S = 60.0
 _MOST_WAIT_S = 240.0
 _AT_ONCE = 32
 _MOST_BYTES = 4 << 20
@@ -61,6 +62,8 @@ class _Fleet:
     watch: KvWatch = field(default_factory=KvWatch)
     verdict: KvVerdict = NOT_LOOKED
     has_pair: bool | None = None
+    said: dict[str, tuple[float, bool]] = field(default_factory=dict[str, tuple[float, bool]])
+    """When each router said last whether it has one."""
     rests: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
 
@@ -126,7 +129,7 @@ class RouterReader:
 
     async def _look_at(self, session: aiohttp.ClientSession, key: FleetKey) -> None:
         fleet, pods = self._fleets[key], list(self._routers(key))
-        fleet.watch.keep(frozenset(name for name, _, _ in pods))
+        fleet.watch.keep(self._cache.children(key).get(POD, {}))
         routers = {name: address for name, address, is_ready in pods if is_ready}
         now_s = self._clock()
         fleet.rests = {name: rest for name, rest in fleet.rests.items() if name in routers}
@@ -141,8 +144,16 @@ class RouterReader:
         found = {n: a for n, a in zip(asked, answers, strict=True) if a is not None}
         counts = {name: answer.counts for name, answer in found.items()}
         verdict = fleet.watch.look(counts, self._clock())
-        said = [answer.has_pair for answer in found.values() if answer.has_pair is not None]
-        has_pair = any(said) if said else None
+        for name, answer in found.items():
+            if answer.has_pair is not None:
+                fleet.said[name] = (now_s, answer.has_pair)
+        # One that is slow to answer keeps its word for a while.
+        fleet.said = {
+            name: (at_s, has)
+            for name, (at_s, has) in fleet.said.items()
+            if name in routers and now_s - at_s <= _WORD_S
+        }
+        has_pair = any(has for _, has in fleet.said.values()) if fleet.said else None
         if (verdict, has_pair) != (fleet.verdict, fleet.has_pair):
             fleet.verdict, fleet.has_pair = verdict, has_pair
             self._wake(key)
@@ -158,7 +169,9 @@ class RouterReader:
         """What a router says; None where it does not answer."""
         host = f"[{address}]" if ":" in address else address
         try:
-            async with self._slots, session.get(f"http://{host}:{self._port}{QUERY}") as answer:
+            url = f"http://{host}:{self._port}{QUERY}"
+            # A router sends nobody elsewhere; a pod with its labels might.
+            async with self._slots, session.get(url, allow_redirects=False) as answer:
                 if answer.status != 200:
                     return None
                 body = await _read(answer)

@@ -23,8 +23,8 @@ from xpyd_operator.manifests import names
 from xpyd_operator.manifests.names import JsonObject, Placement, list_in, map_in
 from xpyd_operator.manifests.resources import (
     INIT_RESOURCES,
-    ROUTER_RESOURCES,
     engine_resources,
+    router_resources,
     without_given,
 )
 from xpyd_operator.plan.values import ENGINE_PROBES, ROUTER, ROUTER_PROBES, Probe, Workload
@@ -325,7 +325,7 @@ def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) 
         "livenessProbe": _probe(ROUTER_PROBES.liveness),
         "readinessProbe": _probe(Probe("/readiness", 1, 2, 2)),
         "resources": without_given(
-            ROUTER_RESOURCES, fleet.spec.router.template or {}, names.ROUTER_CONTAINER
+            router_resources(fleet), fleet.spec.router.template or {}, names.ROUTER_CONTAINER
         ),
         "volumeMounts": common_mounts(fleet),
     }

@@ -172,6 +172,17 @@ _EXPECTED = {
 }
 
 
+def has_own_image(fleet: InferenceFleet) -> bool:
+    """Whether the document says which image an engine runs: for all, or in a pool's template."""
+    templates = (pool.template or {} for pool in fleet.spec.pools)
+    containers = (
+        one for template in templates for one in list_in(map_in(template, "spec"), "containers")
+    )
+    rows = (cast("JsonObject", one) for one in containers if isinstance(one, dict))
+    own = any(row.get("name") == names.ENGINE_CONTAINER and row.get("image") for row in rows)
+    return bool(fleet.spec.engine.image) or own
+
+
 def engine_args_problems(fleet: InferenceFleet) -> tuple[str, ...]:
     """One line for each of engine.args that an engine of this version would refuse."""
     args, index, found = fleet.spec.engine.args, 0, list[str]()
@@ -198,6 +209,8 @@ def engine_args_problems(fleet: InferenceFleet) -> tuple[str, ...]:
                 found.append(f"{path}: {name} takes no value")
         elif not given and not rest:
             found.append(f"{path}: {name} needs a value")
+        elif "$(" in value or any("$(" in one for one in rest):
+            continue  # the kubelet puts a variable there
         elif wrong := _wrong_value(value if given else rest[0], kind, choices):
             found.append(f"{path}: {name}: {wrong}")
     return tuple(found)

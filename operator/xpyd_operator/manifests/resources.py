@@ -32,11 +32,9 @@ _WEIGHTS_BYTES = 64 << 30
 """Room in a limit for weights on a CPU, and for what a GPU's engine reads at its start."""
 _MOST_CPUS = "64"
 _CPU_OF_AN_ENGINE = "100m"
-"""Of one on the CPU. One with GPUs asks for a core for each."""
-ROUTER_RESOURCES: JsonObject = {
-    "requests": {"cpu": "50m", "memory": "256Mi"},
-    "limits": {"cpu": "8", "memory": "4Gi"},
-}
+"""Little: on a small node several engines share the cores, and a template may ask for more."""
+_ROUTER_PROCESS_BYTES = (2 << 30) + (768 << 20)
+"""Of each process at most, besides what waits: the bodies that are open, and itself."""
 INIT_RESOURCES: JsonObject = {
     "requests": {"cpu": "10m", "memory": "16Mi"},
     "limits": {"cpu": "1", "memory": "128Mi"},
@@ -120,10 +118,21 @@ def engine_resources(fleet: InferenceFleet, pool: Pool) -> JsonObject:
     processes = fixed_bytes(sizes.ranks // pods, 0)
     return {
         "requests": {
-            "cpu": str(gpus) if gpus else _CPU_OF_AN_ENGINE,
+            "cpu": _CPU_OF_AN_ENGINE,
             "memory": f"{(processes + least) // MIB}Mi",
         },
         "limits": {"cpu": _MOST_CPUS, "memory": f"{(processes + most) // MIB}Mi"},
+    }
+
+
+def router_resources(fleet: InferenceFleet) -> JsonObject:
+    """Requests and limits of a router: its processes have a core each."""
+    router = fleet.spec.router
+    each = _ROUTER_PROCESS_BYTES + parse_bytes(router.queue.memory)
+    most = router.processes * each + (1 << 30)
+    return {
+        "requests": {"cpu": "50m", "memory": "256Mi"},
+        "limits": {"cpu": str(max(8, router.processes + 1)), "memory": f"{most // MIB}Mi"},
     }
 
 

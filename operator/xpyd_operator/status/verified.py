@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ LEAST = 2
 _SETTLED_S = 30.0
 """A P that left since KV moved is not asked any more: how long ago that has to be."""
 _MOST_NAMED = 3
+_MOST_NAME = 253
 _MOST_PAIRS = 4096
 
 Row = tuple[str, str, str, str]
@@ -40,7 +41,8 @@ _FORGED: Row = ("", "", "forged", "")
 _SAMPLE = re.compile(rf"^{METRIC}{{(.*)}} (\S+)$", re.M)
 _FORGED_BEATS = re.compile(rf'^{_BEATS}{{result="forged"}} (\S+)$', re.M)
 _PAIR = re.compile(rf"^{_HAS_PAIR} (\S+)$", re.M)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+# Nothing here may go back: what a pod answers is not to be trusted.
+_LABEL = re.compile(r'(?<!\w)(\w{1,64}+)="((?:[^"\\]|\\.)*+)"')
 _ESCAPED = re.compile(r"\\(.)")
 
 
@@ -51,7 +53,8 @@ def read_counts(text: str) -> Counts:
         found[_FORGED] += _number(value)
     for labels, value in _SAMPLE.findall(text):
         by_name = {name: _ESCAPED.sub(r"\1", raw) for name, raw in _LABEL.findall(labels)}
-        row = tuple(by_name.get(name, "") for name in ("prefill", "decode", "outcome", "cause"))
+        names = ("prefill", "decode", "outcome", "cause")
+        row = tuple(by_name.get(name, "")[:_MOST_NAME] for name in names)
         found[row[0], row[1], row[2], row[3]] += _number(value)
     return found
 
@@ -110,11 +113,14 @@ class KvWatch:
     """What one fleet's routers counted, and what follows from it. Times are of one steady clock.
 
     False needs two requests whose KV did not come, of pairs that moved none since, and stays until
-    no KV was lost for a minute. What was counted before the first look is of the past.
+    no KV was lost for a minute. What was counted before the first look is of the past, also where
+    a router that was there does not answer until later.
     """
 
     def __init__(self) -> None:
         self._routers: dict[str, Counts] | None = None
+        self._past = frozenset[str]()
+        """Pods that were there before the first look."""
         self._pairs: dict[tuple[str, str], _Pair] = {}
         self._moved_s = self._lost_s = self._alone_s = float("-inf")
         self._alone: Counter[str] = Counter()
@@ -129,16 +135,21 @@ class KvWatch:
                 self._routers = dict(routers)
             return NOT_LOOKED
         for name, counts in routers.items():
-            before = self._routers.get(name, {})
-            self._add(_growth(before, counts), now_s)
+            first: Counts = counts if name in self._past else {}
+            self._add(_growth(self._routers.get(name, first), counts), now_s)
             self._routers[name] = counts
         self._forget(now_s)
         return self._verdict(now_s)
 
-    def keep(self, names: frozenset[str]) -> None:
-        """Forget the counts of routers that are gone."""
-        if self._routers is not None:
+    def keep(self, pods: Iterable[str]) -> None:
+        """The fleet's pods as they are: forget the counts of routers that are gone, and pairs of
+        engines that are. A P that was killed with KV under way moves none any more."""
+        names = frozenset(pods)
+        if self._routers is None:
+            self._past = names
+        else:
             self._routers = {n: c for n, c in self._routers.items() if n in names}
+        self._pairs = {k: p for k, p in self._pairs.items() if all(n in names for n in k if n)}
 
     def _add(self, grown: Counts, now_s: float) -> None:
         moved: list[_Pair] = []

@@ -13,8 +13,9 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 from xpyd_core.bodies import BodyBudget, BodyBuffer, BodyCharge
 from xpyd_core.errors import ApiError
@@ -233,6 +234,21 @@ _COPIES = 2
 uvloop does not."""
 INLINE_BYTES = 256 * 1024
 """Reading so much takes a millisecond, a few at most."""
+_Read = TypeVar("_Read")
+
+
+async def read_on(reader: Executor, read: Callable[[bytes], _Read], waiting: list[bytes]) -> _Read:
+    """`read` of the body in `waiting`, on a thread. It is taken out there, or when the request
+    ends: an executor keeps what it was given until its turn, and the body would be there
+    uncharged.
+    """
+    try:
+        work = asyncio.get_running_loop().run_in_executor(reader, lambda: read(waiting.pop()))
+        return await work
+    finally:
+        waiting.clear()
+
+
 _PRIORITY = PRIORITY_HEADER.lower().encode()
 _ROUTES: dict[str, Endpoint] = {f"/v1/{endpoint}": endpoint for endpoint in ENDPOINTS}
 _STREAM_HEADERS: list[Header] = [
@@ -412,7 +428,9 @@ class Inference:
         endpoint = cast(Endpoint, trace.endpoint)
         if len(body) <= INLINE_BYTES:
             return parse_request(endpoint, body)
-        return await self._loop.run_in_executor(self._reader, parse_request, endpoint, body)
+        waiting = [body]
+        del body
+        return await read_on(self._reader, partial(parse_request, endpoint), waiting)
 
     def _at_once(self, state: RequestState) -> Ticket | None:
         if self._flow.counts_tokens:

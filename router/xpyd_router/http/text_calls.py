@@ -32,7 +32,7 @@ from xpyd_router.http.asgi import (
     refusal,
     send_answer,
 )
-from xpyd_router.http.inference import INLINE_BYTES
+from xpyd_router.http.inference import INLINE_BYTES, read_on
 from xpyd_router.request.answers import scrub
 from xpyd_router.request.client_request import TEXT_PATHS, ClientHead, HeadReader
 from xpyd_router.request.relay import Header
@@ -123,7 +123,7 @@ class TextCalls:
         if len(body) <= INLINE_BYTES:
             model = _model_in(body)
         else:
-            model = await asyncio.get_running_loop().run_in_executor(self._reader, _model_in, body)
+            model = await read_on(self._reader, _model_in, [body])
         found = _candidates(self._fleet.snapshot, model)
         first = next(self._turns) % len(found)
         deadline_s = self._clock() + self._config.request_timeout_s

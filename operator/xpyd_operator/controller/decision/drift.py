@@ -17,6 +17,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 from xpyd_operator.controller.decision.kinds import (
@@ -72,6 +73,8 @@ def added_fields(observed: Obj, desired: Obj) -> tuple[Added, ...]:
     for entry in entries:
         manager = str(entry.get("manager"))
         for steps in _beyond(entry.get("fieldsV1"), observed, desired):
+            if _is_metadata(steps):
+                continue
             path = _written(steps)
             found.setdefault(path, Added(path, manager, steps, _is_removed(kind, path)))
     return tuple(found[path] for path in sorted(found))
@@ -97,6 +100,12 @@ def without(observed: Obj, desired: Obj, added: Iterable[Added]) -> Obj:
             else:
                 cast("Obj", parent)[last] = _common(before, keeps)
     return left
+
+
+def _is_metadata(steps: tuple[Step, ...]) -> bool:
+    """Whether it is below the metadata of a pod template, as that of `kubectl rollout restart`."""
+    pairs = pairwise(step for step in steps if isinstance(step, str))
+    return any(last == "metadata" and above.lower().endswith("template") for above, last in pairs)
 
 
 def _is_removed(kind: Kind, path: str) -> bool:

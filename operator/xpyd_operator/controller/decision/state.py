@@ -30,7 +30,11 @@ from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import parse_object
 from xpyd_operator.manifests.names import LABEL_POOL, Placement, Settings
 from xpyd_operator.manifests.pods import model_in_pod
-from xpyd_operator.manifests.refusals import engine_args_problems, template_problems
+from xpyd_operator.manifests.refusals import (
+    engine_args_problems,
+    has_own_image,
+    template_problems,
+)
 from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.plan.values import FleetSeen, FleetWant
 from xpyd_operator.status.children import Children, Raw, fields, fleet_seen, rows, text
@@ -257,7 +261,7 @@ def read(document: Obj, settings: Settings) -> ParsedDocument:
         router_image=settings.router_image,
     )
     # An image of the document's own may be of another version, with other flags.
-    of_args = () if fleet.spec.engine.image else engine_args_problems(fleet)
+    of_args = () if has_own_image(fleet) else engine_args_problems(fleet)
     return ParsedDocument(fleet, want, (*template_problems(fleet), *of_args))
 
 
