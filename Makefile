@@ -23,7 +23,7 @@ ON_GPU := PYTHONPATH=.:core:kv_transfer:worker_image $(GPU_PYTHON)
 CLUSTER_TESTS := tests/cluster tests/crds tests/images
 GPU_TESTS := tests/gpu tests/kv/test_device_gpu.py tests/kv/test_transport_conformance.py
 
-.PHONY: help setup fmt lint type imports generate verify test test-slow test-all collect test-gpu test-cluster soak demo journeys mutate bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel cluster-build cluster-up cluster-down cluster-status images push constraints clean
+.PHONY: help setup fmt lint type imports generate verify test test-slow test-all collect test-gpu test-cluster soak demo journeys mutate bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel bench-fleet cluster-build cluster-up cluster-down cluster-status images push constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -114,6 +114,9 @@ bench-router: setup ## What the router costs; against vllm-router and SMG
 
 bench-parallel: setup ## What tensor and pipeline parallelism cost and bring; all-reduce against Gloo
 	@$(BIN)/python -m bench.parallel
+
+bench-fleet: setup ## What P and D apart bring, and where they do not pay; against the same engines aggregated
+	@$(BIN)/python -m bench.fleet
 
 constraints: setup ## Write the installed versions to constraints.txt
 	@scripts/constraints.sh
