@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,3 +48,9 @@ def write_report(
     page = output.with_suffix(".md")
     if page.exists():
         page.write_text(renew(page.read_text(), made))
+
+
+def say(text: str) -> None:
+    """A line of progress, with the time, on standard error."""
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+    sys.stderr.flush()

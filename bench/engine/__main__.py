@@ -11,7 +11,6 @@ import json
 import shlex
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from bench.engine.report import report
 from bench.engine.rounds import PEER, Found, Plan, measure
 from bench.engine.shape import CASES, MODELS
 from bench.environments import NotHere
-from bench.report import write_report
+from bench.report import say, write_report
 
 _QUICK_CASES = ("c1", "c8")
 
@@ -36,12 +35,12 @@ def main(argv: list[str]) -> int:
     found: dict[str, tuple[Model, Found]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in plan.models:
-            _say(f"{name}: checkpoint")
+            say(f"{name}: checkpoint")
             one = model(name)
             try:
-                found[name] = one, measure(one, plan, Path(folder), _say)
+                found[name] = one, measure(one, plan, Path(folder), say)
             except ContenderFailed as error:
-                _say(f"wrong: {error}")
+                say(f"wrong: {error}")
                 return 1
     made = report(found, plan, absent)
     if options.output is not None:
@@ -90,18 +89,13 @@ def _plan(options: argparse.Namespace, absent: dict[str, str]) -> Plan:
         options.output = ROOT / "docs/benchmarks/engine-cpu.json"
     if options.no_peer:
         return plan
-    _say(f"{PEER}: environment in {cache()}")
+    say(f"{PEER}: environment in {cache()}")
     try:
         return replace(plan, peer=peer_environment())
     except NotHere as error:
-        _say(f"{PEER} is left out: {error}")
+        say(f"{PEER} is left out: {error}")
         absent[PEER] = str(error)
         return plan
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

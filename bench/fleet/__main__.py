@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from bench.engine.contender import ROOT, ContenderFailed
@@ -18,7 +17,7 @@ from bench.engine.models import model
 from bench.fleet.plot import plot
 from bench.fleet.report import report, with_measured
 from bench.fleet.rounds import AGGREGATED, APART, LAYOUTS, Load, measure
-from bench.report import write_report
+from bench.report import say, write_report
 
 _QUICK = Load(prompt_tokens=(128,), output_tokens=16, shares=(0.2, 0.4), seconds=3.0)
 
@@ -42,21 +41,16 @@ def main(argv: list[str]) -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             turns = measure(
-                checkpoint, layouts, load, cores=options.cores, folder=Path(folder), say=_say
+                checkpoint, layouts, load, cores=options.cores, folder=Path(folder), say=say
             )
     except (ContenderFailed, AssertionError) as error:  # the harness asserts its deadlines
-        _say(f"failed: {error}")
+        say(f"failed: {error}")
         return 1
     made = report(checkpoint, turns, load, cores=options.cores)
     options.output.with_suffix(".svg").write_text(plot(made))
     write_report(made, options.output, with_measured)
     sys.stdout.write(json.dumps(made) + "\n")
     return 0
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from bench.kv.page import with_measured
 from bench.kv.pair import ROOT, SideFailed, pair
 from bench.kv.report import broken, report
 from bench.kv.shape import BLOCK_TOKENS, PROMPTS, SPARE_BLOCKS
-from bench.report import write_report
+from bench.report import say, write_report
 
 _QUICK = Plan(prompts=(128,), rounds=2, turn_s=0.05, most=5, control_count=10)
 
@@ -57,16 +56,16 @@ def main(argv: list[str]) -> int:
                 Path(folder), plan, peers=not (options.quick or options.no_peers)
             )
         except (SideFailed, WrongBytesError) as error:
-            _say(f"wrong: {error}")
+            say(f"wrong: {error}")
             return 1
         modes = {}
         if not (options.quick or options.no_fleet):
-            modes = fleet.measure(Path(folder), fleet.Load(), _say)
+            modes = fleet.measure(Path(folder), fleet.Load(), say)
     made = report(moves, modes, versions)
     _write(made, moves, options.output)
     complaints = broken(made)
     for complaint in complaints:
-        _say(f"wrong: {complaint}")
+        say(f"wrong: {complaint}")
     sys.stdout.write(json.dumps(made) + "\n")
     return 1 if complaints else 0
 
@@ -81,7 +80,7 @@ def _moves(folder: Path, plan: Plan, *, peers: bool) -> tuple[Moves, dict[str, s
         started = stack.enter_context(pair(Path(sys.executable), own, blocks=blocks, product=True))
         groups = [Group(started, [MEMCPY, *OWN, *BESIDE, *CONTROL])]
         for name in PEERS if peers else ():
-            _say(f"{name}: environment")
+            say(f"{name}: environment")
             try:
                 found = environment(name)
                 place = _place(folder, name)
@@ -89,9 +88,9 @@ def _moves(folder: Path, plan: Plan, *, peers: bool) -> tuple[Moves, dict[str, s
                 groups.append(Group(stack.enter_context(other), [name]))
                 versions[name] = found.version
             except (NotHere, SideFailed) as error:
-                _say(f"{name} is left out: {error}")
+                say(f"{name} is left out: {error}")
                 absent[name] = str(error)
-        found_moves = Run(groups, plan, _say).measure()
+        found_moves = Run(groups, plan, say).measure()
     found_moves.absent.update(absent)
     return found_moves, versions
 
@@ -113,11 +112,6 @@ def _write(made: dict[str, Any], moves: Moves, output: Path) -> None:
         for (name, case), batches in moves.batches.items()
     ]
     write_report({**made, "measuredMs": measured}, output, with_measured)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from bench.engine.contender import ROOT, ContenderFailed
@@ -19,7 +18,7 @@ from bench.parallel import all_reduce, engines, gpu_all_reduce
 from bench.parallel.engines import LAYOUTS, Layout, Turn
 from bench.parallel.page import with_measured
 from bench.parallel.report import report
-from bench.report import write_report
+from bench.report import say, write_report
 
 MODELS = ("tiny", "small")
 """One whose steps cost next to nothing but to be handed out, and one that has something to do."""
@@ -48,7 +47,7 @@ def main(argv: list[str]) -> int:
         options.rounds, options.models = 1, options.models[:1]
     turns: dict[str, list[Turn]] = {}
     try:
-        _say("all-reduce")
+        say("all-reduce")
         reduces = all_reduce.measure(worlds, sizes_kib, options.rounds)
         on_gpus = gpu_all_reduce.measure(options.rounds)
         for name in options.models:
@@ -59,20 +58,15 @@ def main(argv: list[str]) -> int:
                     cores=options.cores,
                     rounds=options.rounds,
                     folder=Path(folder),
-                    say=_say,
+                    say=say,
                 )
     except (ContenderFailed, all_reduce.WrongSumError, gpu_all_reduce.WrongGpuSumError) as error:
-        _say(f"wrong: {error}")
+        say(f"wrong: {error}")
         return 1
     made = report(reduces, on_gpus, turns, cores=options.cores, rounds=options.rounds)
     write_report(made, options.output, with_measured)
     sys.stdout.write(json.dumps(made) + "\n")
     return 0
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

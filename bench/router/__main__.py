@@ -12,12 +12,11 @@ import resource
 import shlex
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 
 from bench.environments import NotHere
-from bench.report import write_report
+from bench.report import say, write_report
 from bench.router.page import tables, with_measured
 from bench.router.programs import programs
 from bench.router.report import report
@@ -51,9 +50,9 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         try:
             _allow_files()
-            found = measure(plan, programs(), Path(folder), _say)
+            found = measure(plan, programs(), Path(folder), say)
         except (ContenderFailed, NotHere) as error:
-            _say(f"wrong: {error}")
+            say(f"wrong: {error}")
             return 1
     made = report(found, plan, left_out)
     if options.output is not None:
@@ -120,7 +119,7 @@ def _plan(options: argparse.Namespace, left_out: dict[str, str]) -> Plan:
         options.output = ROOT / "docs/benchmarks/router.json"
     for name in names:
         if why := absent(ROWS[name]):
-            _say(f"{name} is left out: {why}")
+            say(f"{name} is left out: {why}")
             left_out[name] = why
     return Plan(
         rows=[ROWS[name] for name in names if name not in left_out],
@@ -142,11 +141,6 @@ def _cases(options: argparse.Namespace) -> list[Case]:
         *(Case("streams", n, SHORT_BYTES) for n in options.streams or default_streams),
         *([BESIDE_LONG] if options.beside or (is_open and not options.quick) else []),
     ]
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":
