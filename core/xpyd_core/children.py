@@ -26,8 +26,10 @@ from xpyd_core.process import subreaper
 
 CANNOT_START = 127
 """The exit status of a child that could not be started after all, as a shell has it."""
-ANSWER_S = 120.0
-"""A fork server that was asked answers within this; its first answer comes behind its imports."""
+FIRST_ANSWER_S = 120.0
+"""A fork server gives its first answer, which comes behind its imports, within this time."""
+ANSWER_S = 10.0
+"""A fork server that has forked before answers within this time: a fork takes milliseconds."""
 _OWN_VARIABLES = "XPYD_"
 """Variables that programs read when they run, not when they are imported; all others must be equal
 in a fork server and what it forks."""
@@ -45,7 +47,7 @@ class Start(NamedTuple):
 
 
 class Child:
-    """One child. Whoever has it must `wait` when it `has_ended`."""
+    """One child. Its owner must call `wait` when it `has_ended`."""
 
     def __init__(self) -> None:
         self.pid: int | None = None
@@ -113,12 +115,20 @@ class ForkServer:
     time is killed, which is the same.
     """
 
-    def __init__(self, prepare: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        prepare: Sequence[str],
+        environ: Mapping[str, str] | None = None,
+        *,
+        first_answer_s: float = FIRST_ANSWER_S,
+        answer_s: float = ANSWER_S,
+    ) -> None:
         """`prepare`: functions, MODULE:FUNCTION, that import what the children need. `environ`: the
-        fork server's, whatever its children's; else it has theirs, and another is started for
-        another one."""
+        fork server's environment; None: its children's, and a child with another environment gets
+        another fork server. `first_answer_s`, `answer_s`: the deadlines of answers."""
         self._prepare = prepare
         self._environ = environ
+        self._first_answer_s, self._answer_s = first_answer_s, answer_s
         self._news = select.epoll()
         self._server: _Server | None = None
         self._is_asked = False
@@ -145,7 +155,7 @@ class ForkServer:
         us."""
         child = Child()
         if self._is_fit(start):
-            # The caller closes its own; whoever starts the child needs it then.
+            # The caller closes its own copy, maybe before the child is started.
             self._waiting.append((child, start._replace(output=os.dup(start.output))))
             if len(self._waiting) == 1:
                 self._ask()
@@ -160,8 +170,9 @@ class ForkServer:
             try:
                 text = self._server.requests.recv(MOST_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                if self._is_asked and time.monotonic() - self._asked_s > ANSWER_S:
-                    _log.warning("the fork server does not answer")
+                limit_s = self._answer_s if self._has_forked else self._first_answer_s
+                if self._is_asked and time.monotonic() - self._asked_s > limit_s:
+                    _log.warning("the fork server did not answer in %g s", limit_s)
                     self._lose()
                 return
             except OSError:
@@ -261,7 +272,7 @@ class ForkServer:
         elif child.returncode is None:
             child.pid = pid
         else:  # it was ended before it began
-            os.kill(pid, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
     def _lose(self) -> None:
@@ -289,16 +300,18 @@ class ForkServer:
         # It has no state, and its children do not need it.
         server.process.kill()
         server.process.wait()
-        # A program that has not answered yet ends by this, and one whose answer nobody read here.
+        # A program that has not answered yet ends by this, for its answer fails. One whose answer
+        # came, but was not read, is killed here.
         server.requests.shutdown(socket.SHUT_RD)
+        # What the killed program leaves behind is not adopted.
+        self._adopt_no_more()
         with contextlib.suppress(OSError):
             while text := server.requests.recv(MOST_BYTES, socket.MSG_DONTWAIT):
                 if isinstance(pid := json.loads(text).get("pid"), int):
                     with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                        os.kill(pid, signal.SIGKILL)
+                        os.killpg(pid, signal.SIGKILL)
                         os.waitpid(pid, 0)
         server.requests.close()  # which takes it out of the news
-        self._adopt_no_more()
 
     def _adopt_no_more(self) -> None:
         if self._is_asked:

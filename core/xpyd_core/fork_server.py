@@ -8,8 +8,8 @@ It imports what its children need while its main thread is all that runs in it, 
 for each request until the other end of its socket closes. What runs in a fork is what
 `python -m MODULE` runs, with its own arguments, environment, session, output and descriptors; and
 it is a child of the process that asked, which is its subreaper meanwhile. The program itself sends
-the answer, its pid, and goes on when that is sent: none runs that nobody knows, and none is known
-that does not run, wherever the fork server is killed.
+the answer, its pid, and goes on when that is sent: no program runs without its owner's knowledge,
+and none is known that does not run, at whatever moment the fork server is killed.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def _files() -> Mapping[str, int]:
 
 
 def _fork(requests: socket.socket, request: Mapping[str, Any], descriptors: list[int]) -> None:
-    """Fork the program, which answers; or answer why there is none. One that was killed as soon as
-    it had answered gets a second answer, which nobody reads."""
+    """Fork the program, which answers; or answer why there is none. A program that is killed just
+    behind its answer causes a second answer, which is ignored."""
     done, answered = os.pipe()
     failed = "the forked process ended"
     try:
@@ -133,7 +133,7 @@ def _be_between(
         gone.register(ended, select.POLLIN)
         gone.poll()
         os.close(ended)
-        # Where nobody takes the answer any more this fails, and the program never runs.
+        # This fails where the other end is closed, and the program never runs.
         answer = {"of": request["number"], "pid": os.getpid()}
         requests.send(json.dumps(answer).encode())
         requests.close()

@@ -84,12 +84,12 @@ def children() -> set[str]:
 class Family:
     """A fork server, and children of it that run PROGRAM."""
 
-    def __init__(self, folder: Path, body: str = "pass") -> None:
+    def __init__(self, folder: Path, body: str = "pass", **of_server: float) -> None:
         (folder / "prepared.py").write_text(PREPARED.format(body=body))
         (folder / "program.py").write_text(PROGRAM)
         self.folder = folder
         self.log = folder / "log"
-        self.forks = ForkServer(["prepared:prepare"])
+        self.forks = ForkServer(["prepared:prepare"], **of_server)
         self.environ = {"PYTHONPATH": str(folder), "PATH": os.environ["PATH"]}
 
     def start(self, *words: str, inherit: tuple[int, ...] = (), **own: str) -> Child:
@@ -102,7 +102,7 @@ class Family:
         while child.pid is None:
             left_s = end - time.monotonic()
             assert left_s > 0, "the fork server does not answer"
-            select.select([self.forks], [], [], left_s)
+            select.select([self.forks], [], [], min(left_s, 0.1))
             self.forks.take()
         return child.pid
 
@@ -114,7 +114,7 @@ class Family:
     def say(self, *words: str, **of_start: Any) -> dict[str, Any]:
         """What a child that says so has."""
         assert self.end(self.start("say", *words, **of_start)) == 0, self.log.read_text()
-        return json.loads(self.log.read_text().splitlines()[-1])
+        return json.loads([x for x in self.log.read_text().splitlines() if x[0] == "{"][-1])
 
     def server(self) -> int:
         pid = self.forks.pid
@@ -216,6 +216,38 @@ def test_children_go_on_when_the_fork_server_is_killed_and_the_next_starts_anoth
     assert family.say()["prepared_in"] == family.server() != server
 
 
+def test_a_fork_server_that_hangs_is_replaced_and_no_child_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    family = Family(tmp_path, answer_s=0.3)
+    running = family.start("sleep")
+    family.await_pid(running)
+    server = family.server()
+    os.kill(server, signal.SIGSTOP)
+    waiting = [family.start("sleep") for _ in range(2)]
+    said = family.say()
+    assert said["prepared_in"] == said["pid"], "spawned"
+    assert is_gone(server)
+    assert "the fork server did not answer in 0.3 s" in caplog.text
+    assert family.say()["prepared_in"] == family.server() != server
+    for child in (running, *waiting):
+        assert not child.has_ended()
+        child.signal(signal.SIGTERM)
+        assert family.end(child) == -signal.SIGTERM
+    family.forks.close()
+
+
+def test_children_are_spawned_where_the_imports_of_a_fork_server_hang(tmp_path: Path) -> None:
+    family = Family(tmp_path, body="import time; time.sleep(600)", first_answer_s=0.3)
+    first = family.start("3")
+    server = family.server()
+    assert family.end(first) == 3
+    assert is_gone(server)
+    assert family.end(family.start("4")) == 4
+    assert family.forks.pid is None, "the next one would hang, too"
+    family.forks.close()
+
+
 def test_a_child_is_spawned_where_the_fork_server_ends_before_it_forks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -287,7 +319,7 @@ sys.stdin.read()
 
 
 def test_a_killed_owner_leaves_no_fork_server_behind(family: Family) -> None:
-    """Its children go on: whoever owned them wrote down who they are (`xpyd down` ends them)."""
+    """Its children go on: the owner's record of their pids is on disk (`xpyd down` ends them)."""
     (family.folder / "owner.py").write_text(OWNER)
     command = [sys.executable, str(family.folder / "owner.py"), *PYTHON, "program", "sleep"]
     with subprocess.Popen(
@@ -312,3 +344,33 @@ def test_closing_it_leaves_nothing_open(tmp_path: Path) -> None:
     assert is_gone(server)
     assert [child.wait() for child in children] == [-signal.SIGKILL] * 3
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_closing_it_ends_a_child_whose_answer_was_not_read(tmp_path: Path) -> None:
+    before = children()
+    family = Family(tmp_path)
+    child = family.start("parent")
+    until(family.log.read_text)  # it runs
+    [pid] = {int(pid) for pid in children() - before} - {family.server()}
+    of_group = int(until(family.log.read_text))
+    assert child.pid is None
+    family.forks.close()
+    assert is_gone(pid)
+    until(lambda: is_gone(of_group))
+    assert child.wait() == -signal.SIGKILL
+    assert children() == before, "it is reaped"
+
+
+def test_a_fork_server_that_is_stopped_can_be_closed(tmp_path: Path) -> None:
+    family = Family(tmp_path)
+    running = family.start("sleep")
+    family.await_pid(running)
+    server = family.server()
+    os.kill(server, signal.SIGSTOP)
+    waiting = family.start("sleep")
+    family.forks.close()
+    assert is_gone(server)
+    assert waiting.wait() == -signal.SIGKILL
+    assert not running.has_ended()
+    running.signal(signal.SIGKILL)
+    assert running.wait() == -signal.SIGKILL

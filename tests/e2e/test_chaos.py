@@ -96,7 +96,7 @@ class Chaos:
         except ProcessLookupError:
             return f"{name} was gone"
         try:
-            # By descriptor: the supervisor may have killed it by then, and the id be another's.
+            # By descriptor: the pid may belong to another process once the supervisor killed it.
             signal.pidfd_send_signal(process, signal.SIGSTOP)
             self._stop.wait(lasts_s)
             signal.pidfd_send_signal(process, signal.SIGCONT)
@@ -183,12 +183,12 @@ def _wreak(tmp_path: Path, cases: list[Case], *, seed: int, seconds: float) -> N
             load = open_loop(endpoint, cases, rate=RATE_PER_S, seconds=seconds, timeout_s=HANGS_S)
             asked = asyncio.run(load)
         did = "\n".join(f"{at_s - start_s:.1f} s {what}" for at_s, what in chaos.done)
-        told = [
+        lost = [
             f"{one.began_s - start_s:.1f} s, for {one.ended_s - one.began_s:.1f} s: {one.what}"
             for one in asked
             if one.what and (one.what[0] == "wrong" or not _was_held(one, chaos))
         ]
-        assert not told, "\n".join([did, f"{len(told)} of {len(asked)} lost:", *told])
+        assert not lost, "\n".join([did, f"{len(lost)} of {len(asked)} lost:", *lost])
         assert not chaos.failed, did
         assert len(chaos.done) > seconds / 20, did  # an action may take its time, but they go on
         assert sum(one.what is None for one in asked) > len(asked) / 2

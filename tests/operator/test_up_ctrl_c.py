@@ -14,7 +14,7 @@ from xpyd_operator.up import control
 
 # Test folders are no packages: pytest's importlib mode puts this one on no path by itself.
 sys.path.insert(0, os.path.dirname(__file__))
-from local_fleet import SUPERVISOR, LocalFleet, until
+from local_fleet import SUPERVISOR, until
 
 _SAYS_THAT_IT_WAITS = """
 import sys, time
@@ -30,12 +30,9 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.fixture
-def fleet(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    made = LocalFleet(tmp_path, "t")
-    made.write(["--deaf"], decode=1, drain=3)
-    yield made
-    made.end()
+def fleet(fleet):
+    fleet.write(["--deaf"], decode=1, drain=3)
+    return fleet
 
 
 def start(fleet, argv):

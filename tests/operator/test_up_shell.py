@@ -24,15 +24,6 @@ from local_fleet import QUICK_PROBES, LocalFleet, is_gone, until
 
 
 @pytest.fixture
-def fleet(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    made = LocalFleet(tmp_path, "t")
-    made.write()
-    yield made
-    made.end()
-
-
-@pytest.fixture
 def running(fleet):
     fleet.up()
     return fleet

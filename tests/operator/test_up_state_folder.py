@@ -22,15 +22,6 @@ from local_fleet import LocalFleet, until
 
 
 @pytest.fixture
-def fleet(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    made = LocalFleet(tmp_path, "t")
-    made.write()
-    yield made
-    made.end()
-
-
-@pytest.fixture
 def on_small_disk(tmp_path, small_disk, monkeypatch):
     """A document beside a state folder that is a disk of 4 MiB."""
     disk = small_disk("4m")

@@ -326,12 +326,12 @@ class LocalPods:
         self.settings = settings
         self.listener = listener
         """Where clients connect, also while no router runs: the next one finds them waiting. None:
-        routers listen themselves, or nobody is to connect any more. See docs/adr/0044."""
+        routers listen themselves, or the fleet is being taken down. See docs/adr/0044."""
         self._state = state
         self.programs = programs
         self._inherit = inherit
         self.forks = ForkServer([_PRELOAD])
-        """Starts the engines; whoever has the pods closes it."""
+        """Starts the engines; the owner of this object closes it."""
         self._workloads: dict[WorkloadKey, Workload] = {}
         self._pods: dict[WorkloadKey, dict[int, PodProcess]] = {}
 

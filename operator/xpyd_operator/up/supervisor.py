@@ -61,7 +61,7 @@ _MAX_ANSWER_BYTES = 4 << 20
 
 
 _NO_MEANS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
-"""What the system says where this process cannot ask, whoever is asked."""
+"""Errors that say that this process cannot ask; they say nothing about the pod that it asks."""
 
 
 def is_alive(host: str, port: int, probe: Probe) -> bool | None:
@@ -398,7 +398,7 @@ class Supervisor:
             await asyncio.sleep(_PROBE_STARTING_S if starting else _PROBE_READY_S)
 
     async def _watch_for_ever(self) -> None:
-        """Ask the startup and liveness probes that are due; keep() ends who does not answer."""
+        """Ask the startup and liveness probes that are due; keep() ends a pod that fails."""
         while True:
             now = time.monotonic()
             due = [pod for pod in self.pods if pod.is_alive and pod.probe_at <= now]
