@@ -129,6 +129,18 @@ def test_a_sidecar_and_the_nodes_network_are_taken_out_of_a_deployment() -> None
     assert any(field.startswith("spec.template.spec.hostNetwork (") for field in write.fields)
 
 
+def test_a_restart_by_kubectl_is_no_drift() -> None:
+    """`kubectl rollout restart` sets an annotation of the pod template, as others set labels."""
+    (name,) = [n for n in settled()[DEPLOYMENT] if "decode" in n]
+    after = deepcopy(settled()[DEPLOYMENT][name]["spec"])
+    key = "kubectl.kubernetes.io/restartedAt"
+    after["template"]["metadata"].setdefault("annotations", {})[key] = "2026-11-23T10:00:00Z"
+    after["template"]["metadata"]["labels"]["team"] = "a"
+    metadata = {"f:annotations": {".": {}, f"f:{key}": {}}, "f:labels": {"f:team": {}}}
+    turn = decide(look(touched(DEPLOYMENT, name, after, {"f:template": {"f:metadata": metadata}})))
+    assert (writes(turn), turn.problems) == ([], ())
+
+
 @pytest.mark.parametrize(
     ("more", "fields", "path"),
     [
@@ -174,7 +186,7 @@ def test_a_port_is_removed_and_a_nodeport_is_a_setting() -> None:
 @pytest.mark.parametrize(
     ("kind", "entry"),
     [
-        # A default, and what a webhook puts into the operator's writes, is nobody's.
+        # Defaults, and what a webhook puts into the operator's writes, have no other manager.
         (SERVICE, {"manager": "xpyd-operator", "fieldsV1": {"f:spec": {"f:externalIPs": {}}}}),
         (SERVICE, {"manager": "hpa", "subresource": "scale", "fieldsV1": {"f:spec": {"f:x": {}}}}),
         (SERVICE, {"manager": "kubectl", "fieldsV1": {"f:metadata": {"f:labels": {"f:a": {}}}}}),
@@ -225,10 +237,10 @@ def test_a_client_that_undoes_all_for_ten_minutes_is_one_contest() -> None:
             history.wrote(write, now)
             written += 1
         again = [p for write, _ in history.contests(now).values() for p in contest_problems(write)]
-        told = in_order((*turn.problems, *again))
-        assert len(told) <= 1
-        begins += bool(told) and not was
-        was = bool(told)
+        problems = in_order((*turn.problems, *again))
+        assert len(problems) <= 1
+        begins += bool(problems) and not was
+        was = bool(problems)
         history.forget_old(frozenset(), now)
     assert (begins, was) == (1, True)
     assert CONTESTED_WRITES < written <= CONTESTED_WRITES + 10
@@ -252,7 +264,7 @@ FIELDS = st.recursive(
 
 
 @given(observed=VALUES, desired=VALUES, fields=FIELDS)
-def test_whatever_managed_fields_hold_removing_what_was_added_ends(
+def test_removing_what_was_added_ends_for_any_managed_fields(
     observed: object, desired: object, fields: object
 ) -> None:
     base = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy"}

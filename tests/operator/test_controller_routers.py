@@ -12,7 +12,7 @@ from aiohttp import web
 
 from tests.operator.fleets import document
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
-from xpyd_operator.controller.decision.kinds import FLEET, POD, trim
+from xpyd_operator.controller.decision.kinds import DEPLOYMENT, FLEET, POD, trim
 from xpyd_operator.controller.routers import PERIOD_S, RouterReader
 from xpyd_operator.status.verified import METRIC
 
@@ -56,9 +56,38 @@ async def listening(router: Router) -> AsyncGenerator[None]:
         await runner.cleanup()
 
 
-def pod(name: str, *, role: str = "router", ready: str = "True", ip: str = "127.0.0.1") -> Obj:
-    labels = {"xpyd.dev/fleet": "chat", "xpyd.dev/pool": role, "xpyd.dev/role": role}
-    metadata = {"name": name, "namespace": "team", "uid": name, "labels": labels}
+REVISION = "12345678"
+MAKER = f"chat-router-{REVISION}"
+
+
+def labels_of(role: str) -> Obj:
+    kind = {"xpyd.dev/pool": role.lower(), "xpyd.dev/role": role}
+    return {"xpyd.dev/fleet": "chat", "xpyd.dev/revision": REVISION, **kind}
+
+
+def owned_by(kind: str, name: str, uid: str) -> list[Obj]:
+    return [{"kind": kind, "name": name, "uid": uid, "controller": True}]
+
+
+def deployment(*, fleet: str = "u") -> Obj:
+    metadata = {"name": MAKER, "namespace": "team", "uid": "d", "resourceVersion": "1"}
+    metadata |= {
+        "labels": labels_of("router"),
+        "ownerReferences": owned_by("InferenceFleet", "chat", fleet),
+    }
+    return trim(DEPLOYMENT, {"metadata": metadata})
+
+
+def pod(
+    name: str,
+    *,
+    role: str = "router",
+    ready: str = "True",
+    ip: str = "127.0.0.1",
+    owner: str = f"{MAKER}-5d9c7b8f4d",
+) -> Obj:
+    metadata = {"name": name, "namespace": "team", "uid": name, "labels": labels_of(role)}
+    metadata |= {"ownerReferences": owned_by("ReplicaSet", owner, "r")} if owner else {}
     status = {"podIP": ip, "conditions": [{"type": "Ready", "status": ready}]}
     return trim(POD, {"metadata": {**metadata, "resourceVersion": "1"}, "status": status})
 
@@ -69,6 +98,7 @@ class World:
         fleet = document("chat")
         metadata = {"namespace": "team", "uid": "u", "resourceVersion": "1"}
         self.cache.put(FLEET, {**fleet, "metadata": {**fleet["metadata"], **metadata}})
+        self.cache.put(DEPLOYMENT, deployment())
         for one in pods:
             self.cache.put(POD, one)
         self.woken: list[FleetKey] = []
@@ -162,3 +192,23 @@ async def test_only_ready_routers_are_asked_and_one_that_returns_counts_on() -> 
 
 def _newer(name: str, version: str) -> Obj:
     return {**pod(name)["metadata"], "resourceVersion": version}
+
+
+async def test_only_pods_of_the_fleets_own_deployment_are_asked() -> None:
+    """A pod that somebody makes with a router's labels must not answer for the fleet."""
+    router = Router()
+    router.has_pair = 1
+    async with listening(router):
+        by_hand, of_another = pod("r-1", owner=""), pod("r-2", owner="other-5d9c7b8f4d")
+        world = World(router, by_hand, of_another)
+        await world.look()
+        assert router.asked == []
+        assert world.reader.has_pair(KEY) is None
+        world.cache.put(POD, pod("r-0"))
+        await world.look()
+        assert len(router.asked) == 1
+        theirs = deployment(fleet="another")
+        theirs["metadata"]["resourceVersion"] = "2"
+        world.cache.put(DEPLOYMENT, theirs)
+        await world.look()
+        assert len(router.asked) == 1, "the Deployment is not this fleet's"

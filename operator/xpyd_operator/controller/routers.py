@@ -6,7 +6,9 @@ fleet whose verdict changed is woken; its turn takes the verdict from here.
 
 A router's pod is ready while it takes requests (ADR 0041), an engine's while it serves: whether
 heartbeats reach a router, and whether P and D fit together, no pod's readiness says. So the
-condition Available goes by the routers' word, too, and fleets without a pair are asked each 3 s.
+condition Available goes by what routers answer, too, and fleets without a pair are asked each 3 s.
+
+Only pods that the fleet's own Deployment made are asked: any pod can have a router's labels.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ import aiohttp
 
 from xpyd_core.pod_env import ROUTER_HTTP_PORT
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
-from xpyd_operator.controller.decision.kinds import POD
+from xpyd_operator.controller.decision.kinds import DEPLOYMENT, POD
+from xpyd_operator.controller.decision.state import controller_of
 from xpyd_operator.manifests.names import LABEL_ROLE
 from xpyd_operator.plan.values import ROUTER
-from xpyd_operator.status.children import is_true, text
+from xpyd_operator.status.children import is_of_workload, is_true, key_of, text
 from xpyd_operator.status.verified import (
     NOT_LOOKED,
     QUERY,
@@ -160,9 +163,18 @@ class RouterReader:
 
     def _routers(self, key: FleetKey) -> Iterator[tuple[str, str, bool]]:
         """Names and addresses of the routers, and whether they are ready."""
-        for name, pod in self._cache.children(key).get(POD, {}).items():
-            address = text(pod, "status", "podIP")
-            if address and text(pod, "metadata", "labels", LABEL_ROLE) == ROUTER:
+        children, fleet = self._cache.children(key), self._cache.document(key)
+        uid = text(fleet, "metadata", "uid")
+        made = {
+            key_of(workload)
+            for workload in children.get(DEPLOYMENT, {}).values()
+            if controller_of(workload) == uid
+        }
+        for name, pod in children.get(POD, {}).items():
+            address, workload = text(pod, "status", "podIP"), key_of(pod)
+            if not address or text(pod, "metadata", "labels", LABEL_ROLE) != ROUTER:
+                continue
+            if workload and workload in made and is_of_workload(pod, workload):
                 yield name, address, is_true(pod, "Ready")
 
     async def _ask(self, session: aiohttp.ClientSession, address: str) -> _Answer | None:
@@ -170,7 +182,7 @@ class RouterReader:
         host = f"[{address}]" if ":" in address else address
         try:
             url = f"http://{host}:{self._port}{QUERY}"
-            # A router sends nobody elsewhere; a pod with its labels might.
+            # A router redirects no request.
             async with self._slots, session.get(url, allow_redirects=False) as answer:
                 if answer.status != 200:
                     return None

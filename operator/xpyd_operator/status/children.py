@@ -296,7 +296,7 @@ def _instances(
     found: dict[Key, dict[tuple[str, str], _Instance]] = {}
     for pod in pods:
         key = key_of(pod)
-        if key is None or is_finished(pod) or not _is_of(pod, key):
+        if key is None or is_finished(pod) or not is_of_workload(pod, key):
             continue
         labels = fields(pod, "metadata", "labels")
         group = text(labels, GROUP_SET), text(labels, GROUP_INDEX)
@@ -328,12 +328,12 @@ def _orphans(children: Children) -> set[tuple[Key, PoolRole]]:
     found: set[tuple[Key, PoolRole]] = set()
     for pod in children.pods:
         key, role = key_of(pod), role_of(pod)
-        if key and role and not is_finished(pod) and _is_of(pod, key):
+        if key and role and not is_finished(pod) and is_of_workload(pod, key):
             found.add((key, role))
     return found
 
 
-def _is_of(pod: Raw, key: Key) -> bool:
+def is_of_workload(pod: Raw, key: Key) -> bool:
     """Whether the workload made the pod: its owner's name is the workload's, or begins with it.
 
     Other pods may have our labels, made by hand or by a copy of a Deployment. They do not serve,
