@@ -16,6 +16,7 @@ from tests.crds.fleets import FLEET, BadFleet, bad_fleets, good_fleets
 from tests.operator.fleets import Document, changed
 from xpyd_core.errors import UserError
 from xpyd_operator.document.load import as_sent, load_fleet, parse_fleet, parse_object
+from xpyd_operator.document.pod_template import pod_mistakes
 
 pytestmark = pytest.mark.cluster
 NOT_ALL_CHECKED = (
@@ -78,10 +79,103 @@ def test_what_one_of_the_two_refuses_the_other_refuses_too() -> None:
 
 def _is_refused(document: Document) -> bool:
     try:
-        parse_fleet(json.dumps(document).encode(), source="f")
+        fleet = parse_fleet(json.dumps(document).encode(), source="f")
     except UserError:
         return True
-    return False
+    templates = (fleet.spec.router.template, *(pool.template for pool in fleet.spec.pools))
+    return any(list(pod_mistakes("", (template or {}).get("spec"))) for template in templates)
+
+
+BAD_TEMPLATES: dict[str, tuple[Document, str, str]] = {
+    "a misspelt field of a container": (
+        {"containers": [{"name": "engine", "resorces": {"limits": {"cpu": 1}}}]},
+        'unknown field "AT.containers[0].resorces"',
+        "AT.containers[0].resorces: not a field of Container; did you mean resources?",
+    ),
+    "a misspelt field of the pod": (
+        {"nodeSelectors": {"a": "b"}},
+        'unknown field "AT.nodeSelectors"',
+        "AT.nodeSelectors: not a field of PodSpec; did you mean nodeSelector?",
+    ),
+    "a number as the value of a variable": (
+        {"containers": [{"name": "engine", "env": [{"name": "A", "value": 1}]}]},
+        'AT.containers[0].env[0].value: Invalid value: "integer": '
+        'AT.containers[0].env[0].value in body must be of type string: "integer"',
+        "AT.containers[0].env[0].value: expected string, got 1",
+    ),
+    "text in place of a list": (
+        {"tolerations": "gpu"},
+        'AT.tolerations: Invalid value: "string": '
+        'AT.tolerations in body must be of type array: "string"',
+        "AT.tolerations: expected a list",
+    ),
+    "text in place of a map": (
+        {"affinity": {"nodeAffinity": "gpu"}},
+        'AT.affinity.nodeAffinity: Invalid value: "string": '
+        'AT.affinity.nodeAffinity in body must be of type object: "string"',
+        "AT.affinity.nodeAffinity: expected a map",
+    ),
+    "text in place of a boolean": (
+        {"hostNetwork": "yes"},
+        'AT.hostNetwork: Invalid value: "string": '
+        'AT.hostNetwork in body must be of type boolean: "string"',
+        "AT.hostNetwork: expected boolean, got 'yes'",
+    ),
+    "a number as a node's label": (
+        {"nodeSelector": {"gpus": 8}},
+        'AT.nodeSelector.gpus: Invalid value: "integer": '
+        'AT.nodeSelector.gpus in body must be of type string: "integer"',
+        "AT.nodeSelector[gpus]: expected string, got 8",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spec", "servers", "ours"), BAD_TEMPLATES.values(), ids=BAD_TEMPLATES)
+@pytest.mark.parametrize("place", ["pools.0", "router"])
+def test_a_mistake_in_a_template_is_refused_when_the_document_is_applied(
+    place: str, spec: Document, servers: str, ours: str
+) -> None:
+    """It showed when the Deployment was applied, or when its pods were made."""
+    bad = changed(FLEET, {f"spec.{place}.template.spec": spec})
+    at = "spec.pools[0].template.spec" if place == "pools.0" else "spec.router.template.spec"
+    (verdict,) = crdcheck([(bad, None)]).verdicts
+    errors = [line for line in verdict.errors if line != NOT_ALL_CHECKED]
+    assert errors == [servers.replace("AT", at)]
+    assert list(pod_mistakes(at, spec)) == [ours.replace("AT", at)]
+
+
+def test_what_pod_templates_may_say_is_taken_with_its_values() -> None:
+    """Sizes as numbers, ports by name, maps of any keys; null is absent."""
+    spec = {
+        "nodeSelector": {"gpu.example/kind": "h200"},
+        "serviceAccountName": None,
+        "tolerations": [{"key": "gpu", "operator": "Exists", "tolerationSeconds": 30}],
+        "topologySpreadConstraints": [
+            {"maxSkew": 1, "labelSelector": {"matchLabels": {"a": "b"}}, "topologyKey": "zone"}
+        ],
+        "containers": [
+            {
+                "name": "engine",
+                "resources": {"limits": {"cpu": 0.5, "memory": "200Gi"}, "requests": {"cpu": 2}},
+                "startupProbe": {"failureThreshold": 900},
+                "securityContext": {"runAsUser": 7, "capabilities": {"add": ["IPC_LOCK"]}},
+                "lifecycle": {"preStop": {"httpGet": {"port": "http", "path": "/x"}}},
+            }
+        ],
+        "volumes": [
+            {"name": "a", "emptyDir": {"sizeLimit": 1000000}},
+            {"name": "b", "csi": {"driver": "d", "volumeAttributes": {"x": "y"}}},
+            {
+                "name": "c",
+                "ephemeral": {"volumeClaimTemplate": {"spec": {"storageClassName": "s"}}},
+            },
+        ],
+    }
+    (verdict,) = crdcheck([(changed(FLEET, {"spec.pools.0.template.spec": spec}), None)]).verdicts
+    assert verdict.errors == ()
+    kept = verdict.object["spec"]["pools"][0]["template"]["spec"]
+    assert kept == {key: value for key, value in spec.items() if value is not None}
+    assert list(pod_mistakes("spec", spec)) == []
 
 
 def _random_documents(rng: random.Random, count: int) -> Iterator[Document]:

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from xpyd_operator.document.base import INT_OR_STRING, VALIDATIONS
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.fleetpool import InferenceFleetPool
+from xpyd_operator.document.pod_template import POD_SPEC, pod_schema
 from xpyd_operator.document.status import FleetStatus, PoolStatus
 
 GROUP = "xpyd.dev"
@@ -166,6 +167,8 @@ def _convert(node: Schema, defs: Schema) -> Schema:
     for key in _KEPT:
         if key in node:
             found[key] = node[key]
+    if node.get(POD_SPEC):
+        found |= pod_schema()
     if "description" in found:
         found["description"] = " ".join(found["description"].split())
     if node.get(INT_OR_STRING):
@@ -187,7 +190,7 @@ def _children(node: Schema, found: Schema, defs: Schema) -> None:
         found["properties"] = {
             name: _convert(child, defs) for name, child in node["properties"].items()
         }
-    elif isinstance(node.get("additionalProperties"), dict):
+    elif isinstance(node.get("additionalProperties"), dict) and not node.get(POD_SPEC):
         found["additionalProperties"] = _convert(node["additionalProperties"], defs)
 
 

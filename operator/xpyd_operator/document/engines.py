@@ -1,7 +1,7 @@
 """spec.model, spec.engine and spec.pools[]: the checkpoint, the engines' settings and their pods.
 
 A pool is a number of equal instances of one role, with their devices, bounds and pod template. The
-content of a pod template is Kubernetes' own, so only its outer shape is checked here.
+content of a pod template is Kubernetes' own (`document.pod_template`).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from xpyd_operator.document.base import (
     rule,
     transition,
 )
+from xpyd_operator.document.pod_template import POD_SPEC, without_nulls
 
 
 def _drop_nulls(value: object) -> object:
@@ -69,9 +70,9 @@ class PodTemplate(ApiModel):
 
     metadata: PodMetadata | None = None
     """Labels and annotations of the pods."""
-    spec: dict[str, Any] = Field(
+    spec: Annotated[dict[str, Any], BeforeValidator(without_nulls)] = Field(
         default_factory=dict[str, Any],
-        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
+        json_schema_extra={POD_SPEC: True},
     )
     """A PodSpec: nodeSelector, tolerations, affinity, topologySpreadConstraints, volumes,
     containers, ... Fields that the operator owns are refused by a condition."""

@@ -60,6 +60,8 @@ def _kind(crd: Schema) -> Iterator[str]:
 def _rows(node: Schema, path: str) -> Iterator[str]:
     required = node.get("required", ())
     for name, child in node.get("properties", {}).items():
+        if "description" not in child:
+            continue  # a pod's own fields, which Kubernetes describes
         here = f"{path}.{name}"
         item = child.get("items", child)
         if child is not item:
