@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.operator import test_controller_turn as turns
 from tests.operator.fleets import cpu_pool, document, parsed
+from xpyd_core import __version__
 from xpyd_core.errors import UserError
 from xpyd_core.pod_env import PodEnv
-from xpyd_operator.controller.decision.state import read
+from xpyd_operator.controller.decision.decide import decide
+from xpyd_operator.controller.decision.kinds import (
+    ALWAYS,
+    DEPLOYMENT,
+    POOL,
+    SERVICE,
+    Obj,
+    kind_of,
+)
+from xpyd_operator.controller.decision.report import report
+from xpyd_operator.controller.decision.state import Apply, FleetState, Scale, Write, read
 from xpyd_operator.manifests.engine_flags import FLAGS
 from xpyd_operator.manifests.names import Settings
 from xpyd_operator.manifests.refusals import engine_args_problems
@@ -20,7 +34,7 @@ from xpyd_worker.command import configure, read_config
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.flags import GROUPS
 
-SETTINGS = Settings("xpyd-worker:1", "xpyd-router:1")
+SETTINGS = Settings(f"registry.example:5000/xpyd-worker:{__version__}", "xpyd-router:1")
 ARGS = [
     *("--max-num-seqs=8", "--max-num-batched-tokens=64", "--max-model-len", "1000"),
     *("--long-prefill-token-threshold", "16", "--block-size=32", "--no-enable-prefix-caching"),
@@ -130,3 +144,157 @@ def test_what_the_engine_takes_is_not_refused() -> None:
     configure(parser)
     known = {name for action in parser._actions for name in action.option_strings}
     assert set(FLAGS) == {name for name in known if name.startswith("--")} - {"--help"}
+
+
+BAD_ARGS = ["--flag-of-tomorrow"]
+
+
+def in_cluster(**spec: Any) -> Obj:
+    found = document(**spec)
+    found["metadata"] |= {"uid": "u", "namespace": "ns"}
+    return found
+
+
+@pytest.mark.parametrize(
+    "worker_image",
+    [
+        "xpyd-worker:99.0",
+        "xpyd-worker:latest",
+        "xpyd-worker",
+        f"xpyd-worker:{__version__}1",
+        "xpyd-worker@sha256:12",
+        f"registry.example:{__version__}/worker",
+    ],
+)
+def test_flags_of_an_operators_image_of_another_version_are_the_engines_to_refuse(
+    worker_image: str,
+) -> None:
+    settings = replace(SETTINGS, worker_image=worker_image)
+    assert read(in_cluster(engine={"args": BAD_ARGS}), settings).mistakes == ()
+
+
+@pytest.mark.parametrize("tag", [f"{__version__}-cuda", f"v{__version__}@sha256:12"])
+def test_a_variant_of_this_versions_image_has_this_versions_flags(tag: str) -> None:
+    settings = replace(SETTINGS, worker_image=f"worker:{tag}")
+    assert read(in_cluster(engine={"args": BAD_ARGS}), settings).mistakes
+
+
+def test_flags_of_an_image_in_a_pools_template_are_the_engines_to_refuse() -> None:
+    """An image of another container says nothing of the engine."""
+    for container, is_refused in (("engine", False), ("sidecar", True)):
+        template = {"spec": {"containers": [{"name": container, "image": "own:2"}]}}
+        pools = [
+            cpu_pool("p", "Prefill", replicas=1),
+            cpu_pool("d", "Decode", replicas=1, template=template),
+        ]
+        found = read(in_cluster(engine={"args": BAD_ARGS}, pools=pools), SETTINGS)
+        assert bool(found.mistakes) is is_refused
+
+
+@pytest.mark.parametrize(
+    ("args", "wrong"),
+    [
+        (["--max-num-seqs=$(SEQS)"], 0),
+        (["--max-num-seqs", "$(SEQS)"], 0),
+        (["--dtype=$(DTYPE)", "--kv-cache-memory=$(GIB)Gi"], 0),
+        (["--max-num-seqs=$SEQS"], 1),
+        (["--$(FLAG)=1"], 1),
+        (["--port=$(PORT)"], 1),
+    ],
+)
+def test_a_value_with_a_variable_is_the_kubelets_to_fill(args: list[str], wrong: int) -> None:
+    """Of a flag that is known and not set by xpyd."""
+    assert len(engine_args_problems(parsed(engine={"args": args}))) == wrong
+
+
+def state_of(found: Obj, children: turns.Children, *, settings: Settings = SETTINGS) -> FleetState:
+    return FleetState(
+        found, read(found, settings), children, settings, frozenset(ALWAYS), turns.NOW
+    )
+
+
+def running(found: Obj, *, settings: Settings = SETTINGS) -> turns.Children:
+    """The objects of a fleet that an operator without the check has made; its status goes into the
+    document."""
+    state = state_of(found, {}, settings=settings)
+    state = replace(state, parsed=replace(state.parsed, mistakes=()))
+    children: turns.Children = {}
+    for write in turns.writes(decide(state)):
+        assert isinstance(write, Apply)
+        obj = turns.stored(write.obj)
+        children.setdefault(kind_of(obj), {})[obj["metadata"]["name"]] = obj
+    found["status"] = report(replace(state, children=children), [], has_key=True).after
+    return children
+
+
+def fleet_with_bad_args() -> Obj:
+    found = turns.document()
+    found["spec"]["engine"] = {"args": BAD_ARGS}
+    return found
+
+
+def reasons(state: FleetState) -> dict[str, str]:
+    found = report(state, decide(state).problems, has_key=True).after["conditions"]
+    return {c["type"]: f"{c['status']} {c['reason']} {c['message']}" for c in found}
+
+
+def written(state: FleetState) -> set[str]:
+    def name(write: Write) -> str:
+        if isinstance(write, Apply):
+            return f"apply {write.obj['metadata']['name']}"
+        assert isinstance(write, Scale)
+        return f"scale {write.name} to {write.replicas}"
+
+    return {name(write) for write in turns.writes(decide(state))}
+
+
+def test_a_fleet_that_runs_goes_on_when_a_newer_check_refuses_its_args() -> None:
+    """The pods have these args already: the condition names the mistake, and all else goes on."""
+    found = fleet_with_bad_args()
+    children = running(found)
+    assert written(state_of(found, children)) == set()
+    words = reasons(state_of(found, children))["Degraded"]
+    assert words.startswith("True InvalidTemplate spec.engine.args[0]: '--flag-of-tomorrow'")
+    children[POOL]["chat-decode"]["spec"]["replicas"] = 3
+    del children[SERVICE]["chat-router"]
+    prefill, decode = (
+        next(n for n in children[DEPLOYMENT] if pool in n) for pool in ("prefill", "decode")
+    )
+    del children[DEPLOYMENT][prefill]
+    expected = {f"apply {name}" for name in ("chat-router", prefill, decode)}
+    assert written(state_of(found, children)) == expected
+
+
+def test_an_upgrade_whose_engines_would_refuse_the_args_leaves_the_old_engines_scaled() -> None:
+    """The operator's own image is newer, so pods would be replaced: the old ones stay."""
+    before = replace(SETTINGS, worker_image="xpyd-worker:0.0.9")
+    found = fleet_with_bad_args()
+    children = running(found, settings=before)
+    assert written(state_of(found, children)) == set()
+    children[POOL]["chat-decode"]["spec"]["replicas"] = 3
+    del children[SERVICE]["chat-router"]
+    (decode,) = [n for n in children[DEPLOYMENT] if "decode" in n]
+    state = state_of(found, children)
+    assert written(state) == {"apply chat-router", f"scale {decode} to 3"}
+    words = reasons(state)
+    assert words["Ready"].startswith("False InvalidTemplate spec.engine.args[0]: ")
+    status = report(state, (), has_key=True).after
+    assert {row["name"]: row["replicas"] for row in status["pools"]}["decode"] == 3
+    assert status["summary"]["decode"] == "0/3"
+
+
+def test_a_changed_document_with_mistakes_changes_nothing_that_runs() -> None:
+    """Its new pool does not begin, and the pool that it no longer has does not leave."""
+    found = turns.document()
+    children = running(found)
+    edited = fleet_with_bad_args() | {"status": found["status"]}
+    edited["spec"]["pools"][1]["name"] = "decode-2"
+    edited["spec"]["router"] = {"discoveryPort": 6000, "service": {"port": 81}}
+    assert written(state_of(edited, children)) == set()
+    children[POOL]["chat-decode"]["spec"]["replicas"] = 2
+    (decode,) = [n for n in children[DEPLOYMENT] if "decode" in n]
+    assert written(state_of(edited, children)) == {f"scale {decode} to 2"}
+
+
+def test_a_new_fleet_with_mistakes_begins_nothing() -> None:
+    assert written(state_of(fleet_with_bad_args(), {})) == set()

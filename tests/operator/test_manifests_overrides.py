@@ -189,9 +189,17 @@ REFUSED = [
         "spec.resourceClaims[0].name",
         "names that begin with xpyd- are xpyd's; take another",
     ),
+    (
+        {"spec": {"containers": [{"name": "engine", "resorces": {}}]}},
+        "spec.containers[0].resorces",
+        "not a field of Container; did you mean resources?",
+    ),
+    ({"spec": {"gadget": 1}}, "spec.gadget", "not a field of PodSpec; take it out"),
+    ({"spec": {"hostNetwork": 1}}, "spec.hostNetwork", "expected boolean, got 1"),
+    ({"spec": {"containers": [None]}}, "spec.containers[0]", "an item of a list may not be null"),
     ({"spec": {"containers": 3}}, "spec.containers", "expected a list"),
     ({"spec": {"tolerations": {}}}, "spec.tolerations", "expected a list"),
-    ({"spec": {"volumes": [1]}}, "spec.volumes", "expected a list of maps"),
+    ({"spec": {"volumes": [1]}}, "spec.volumes[0]", "expected a map"),
     (
         {"spec": {"containers": [{"image": "x"}]}},
         "spec.containers[0].name",
@@ -291,6 +299,19 @@ def test_each_container_says_what_it_takes_and_the_template_wins() -> None:
     theirs = sizes({"requests": {"memory": "900Gi"}}, gpus=0)
     assert theirs["requests"] == {"cpu": "100m", "memory": "900Gi"}
     assert theirs["limits"] == {"cpu": "64"}
+
+
+def test_a_routers_limits_have_room_for_each_of_its_processes() -> None:
+    """Each has a core and 2.75 GiB besides what waits; 1 GiB and a core are their parent's."""
+    for processes, queue, cpu, memory in (
+        (1, "256Mi", "8", 2816 + 256 + 1024),
+        (4, "256Mi", "8", 4 * (2816 + 256) + 1024),
+        (12, "1Gi", "13", 12 * (2816 + 1024) + 1024),
+    ):
+        fleet = parsed(router={"processes": processes, "queue": {"memory": queue}})
+        found = pods(fleet)["router"]["spec"]["containers"][0]["resources"]
+        assert found["limits"] == {"cpu": cpu, "memory": f"{memory}Mi"}
+        assert found["requests"] == {"cpu": "50m", "memory": "256Mi"}
 
 
 def router_pod_of(template: dict[str, Any]) -> dict[str, Any]:

@@ -235,7 +235,7 @@ class WatchInterceptor:
             self._send(Gone(kind, kept) if change == "DELETED" else Present(kind, kept))
 
         def close() -> None:
-            # Nobody reads it any more, though it may still be open.
+            # Nothing reads it any more, though it may still be open.
             if self._streams.get(address) is answer:
                 self._streams[address] = None
                 self._tried_at[address] = time.monotonic()

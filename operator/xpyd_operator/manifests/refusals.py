@@ -1,8 +1,8 @@
 """Finds what the API server cannot: templates that set what xpyd sets, and wrong engine.args.
 
 The operator shows the result as a condition, and `xpyd up` refuses the document with it. Each line
-names the field and the remedy. The engine's flags are those of this version: where the document
-names an image of its own, only the engine knows them. See docs/adr/0037.
+names the field and the remedy. The engine's flags are those of this version: of an image that is
+another, only the engine knows them. See docs/adr/0037 and 0049.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import cast
 
+from xpyd_core import __version__
 from xpyd_core.errors import UserError
 from xpyd_core.pod_env import ROUTER_HTTP_PORT
 from xpyd_core.sizes import parse_bytes
 from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.document.pod_template import pod_mistakes
 from xpyd_operator.manifests import names
 from xpyd_operator.manifests.engine_flags import FLAGS
 from xpyd_operator.manifests.names import JsonObject, list_in, map_in
-from xpyd_operator.manifests.pods import APPENDED, MERGE_KEYS, engine_ports, shares_sockets, user_of
+from xpyd_operator.manifests.pods import engine_ports, shares_sockets, user_of
 
 _OURS_IN_POD = ("restartPolicy", "terminationGracePeriodSeconds", "activeDeadlineSeconds")
 _HANDLERS = ("httpGet", "exec", "tcpSocket", "grpc")
@@ -81,6 +83,7 @@ def _problems(path: str, template: JsonObject, ours: _Ours) -> Iterator[str]:
             if key.startswith(_OUR_PREFIX) or key in _OUR_LABELS:
                 yield f"{path}.metadata.{kind}[{key}]: {_LEAVE_OUT}"
     path = f"{path}.spec"
+    yield from pod_mistakes(path, spec)
     yield from (f"{path}.{key}: {_LEAVE_OUT}" for key in _OURS_IN_POD if spec.get(key) is not None)
     for key in ("volumes", "resourceClaims"):
         for item, at in _items(spec, key, path):
@@ -93,7 +96,14 @@ def _problems(path: str, template: JsonObject, ours: _Ours) -> Iterator[str]:
     for item, at in _items(spec, "initContainers", path):
         if item.get("name") == names.SOCKET_CONTAINER:
             yield from (f"{at}.{key}: {_LEAVE_OUT}" for key in ("command", "args") if key in item)
-    yield from _shape_problems(path, spec)
+    yield from _unnamed(path, spec)
+
+
+def _unnamed(path: str, spec: JsonObject) -> Iterator[str]:
+    for key in ("containers", "initContainers"):
+        for item, at in _items(spec, key, path):
+            if item.get("name") is None:
+                yield f"{at}.name: missing; a container is merged by its name"
 
 
 def _container_problems(path: str, container: JsonObject, ours: _Ours) -> Iterator[str]:
@@ -126,23 +136,6 @@ def _item_problems(path: str, container: JsonObject, ours: _Ours) -> Iterator[st
             yield f"{at}.mountPath: {folder} holds {_OUR_FOLDERS[folder]}; take another"
 
 
-def _shape_problems(path: str, spec: JsonObject) -> Iterator[str]:
-    """Lists that are merged must be lists of maps, and containers need names to be merged by."""
-    places = [(spec, path)]
-    for key in ("containers", "initContainers"):
-        for item, at in _items(spec, key, path):
-            places += [(item, at), (map_in(item, "resources"), f"{at}.resources")]
-            if not isinstance(item.get("name"), str):
-                yield f"{at}.name: missing; a container is merged by its name"
-    for place, at in places:
-        for key in (*MERGE_KEYS, *APPENDED):
-            value: object = place.get(key)
-            if value is not None and not isinstance(value, list):
-                yield f"{at}.{key}: expected a list"
-            if not all(isinstance(item, dict) for item in list_in(place, key)):
-                yield f"{at}.{key}: expected a list of maps"
-
-
 def _items(above: JsonObject, key: str, path: str) -> Iterator[tuple[JsonObject, str]]:
     """The maps of the list `key`, each with its path."""
     for index, item in enumerate(list_in(above, key)):
@@ -172,15 +165,20 @@ _EXPECTED = {
 }
 
 
-def has_own_image(fleet: InferenceFleet) -> bool:
-    """Whether the document says which image an engine runs: for all, or in a pool's template."""
+def runs_this_version(fleet: InferenceFleet, worker_image: str) -> bool:
+    """Whether all engines run `worker_image`, the operator's flag, and its tag says that it is of
+    this version: 0.1.0, v0.1.0 or 0.1.0-cuda. A document may name an image for all engines, or one
+    in a pool's template."""
+    tag = worker_image.partition("@")[0].rpartition("/")[2].partition(":")[2].removeprefix("v")
+    if tag != __version__ and not tag.startswith(f"{__version__}-"):
+        return False
     templates = (pool.template or {} for pool in fleet.spec.pools)
     containers = (
         one for template in templates for one in list_in(map_in(template, "spec"), "containers")
     )
     rows = (cast("JsonObject", one) for one in containers if isinstance(one, dict))
     own = any(row.get("name") == names.ENGINE_CONTAINER and row.get("image") for row in rows)
-    return bool(fleet.spec.engine.image) or own
+    return not fleet.spec.engine.image and not own
 
 
 def engine_args_problems(fleet: InferenceFleet) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 A namespace whose quota counts processor time or memory refuses a container that does not say what
 it takes. Requests are what the memory plan of local fleets gives an engine at least, without
-weights, whose size nobody knows here. Limits are far above what an engine takes: they are there to
+weights, whose size is not known here. Limits are far above what an engine takes: they are there to
 be counted, and to end a process that runs away. `up.memory` plans local engines with these sizes.
 """
 

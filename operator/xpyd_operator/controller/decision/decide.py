@@ -51,14 +51,13 @@ from xpyd_operator.controller.decision.state import (
     pool_of,
 )
 from xpyd_operator.document.fleet import InferenceFleet
-from xpyd_operator.manifests.names import ANNOTATION_APPLIED, FINALIZER, JsonObject
+from xpyd_operator.manifests.names import ANNOTATION_APPLIED, FINALIZER, LABEL_POOL, JsonObject
 from xpyd_operator.manifests.objects import pool_object, support_objects, workload_objects
 from xpyd_operator.plan.fleet import plan, pools_wanted
 from xpyd_operator.plan.values import (
     ROUTER,
     DeleteWorkload,
     DrainPool,
-    FleetWant,
     Plan,
     PoolWant,
     PutWorkload,
@@ -109,7 +108,8 @@ def decide(state: FleetState) -> Turn:
     if FINALIZER not in finalizers:
         add = SetFinalizers((*finalizers, FINALIZER), metadata["resourceVersion"])
         return Turn(stages=((add,),), again=True)
-    if state.parsed.mistakes or state.parsed.fleet is None:
+    if state.parsed.fleet is None or not state.want.pools:
+        # No fleet, or a new one with mistakes.
         return Turn()
     return _Decision(state, state.parsed.fleet).turn()
 
@@ -122,7 +122,7 @@ def _stop(state: FleetState, finalizers: tuple[str, ...]) -> Turn:
         left = tuple(name for name in finalizers if name != FINALIZER)
         return Turn(((SetFinalizers(left, state.document["metadata"]["resourceVersion"]),),))
     made = plan(want, state.seen, 0.0)
-    scales, removals = _from_plan(made, want, _Workloads(state.own))
+    scales, removals = _from_plan(made, frozenset(), _Workloads(state.own))
     stages, problems = _uncontested(state, (scales, removals))
     return Turn(stages, problems, recheck_after=_UNSETTLED_RECHECK_S)
 
@@ -175,16 +175,14 @@ class _Workloads:
 
 
 def _from_plan(
-    made: Plan, want: FleetWant, workloads: _Workloads
+    made: Plan, rendered: frozenset[tuple[str, str]], workloads: _Workloads
 ) -> tuple[list[Scale], list[DeleteObject]]:
     """The plan's actions on workloads that are not rendered: old ones, and those that leave."""
-    pools = () if want.stopping else want.pools
-    newest = {(pool.name, pool.revision) for pool in pools}
     scales: list[Scale] = []
     removals: list[DeleteObject] = []
     for action in made.actions:
         match action:
-            case PutWorkload(workload) if (workload.pool, workload.revision) not in newest:
+            case PutWorkload(workload) if (workload.pool, workload.revision) not in rendered:
                 found = workloads.get(workload.pool, workload.revision)
                 scales += [_scale(found, workload.replicas)] if found else []
             case DrainPool(pool):
@@ -211,12 +209,20 @@ def _remove(obj: Obj, *, exact: bool = False) -> DeleteObject:
 
 
 class _Decision:
-    """One turn's decision for a fleet whose document is valid. Used once."""
+    """One turn's decision for a fleet. Used once.
+
+    Of a fleet whose document is held back, workloads are only scaled where the document has another
+    revision, and objects of the whole fleet are only created where they are missing.
+    """
 
     def __init__(self, state: FleetState, fleet: InferenceFleet) -> None:
         self._state = state
         self._fleet = fleet
-        self._want = state.parsed.want
+        self._want = state.want
+        self._held = state.is_held
+        document = {(pool.name, pool.revision) for pool in state.parsed.want.pools}
+        mine = {(pool.name, pool.revision) for pool in state.want.pools}
+        self._rendered = frozenset(document & mine)
         self._seen = state.seen
         self._workloads = _Workloads(state.own)
         self._problems: list[Problem] = []
@@ -229,11 +235,12 @@ class _Decision:
         made = plan(self._want, self._seen, 0.0)
         support = support_objects(self._fleet, state.placement)
         first: list[Write] = [CreateKey()] if state.wants_key else []
-        first += self._applied(support)
+        first += self._applied(filter(self._is_missing, support) if self._held else support)
         first += self._pools()
         second: list[Write] = list(self._newest(made))
-        scales, removals = _from_plan(made, self._want, self._workloads)
-        last: list[Write] = [*removals, *self._leftovers(support)]
+        scales, removals = _from_plan(made, self._rendered, self._workloads)
+        leftovers = () if self._held else self._leftovers(support)
+        last: list[Write] = [*removals, *leftovers]
         second += self._additions_removed((*first, *second))
         stages, contested = _uncontested(state, (first, (*second, *scales), last))
         recheck = None if made.recheck_after is None else _UNSETTLED_RECHECK_S
@@ -245,6 +252,12 @@ class _Decision:
             self._compared,
             recheck_after=recheck,
         )
+
+    def _is_missing(self, obj: Obj) -> bool:
+        """Whether an object of the whole fleet, or of a pool that goes on, does not exist."""
+        metadata, there = obj["metadata"], self._state.children.get(kind_of(obj), {})
+        goes_on = {None, *(pool.name for pool in self._want.pools)}
+        return metadata["labels"].get(LABEL_POOL) in goes_on and metadata["name"] not in there
 
     def _applied(self, objects: Iterable[Obj], pool: str = "") -> Iterator[Apply]:
         for obj in objects:
@@ -327,8 +340,9 @@ class _Decision:
 
     def _pools(self) -> Iterator[Write]:
         by_name = {pool.name: pool for pool in self._fleet.spec.pools}
+        rendered = {name for name, _ in self._rendered}
         for pool in pools_wanted(self._want, self._seen.pools):
-            if pool.name == ROUTER:
+            if pool.name == ROUTER or pool.name not in rendered:
                 continue
             obj = pool_object(
                 self._fleet, by_name[pool.name], pool.replicas, pool.declared, self._state.placement
@@ -352,6 +366,8 @@ class _Decision:
             if isinstance(action, PutWorkload)
         }
         for pool in self._want.pools:
+            if (pool.name, pool.revision) not in self._rendered:
+                continue
             workload = puts.get((pool.name, pool.revision)) or self._as_it_is(pool)
             if workload is not None:
                 objects = workload_objects(self._fleet, workload, self._state.placement)

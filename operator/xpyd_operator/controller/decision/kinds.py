@@ -185,7 +185,7 @@ def trim(kind: Kind, obj: Obj) -> Obj:
 def _of_other_managers(entries: object) -> list[Obj]:
     """The entries of managedFields by which others than the operator set something in a spec.
 
-    `before-first-apply` stands for what nobody applied, defaults too.
+    `before-first-apply` stands for fields that no client applied, defaults too.
     """
     found: list[Obj] = []
     for entry in cast("list[object]", entries) if isinstance(entries, list) else []:

@@ -19,7 +19,8 @@ from xpyd_operator.controller.decision.state import (
     pool_of,
 )
 from xpyd_operator.manifests.names import kv_secret_name
-from xpyd_operator.status.children import is_leaving
+from xpyd_operator.plan.fleet import pools_wanted
+from xpyd_operator.status.children import is_leaving, rows, text
 from xpyd_operator.status.conditions import INVALID, INVALID_TEMPLATE
 from xpyd_operator.status.fleet import (
     fleet_status,
@@ -49,9 +50,9 @@ def status_of(obj: Obj) -> dict[str, Any]:
 
 def report(state: FleetState, problems: Sequence[Problem], *, has_key: bool) -> Report:
     """The statuses after a turn. `problems`: those that the objects do not show."""
-    leaving, parsed = is_leaving(state.document), state.parsed
-    if not leaving and (parsed.fleet is None or parsed.mistakes):
-        after, pools = _invalid(state), invalid_pool_statuses(state.own)
+    leaving = is_leaving(state.document)
+    if not leaving and state.is_held:
+        after, pools = _invalid(state, problems), invalid_pool_statuses(state.own)
     else:
         after, pools = _obeyed(state, problems, has_key=has_key)
     patches: dict[str, dict[str, Any]] = {}
@@ -63,10 +64,17 @@ def report(state: FleetState, problems: Sequence[Problem], *, has_key: bool) -> 
     return Report(status_of(state.document), after, patches)
 
 
-def _invalid(state: FleetState) -> dict[str, Any]:
+def _invalid(state: FleetState, problems: Sequence[Problem]) -> dict[str, Any]:
+    before = status_of(state.document)
+    sizes = {pool.name: pool.replicas for pool in pools_wanted(state.want, state.seen.pools)}
+    pools = [
+        {**row, "replicas": sizes.get(text(row, "name"), row.get("replicas"))}
+        for row in rows(before, "pools")
+    ]
+    refused = [problem.message for problem in problems if problem.kind == "Degraded"]
     return invalid_status(
-        status_of(state.document),
-        state.parsed.mistakes,
+        {**before, "pools": pools} if pools else before,
+        [*state.parsed.mistakes, *refused],
         seen=state.seen,
         children=state.own,
         now=state.now,
@@ -81,7 +89,8 @@ def _obeyed(
     """The fleet's status and its pools'."""
     parsed, children, seen = state.parsed, state.own, state.seen
     before = status_of(state.document)
-    problems = (*problems, *find_problems(children, state.now))
+    wrong = [Problem("Degraded", INVALID_TEMPLATE, "", line) for line in parsed.mistakes]
+    problems = (*wrong, *problems, *find_problems(children, state.now))
     if parsed.fleet is None:
         status = leaving_status(
             before,

@@ -32,9 +32,10 @@ from xpyd_operator.manifests.names import LABEL_POOL, Placement, Settings
 from xpyd_operator.manifests.pods import model_in_pod
 from xpyd_operator.manifests.refusals import (
     engine_args_problems,
-    has_own_image,
+    runs_this_version,
     template_problems,
 )
+from xpyd_operator.plan.fleet import as_it_runs
 from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.plan.values import FleetSeen, FleetWant
 from xpyd_operator.status.children import Children, Raw, fields, fleet_seen, rows, text
@@ -162,7 +163,7 @@ SUPPORT = (SERVICE, SERVICE_ACCOUNT, BUDGET, NETWORK_POLICY)
 class ParsedDocument:
     """A document as parsed. It changes only with the object's generation.
 
-    `mistakes`: why it cannot be obeyed; then `fleet` may be None.
+    `mistakes`: why it is not obeyed; `fleet` None: it is no fleet at all.
     """
 
     fleet: InferenceFleet | None
@@ -238,6 +239,22 @@ class FleetState:
         """What plan() looks at."""
         return fleet_seen(self.own, fields(self.document, "status"))
 
+    @cached_property
+    def want(self) -> FleetWant:
+        """What the turn works towards: the document, or what runs where it has mistakes."""
+        parsed = self.parsed
+        if parsed.fleet is None or not parsed.mistakes:
+            return parsed.want
+        last = rows(self.document, "status", "pools")
+        admitted = {text(row, "name"): text(row, "revision") for row in last}
+        admitted = {pool: revision for pool, revision in admitted.items() if revision}
+        return as_it_runs(parsed.want, self.seen, admitted)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the document is not obeyed: it has mistakes, and wants pods that do not run."""
+        return self.parsed.fleet is None or self.want != self.parsed.want
+
     def _own(self, kind: Kind) -> tuple[Obj, ...]:
         found = self.children.get(kind, {}).values()
         return tuple(obj for obj in found if controller_of(obj) in (None, self.uid))
@@ -260,8 +277,9 @@ def read(document: Obj, settings: Settings) -> ParsedDocument:
         image=settings.worker_image,
         router_image=settings.router_image,
     )
-    # An image of the document's own may be of another version, with other flags.
-    of_args = () if has_own_image(fleet) else engine_args_problems(fleet)
+    # An image of another version has other flags.
+    is_known = runs_this_version(fleet, settings.worker_image)
+    of_args = engine_args_problems(fleet) if is_known else ()
     return ParsedDocument(fleet, want, (*template_problems(fleet), *of_args))
 
 
