@@ -57,7 +57,8 @@ def report(model: Model, turns: Sequence[Turn], load: Load, *, cores: int) -> di
 
 
 def _rows(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """One for each prompt length, rung and fleet, in the order of the first turns."""
+    """One for each prompt length, rung and fleet; fleets in the order of the first rung."""
+    order = list(dict.fromkeys(turn.layout.name for turn in turns))
     found: dict[tuple[int, float, Layout], list[Turn]] = {}
     for turn in turns:
         found.setdefault((turn.prompt_tokens, turn.share, turn.layout), []).append(turn)
@@ -77,7 +78,9 @@ def _rows(turns: Sequence[Turn]) -> list[dict[str, Any]]:
                 "itlP99Ms": round(summary.itl_ms.p99, 1),
             }
         )
-    return sorted(rows, key=lambda row: (row["promptTokens"], row["share"]))
+    return sorted(
+        rows, key=lambda row: (row["promptTokens"], row["share"], order.index(row["layout"]))
+    )
 
 
 def _ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -57,6 +57,13 @@ def test_a_rung_has_the_requests_of_all_rounds():
     assert {row["requests"] for row in rows} == {4}
 
 
+def test_fleets_are_in_one_order_at_each_rung():
+    turns = _turns()
+    turned = [*turns[:3], *reversed(turns[3:])]  # fleets take turns in who is first
+    rows = report(_MODEL, turned, _LOAD, cores=2)["rows"]
+    assert [row["layout"] for row in rows] == [APART.name, AGGREGATED.name, CHUNKED.name] * 4
+
+
 def test_the_page_has_a_table_for_each_prompt_length():
     page = with_measured(f"a\n{BEGIN}old\n{END}b\n", report(_MODEL, _turns(), _LOAD, cores=2))
     assert "old" not in page
