@@ -75,13 +75,15 @@ def cause_of(reason: str) -> LostCause:
 
 
 MOVED = "moved"
-_RECOMPUTED = "recomputed; reason="
+_REASON = "; reason="
 
 
-def header_of(reason: str) -> str:
-    """The header's value: `reason` is the engine's word for why D computes the prompt; '' where
-    its KV came."""
-    return _RECOMPUTED + reason if reason else MOVED
+def header_of(reason: str, *, fails: bool = False) -> str:
+    """The header's value: `reason` is the engine's word for why the KV did not come; '' where it
+    did. `fails`: D does not compute the prompt, the call fails for it."""
+    if not reason:
+        return MOVED
+    return ("failed" if fails else "recomputed") + _REASON + reason
 
 
 class Said(NamedTuple):
@@ -100,8 +102,9 @@ def read_header(value: str) -> Said:
     """What the header says; a value that is not known says nothing."""
     if value == MOVED:
         return _MOVED
-    if value.startswith(_RECOMPUTED):
-        return Said("recomputed", value[len(_RECOMPUTED) :])
+    outcome, _, reason = value.partition(_REASON)
+    if reason and (outcome == "recomputed" or outcome == "failed"):
+        return Said(outcome, reason)
     return _UNREPORTED
 
 

@@ -37,11 +37,15 @@ class Answer(NamedTuple):
 
 
 class CallFailed(XpydError):
-    """A call to an engine that may succeed elsewhere. Holds no address: it may reach a client."""
+    """A call to an engine that may succeed elsewhere. Holds no address: it may reach a client.
 
-    def __init__(self, cause: FailureCause) -> None:
+    `kv`: as in Answer, of a D to which the KV did not come.
+    """
+
+    def __init__(self, cause: FailureCause, kv: str = "") -> None:
         super().__init__(cause)
         self.cause: FailureCause = cause
+        self.kv = kv
 
 
 class EngineRefused(XpydError):

@@ -70,6 +70,9 @@ def test_the_causes_are_those_of_the_page_and_path_causes_are_some_of_them() -> 
     [
         (header_of(""), Said("moved")),
         (header_of("no_offer"), Said("recomputed", "no_offer")),
+        (header_of("no_offer", fails=True), Said("failed", "no_offer")),
+        ("failed", Said("unreported")),
+        ("moved; reason=x", Said("unreported")),
         ("", Said("unreported")),
         ("moved to another town", Said("unreported")),
     ],

@@ -63,7 +63,8 @@ def test_kv_that_moved_lately_makes_it_true_and_later_unknown(fleet: Fleet) -> N
         ("recomputed", "lost", "ConnectionLost"),
         ("recomputed", "broken", "DataBroken"),
         ("recomputed", "not_sent", "NotReceived"),
-        ("failed", "other", "NotReceived"),
+        ("failed", "unreachable", "Unreachable"),
+        ("failed", "not_sent", "NotReceived"),
     ],
 )
 def test_lost_kv_makes_it_false_at_the_next_look_with_pair_and_cause(
@@ -76,9 +77,12 @@ def test_lost_kv_makes_it_false_at_the_next_look_with_pair_and_cause(
     assert "xpyd kv-probe" in found.message
 
 
-@pytest.mark.parametrize("cause", ["no_room", "cancelled", "restarted", "prompt_logprobs"])
-def test_what_one_request_or_a_short_engine_lost_is_no_evidence(cause: str, fleet: Fleet) -> None:
-    fleet.count("recomputed", cause, 50)
+@pytest.mark.parametrize("outcome", ["recomputed", "failed"])
+@pytest.mark.parametrize("cause", ["no_room", "cancelled", "restarted", "prompt_logprobs", "other"])
+def test_what_one_request_or_a_short_engine_lost_is_no_evidence(
+    outcome: str, cause: str, fleet: Fleet
+) -> None:
+    fleet.count(outcome, cause, 50)
     assert fleet.look().status is None
 
 

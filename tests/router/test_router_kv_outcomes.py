@@ -140,14 +140,36 @@ async def test_a_request_without_a_p_or_for_an_aggregated_instance_shows_it() ->
         assert await alone(made, engines) == ("", "A", "alone", "aggregated")
 
 
-async def test_a_d_that_fails_because_the_kv_did_not_come_is_counted() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("said", "not_sent", "cause"),
+    [
+        ("failed; reason=timeout", "", "timeout"),
+        ("failed; reason=prefix_evicted", "", "no_room"),
+        ("failed; reason=not_sent", "unreachable", "unreachable"),
+        ("failed; reason=no_offer", "", "key"),  # P beats why
+        ("failed; reason=of-a-newer-version", "", "other"),
+        # A D of an older version says nothing.
+        ("", "auth", "key"),
+        ("", "", "other"),
+    ],
+)
+async def test_a_d_that_fails_because_the_kv_did_not_come_is_counted_with_the_cause(
+    said: str, not_sent: str, cause: str, stream: bool, lines: Any
+) -> None:
     async with pair() as (made, p, d):
+        p.not_sent = not_sent
+        peer = KvPeer(peer=d.beat.zmq_address, last="key", failed={"key": 1})
+        await made.beat(p, kv_peers=(peer,))
         error = {"error": {"message": "no", "type": "x", "code": "kv_transfer_failed"}}
-        d.script = answer(503, error)
-        async with await made.post() as response:
-            assert response.status == 502
+        d.script = answer(503, error, **({"X-Xpyd-Kv": said} if said else {}))
+        async with await made.post(stream=stream) as response:
+            await response.read()
+            assert "X-Xpyd-Kv" not in response.headers
         names = (p.beat.instance, d.beat.instance)
-        assert set(counted(made)) == {(*names, "failed", "other")}
+        assert set(counted(made)) == {(*names, "failed", cause)}
+        await until(lambda: bool(lines()))
+        assert [(line["kv"], line["kv_cause"]) for line in lines()] == [("failed", cause)]
 
 
 async def test_metrics_are_filtered_by_name() -> None:

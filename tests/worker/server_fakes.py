@@ -184,7 +184,12 @@ class ScriptedEngine:
         self.living.pop(request.request_id, None)
         ended = tuple(ChoiceOutput(c, (), "error") for c in range(request.n))
         last = EngineOutput(
-            request.request_id, ended, True, error=self.error or "x", error_kind=self.error_kind
+            request.request_id,
+            ended,
+            True,
+            kv=self.kv if isinstance(self.kv, str) else self.kv[request.first_choice],
+            error=self.error or "x",
+            error_kind=self.error_kind,
         )
         self.deliver([last])
 

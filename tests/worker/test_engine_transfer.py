@@ -322,6 +322,7 @@ def test_d_may_be_told_to_fail_instead_of_recomputing():
     last = driver.outputs["a"][-1]
     assert (last.finished, last.error_kind) == (True, "kv_failed")
     assert "died" in last.error
+    assert last.kv == "failed; reason=died"
     driver.assert_all_blocks_free()
 
 
@@ -339,6 +340,7 @@ def test_kv_that_was_never_sent_fails_the_request_where_recompute_is_off():
     driver.run()
     last = driver.outputs["a"][-1]
     assert (last.finished, last.error_kind) == (True, "kv_failed")
+    assert last.kv == "failed; reason=not_sent"
     assert driver.executor.steps == []
 
 

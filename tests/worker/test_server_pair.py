@@ -310,6 +310,26 @@ async def test_d_says_in_a_header_what_became_of_the_kv(said: str, stream: bool)
         assert "X-Xpyd-Kv" not in alone.headers
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_d_says_in_a_header_why_a_request_failed_for_its_kv(stream: bool) -> None:
+    said = "failed; reason=no_offer"
+    engine = ScriptedEngine(error="the KV", error_kind="kv_failed", kv=said)
+    async with serving(engine, role="Decode") as server:
+        body, headers = to_d([[ord("h")]], [1], stream=stream), {"X-Request-Id": PAIR}
+        answer = await server.client.post(PATH, json=body, headers=headers)
+        assert (answer.status_code, answer.headers["X-Xpyd-Kv"]) == (503, said)
+        assert answer.json()["error"]["code"] == "kv_transfer_failed"
+        assert answer.headers["Retry-After"] == "1"
+        service = server.api.service
+        assert service is not None
+        [peer] = service.kv_peers.latest()
+        assert (peer.peer, peer.failed) == ("10.0.1.2:21001", {"no_offer": 1})
+        engine.error_kind, engine.kv = "busy", ""
+        answer = await server.client.post(PATH, json=body, headers=headers)
+        assert answer.status_code == 503
+        assert "X-Xpyd-Kv" not in answer.headers
+
+
 async def test_d_says_that_one_of_several_prompts_was_computed_here() -> None:
     said = {0: "moved", 1: "recomputed; reason=timeout"}
     async with serving(ScriptedEngine(kv=said), role="Decode") as server:

@@ -154,7 +154,7 @@ class KvWatch:
     def _add(self, grown: Counts, now_s: float) -> None:
         moved: list[_Pair] = []
         for (prefill, decode, outcome, cause), count in grown.items():
-            is_lost = outcome == "failed" or (outcome == "recomputed" and cause in PATH_CAUSES)
+            is_lost = outcome in ("recomputed", "failed") and cause in PATH_CAUSES
             if outcome == "moved" or is_lost:
                 pair = self._pairs.setdefault((prefill, decode), _Pair())
                 if is_lost:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from xpyd_core.bodies import LongBody
 from xpyd_core.errors import ApiError
 from xpyd_core.keys import PAIR_MAC_HEADER, call_mac
-from xpyd_core.kv_outcome import AloneCause, Cause, LostCause, Outcome, cause_of
+from xpyd_core.kv_outcome import AloneCause, Cause, Outcome, cause_of
 from xpyd_core.request_id import pair_id_text
 from xpyd_router.access_log import Trace
 from xpyd_router.app_state import AppState
@@ -84,6 +84,9 @@ class Attempt:
     replaces internal ids.
     `forwarded`: the client's header lines that engines get, each with its end of line.
     """
+
+    prefilled: Prefilled | None = None
+    """P's answer, of a pair that continues."""
 
     def __init__(
         self,
@@ -208,6 +211,16 @@ class Attempt:
         vLLM's own connector does, which takes nothing more than its protocol has."""
         return self.pair_mac if instance.beat.incarnation else ""
 
+    def pair_outcome(self, pair: Pair, said: str) -> tuple[Outcome, Cause]:
+        """What became of the pair's KV, by D's header `said` and what P answered and beat last."""
+        outcome, cause = pair_outcome(self.prefilled, said)
+        if cause == "no_offer":
+            latest = (one for one in self.fleet.instances if one.key == pair.prefill.key)
+            peers = (peer for one in latest for peer in one.beat.kv_peers)
+            last = next((peer.last for peer in peers if peer.peer == str(pair.decode.kv)), "")
+            cause = cause_of(last) if last else cause
+        return outcome, cause
+
     def scrubbed(self, data: bytes) -> bytes:
         """`data` without the internal ids."""
         if data.find(self.uuid_bytes) < 0:
@@ -236,7 +249,7 @@ class Attempt:
         error = _error_in(answer.body)
         if not 400 <= answer.status < 500:
             if error is not None and error.get("code") == TRANSFER_FAILED:
-                raise CallFailed("transfer")
+                raise CallFailed("transfer", answer.kv)
             raise CallFailed("refused" if answer.status == 503 else "status")
         body = self.scrubbed_error(answer.body)
         if error is None:
@@ -337,11 +350,9 @@ class Attempts:
         waited_s = 0.0 if state.trace.tries else state.trace.queue_s
         return pair_deadline_s(now_s, waited_s, wait_s=config.pair_wait_s, request_ends_s=ends_s)
 
-    def answered(
-        self, state: RequestState, attempt: Attempt, prefilled: Prefilled | None, said: str
-    ) -> None:
+    def answered(self, state: RequestState, attempt: Attempt, said: str) -> None:
         """An engine answers the attempt: note what became of the KV. `said`: its header."""
-        choice, trace = attempt.choice, state.trace
+        choice, prefilled, trace = attempt.choice, attempt.prefilled, state.trace
         if isinstance(choice, Alone):
             outcome: Outcome = "alone"
             cause: Cause = "no_prefill" if trace.kv_cause else why_alone(choice, state)
@@ -349,19 +360,10 @@ class Attempts:
         elif prefilled is not None and prefilled.is_over:
             outcome, cause, instances = "alone", "first_token", attempt.instances[:1]
         else:
-            outcome, cause = pair_outcome(prefilled, said)
+            outcome, cause = attempt.pair_outcome(choice, said)
             instances = attempt.instances
-            if cause == "no_offer":
-                cause = self._as_prefill_says(choice) or cause
         trace.kv, trace.kv_cause = outcome, cause
         self._metrics.kv.count(instances, outcome, cause)
-
-    def _as_prefill_says(self, pair: Pair) -> LostCause | None:
-        """Why D got no offer, by the last beat of P, which may have failed to reach it."""
-        latest = (one for one in self._fleet.instances if one.key == pair.prefill.key)
-        peers = (peer for one in latest for peer in one.beat.kv_peers)
-        last = next((peer.last for peer in peers if peer.peer == str(pair.decode.kv)), "")
-        return cause_of(last) if last else None
 
     def end(self, state: RequestState, attempt: Attempt) -> None:
         """However the attempt ended: note it, free its place, and have D release KV that no call

@@ -10,7 +10,7 @@ import logging
 
 from xpyd_core.errors import ApiError
 from xpyd_router.app_state import AppState
-from xpyd_router.errors import CallFailed, FailureCause, poisoned
+from xpyd_router.errors import CallFailed, poisoned
 from xpyd_router.fleet.poison import KILLS, REFUSED_S
 from xpyd_router.policy.pairs import Pair
 from xpyd_router.request.attempt import Attempt
@@ -54,7 +54,7 @@ class Failures:
         state.last_cause = cause
         extra = {"request": attempt.uuid, "instance": instance.name, "tries": state.trace.tries}
         logger.warning("%s call failed: %s", phase, cause, extra=extra)
-        await self._blame(state, attempt, cause)
+        await self._blame(state, attempt, failure)
         if state.has_decode_begun and state.sent is None:
             raise ApiError(502, "the generating instance failed", code="decode_failed")
         if cause == "refused":
@@ -67,13 +67,16 @@ class Failures:
             raise gave_up(state)
         self._metrics.retried(instance)
 
-    async def _blame(self, state: RequestState, attempt: Attempt, cause: FailureCause) -> None:
+    async def _blame(self, state: RequestState, attempt: Attempt, failure: CallFailed) -> None:
         """Count it against the instance at fault; ApiError for a request that kills instances."""
         request, instance, choice = state.request, attempt.called, attempt.choice
+        cause = failure.cause
         if cause == "transfer" and isinstance(choice, Pair):
             # Any other pair will do; best is one that shares no instance with this one.
-            self._metrics.kv.count(attempt.instances, "failed", "other")
-            state.trace.kv, state.trace.kv_cause = "failed", "other"
+            # An engine of an older version, and an event of a stream, say no reason.
+            why = attempt.pair_outcome(choice, failure.kv)[1] or "other"
+            self._metrics.kv.count(attempt.instances, "failed", why)
+            state.trace.kv, state.trace.kv_cause = "failed", why
             self._fleet.transfer_failed(choice.prefill, choice.decode, request.raw)
             p, d = choice.prefill.key, choice.decode.key
             state.shunned = (frozenset((p, d)), frozenset((d,)), frozenset((p,)))

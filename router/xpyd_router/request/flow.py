@@ -204,14 +204,14 @@ class Flow:
         if isinstance(choice, Pair):
             prefilled = await self._prefill(state, attempt, choice)
             if prefilled is not None and prefilled.is_over:
-                self._attempts.answered(state, attempt, prefilled, "")
+                self._attempts.answered(state, attempt, "")
                 return Answer(200, whole_answer(request, state.head, prefilled.answer))
             mac = attempt.mac_for(choice.decode)
             body = decode_body(state, prefilled, is_stream=False, pair_mac=mac)
         answer = await attempt.call(attempt.instances[-1], request, body, self._left_s(state))
         attempt.fleet.succeeded(attempt.called)
         attempt.owes_release = False
-        self._attempts.answered(state, attempt, prefilled, answer.kv)
+        self._attempts.answered(state, attempt, answer.kv)
         body = attempt.scrubbed(answer.body)
         return Answer(answer.status, body, answer.content_type, answer.retry_after)
 
@@ -230,7 +230,7 @@ class Flow:
             if prefilled is not None:
                 client.write(first_events(state, prefilled, choice))
                 if prefilled.is_over:
-                    self._attempts.answered(state, attempt, prefilled, "")
+                    self._attempts.answered(state, attempt, "")
                     client.end()
                     return
                 goes_on = True
@@ -239,7 +239,7 @@ class Flow:
         instance = attempt.instances[-1]
         exchange = await attempt.open(instance, request, body, self._left_s(state))
         try:
-            self._attempts.answered(state, attempt, prefilled, exchange.kv)
+            self._attempts.answered(state, attempt, exchange.kv)
             sent = (state.sent or sent_alone(state, instance)) if goes_on else None
             await Relay(state, attempt, client, sent=sent).run(
                 exchange, self._config.request_timeout_s
@@ -270,6 +270,7 @@ class Flow:
             if self._objectives is not None and attempt.call_s is not None:
                 load.pace.first.observe(waiting_tokens, attempt.call_s)
             prefilled = take_prefill(state, answer.body) if params is not None else None
+            attempt.prefilled = prefilled
             attempt.fleet.succeeded(attempt.called)
         except ProtocolError as error:
             logger.warning("%s", error, extra={"request": attempt.uuid})

@@ -315,7 +315,9 @@ def pair_outcome(prefilled: Prefilled | None, said: str) -> tuple[Outcome, Cause
     if outcome == "moved" or (outcome == "unreported" and not not_sent):
         return outcome, ""
     cause = cause_of(word) if word else "not_sent"
-    return "recomputed", cause_of(not_sent[0]) if not_sent and cause == "not_sent" else cause
+    if not_sent and cause == "not_sent":
+        cause = cause_of(not_sent[0])
+    return "failed" if outcome == "failed" else "recomputed", cause
 
 
 def gave_up(state: RequestState) -> ApiError:

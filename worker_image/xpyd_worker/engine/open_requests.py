@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from xpyd_core.kv_outcome import header_of
 from xpyd_kv.connector.consumer import KvConsumer
 from xpyd_kv.values import Landed, Wait
 from xpyd_worker.engine.executor import StepOutput
@@ -102,9 +103,15 @@ class OpenRequests:
         )
 
     def fail(
-        self, state: RequestState, kind: ErrorKind, message: str, reason: FinishReason = "error"
+        self,
+        state: RequestState,
+        kind: ErrorKind,
+        message: str,
+        reason: FinishReason = "error",
+        *,
+        kv: str = "",
     ) -> None:
-        """End a request from inside; its last output says why."""
+        """End a request from inside; its last output says why. `kv`: see EngineOutput."""
         self._sending.aborted(state, "failed")
         unfinished = (ChoiceOutput(choice, (), reason) for choice in state.open)
         output = EngineOutput(
@@ -112,6 +119,7 @@ class OpenRequests:
             (*state.held, *unfinished),
             finished=True,
             transfer=self._sending.report(state),
+            kv=kv,
             started_s=state.started_s,
             error=message,
             error_kind=kind,
@@ -406,7 +414,8 @@ class SequenceAdmission:
         if self._recompute_without_kv:
             self._requests.recomputes(state, reason)
         else:
-            self._requests.fail(state, "kv_failed", f"the prompt's KV did not come: {reason}")
+            message, kv = f"the prompt's KV did not come: {reason}", header_of(reason, fails=True)
+            self._requests.fail(state, "kv_failed", message, kv=kv)
         return self._recompute_without_kv
 
     def _adopt(self, sequence: Sequence, landed: Landed) -> None:

@@ -174,8 +174,8 @@ class EngineOutput:
     first) is in the first output of a request that asked for it. `cached_tokens` counts prompt
     tokens from the local prefix cache, `received_tokens` those whose KV P sent. `started_s`:
     when the request first left the queue, on the engine's clock (time.monotonic); None before.
-    `kv` is what became of the KV that D was to get: see xpyd_core.kv_outcome.header_of; '' where
-    none was to come.
+    `kv` is what became of the KV that D was to get, also where that is the `error`: see
+    xpyd_core.kv_outcome.header_of; '' where none was to come.
     `error` is set, and `error_kind` with it, where choices ended by `error`.
     """
 

@@ -140,7 +140,8 @@ def json_response(value: Mapping[str, Any], status: int = 200) -> Response:
     return Response(orjson.dumps(value), status=status, content_type=JSON)
 
 
-def _error_response(error: ApiError) -> Response:
+def error_response(error: ApiError) -> Response:
+    """`error` in OpenAI's format."""
     response = Response(error.body(), status=error.status, content_type=JSON)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
@@ -148,7 +149,7 @@ def _error_response(error: ApiError) -> Response:
 
 
 async def _on_api_error(error: ApiError) -> Response:
-    return _error_response(error)
+    return error_response(error)
 
 
 async def _on_http_error(error: HTTPException) -> Response:
@@ -158,7 +159,7 @@ async def _on_http_error(error: HTTPException) -> Response:
         message = f"Unknown path: {request.method} {request.path[:200]}"
     else:
         message = error.description or "error"
-    response = _error_response(ApiError(status, message))
+    response = error_response(ApiError(status, message))
     if status == 405:
         allowed = getattr(error, "valid_methods", None) or ()
         response.headers["Allow"] = ", ".join(allowed)
@@ -167,7 +168,7 @@ async def _on_http_error(error: HTTPException) -> Response:
 
 async def _on_bug(error: Exception) -> Response:
     _log.error("error in a handler", exc_info=error)
-    return _error_response(ApiError(500, "internal error"))
+    return error_response(ApiError(500, "internal error"))
 
 
 def register_errors(app: Quart) -> None:

@@ -21,7 +21,7 @@ from xpyd_core.kv_outcome import HEADER as KV_HEADER
 from xpyd_core.kv_outcome import header_of, read_header
 from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.http.admission import Admitted, Lifecycle, RequestGate
-from xpyd_worker.server.http.bodies import JSON, json_response, parsed_body
+from xpyd_worker.server.http.bodies import JSON, error_response, json_response, parsed_body
 from xpyd_worker.server.openai.answers import (
     INLINE_SCORES,
     AnswerId,
@@ -139,6 +139,22 @@ class Api:
         self._close_with_this_task(call, options, generation, head)
         generation.start()
         call.admitted.submitted()
+        try:
+            response = await self._response(call, options, generation, format_, head)
+        except ApiError as error:
+            if not generation.failed_for_kv:
+                raise
+            response = error_response(error)
+        return _said_of_kv(response, call, options, generation)
+
+    async def _response(
+        self,
+        call: _Call,
+        options: Options,
+        generation: Generation,
+        format_: Format,
+        head: AnswerId,
+    ) -> Response:
         steps = generation.steps()
         if options.stream:
             # What goes wrong before the first token is a status, so that a router can retry.
@@ -154,15 +170,14 @@ class Api:
             )
             response = Response(body, content_type="text/event-stream; charset=utf-8")
             response.headers["Cache-Control"] = "no-cache"
-            return _said_of_kv(response, call, options, generation)
+            return response
         gained: dict[int, ChoiceDelta] = {}
         async for deltas in steps:
             collect(gained, deltas)
         write = partial(_whole_answer, call, generation, format_, head, gained)
         is_short = format_.scores(list(gained.values())) <= INLINE_SCORES
         text = write() if is_short else await call.service.threads.finish(write)
-        response = Response(text, content_type=JSON)
-        return _said_of_kv(response, call, options, generation)
+        return Response(text, content_type=JSON)
 
     def _close_with_this_task(
         self, call: _Call, options: Options, generation: Generation, head: AnswerId
@@ -264,7 +279,7 @@ def _said_of_kv(
     response: Response, call: _Call, options: Options, generation: Generation
 ) -> Response:
     """D's answer to a router's request, with what became of the KV: known when the first token is
-    there, so before any head is sent (ADR 0043)."""
+    there or the request fails, so before any head is sent (ADR 0043)."""
     request_id, service = call.request_id, call.service
     if service.instance.role != "Decode":
         return response

@@ -304,6 +304,7 @@ class Generation:
             extra={"request": request.log_id},
         )
         self.failure = _FAILURES[output.error_kind]
+        prompt.kv = output.kv or prompt.kv
         return failure_answer(output.error_kind)
 
     def close(self) -> None:
@@ -332,9 +333,14 @@ class Generation:
     @property
     def kv(self) -> str:
         """D: what became of the prompts' KV so far (EngineOutput.kv), of the worst of them: one
-        that is computed here, else one that began from its KV."""
+        that failed or is computed here, else one that began from its KV."""
         known = [prompt.kv for prompt in self._prompts.values() if prompt.kv]
         return next((one for one in known if one != MOVED), known[0] if known else "")
+
+    @property
+    def failed_for_kv(self) -> bool:
+        """D: whether the request failed because its KV did not come."""
+        return self.failure == _FAILURES["kv_failed"]
 
     @property
     def reports(self) -> list[TransferReport]:
