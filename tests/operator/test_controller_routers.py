@@ -26,6 +26,7 @@ class Router:
     def __init__(self) -> None:
         self.moved = self.unreachable = 0
         self.has_pair: int | None = None
+        self.forged = self.instances = 0
         self.status = 200
         self.asked: list[list[str]] = []
         self.port = 0
@@ -37,6 +38,8 @@ class Router:
             f'{METRIC}{{cause="unreachable",decode="d",outcome="recomputed",prefill="p"}} '
             f"{self.unreachable}",
         ]
+        lines.append(f'xpyd_router_heartbeats_total{{result="forged"}} {self.forged}.0')
+        lines.append(f'xpyd_router_instances{{state="Ready",type="P"}} {self.instances}.0')
         if self.has_pair is not None:
             lines.append(f"xpyd_router_has_pair {self.has_pair}.0")
         return web.Response(text="\n".join(lines), status=self.status)
@@ -127,8 +130,35 @@ async def test_a_fleet_whose_verdict_changed_is_woken() -> None:
         assert await world.look() == (False, "Unreachable")
         assert world.woken == [KEY, KEY]
         assert (
-            router.asked == [[METRIC, "xpyd_router_heartbeats_total", "xpyd_router_has_pair"]] * 4
+            router.asked
+            == [
+                [
+                    METRIC,
+                    "xpyd_router_heartbeats_total",
+                    "xpyd_router_has_pair",
+                    "xpyd_router_instances",
+                ]
+            ]
+            * 4
         )
+
+
+async def test_forged_heartbeats_count_while_a_ready_engine_is_at_no_router() -> None:
+    router = Router()
+    async with listening(router):
+        p = f"chat-prefill-{REVISION}-5d9c7b8f4d"
+        engines = [pod(f"p-{n}", role="Prefill", owner=p) for n in range(2)]
+        others = [pod("p-2", role="Prefill", owner=p, ready="False"), pod("x", role="Prefill")]
+        world = World(router, pod("r-0"), *engines, *others)
+        router.instances = 2
+        for _ in range(6):
+            assert await world.look() == (None, "NoTraffic")
+            router.forged += 5
+        router.instances = 1
+        for _ in range(3):
+            found = await world.look()
+            router.forged += 5
+        assert found == (False, "KeyMismatch")
 
 
 async def test_a_fleet_has_a_pair_while_one_of_its_ready_routers_says_so() -> None:

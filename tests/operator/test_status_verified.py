@@ -20,9 +20,14 @@ class Fleet:
         self.counts: dict[Row, int] = {}
         self.now_s = 1000.0
 
-    def look(self) -> KvVerdict:
-        self.now_s += PERIOD_S
-        return self.watch.look({"router-0": dict(self.counts)}, self.now_s)
+    def look(self, *, after_s: float = PERIOD_S, has_stranger: bool | None = False) -> KvVerdict:
+        self.now_s += after_s
+        counts = {"router-0": dict(self.counts)}
+        return self.watch.look(counts, self.now_s, has_stranger=has_stranger)
+
+    def forge(self) -> None:
+        """A heartbeat that another key has signed comes to the router."""
+        self.count("forged", p="", d="")
 
     def count(self, outcome: str, cause: str = "", n: int = 1, *, p: str = P, d: str = D) -> None:
         row = (p, d, outcome, cause)
@@ -168,14 +173,25 @@ def test_a_p_that_left_is_told_within_a_minute_though_kv_moved_before(fleet: Fle
     assert found[-1] is False
 
 
-def test_short_prompts_make_it_false_only_where_no_kv_moved_for_long(fleet: Fleet) -> None:
+def test_prompts_that_are_all_short_are_as_the_fleet_wants_it(fleet: Fleet) -> None:
     fleet.count("moved")
+    found: list[KvVerdict] = []
+    for _ in range(30):
+        fleet.count("alone", "short_prompt", 9, p="")
+        found.append(fleet.look())
+    assert [one.status for one in found[:20]] == [True] * 20
+    assert found[-1][:2] == (None, "ShortPrompts")
+    assert "router.localPrefillTokens" in found[-1].message
+
+
+def test_a_p_that_was_away_long_ago_does_not_count_beside_short_prompts(fleet: Fleet) -> None:
+    fleet.count("alone", "no_prefill", 2, p="")
     statuses: list[bool | None] = []
     for _ in range(30):
         fleet.count("alone", "short_prompt", p="")
         statuses.append(fleet.look().status)
-    assert statuses[:20] == [True] * 20
-    assert statuses[-1] is False
+    assert statuses[0] is False
+    assert statuses[-1] is None
 
 
 @pytest.mark.parametrize("cause", ["one_token", "echo", "first_token", "aggregated"])
@@ -184,12 +200,34 @@ def test_requests_that_need_no_kv_say_nothing(cause: str, fleet: Fleet) -> None:
     assert fleet.look().status is None
 
 
-def test_heartbeats_with_another_key_make_it_false_where_no_kv_moves(fleet: Fleet) -> None:
-    fleet.counts["", "", "forged", ""] = 2
-    assert fleet.look()[:2] == (False, "KeyMismatch")
-    fleet.count("moved")
-    fleet.counts["", "", "forged", ""] = 4
-    assert fleet.look().status is True
+@pytest.mark.parametrize("moved", [0, 1])
+def test_an_engine_with_another_key_makes_it_false_within_a_minute(
+    moved: int, fleet: Fleet
+) -> None:
+    """Also where KV moved before, or others move it: a ready engine gets no requests."""
+    found: list[KvVerdict] = []
+    for _ in range(4):
+        fleet.forge()
+        fleet.count("moved", n=moved)
+        found.append(fleet.look(has_stranger=True))
+    assert found[0].status is (True if moved else None)
+    assert found[-1][:2] == (False, "KeyMismatch")
+    assert fleet.look(has_stranger=None).status is False, "the router did not answer"
+    assert fleet.look(has_stranger=False).status is (True if moved else None)
+
+
+def test_heartbeats_that_a_stranger_forges_say_nothing_of_the_fleet(fleet: Fleet) -> None:
+    for _ in range(20):
+        fleet.forge()
+        assert fleet.look(has_stranger=False).status is None
+
+
+def test_two_stray_heartbeats_while_an_engine_joins_say_nothing(fleet: Fleet) -> None:
+    for _ in range(2):
+        fleet.forge()
+        assert fleet.look(after_s=3.0, has_stranger=True).status is None
+    for _ in range(10):
+        assert fleet.look(has_stranger=True).status is None
 
 
 def test_what_was_counted_before_the_first_look_is_of_the_past() -> None:

@@ -27,7 +27,14 @@ from xpyd_operator.controller.decision.kinds import DEPLOYMENT, POD
 from xpyd_operator.controller.decision.state import controller_of
 from xpyd_operator.manifests.names import LABEL_ROLE
 from xpyd_operator.plan.values import ROUTER
-from xpyd_operator.status.children import is_of_workload, is_true, key_of, text
+from xpyd_operator.status.children import (
+    WORKER_INDEX,
+    is_leaving,
+    is_of_workload,
+    is_true,
+    key_of,
+    text,
+)
 from xpyd_operator.status.verified import (
     NOT_LOOKED,
     QUERY,
@@ -36,6 +43,7 @@ from xpyd_operator.status.verified import (
     KvWatch,
     read_counts,
     read_has_pair,
+    read_instances,
 )
 
 logger = logging.getLogger(__name__)
@@ -55,6 +63,8 @@ class _Answer(NamedTuple):
 
     counts: Counts
     has_pair: bool | None
+    instances: int
+    """Engines that the router has."""
 
 
 @dataclass
@@ -146,7 +156,9 @@ class RouterReader:
                 fleet.rests.pop(name, None)
         found = {n: a for n, a in zip(asked, answers, strict=True) if a is not None}
         counts = {name: answer.counts for name, answer in found.items()}
-        verdict = fleet.watch.look(counts, self._clock())
+        known = max((answer.instances for answer in found.values()), default=None)
+        has_stranger = None if known is None else known < self._ready_engines(key)
+        verdict = fleet.watch.look(counts, self._clock(), has_stranger=has_stranger)
         for name, answer in found.items():
             if answer.has_pair is not None:
                 fleet.said[name] = (now_s, answer.has_pair)
@@ -177,6 +189,18 @@ class RouterReader:
             if workload and workload in made and is_of_workload(pod, workload):
                 yield name, address, is_true(pod, "Ready")
 
+    def _ready_engines(self, key: FleetKey) -> int:
+        """Engines that beat: of an instance of several pods its first one does."""
+        return sum(
+            text(pod, "metadata", "labels", LABEL_ROLE) != ROUTER
+            and (workload := key_of(pod)) is not None
+            and is_of_workload(pod, workload)
+            and text(pod, "metadata", "labels", WORKER_INDEX) in ("", "0")
+            and is_true(pod, "Ready")
+            and not is_leaving(pod)
+            for pod in self._cache.children(key).get(POD, {}).values()
+        )
+
     async def _ask(self, session: aiohttp.ClientSession, address: str) -> _Answer | None:
         """What a router says; None where it does not answer."""
         host = f"[{address}]" if ":" in address else address
@@ -191,7 +215,8 @@ class RouterReader:
             logger.debug("router %s: %s", address, error)
             return None
         said = body.decode("utf-8", "replace")
-        return _Answer(await asyncio.to_thread(read_counts, said), read_has_pair(said))
+        counts = await asyncio.to_thread(read_counts, said)
+        return _Answer(counts, read_has_pair(said), read_instances(said))
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:

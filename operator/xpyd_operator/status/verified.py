@@ -18,7 +18,8 @@ from xpyd_core.kv_outcome import PATH_CAUSES
 METRIC = "xpyd_router_kv_outcomes_total"
 _BEATS = "xpyd_router_heartbeats_total"
 _HAS_PAIR = "xpyd_router_has_pair"
-QUERY = f"/metrics?name[]={METRIC}&name[]={_BEATS}&name[]={_HAS_PAIR}"
+_INSTANCES = "xpyd_router_instances"
+QUERY = "/metrics?" + "&".join(f"name[]={n}" for n in (METRIC, _BEATS, _HAS_PAIR, _INSTANCES))
 """What to GET of a router."""
 LATELY_S = 300.0
 """How long what was seen counts."""
@@ -26,6 +27,8 @@ HOLD_S = 60.0
 """False ends when no KV was lost for so long: else a path that works now and then would flap."""
 LEAST = 2
 """Requests that make a verdict: one may be lost to a restart."""
+_APART_S = 10.0
+"""Looks at forged heartbeats are so far apart at least: two stray ones are seen at one look."""
 _SETTLED_S = 30.0
 """A P that left since KV moved is not asked any more: how long ago that has to be."""
 _MOST_NAMED = 3
@@ -41,6 +44,7 @@ _FORGED: Row = ("", "", "forged", "")
 _SAMPLE = re.compile(rf"^{METRIC}{{(.*)}} (\S+)$", re.M)
 _FORGED_BEATS = re.compile(rf'^{_BEATS}{{result="forged"}} (\S+)$', re.M)
 _PAIR = re.compile(rf"^{_HAS_PAIR} (\S+)$", re.M)
+_KNOWN = re.compile(rf"^{_INSTANCES}{{[^}}\n]*}} (\S+)$", re.M)
 # Nothing here may go back: what a pod answers is not to be trusted.
 _LABEL = re.compile(r'(?<!\w)(\w{1,64}+)="((?:[^"\\]|\\.)*+)"')
 _ESCAPED = re.compile(r"\\(.)")
@@ -63,6 +67,11 @@ def read_has_pair(text: str) -> bool | None:
     """Whether a router has instances that can serve a request (ADR 0041); None: it does not say."""
     values = _PAIR.findall(text)
     return bool(_number(values[0])) if len(values) == 1 else None
+
+
+def read_instances(text: str) -> int:
+    """How many engines a router has, in whatever state."""
+    return sum(map(_number, _KNOWN.findall(text)))
 
 
 def _number(value: str) -> int:
@@ -89,11 +98,13 @@ _REASONS = {
     "lost": "ConnectionLost",
     "broken": "DataBroken",
 }
-_ALONE = {
-    "no_prefill": "no Prefill instance was there",
-    "short_prompt": "their prompts were shorter than router.localPrefillTokens",
-}
+_ALONE = frozenset({"no_prefill", "short_prompt"})
 """Causes for which a fleet's P gets no requests."""
+_IDLE = "Decode instances served all requests alone lately: no Prefill instance was there"
+_SHORT = (
+    "all prompts were shorter lately than router.localPrefillTokens: Decode instances served them "
+    "alone, as this field wants it, and no KV was to move"
+)
 _TEXT = "D computes those prompts a second time; xpyd kv-probe tests the path of a pair"
 _OTHER_KEY = "routers refuse engines whose heartbeats are signed with another key"
 NOT_LOOKED = KvVerdict(None, "NoTraffic", "no request showed lately whether KV arrives")
@@ -109,6 +120,32 @@ class _Pair:
     lost: Counter[str] = field(default_factory=Counter[str])
 
 
+@dataclass
+class _Forged:
+    """Heartbeats of another key, and whether they are an engine's of the fleet.
+
+    Anybody who reaches a router can send some. An engine of the fleet sends them all the time, and
+    is a ready pod that no router has: both have to be so at `LEAST` looks one behind the other.
+    """
+
+    looks: int = 0
+    last_s: float = float("-inf")
+
+    def look(self, now_s: float, *, has_grown: bool, has_stranger: bool | None) -> None:
+        """What one look showed; None: not whether a ready engine is unknown. A fleet without a pair
+        is looked at often: a look soon after one that counted counts as nothing."""
+        if has_stranger is False or now_s - self.last_s > HOLD_S:
+            self.looks = 0
+        if has_stranger and has_grown and now_s - self.last_s >= _APART_S:
+            self.looks += 1
+            self.last_s = now_s
+
+    @property
+    def is_an_engine(self) -> bool:
+        """Whether an engine of the fleet has another key than the routers."""
+        return self.looks >= LEAST
+
+
 class KvWatch:
     """What one fleet's routers counted, and what follows from it. Times are of one steady clock.
 
@@ -122,22 +159,30 @@ class KvWatch:
         self._past = frozenset[str]()
         """Pods that were there before the first look."""
         self._pairs: dict[tuple[str, str], _Pair] = {}
-        self._moved_s = self._lost_s = self._alone_s = float("-inf")
-        self._alone: Counter[str] = Counter()
-        self._forged, self._forged_s = 0, float("-inf")
+        self._moved_s = self._lost_s = float("-inf")
+        self._alone: dict[str, tuple[int, float]] = {}
+        """By cause the requests that one instance served, and when it was seen last."""
+        self._forged = _Forged()
         self._false: KvVerdict | None = None
 
-    def look(self, routers: Mapping[str, Counts], now_s: float) -> KvVerdict:
+    def look(
+        self, routers: Mapping[str, Counts], now_s: float, *, has_stranger: bool | None = None
+    ) -> KvVerdict:
         """The verdict after the counts of all routers that answered, by name. A router that did not
-        answer may be left out: its earlier counts are kept."""
+        answer may be left out: its earlier counts are kept. `has_stranger`: whether fewer engines
+        are known to each router than are ready; None: that is not known."""
         if self._routers is None:
             if routers:
                 self._routers = dict(routers)
             return NOT_LOOKED
+        forged = 0
         for name, counts in routers.items():
             first: Counts = counts if name in self._past else {}
-            self._add(_growth(self._routers.get(name, first), counts), now_s)
+            grown = _growth(self._routers.get(name, first), counts)
+            forged += grown.get(_FORGED, 0)
+            self._add(grown, now_s)
             self._routers[name] = counts
+        self._forged.look(now_s, has_grown=forged > 0, has_stranger=has_stranger)
         self._forget(now_s)
         return self._verdict(now_s)
 
@@ -163,27 +208,19 @@ class KvWatch:
                 else:
                     moved.append(pair)
             elif outcome == "alone" and cause in _ALONE:
-                self._alone[cause] += count
-                self._alone_s = now_s
-            elif outcome == "forged":
-                self._forged += count
-                self._forged_s = now_s
+                self._alone[cause] = self._alone.get(cause, (0, 0.0))[0] + count, now_s
         for pair in moved:
             # Where both happened between two looks, the order is not known: the path works.
             pair.moved_s = self._moved_s = now_s
             pair.lost.clear()
             self._alone.clear()
-            self._forged = 0
 
     def _forget(self, now_s: float) -> None:
         oldest_s = now_s - LATELY_S
         for key, pair in list(self._pairs.items()):
             if max(pair.moved_s, pair.lost_s) < oldest_s or len(self._pairs) > _MOST_PAIRS:
                 del self._pairs[key]
-        if self._alone_s < oldest_s:
-            self._alone.clear()
-        if self._forged_s < oldest_s:
-            self._forged = 0
+        self._alone = {c: row for c, row in self._alone.items() if row[1] >= oldest_s}
 
     def _verdict(self, now_s: float) -> KvVerdict:
         broken = {key: pair for key, pair in self._pairs.items() if pair.lost}
@@ -193,15 +230,16 @@ class KvWatch:
         if self._false is not None and now_s - self._lost_s <= HOLD_S:
             return self._false
         self._false = None
-        is_without_p = self._alone["no_prefill"] >= LEAST and now_s - self._moved_s >= _SETTLED_S
+        if self._forged.is_an_engine:
+            return KvVerdict(False, "KeyMismatch", _OTHER_KEY)
+        is_idle = self._alone.get("no_prefill", (0, 0.0))[0] >= LEAST
+        is_without_p = is_idle and now_s - self._moved_s >= _SETTLED_S
         if now_s - self._moved_s <= LATELY_S and not is_without_p:
             return KvVerdict(True, "KVMoved", "KV moved from Prefill to Decode instances lately")
-        if self._forged >= LEAST:
-            return KvVerdict(False, "KeyMismatch", _OTHER_KEY)
-        if self._alone.total() >= LEAST:
-            cause = "no_prefill" if is_without_p else max(self._alone, key=self._alone.__getitem__)
-            message = f"Decode instances served all requests alone lately: {_ALONE[cause]}"
-            return KvVerdict(False, "PrefillIdle", message)
+        if is_without_p:
+            return KvVerdict(False, "PrefillIdle", _IDLE)
+        if "short_prompt" in self._alone:
+            return KvVerdict(None, "ShortPrompts", _SHORT)
         return NOT_LOOKED
 
 
