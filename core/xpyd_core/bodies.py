@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import codecs
 import io
-import itertools
 import math
 import re
 import reprlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import islice
-from typing import Any, NamedTuple, TypeVar, cast
+from types import GenericAlias
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import msgspec
 from msgspec import inspect
@@ -44,11 +43,8 @@ _HUGE = 10**5000
 """In place of a number that no parser makes."""
 _BLANKS = re.compile(rb"[ \t\r\n]*+")
 _PIECE_BYTES = 64 * 1024
-_ITEM = re.compile(
-    rb'[ \t\r\n]*+("[^"\\]*+(?:\\.[^"\\]*+)*+"|\[[^\[\]{}"]*+\])[ \t\r\n]*+([,\]])', re.DOTALL
-)
-"""An item of a list of prompts, and what is behind it. Nothing in it is tried twice: else a text of
-escapes takes thirty times its length."""
+_LIST, _TEXT = b'["'
+_NOTHING = Annotated[int, msgspec.Meta(ge=1, le=0)]
 _NOT_THERE = msgspec.Raw(b"")
 NO_VALUE = msgspec.Raw(b"null")
 """A member that is not there, as a struct's default: absent and null mean the same."""
@@ -98,49 +94,73 @@ class PromptShape(NamedTuple):
     prompts: int
     """Texts or lists of ids; 1 where it is a text or a list of ids."""
     most_ids: int
-    """A bound on the ids of all prompts; exact where it is one list of ids, 0 where it has none."""
+    """A bound on the ids of all prompts; exact where all are numbers, 0 without any."""
     text_bytes: int
     """The JSON of the prompts that are texts."""
 
 
-def prompt_shape(raw: bytes | msgspec.Raw, most_prompts: int) -> PromptShape:
-    """The shape of a `prompt`; no more than `most_prompts` + 1 prompts are counted.
-
-    Raises ApiError 400 for a list of prompts with an item that is none.
-    """
-    if bytes(memoryview(raw)[:1]) != b"[":
+def prompt_shape(raw: msgspec.Raw, most_prompts: int) -> PromptShape:
+    """The shape of a `prompt`. Raises ApiError as `prompt_items`."""
+    if memoryview(raw)[0] != _LIST:
         return PromptShape(1, 0, len(raw))
-    text = bytes(raw)
-    blanks = _BLANKS.match(text, 1)
-    inner = text[blanks.end() : blanks.end() + 1] if blanks else b""
-    if inner not in (b'"', b"["):
-        return PromptShape(1, 0 if inner == b"]" else text.count(b",") + 1, 0)
-    count, text_bytes, ids = 0, 0, 0
-    for found in islice(_items(text), most_prompts + 1):
-        count += 1
-        start, end = found.span(1)
-        if text[start] == ord("["):
-            ids += text.count(b",", start, end) + 1
-        else:
-            text_bytes += end - start
-    return PromptShape(count, ids, text_bytes)
+    items = prompt_items(raw, most_prompts)
+    ids = sum(map(most_ids_in, items))
+    text_bytes = sum(len(item) for item in items if memoryview(item)[0] == _TEXT)
+    return PromptShape(max(1, len(items)), ids, text_bytes)
 
 
-def prompt_items(text: bytes) -> Iterator[bytes]:
-    """The JSON of each item of a list of texts and lists of ids. ApiError as above."""
-    return (found[1] for found in _items(text))
+def most_ids_in(item: msgspec.Raw) -> int:
+    """A bound on the ids of one prompt; 0 where it is no list."""
+    return bytes(item).count(b",") + 1 if memoryview(item)[0] == _LIST else 0
 
 
-def _items(text: bytes) -> Iterator[re.Match[bytes]]:
-    at = 1
-    for index in itertools.count():
-        found = _ITEM.match(text, at)
-        if found is None:
+def prompt_items(raw: msgspec.Raw, most_prompts: int) -> Sequence[msgspec.Raw]:
+    """The JSON of each prompt of a `prompt`, not copied: all of it where it is no list of prompts,
+    none of an empty list.
+
+    Raises ApiError 400 for more than `most_prompts`, and for a list of prompts with an item that is
+    none.
+    """
+    view = memoryview(raw)
+    blanks = _BLANKS.match(view, 1) if view[0] == _LIST else None
+    if blanks is None:
+        return (raw,)
+    first = view[blanks.end()]
+    if first not in (_LIST, _TEXT):
+        return () if first == ord("]") else (raw,)
+    if len(raw) > _SHORT_BYTES:
+        _check_count(raw, most_prompts)
+    items = read(list[msgspec.Raw], raw, "prompt")
+    if len(items) > most_prompts:
+        raise _too_many(most_prompts)
+    for index, item in enumerate(items):
+        if memoryview(item)[0] not in (_LIST, _TEXT):
             raise refuse("prompt", f"item {index}: expected a string or token ids")
-        yield found
-        if found[2] == b"]":
-            return
-        at = found.end()
+    return items
+
+
+def _check_count(raw: msgspec.Raw, most: int) -> None:
+    """ApiError for a list of more than `most` items. It builds no more than these: fifty bytes for
+    each would be many times the text of short ones."""
+    try:
+        _counter(most).decode(raw)
+    except msgspec.ValidationError as error:
+        # That of a list which is too short names no item.
+        if " - at `$[" in str(error):
+            raise _too_many(most) from None
+    except RecursionError:
+        pass  # who reads the list says so
+
+
+@cache
+def _counter(most: int) -> msgspec.json.Decoder[Any]:
+    """Takes `most` items of a list as they are; what is behind them is an error that names it."""
+    items = (*(msgspec.Raw,) * most, _NOTHING)
+    return msgspec.json.Decoder(cast("type[Any]", GenericAlias(tuple, items)))
+
+
+def _too_many(most: int) -> ApiError:
+    return refuse("prompt", f"at most {most} prompts")
 
 
 class BodyBuffer:
@@ -214,14 +234,14 @@ class BodyCharge:
 
     def __init__(self, budget: BodyBudget, most_bytes: int) -> None:
         self._budget = budget
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes
         self._bytes = 0
         self.is_refused = False
         """Some of the body was thrown away."""
 
     def take(self, count: int) -> bool:
         """Charge what has come; False: it, and all that follows, is to be thrown away."""
-        return self.take_more(min(count, self._most_bytes - self._bytes))
+        return self.take_more(min(count, self.most_bytes - self._bytes))
 
     def take_more(self, count: int) -> bool:
         """Charge what becomes of the body."""
@@ -233,7 +253,7 @@ class BodyCharge:
 
     def move(self) -> BodyCharge:
         """A charge with all of this one, for what outlives the request; this one has none then."""
-        moved = BodyCharge(self._budget, self._most_bytes)
+        moved = BodyCharge(self._budget, self.most_bytes)
         moved._bytes, self._bytes = self._bytes, 0
         return moved
 

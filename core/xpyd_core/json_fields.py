@@ -1,11 +1,14 @@
-"""Fields of a config.json, read with checks: every error names the field and what is supported.
+"""Files that hold a JSON object, and their fields read with checks: every error names the file or
+the field, and what is supported.
 
 The families' rules are written with it. Plain JSON; it must not know models or torch.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from xpyd_core.errors import UserError
@@ -13,6 +16,20 @@ from xpyd_core.errors import UserError
 Json = Mapping[str, Any]
 
 _SHOWN_CHARACTERS = 80
+
+
+def read_object(path: Path, name: str) -> Json:
+    """The JSON object in the file at `path`. UserError, which begins with `name`: the field or flag
+    that named the folder."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{name}: {path} does not exist; name a folder that has it") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{name}: cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{name}: {path} must hold a JSON object")
+    return cast("Json", value)
 
 
 class Fields:

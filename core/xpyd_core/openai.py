@@ -125,18 +125,20 @@ class Routed(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     return_token_ids: Annotated[bool | None, _router("As in vLLM.")] = None
 
 
+Echo = Annotated[bool | None, _router("The answer begins with the prompt.")]
+MaxCompletionTokens = Annotated[_Tokens | None, _router("As max_tokens, and wins over it.")]
+
+
 class RoutedCompletion(Routed, frozen=True, gc=False, kw_only=True):
     """What the router reads of a /v1/completions body."""
 
-    echo: Annotated[bool | None, _router("The answer begins with the prompt.")] = None
+    echo: Echo = None
 
 
 class RoutedChat(Routed, frozen=True, gc=False, kw_only=True):
     """What the router reads of a /v1/chat/completions body."""
 
-    max_completion_tokens: Annotated[
-        _Tokens | None, _router("As max_tokens, and wins over it.")
-    ] = None
+    max_completion_tokens: MaxCompletionTokens = None
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):

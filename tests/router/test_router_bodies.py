@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tests.router.fakes import pair
-from xpyd_core.bodies import BodyBuffer, LongBody
+from xpyd_core.bodies import BodyBuffer, LongBody, prompt_shape
 from xpyd_core.errors import ApiError
-from xpyd_router.request.client_request import parse_request
+from xpyd_core.openai import RoutedChat, RoutedCompletion
+from xpyd_router.http.inference import read_on
+from xpyd_router.request.client_request import ChatMembers, CompletionMembers, parse_request
 from xpyd_router.request.state import prefill_body, splice
 
 
@@ -184,6 +190,102 @@ _json = st.recursive(
 def test_a_splice_into_any_object_adds_or_replaces_just_the_members(fields: dict[str, Any]) -> None:
     out = orjson.loads(splice(orjson.dumps(fields), {"seed": 1, "n": None}))
     assert out == {**fields, "seed": 1, "n": None}
+
+
+def test_the_router_reads_each_field_of_its_own_as_it_is_described() -> None:
+    for members, described in ((CompletionMembers, RoutedCompletion), (ChatMembers, RoutedChat)):
+        read = {one.name: one for one in structs.fields(members)}
+        for field in structs.fields(described):
+            assert read[field.name] == field
+        others = {name for name in read if name not in described.__struct_fields__}
+        assert {read[name].type for name in others} == {msgspec.Raw}
+
+
+class Blocked:
+    """A thread that is busy until `free`, and what it was given meanwhile."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+        self.read: list[bytes] = []
+        self.reader = ThreadPoolExecutor(1)
+        self.reader.submit(self.free.wait, 20)
+
+    def take(self, body: bytes) -> bytes:
+        self.read.append(body)
+        return body
+
+    async def asked(self, waiting: list[bytes]) -> asyncio.Task[bytes]:
+        """`read_on`, which waits for the thread."""
+        task = asyncio.create_task(read_on(self.reader, self.take, waiting))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not task.done()
+        return task
+
+    def end(self) -> None:
+        self.free.set()
+        self.reader.shutdown()
+
+
+async def test_a_body_that_waits_for_the_thread_is_held_by_its_request_alone() -> None:
+    blocked = Blocked()
+    try:
+        kept, left = [b"kept"], [b"left"]
+        reading, leaving = await blocked.asked(kept), await blocked.asked(left)
+        assert (kept, left) == ([b"kept"], [b"left"])
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert left == []
+        blocked.free.set()
+        assert await asyncio.wait_for(reading, 20) == b"kept"
+        assert kept == []
+    finally:
+        blocked.end()
+    assert blocked.read == [b"kept"]
+
+
+async def test_what_is_wrong_with_a_body_that_is_read_on_a_thread_is_said_and_nothing_is_kept() -> (
+    None
+):
+    def refuse_it(body: bytes) -> None:
+        raise ApiError(400, body.decode())
+
+    waiting = [b"wrong"]
+    with ThreadPoolExecutor(1) as reader:
+        with pytest.raises(ApiError, match="wrong"):
+            await read_on(reader, refuse_it, waiting)
+        assert waiting == []
+        reader.shutdown()
+        waiting = [b"late"]
+        with pytest.raises(RuntimeError):
+            await read_on(reader, refuse_it, waiting)
+        assert waiting == []
+
+
+_TEXTS = {
+    "plain": "a" * 5000,
+    "escapes": '\\"' * 2000,
+    "quotes": '"' * 2000,
+    "brackets": '],[",1,' * 500,
+    "wide": "漢\n" * 1000,
+}
+
+
+@pytest.mark.parametrize("text", _TEXTS.values(), ids=_TEXTS)
+@pytest.mark.parametrize("count", [1, 30, 256, 257])
+def test_prompts_are_counted_whatever_is_in_them(text: str, count: int) -> None:
+    raw = msgspec.Raw(b"[ " + orjson.dumps([text, [1, 2]] * count)[1:])
+    shape = prompt_shape(raw, 2 * count)
+    assert (shape.prompts, shape.most_ids) == (2 * count, 2 * count)
+    assert shape.text_bytes == count * len(orjson.dumps(text))
+    for wrong in (b"[1,2]", b"5", b"{}"):
+        longer = msgspec.Raw(bytes(raw)[:-1] + b"," + wrong + b"]")
+        with pytest.raises(ApiError, match=f"at most {2 * count} prompts") as caught:
+            prompt_shape(longer, 2 * count)
+        assert (caught.value.status, caught.value.param) == (400, "prompt")
+    with pytest.raises(ApiError, match=f"item {2 * count}: expected a string or token ids"):
+        prompt_shape(msgspec.Raw(bytes(raw)[:-1] + b", null]"), 2 * count + 1)
 
 
 async def test_a_long_body_is_read_on_a_thread_and_refused_as_a_short_one_is() -> None:

@@ -85,7 +85,7 @@ class Fleet:
         return self.metrics.tokenizer_loads.labels(result)._value.get()
 
     async def count(self, asked: InferenceRequest) -> Prompted:
-        return await self.tokens.count(asked.model, asked.raw, asked.prompt, is_chat=asked.is_chat)
+        return await self.tokens.count(asked.model, asked.raw, asked.prompt, asked.shape)
 
     async def exact(self, asked: InferenceRequest) -> Prompted:
         """Ask until the count is exact; time goes on meanwhile."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,16 @@ import pytest
 from tests.worker.server_fakes import serving
 from xpyd_core.errors import UserError
 from xpyd_worker import LLM
+from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.request import SamplingParams
-from xpyd_worker.model.generation import OPENAI_DEFAULTS, SamplingDefaults, load_defaults
+from xpyd_worker.load.engine import load
+from xpyd_worker.model.generation import (
+    OPENAI_DEFAULTS,
+    SamplingDefaults,
+    defaults_of,
+    read_generation,
+)
+from xpyd_worker.model.registry import read_checkpoint
 from xpyd_worker.server.openai.params import parse_chat, parse_completion
 
 FILE = {
@@ -33,6 +42,10 @@ DEMO_MODEL = Path(__file__).resolve().parents[2] / "examples/demo-model"
 def write(folder: Path, value: Any) -> Path:
     (folder / "generation_config.json").write_text(json.dumps(value))
     return folder
+
+
+def load_defaults(folder: Path, source: str, override: Mapping[str, Any]) -> SamplingDefaults:
+    return defaults_of(folder, read_generation(folder), source, override)
 
 
 def test_the_checkpoints_file_gives_them_and_without_one_openais_count(tmp_path: Path) -> None:
@@ -72,6 +85,43 @@ def test_a_wrong_value_is_refused_by_file_and_name(tmp_path: Path, value: Any, w
     if isinstance(value, dict):
         with pytest.raises(UserError, match=rf"--override-generation-config: .*{word}"):
             load_defaults(tmp_path, "vllm", value)
+
+
+def test_a_checkpoints_files_are_read_once_and_refused_before_its_weights_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder holds no weights: who needed them would say so."""
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(DEMO_MODEL / name, tmp_path)
+    read: list[str] = []
+    own = Path.read_bytes
+
+    def counted(path: Path) -> bytes:
+        read.append(path.name)
+        return own(path)
+
+    monkeypatch.setattr(Path, "read_bytes", counted)
+    found = read_checkpoint(WorkerConfig(model=str(tmp_path)))
+    assert found.defaults == OPENAI_DEFAULTS
+    assert sorted(read) == ["config.json", "generation_config.json"]
+    write(tmp_path, {"temperature": "hot"})
+    with pytest.raises(UserError, match="temperature is 'hot'"):
+        load(
+            WorkerConfig(model=str(tmp_path)),
+            deliver=lambda _: None,
+            keys=(),
+            incarnation="i",
+            make_store=None,
+        )
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff", "[" * 100_000])
+def test_a_file_that_cannot_be_read_is_named_with_the_flag(tmp_path: Path, text: str) -> None:
+    (tmp_path / "generation_config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=r"model: .*generation_config\.json"):
+        load_defaults(tmp_path, "auto", {})
+    with pytest.raises(UserError, match=r"--generation-config: .*generation_config\.json"):
+        defaults_of(tmp_path, {}, str(tmp_path), {})
 
 
 def test_a_folder_that_is_named_must_have_the_file(tmp_path: Path) -> None:

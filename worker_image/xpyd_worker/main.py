@@ -30,7 +30,7 @@ from xpyd_core.sizes import format_bytes
 from xpyd_kv.connector.build import MakeStore
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kv.engine import LETTER
-from xpyd_worker.model.registry import load_config, resolve_checkpoint
+from xpyd_worker.model.registry import read_checkpoint
 from xpyd_worker.ranks.loss import Loss, RankLostError
 from xpyd_worker.ranks.start.messages import Logs
 from xpyd_worker.server.bridge import EngineBridge
@@ -181,8 +181,8 @@ class _Worker:
         # What is wrong with a checkpoint is said before torch is imported, which takes seconds;
         # HTTP answers meanwhile.
         config = self._config
-        model = load_config(resolve_checkpoint(config.model, config.revision))
-        check_parallel(model.shape, config.sizes, config.layer_partition)
+        checkpoint = read_checkpoint(config)
+        check_parallel(checkpoint.model.shape, config.sizes, config.layer_partition)
         prepare_for_torch()
         # HTTP waits less long for an engine whose steps are short, and the other way round.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -195,6 +195,7 @@ class _Worker:
             incarnation=self._incarnation,
             make_store=self._store_factory,
             logs=self._logs,
+            checkpoint=checkpoint,
         )
 
     async def _serve_loaded(

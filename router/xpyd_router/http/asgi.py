@@ -115,12 +115,12 @@ class AsgiSink:
             self._news.set()
 
 
-async def read_body(receive: Receive, scope: Scope, limit_bytes: int, charge: BodyCharge) -> bytes:
-    """The whole body, which is charged. Raises ApiError 413 for one above the limit, 408 for one
-    that does not come, 503 where there is no room for it, ClientLeft.
+async def read_body(receive: Receive, scope: Scope, charge: BodyCharge) -> bytes:
+    """The whole body, which is charged. Raises ApiError 413 for one above the limit, 408
+    for one that does not come, 503 where there is no room for it, ClientLeft.
     """
     for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit() and int(value) > limit_bytes:
+        if name == b"content-length" and value.isdigit() and int(value) > charge.most_bytes:
             raise _too_long()
     body = BodyBuffer()
     with contextlib.suppress(TimeoutError):
@@ -128,7 +128,7 @@ async def read_body(receive: Receive, scope: Scope, limit_bytes: int, charge: Bo
             while (message := await receive())["type"] == "http.request":
                 part = message.get("body", b"")
                 body.add(part)
-                if len(body) > limit_bytes:
+                if len(body) > charge.most_bytes:
                     raise _too_long()
                 charge.take(len(part))
                 charge.check()

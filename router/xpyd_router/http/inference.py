@@ -327,7 +327,7 @@ class Inference:
         status = _CLIENT_CLOSED
         charge = BodyCharge(self.bodies, self.max_body_bytes)
         try:
-            body = await read_body(receive, scope, self.max_body_bytes, charge)
+            body = await read_body(receive, scope, charge)
         except ClientLeft:
             pass
         except ApiError as error:

@@ -100,7 +100,7 @@ class TextCalls:
         try:
             if head.complaint is not None:
                 raise head.complaint
-            body = await read_body(receive, scope, self._config.max_body_bytes, charge)
+            body = await read_body(receive, scope, charge)
             if self._open >= MAX_CALLS:
                 raise ApiError(503, "too many texts are being tokenized", retry_after_s=1)
             self._open += 1

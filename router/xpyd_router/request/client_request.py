@@ -27,6 +27,7 @@ from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.bodies import (
     MAX_MEMBER_BYTES,
     NO_VALUE,
+    PromptShape,
     check_text,
     is_absent,
     prompt_shape,
@@ -34,7 +35,7 @@ from xpyd_core.bodies import (
     refuse,
 )
 from xpyd_core.errors import ApiError, UserError
-from xpyd_core.openai import MAX_CHOICES, Routed, RoutedChat, RoutedCompletion
+from xpyd_core.openai import MAX_CHOICES, Echo, MaxCompletionTokens, Routed
 from xpyd_router.policy.base import NO_SLO, PrefixMark, Slo
 
 MAX_NAMES = 32
@@ -208,12 +209,11 @@ TEXT_PATHS = ("/tokenize", "/detokenize")
 """What engines answer besides inference, and the router sends on."""
 
 
-class CompletionMembers(RoutedCompletion, frozen=True, gc=False, kw_only=True):
-    """What the router looks at in a /v1/completions body: its own fields, read and checked, and as
-    JSON texts what only the engine checks. Nothing is built of other members.
+class _Members(Routed, frozen=True, gc=False, kw_only=True):
+    """What the router looks at in both bodies: its own fields, read and checked, and as JSON texts
+    what only the engine checks. Nothing is built of other members.
     """
 
-    prompt: msgspec.Raw = NO_VALUE
     prompt_logprobs: msgspec.Raw = NO_VALUE
     kv_transfer_params: msgspec.Raw = NO_VALUE
     priority: msgspec.Raw = NO_VALUE
@@ -222,18 +222,20 @@ class CompletionMembers(RoutedCompletion, frozen=True, gc=False, kw_only=True):
     cache_salt: msgspec.Raw = NO_VALUE
 
 
-class ChatMembers(RoutedChat, frozen=True, gc=False, kw_only=True):
-    """The same of a /v1/chat/completions body."""
+class CompletionMembers(_Members, frozen=True, gc=False, kw_only=True):
+    """What it looks at in a /v1/completions body: RoutedCompletion, and the texts."""
 
+    echo: Echo = None
+    prompt: msgspec.Raw = NO_VALUE
+
+
+class ChatMembers(_Members, frozen=True, gc=False, kw_only=True):
+    """What it looks at in a /v1/chat/completions body: RoutedChat, and the texts."""
+
+    max_completion_tokens: MaxCompletionTokens = None
     messages: msgspec.Raw = NO_VALUE
     tools: msgspec.Raw = NO_VALUE
     chat_template_kwargs: msgspec.Raw = NO_VALUE
-    prompt_logprobs: msgspec.Raw = NO_VALUE
-    kv_transfer_params: msgspec.Raw = NO_VALUE
-    priority: msgspec.Raw = NO_VALUE
-    user: msgspec.Raw = NO_VALUE
-    prompt_cache_key: msgspec.Raw = NO_VALUE
-    cache_salt: msgspec.Raw = NO_VALUE
 
 
 Members = CompletionMembers | ChatMembers
@@ -270,6 +272,8 @@ class InferenceRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     seed: int | None
     choices: int
     """Choices of all prompts together."""
+    shape: PromptShape | None
+    """What the prompt has; None of a chat."""
     prompt_tokens: int
     """An estimate by the body's length, for policies and limits that have no count."""
     output_tokens: int
@@ -310,15 +314,12 @@ def _shows_prompt(members: Members) -> bool:
     return echo or not (is_absent(wanted) or bytes(memoryview(wanted)[:5]) == b"false")
 
 
-def _limit(routed: Routed) -> int | None:
-    newer = routed.max_completion_tokens if isinstance(routed, RoutedChat) else None
-    return newer if newer is not None else routed.max_tokens
+def _limit(members: Members) -> int | None:
+    newer = members.max_completion_tokens if isinstance(members, ChatMembers) else None
+    return newer if newer is not None else members.max_tokens
 
 
-def _choices(members: Members, n: int) -> int:
-    prompts = 1
-    if isinstance(members, CompletionMembers):
-        prompts = max(1, prompt_shape(members.prompt, MAX_CHOICES).prompts)
+def _choices(prompts: int, n: int) -> int:
     if n * prompts > MAX_CHOICES:
         field = "n" if n > 1 else "prompt"
         raise refuse(field, f"expected at most {MAX_CHOICES} choices (prompts x n)")
@@ -334,7 +335,10 @@ def parse_request(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
     if not is_absent(routed.kv_transfer_params):
         raise refuse("kv_transfer_params", "set by the router, not by clients")
     include_usage, running_usage = _streamed_usage(routed)
-    choices = _choices(routed, routed.n or 1)
+    shape = None
+    if isinstance(routed, CompletionMembers):
+        shape = prompt_shape(routed.prompt, MAX_CHOICES)
+    choices = _choices(1 if shape is None else shape.prompts, routed.n or 1)
     shows_prompt = _shows_prompt(routed)
     limit = _limit(routed)
     if limit == 0 and not shows_prompt:
@@ -361,6 +365,7 @@ def parse_request(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
         max_tokens=limit,
         seed=routed.seed,
         choices=choices,
+        shape=shape,
         prompt_tokens=len(raw) // _BYTES_PER_TOKEN + 1,
         output_tokens=choices * min(most or _EXPECTED_TOKENS, _MOST_EXPECTED_TOKENS),
         shows_prompt=shows_prompt,

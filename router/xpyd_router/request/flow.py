@@ -130,7 +130,7 @@ class Flow:
             return
         request = state.request
         counted = await self._tokens.count(
-            request.model, request.raw, request.prompt, is_chat=request.is_chat
+            request.model, request.raw, request.prompt, request.shape
         )
         state.prompt_tokens = counted.tokens
         if counted.hashes:

@@ -13,8 +13,7 @@ from typing import Any, cast
 
 import msgspec
 
-from xpyd_core.bodies import prompt_shape
-from xpyd_core.openai import MAX_CHOICES
+from xpyd_core.bodies import PromptShape
 
 BYTES_PER_TOKEN = 4
 """Bytes of a token of English text in vocabularies of 32 k to 256 k tokens: 3.5 to 4.5."""
@@ -46,17 +45,16 @@ class Conversation:
     """The client's `chat_template_kwargs`."""
 
 
-def estimate_tokens(prompt: bytes | msgspec.Raw, *, is_chat: bool) -> int:
+def estimate_tokens(prompt: msgspec.Raw, shape: PromptShape | None) -> int:
     """Tokens of the prompts, about: a quarter of their bytes; of ids their number. At least 1.
 
-    `prompt` is the JSON of `prompt` or of `messages`. It is counted, not read: a body may be long.
+    `prompt` is the JSON of `prompt`, which has this `shape`, or of `messages`, which have none. It
+    is counted, not read: a body may be long.
     """
-    text, ids = bytes(prompt), 0
-    size_bytes = len(text)
-    if is_chat:
-        size_bytes -= _MESSAGE_BYTES * text.count(b'"role"')
+    text = bytes(prompt)
+    if shape is None:
+        ids, size_bytes = 0, len(text) - _MESSAGE_BYTES * text.count(b'"role"')
     else:
-        shape = prompt_shape(text, MAX_CHOICES)
         ids, size_bytes = shape.most_ids, max(0, shape.text_bytes - 2)
     # A letter that is written as \uXXXX has two or three bytes as UTF-8, half as many as here.
     size_bytes = max(size_bytes - 3 * text.count(b"\\u"), size_bytes // 2)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from xpyd_core.bodies import PromptShape
 from xpyd_core.request_id import Address
 from xpyd_core.tokenizer_files import MAX_BYTES, PATH
 from xpyd_router.fleet.instances import ModelInstances
@@ -175,22 +176,23 @@ class Tokens:
         )
 
     async def count(
-        self, model: str, raw: bytes, prompt: bytes | msgspec.Raw, *, is_chat: bool
+        self, model: str, raw: bytes, prompt: msgspec.Raw, shape: PromptShape | None
     ) -> Prompted:
         """The exact count of the request `raw` in bounded time; where there is none, an estimate by
-        the JSON of its `prompt` or `messages`: a quarter of its bytes, at least 1. Never raises.
+        the JSON of its `prompt`, which has this `shape`, or of its `messages`, which have none: a
+        quarter of its bytes, at least 1. Never raises.
         """
         try:
             for key in _keys(self._fleet.snapshot.of_model(model)):
                 child = self.child_with(key)
                 if child is not None:
-                    tokens, hashes = await child.count(key, raw, is_chat=is_chat)
+                    tokens, hashes = await child.count(key, raw, is_chat=shape is None)
                     self._counted["exact"].inc()
                     return Prompted(tokens, hashes, True, child.block_tokens[key])
             self._counted["unknown"].inc()
         except Uncounted as uncounted:
             self._counted[uncounted.reason].inc()
-        return Prompted(estimate_tokens(prompt, is_chat=is_chat), (), False)
+        return Prompted(estimate_tokens(prompt, shape), (), False)
 
 
 def _keys(found: ModelInstances) -> Iterator[str]:

@@ -31,8 +31,7 @@ from xpyd_worker.engine.request import EngineStats, SchedulerConfig
 from xpyd_worker.kv.engine import HeldKv, Kv, KvParts, make_kv
 from xpyd_worker.load.ready_model import ReadyModel, log_memory, ranks_memory_table
 from xpyd_worker.model.config import ModelConfig
-from xpyd_worker.model.generation import load_defaults
-from xpyd_worker.model.registry import load_config, own_name, resolve_checkpoint
+from xpyd_worker.model.registry import Checkpoint, own_name, read_checkpoint
 from xpyd_worker.ranks.executor import RankedExecutor
 from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.loss import Loss
@@ -111,11 +110,12 @@ def load(
     incarnation: str,
     make_store: MakeStore | None,
     logs: Logs = _OWN_LOGS,
+    checkpoint: Checkpoint | None = None,
 ) -> LoadedEngine:
     """Load what `config` names. UserError for a checkpoint or a size that cannot work. `logs`: how
-    ranks in processes of their own log."""
-    folder = resolve_checkpoint(config.model, config.revision)
-    model_config = load_config(folder)
+    ranks in processes of their own log. `checkpoint`: where it has been read."""
+    checkpoint = checkpoint or read_checkpoint(config)
+    folder, model_config = checkpoint.folder, checkpoint.model
     with _tokenizer(config, folder) as load_tokenizer, ExitStack() as stack:
         ready = _make_ready(config, folder, model_config, logs, incarnation)
         if ready.instance is not None:
@@ -166,7 +166,7 @@ def load(
             producer=kv.connector.producer if kv.connector else None,
             consumer=kv.connector.consumer if kv.connector else None,
         )
-        model = _served_model(config, folder, model_config, tokenizer, max_model_len)
+        model = _served_model(config, checkpoint, tokenizer, max_model_len)
         key = compat_key(factors)
         loaded = LoadedEngine(model, engine, ready, kv, key, config.kv_socket_dir)
         stack.pop_all()
@@ -184,13 +184,10 @@ def _tokenizer(config: WorkerConfig, folder: Path) -> Generator[Callable[[], Tok
 
 
 def _served_model(
-    config: WorkerConfig,
-    folder: Path,
-    model_config: ModelConfig,
-    tokenizer: Tokenizer,
-    max_model_len: int,
+    config: WorkerConfig, checkpoint: Checkpoint, tokenizer: Tokenizer, max_model_len: int
 ) -> ServedModel:
     """What the server has of the model."""
+    folder, model_config, defaults = checkpoint
     knows_developer = _template_has(folder, "developer")
     files = TokenizerFiles(
         tokenizer=tokenizer.to_json(),
@@ -211,7 +208,7 @@ def _served_model(
         created=int(time.time()),
         knows_developer=knows_developer,
         files=ServedFiles.of(files),
-        defaults=load_defaults(folder, config.generation_config, config.override_generation_config),
+        defaults=defaults,
     )
     # Asks every token of the vocabulary; now, not when the first long prompt waits for it.
     _ = model.max_token_bytes

@@ -5,13 +5,13 @@ The checkpoint's file may hold other members; those that are named here count, a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
 from xpyd_core.errors import UserError
+from xpyd_core.json_fields import Json, read_object
 
 FILE = "generation_config.json"
 
@@ -42,31 +42,27 @@ _ABOVE_LOW = ("top_p", "repetition_penalty")
 _WHOLE = ("top_k", "max_new_tokens")
 
 
-def load_defaults(folder: Path, source: str, override: Mapping[str, Any]) -> SamplingDefaults:
-    """The defaults of the checkpoint in `folder`. `source`: auto, vllm or another folder;
-    `override` wins. UserError names the file or the flag, and the member."""
-    found = OPENAI_DEFAULTS
-    if source != "vllm":
-        path = (folder if source == "auto" else Path(source)) / FILE
-        found = _merged(found, _members(path, is_needed=source != "auto"), str(path))
-    return _merged(found, override, "--override-generation-config")
+def read_generation(folder: Path) -> Json:
+    """What the checkpoint's file holds; nothing without one. UserError names it."""
+    path = folder / FILE
+    return read_object(path, "model") if path.exists() else {}
 
 
-def _members(path: Path, *, is_needed: bool) -> Mapping[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        if is_needed:
-            raise UserError(f"--generation-config: {path} does not exist") from None
-        return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a JSON object")
-    return cast("Mapping[str, Any]", value)
+def defaults_of(
+    folder: Path, found: Json, source: str, override: Mapping[str, Any]
+) -> SamplingDefaults:
+    """The defaults of the checkpoint in `folder`, whose file holds `found`. `source`: auto, vllm or
+    another folder; `override` wins. UserError names the file or the flag, and the member."""
+    defaults = OPENAI_DEFAULTS
+    if source == "auto":
+        defaults = _merged(defaults, found, str(folder / FILE))
+    elif source != "vllm":
+        path = Path(source) / FILE
+        defaults = _merged(defaults, read_object(path, "--generation-config"), str(path))
+    return _merged(defaults, override, "--override-generation-config")
 
 
-def _merged(before: SamplingDefaults, members: Mapping[str, Any], where: str) -> SamplingDefaults:
+def _merged(before: SamplingDefaults, members: Json, where: str) -> SamplingDefaults:
     values = {field.name: getattr(before, field.name) for field in fields(before)}
     for name, (low, high) in _BOUNDS.items():
         value: object = members.get(name)

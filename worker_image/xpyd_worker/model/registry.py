@@ -7,16 +7,17 @@ what is wrong with a checkpoint is said at once.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from xpyd_core.errors import UserError
-from xpyd_core.json_fields import Fields, Json
+from xpyd_core.json_fields import Fields, Json, read_object
+from xpyd_worker.config import WorkerConfig
 from xpyd_worker.model.config import ModelConfig, token_ids
 from xpyd_worker.model.families import FAMILIES, Family
+from xpyd_worker.model.generation import FILE, SamplingDefaults, defaults_of, read_generation
 
 # What serving reads: weights, configuration, tokenizer, chat template.
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
@@ -66,13 +67,27 @@ def own_name(model: str, folder: Path) -> str:
     return model.removeprefix("hf://") if model.startswith("hf://") else folder.resolve().name
 
 
+class Checkpoint(NamedTuple):
+    """What an engine has of its checkpoint before the weights are loaded."""
+
+    folder: Path
+    model: ModelConfig
+    defaults: SamplingDefaults
+
+
+def read_checkpoint(config: WorkerConfig) -> Checkpoint:
+    """The checkpoint that `config` names; each of its files is read once. UserError names the file
+    or the flag, and the field."""
+    folder = resolve_checkpoint(config.model, config.revision)
+    found = read_generation(folder)
+    model = parse_config(read_object(folder / "config.json", "model"), found)
+    source, override = config.generation_config, config.override_generation_config
+    return Checkpoint(folder, model, defaults_of(folder, found, source, override))
+
+
 def load_config(folder: Path) -> ModelConfig:
     """The configuration of the checkpoint in `folder`. Raises UserError naming file and field."""
-    generation = folder / "generation_config.json"
-    return parse_config(
-        _read_json(folder / "config.json"),
-        _read_json(generation) if generation.exists() else {},
-    )
+    return parse_config(read_object(folder / "config.json", "model"), read_generation(folder))
 
 
 def parse_config(config: Json, generation: Json) -> ModelConfig:
@@ -80,7 +95,7 @@ def parse_config(config: Json, generation: Json) -> ModelConfig:
 
     Raises UserError naming the field for what is missing, malformed or not supported.
     """
-    fields, more = Fields(config), Fields(generation, file="generation_config.json")
+    fields, more = Fields(config), Fields(generation, file=FILE)
     family = _family(fields)
     model = family.read_config(fields)
     if "eos_token_id" not in fields and "eos_token_id" not in more:
@@ -95,15 +110,3 @@ def _family(fields: Fields) -> Family:
             return family
     known = ", ".join(family.architecture for family in FAMILIES)
     raise fields.refusal("architectures", f"one of {known}")
-
-
-def _read_json(path: Path) -> Json:
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"model: {path} does not exist; name a checkpoint folder") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"model: cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"model: {path} must hold a JSON object")
-    return cast("Json", value)

@@ -19,8 +19,8 @@ from xpyd_core.bodies import (
     NO_VALUE,
     check_text,
     is_absent,
+    most_ids_in,
     prompt_items,
-    prompt_shape,
     read,
     refuse,
     shown,
@@ -323,39 +323,19 @@ def read_prompts(raw: msgspec.Raw, max_model_len: int | None) -> tuple[Prompt, .
     """The prompts whose JSON is `raw`. What is too long is refused before it is read."""
     if is_absent(raw):
         raise refuse("prompt", "this field is missing")
-    shape = prompt_shape(raw, MAX_PROMPTS)
-    if shape.prompts > MAX_PROMPTS:
-        raise refuse("prompt", f"at most {MAX_PROMPTS} prompts")
-    if not shape.most_ids:
-        return _prompts(_read_prompts(raw))
-    items = _items(bytes(raw), max_model_len)
-    if len(raw) <= _SHORT_BYTES:
-        return _prompts(_read_prompts(raw))
+    items = prompt_items(raw, MAX_PROMPTS)
+    most_ids = max(map(most_ids_in, items), default=0)
+    if max_model_len is not None and most_ids >= max_model_len:
+        raise too_long(max_model_len, f"your prompt has {most_ids} tokens", "prompt")
+    if not most_ids or len(raw) <= _SHORT_BYTES:
+        return _prompts(read(cast("type[_Prompts]", Prompts), raw, "prompt"))
     return tuple(_long_prompt(item, index) for index, item in enumerate(items))
 
 
-def _items(text: bytes, max_model_len: int | None) -> list[bytes]:
-    """The JSON of each prompt in a list of ids or of prompts, none of which is too long."""
-    items = [text] if text.count(b"[") == 1 else list(prompt_items(text))
-    for item in items:
-        if item.startswith(b"["):
-            _refuse_long(item.count(b",") + 1, max_model_len)
-    return items
-
-
-def _read_prompts(raw: msgspec.Raw) -> _Prompts:
-    return read(cast("type[_Prompts]", Prompts), raw, "prompt")
-
-
-def _long_prompt(item: bytes, index: int) -> Prompt:
-    if item.startswith(b'"'):
-        return read(str, item, f"prompt[{index}]")
-    return _token_ids(item, index)
-
-
-def _refuse_long(tokens: int, max_model_len: int | None) -> None:
-    if max_model_len is not None and tokens >= max_model_len:
-        raise too_long(max_model_len, f"your prompt has {tokens} tokens", "prompt")
+def _long_prompt(item: msgspec.Raw, index: int) -> Prompt:
+    if most_ids_in(item):
+        return _token_ids(bytes(item), index)
+    return read(str, item, f"prompt[{index}]")
 
 
 def _token_ids(text: bytes, index: int) -> Sequence[int]:
