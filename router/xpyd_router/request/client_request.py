@@ -256,7 +256,8 @@ _COMPLETIONS_MAX_TOKENS = 16
 
 class InferenceRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A client's request: its bytes and what the router reads in them. Made for every request: a
-    Struct takes a twelfth of a frozen dataclass's time.
+    Struct takes a twelfth of a frozen dataclass's time. Of more than 15 fields Python would make a
+    dict first, in three times the time.
     """
 
     endpoint: Endpoint
@@ -274,8 +275,6 @@ class InferenceRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Choices of all prompts together."""
     shape: PromptShape | None
     """What the prompt has; None of a chat."""
-    prompt_tokens: int
-    """An estimate by the body's length, for policies and limits that have no count."""
     output_tokens: int
     """An estimate of what is generated: the limit, unless it is far too high."""
     shows_prompt: bool
@@ -288,6 +287,11 @@ class InferenceRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     def is_chat(self) -> bool:
         """Whether answers are chat completions."""
         return self.endpoint == "chat/completions"
+
+    @property
+    def prompt_tokens(self) -> int:
+        """An estimate by the body's length, for policies and limits that have no count."""
+        return len(self.raw) // _BYTES_PER_TOKEN + 1
 
     @property
     def prompt(self) -> msgspec.Raw:
@@ -366,7 +370,6 @@ def parse_request(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
         seed=routed.seed,
         choices=choices,
         shape=shape,
-        prompt_tokens=len(raw) // _BYTES_PER_TOKEN + 1,
         output_tokens=choices * min(most or _EXPECTED_TOKENS, _MOST_EXPECTED_TOKENS),
         shows_prompt=shows_prompt,
         alone=alone,
