@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import orjson
@@ -201,6 +202,10 @@ def test_the_router_reads_each_field_of_its_own_as_it_is_described() -> None:
         assert {read[name].type for name in others} == {msgspec.Raw}
 
 
+class Body(bytearray):
+    """A body that a weak reference can follow; `bytes` know none."""
+
+
 class Blocked:
     """A thread that is busy until `free`, and what it was given meanwhile."""
 
@@ -230,12 +235,15 @@ class Blocked:
 async def test_a_body_that_waits_for_the_thread_is_held_by_its_request_alone() -> None:
     blocked = Blocked()
     try:
-        kept, left = [b"kept"], [b"left"]
+        kept = [b"kept"]
+        left = [cast("bytes", Body(b"left"))]
+        held = weakref.ref(left[0])
         reading, leaving = await blocked.asked(kept), await blocked.asked(left)
         assert (kept, left) == ([b"kept"], [b"left"])
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
+        assert held() is None
         assert left == []
         blocked.free.set()
         assert await asyncio.wait_for(reading, 20) == b"kept"
