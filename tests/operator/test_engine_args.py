@@ -288,12 +288,25 @@ def test_a_changed_document_with_mistakes_changes_nothing_that_runs() -> None:
     found = turns.document()
     children = running(found)
     edited = fleet_with_bad_args() | {"status": found["status"]}
+    edited["spec"]["pools"][0]["replicas"] = 5
     edited["spec"]["pools"][1]["name"] = "decode-2"
-    edited["spec"]["router"] = {"discoveryPort": 6000, "service": {"port": 81}}
+    edited["spec"]["router"] = {"discoveryPort": 6000, "replicas": 3, "service": {"port": 81}}
     assert written(state_of(edited, children)) == set()
     children[POOL]["chat-decode"]["spec"]["replicas"] = 2
     (decode,) = [n for n in children[DEPLOYMENT] if "decode" in n]
     assert written(state_of(edited, children)) == {f"scale {decode} to 2"}
+
+
+def test_a_mistake_in_one_template_holds_the_whole_document_back() -> None:
+    """A pool that it does not concern keeps the size that it was scaled to, too."""
+    found = turns.document()
+    children = running(found)
+    edited = turns.document(decode=4) | {"status": found["status"]}
+    edited["spec"]["router"] = {"template": {"spec": {"restartPolicy": "Never"}}}
+    assert written(state_of(edited, children)) == set()
+    children[POOL]["chat-decode"]["spec"]["replicas"] = 2
+    (decode,) = [n for n in children[DEPLOYMENT] if "decode" in n]
+    assert written(state_of(edited, children)) == {f"apply {decode}"}
 
 
 def test_a_new_fleet_with_mistakes_begins_nothing() -> None:

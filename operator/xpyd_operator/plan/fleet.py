@@ -65,33 +65,40 @@ def plan(want: FleetWant, seen: FleetSeen, now: float) -> Plan:
     return Plan(tuple(actions), None if settled else RECHECK_S)
 
 
-def as_it_runs(want: FleetWant, seen: FleetSeen, admitted: Mapping[str, str]) -> FleetWant:
-    """What a fleet goes on with while its document is held back: the revisions that it has.
+def as_it_runs(
+    want: FleetWant, seen: FleetSeen, admitted: Mapping[str, tuple[str, int]]
+) -> FleetWant:
+    """What a fleet goes on with while its document has mistakes: `want` itself where all of it runs
+    already, else the document is held back.
 
-    `admitted`: pool -> its revision in the last document that was obeyed. A pool whose revision the
-    document did not change is as the document wants it. Another keeps its revision, and the size
-    that it was scaled to. A new pool does not begin, and one that left the document does not leave.
+    `admitted`: pool -> its revision in the last document that was obeyed, and its size. Held back,
+    each pool keeps its revision, and the size that it was scaled to; a new pool does not begin, and
+    one that left the document does not leave.
     """
     by_pool: dict[str, list[WorkloadSeen]] = {}
     for workload in seen.workloads:
         by_pool.setdefault(workload.workload.pool, []).append(workload)
     found: list[PoolWant] = []
     pools = {pool.name: pool for pool in want.pools}
+    is_all = True
     for name in (*pools, *(name for name in admitted if name not in pools)):
-        pool, last, have = pools.get(name), admitted.get(name), by_pool.get(name, [])
+        pool, have = pools.get(name), by_pool.get(name, [])
+        last, size = admitted.get(name, ("", pool.replicas if pool else None))
+        # The router has no object that remembers its size.
+        replicas = size if name == ROUTER else None
         if pool and pool.revision in (last, *(w.workload.revision for w in have)):
-            found.append(pool)
-        elif have:
+            found.append(replace(pool, replicas=replicas))
+            continue
+        is_all = False
+        if have:
             # Where the last document's workload is gone: what serves.
             have.sort(key=lambda w: (w.workload.revision != last, -w.ready, w.workload.revision))
             runs = have[0].workload
-            # The router's size is the document's alone.
-            size = pool.replicas if pool and name == ROUTER else None
             pool = pool or PoolWant(name, runs.template, runs.revision)
             found.append(
-                replace(pool, template=runs.template, revision=runs.revision, replicas=size)
+                replace(pool, template=runs.template, revision=runs.revision, replicas=replicas)
             )
-    return replace(want, pools=tuple(found))
+    return want if is_all else replace(want, pools=tuple(found))
 
 
 def pools_wanted(want: FleetWant, seen: Iterable[PoolSeen]) -> tuple[PoolSeen, ...]:

@@ -340,9 +340,8 @@ class _Decision:
 
     def _pools(self) -> Iterator[Write]:
         by_name = {pool.name: pool for pool in self._fleet.spec.pools}
-        rendered = {name for name, _ in self._rendered}
         for pool in pools_wanted(self._want, self._seen.pools):
-            if pool.name == ROUTER or pool.name not in rendered:
+            if pool.name == ROUTER or self._held:
                 continue
             obj = pool_object(
                 self._fleet, by_name[pool.name], pool.replicas, pool.declared, self._state.placement

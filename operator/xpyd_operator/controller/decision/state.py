@@ -38,7 +38,7 @@ from xpyd_operator.manifests.refusals import (
 from xpyd_operator.plan.fleet import as_it_runs
 from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.plan.values import FleetSeen, FleetWant
-from xpyd_operator.status.children import Children, Raw, fields, fleet_seen, rows, text
+from xpyd_operator.status.children import Children, Raw, count, fields, fleet_seen, rows, text
 from xpyd_operator.status.verified import NOT_LOOKED, KvVerdict
 
 
@@ -246,8 +246,11 @@ class FleetState:
         if parsed.fleet is None or not parsed.mistakes:
             return parsed.want
         last = rows(self.document, "status", "pools")
-        admitted = {text(row, "name"): text(row, "revision") for row in last}
-        admitted = {pool: revision for pool, revision in admitted.items() if revision}
+        admitted = {
+            text(row, "name"): (text(row, "revision"), count(row, "replicas"))
+            for row in last
+            if text(row, "revision")
+        }
         return as_it_runs(parsed.want, self.seen, admitted)
 
     @property
