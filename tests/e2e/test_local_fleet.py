@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e import quick_probes
 from tests.e2e.harness import DEMO_MODEL, ROOT, free_port, http, wait_for
 from tests.e2e.oracle import Case, load, open_loop
 
@@ -42,9 +43,9 @@ class Local:
     name: str
     state: Path
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, module: str = "xpyd_core") -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "xpyd_core", *arguments],
+            [sys.executable, "-m", module, *arguments],
             env={**os.environ, "XDG_STATE_HOME": str(self.state)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -53,8 +54,8 @@ class Local:
             cwd=ROOT,
         )
 
-    def xpyd(self, *arguments: str, status: int = 0) -> str:
-        process = self.start(*arguments)
+    def xpyd(self, *arguments: str, status: int = 0, module: str = "xpyd_core") -> str:
+        process = self.start(*arguments, module=module)
         out, err = process.communicate(timeout=150)
         assert process.returncode == status, f"{arguments}: {out}\n{err}"
         return out + err
@@ -79,7 +80,7 @@ def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
     file.write_text(DOCUMENT.replace("NAME", "pair"))
     local = Local("pair", folder / "state")
     try:
-        local.xpyd("up", "-f", str(file), "--detach", "--port", str(free_port()))
+        local.xpyd(str(file), str(free_port()), module=quick_probes.__name__)
         yield local
     finally:
         local.xpyd("down", "pair")
@@ -118,8 +119,9 @@ def _name(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
-def test_a_restarted_engine_is_forked_again_also_behind_the_fork_servers_death(
-    two_by_two: Local,
+@pytest.mark.parametrize(("pool", "how"), [("decode", "SIGKILL"), ("prefill", "SIGSTOP")])
+def test_a_restarted_engine_is_forked_again_also_where_the_fork_server_ends_or_hangs(
+    two_by_two: Local, pool: str, how: str
 ) -> None:
     two_by_two.wait_ready()
     before = two_by_two.pids()
@@ -128,35 +130,27 @@ def test_a_restarted_engine_is_forked_again_also_behind_the_fork_servers_death(
     assert all(_is_forked(before[name]) for name in engines)
     first = _fork_server(supervisor)
 
-    os.kill(before["pair-decode-0"], signal.SIGKILL)
-    wait_for(
-        "its restart",
-        lambda: two_by_two.pids()["pair-decode-0"] not in (0, before["pair-decode-0"]),
-    )
-    two_by_two.wait_ready()
-    assert two_by_two.pods()["pair-decode-0"]["restarts"] == 1
-    assert _is_forked(two_by_two.pids()["pair-decode-0"])
+    one, other = f"pair-{pool}-0", f"pair-{pool}-1"
+    _kill(two_by_two, one)
+    assert _is_forked(two_by_two.pids()[one])
     assert _fork_server(supervisor) == first
 
-    os.kill(first, signal.SIGKILL)
-    os.kill(before["pair-decode-1"], signal.SIGKILL)
-    wait_for(
-        "its restart",
-        lambda: two_by_two.pids()["pair-decode-1"] not in (0, before["pair-decode-1"]),
-    )
-    two_by_two.wait_ready()
+    os.kill(first, signal.Signals[how])
+    _kill(two_by_two, other)
     after = two_by_two.pids()
-    assert {name for name in before if before[name] != after[name]} == {
-        "pair-decode-0",
-        "pair-decode-1",
-    }
-    os.kill(after["pair-decode-1"], signal.SIGKILL)
-    wait_for(
-        "its restart", lambda: two_by_two.pids()["pair-decode-1"] not in (0, after["pair-decode-1"])
-    )
-    two_by_two.wait_ready()
-    assert _is_forked(two_by_two.pids()["pair-decode-1"])
+    assert {name for name in before if before[name] != after[name]} == {one, other}
+    assert not _runs_still(first)
+    _kill(two_by_two, other)
+    assert _is_forked(two_by_two.pids()[other])
     assert _fork_server(supervisor) != first
+
+
+def _kill(local: Local, engine: str) -> None:
+    """Kill it, and wait for its restart."""
+    pid = local.pids()[engine]
+    os.kill(pid, signal.SIGKILL)
+    wait_for("its restart", lambda: local.pids()[engine] not in (0, pid))
+    local.wait_ready()
 
 
 @pytest.mark.parametrize(("role", "pool"), [("P", "prefill"), ("D", "decode")])
@@ -190,6 +184,29 @@ def test_kill_9_under_load_loses_no_request_and_the_process_returns(
         )
 
     wait_for(f"{victim} takes part again", served)
+
+
+def test_an_engine_that_is_stopped_under_load_is_killed_and_started_again(
+    two_by_two: Local, cases: list[Case]
+) -> None:
+    two_by_two.wait_ready()
+    endpoint, before = two_by_two.status()["endpoint"], two_by_two.pods()
+    victim = "pair-prefill-1"
+    stopped = before[victim]["pid"]
+
+    def stop() -> None:
+        os.kill(stopped, signal.SIGSTOP)
+        wait_for("its restart", lambda: two_by_two.pids()[victim] not in (0, stopped))
+
+    asked = asyncio.run(open_loop(endpoint, cases, rate=4, seconds=5, disturb=stop))
+    assert [one.what for one in asked if one.what is not None] == []
+    two_by_two.wait_ready()
+    assert not _runs_still(stopped)
+    after = two_by_two.pods()
+    assert after[victim]["restarts"] == before[victim]["restarts"] + 1
+    assert after[victim]["last_exit"] == quick_probes.HUNG
+    assert _is_forked(after[victim]["pid"])
+    assert {name for name in after if after[name]["pid"] != before[name]["pid"]} == {victim}
 
 
 def test_kill_9_of_the_router_refuses_no_connection_and_loses_only_what_it_held(
