@@ -152,5 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     except KeyboardInterrupt:
         # Who presses twice must not get a traceback from the interpreter's end.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        except KeyboardInterrupt:  # the second came just before
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         return EXIT_INTERRUPTED

@@ -76,6 +76,36 @@ def test_a_chat_that_waits_for_its_endpoint_ends(fleet, times):
             interrupt(child, times)
 
 
+_BEFORE_IT_IS_IGNORED = """
+import signal, sys
+from xpyd_core.cli import main
+def press(frame, event, _):
+    if event == "call" and frame.f_code is signal.signal.__code__:
+        sys.setprofile(None)
+        signal.raise_signal(signal.SIGINT)
+sys.setprofile(press)
+sys.exit(main(sys.argv[1:]))
+"""
+_AT_THE_END = """
+import atexit, signal, sys
+from xpyd_core.cli import main
+atexit.register(lambda: signal.raise_signal(signal.SIGINT))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("second", [_BEFORE_IT_IS_IGNORED, _AT_THE_END], ids=["early", "late"])
+def test_a_second_one_that_comes_while_a_chat_ends_is_ignored(fleet, second):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        child = start(fleet, [sys.executable, "-c", second, "chat", "--url", url, "hello"])
+        silent.settimeout(20)
+        connection, _ = silent.accept()
+        with connection:
+            connection.recv(1000)
+            interrupt(child, 1)
+
+
 def test_up_that_waits_for_its_fleet_takes_it_down_and_kills_it_at_the_second(fleet):
     fleet.write(["--deaf", "--never-beats"], decode=1)
     child = start(fleet, [sys.executable, str(SUPERVISOR), "up-detached", str(fleet.file)])

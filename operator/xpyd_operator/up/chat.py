@@ -14,7 +14,6 @@ from importlib import import_module
 from typing import Any, TextIO, cast
 from urllib.parse import urlsplit
 
-from xpyd_core.cli import EXIT_INTERRUPTED
 from xpyd_core.errors import UserError
 
 TIMEOUT_S = 600.0
@@ -62,7 +61,9 @@ def run_chat(conversation: Conversation, message: str | None, *, stdin: TextIO, 
     if message is not None:
         if not message.strip():
             raise UserError("nothing to say: give a MESSAGE, or pipe one in")
-        return 0 if _say(conversation, message, out) else EXIT_INTERRUPTED
+        if not _say(conversation, message, out):
+            raise KeyboardInterrupt  # who started this command ignores a second one
+        return 0
     with suppress(ImportError):
         import_module("readline")  # input() then has line editing and history
     out.write("Ctrl-C stops an answer, Ctrl-D leaves.\n")
