@@ -1,8 +1,11 @@
-"""What a request's head must have, besides what llhttp checks by itself. Pure.
+"""What a request's head and its chunks must have, besides what llhttp checks by itself. Pure.
 
 llhttp, the parser under uvicorn, takes a request line without a version, a request without a Host
 or with two, and every transfer coding whose last one is chunked. A proxy in front may read such a
 request in another way than we do. RFC 9112, 2.3, 3.2 and 6.1.
+
+llhttp also calls us for each chunk of a body, whatever it holds: a read of the socket with a chunk
+for each byte would hold the event loop for a hundred times as long as one of a single chunk.
 """
 
 from __future__ import annotations
@@ -12,6 +15,10 @@ from typing import Any
 
 Scope = MutableMapping[str, Any]
 _VERSIONS = ("1.1", "1.0")
+MANY_CHUNKS = 4096
+"""To read so many takes some milliseconds."""
+LEAST_MEAN_BYTES = 64
+"""Clients' libraries send KiB in a chunk; a program that writes its body in words sends less."""
 
 
 def head_fault(version: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
@@ -34,6 +41,31 @@ def head_fault(version: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
     if not hosts and version == "1.1":
         return "the request has no Host header"
     return ""
+
+
+class Chunks:
+    """Counts the chunks of a body; of `MANY_CHUNKS` in a row the mean has `LEAST_MEAN_BYTES`."""
+
+    __slots__ = ("_count", "size")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.size = 0
+        """Bytes of the counted ones, which the reader of the body adds."""
+
+    def begin(self) -> str:
+        """The head of the next chunk is here. Why the body is refused with 400, or empty."""
+        self._count += 1
+        if self._count <= MANY_CHUNKS:
+            return ""
+        is_short = self.size < MANY_CHUNKS * LEAST_MEAN_BYTES
+        self._count, self.size = 1, 0
+        if not is_short:
+            return ""
+        return (
+            f"{MANY_CHUNKS} chunks of the body in a row have less than {LEAST_MEAN_BYTES} bytes "
+            "each on average: send longer chunks, or a Content-Length"
+        )
 
 
 def one_slash(path: str) -> str:

@@ -27,7 +27,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from xpyd_core.bodies import BodyCharge
 from xpyd_core.errors import ApiError
-from xpyd_core.http_head import head_fault, one_slash
+from xpyd_core.http_head import Chunks, head_fault, one_slash
 from xpyd_router.http.asgi import BODY_DEADLINE_S
 from xpyd_router.http.inference import DirectRequest, DirectSink, Inference, UnframedSink
 from xpyd_router.http.lingering import Lingering
@@ -73,8 +73,9 @@ def _cancelled(timer: asyncio.TimerHandle | None) -> None:
 class _Body:
     """What a parser calls that reads a single body: no head, and nothing behind it."""
 
-    def __init__(self, protocol: HttpToolsProtocol) -> None:
+    def __init__(self, protocol: ClientProtocol) -> None:
         self.on_body = protocol.on_body
+        self.on_chunk_header = protocol.on_chunk_header
         self.on_message_complete = protocol.on_message_complete
 
 
@@ -82,7 +83,8 @@ class ClientProtocol(HttpToolsProtocol):
     """uvicorn's protocol; a head that is not whole `HEAD_DEADLINE_S` after the connection was made,
     or after its first byte, closes the connection, as does a client that takes nothing of its
     answer for `stall_s`: it may hold a place on an engine. A head of more than `MAX_HEAD_BYTES` is
-    refused; so much behind a body that is no part of it ends the connection.
+    refused; so much behind a body that is no part of it ends the connection. So is a body in too
+    many `Chunks`.
     """
 
     head_deadline_s = HEAD_DEADLINE_S
@@ -96,7 +98,7 @@ class ClientProtocol(HttpToolsProtocol):
     it, or all but a part in the read in which another request ended.
     """
     _fault = ""
-    """What is wrong with the head that is here."""
+    """What is wrong with the head, or the chunk, that is here."""
     _is_lingering = False
     """All of the answers is written; see `Lingering`."""
     _body_timer: asyncio.TimerHandle | None = None
@@ -116,6 +118,7 @@ class ClientProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.logger = _logger
+        self._chunks = Chunks()
         # Of a plain ASGI application all requests are uvicorn's.
         app = cast(object, self.__dict__["app"])
         if isinstance(app, Inference):
@@ -175,6 +178,8 @@ class ClientProtocol(HttpToolsProtocol):
             self._head_timer = _cancelled(self._head_timer)
         if self._app is not None and self._is_direct(self._app):
             return
+        if not self._is_busy:  # with pipelining a read has chunks of several bodies
+            self._chunks = Chunks()
         url, headers, expects = self.url, self.headers, self.expect_100_continue
         super().on_message_begin()
         self.url, self.expect_100_continue = url, expects
@@ -183,12 +188,19 @@ class ClientProtocol(HttpToolsProtocol):
         self.headers = []  # trailers come here, and are not the application's
         self.cycle.transport = CycleTransport(self.transport, self._close_behind_answer)
 
+    def on_chunk_header(self) -> None:
+        """See httptools."""
+        self._fault = self._chunks.begin()
+        if self._fault:
+            raise ValueError
+
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
         direct = self._direct
         if direct is not None and self._is_last(direct):
             direct.take(body)
         else:
+            self._chunks.size += len(body)
             super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -417,6 +429,9 @@ class ClientProtocol(HttpToolsProtocol):
         self._is_in_head = False
         if self._is_busy and not self._is_unanswered():
             self._close()  # in an answer that is still being written a status would be part of it
+            return
+        if self._fault and self._is_in_body and not self._is_busy:
+            self._linger()  # of chunks behind their answer
             return
         body = ApiError(status, message).body()
         head = (

@@ -15,11 +15,11 @@ from typing import Any, cast
 
 import uvicorn
 from quart import Quart
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 import xpyd_core.listen
 from xpyd_core import tokenizer_files
-from xpyd_core.http_head import head_fault, with_one_slash
+from xpyd_core.http_head import Chunks, head_fault, with_one_slash
 from xpyd_worker.server.http.admin import Admin
 from xpyd_worker.server.http.bodies import (
     MAX_BODY_BYTES,
@@ -39,7 +39,8 @@ HEAD_DEADLINE_S = 30.0
 
 class HeadDeadlineProtocol(HttpToolsProtocol):
     """uvicorn's protocol; a head that is not whole `HEAD_DEADLINE_S` after the connection was made,
-    or after its first byte, closes the connection, and one that is wrong is refused."""
+    or after its first byte, closes the connection, and one that is wrong is refused, as is a body
+    in too many `Chunks`."""
 
     head_deadline_s = HEAD_DEADLINE_S
     _fault = ""
@@ -48,6 +49,7 @@ class HeadDeadlineProtocol(HttpToolsProtocol):
     # uvicorn narrows asyncio's BaseTransport in the same way.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._chunks = Chunks()
         self._expect_head()
 
     def on_message_begin(self) -> None:
@@ -60,11 +62,28 @@ class HeadDeadlineProtocol(HttpToolsProtocol):
         self._fault = head_fault(self.parser.get_http_version(), self.headers)
         if self._fault:
             raise ValueError  # what the parser then raises leads to send_400_response
+        before = cast("RequestResponseCycle | None", self.cycle)
+        if before is None or before.response_complete:
+            self._chunks = Chunks()  # with pipelining a read has chunks of several bodies
         super().on_headers_complete()
+
+    def on_chunk_header(self) -> None:
+        """See httptools."""
+        self._fault = self._chunks.begin()
+        if self._fault:
+            raise ValueError
+
+    def on_body(self, body: bytes) -> None:
+        self._chunks.size += len(body)
+        super().on_body(body)
 
     def send_400_response(self, msg: str) -> None:
         # uvicorn calls it for what its parser refuses.
-        super().send_400_response(self._fault or msg)
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        if cycle is not None and cycle.more_body and (cycle.response_started or self.pipeline):
+            self.transport.close()  # another request's answer, or this one's, would be before it
+        else:
+            super().send_400_response(self._fault or msg)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
