@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from tests.operator.object_samples import SETTINGS, placement_of
+from xpyd_operator.controller.decision.history import FleetHistory
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import load_fleet
 from xpyd_operator.manifests.names import LABEL_POOL, LABEL_REVISION
@@ -53,6 +54,7 @@ class Cluster:
         self.stopping = False
         self.others: tuple[Problem, ...] = ()
         self._made: dict[str, int] = {}
+        self._history = FleetHistory(0.0)
 
     @property
     def time(self) -> str:
@@ -80,7 +82,16 @@ class Cluster:
             pools=tuple(self.pools.values()),
         )
 
+    def look(self) -> Mapping[str, float]:
+        """The ages of the pods' states, as the operator sees them."""
+        return self._history.ages(self.pods.values(), (self.now - BEGIN).total_seconds())
+
+    def problems(self) -> tuple[Problem, ...]:
+        return find_problems(self.children, self.look())
+
     def wait(self, seconds: float) -> None:
+        # The operator has heard of each change by now.
+        self.look()
         self.now += timedelta(seconds=seconds)
 
     def edit(self, fleet: InferenceFleet) -> None:
@@ -115,7 +126,7 @@ class Cluster:
             want=self.want,
             seen=seen,
             children=children,
-            problems=(*find_problems(children, self.time), *self.others),
+            problems=(*self.problems(), *self.others),
             before=before,
             now=self.time,
             generation=self.generation,
@@ -362,7 +373,7 @@ def new_cluster() -> Cluster:
 
 def told(cluster: Cluster, pool: str = "decode") -> list[tuple[str, str, str]]:
     """The pool's problems, without the hash in its pods' names."""
-    found = find_problems(cluster.children, cluster.time)
+    found = cluster.problems()
     for problem in found:
         assert len(problem.message) < 4 * MOST_TEXT
         assert problem.message.isprintable()

@@ -42,6 +42,7 @@ from xpyd_operator.controller.decision.kinds import (
     Obj,
 )
 from xpyd_operator.controller.main import Operator, OperatorBroken, OperatorConfig
+from xpyd_operator.status import problems
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
 
@@ -242,7 +243,12 @@ def test_claim_templates_are_made_before_and_go_after_their_workload() -> None:
     run(test, missing=())
 
 
-def test_a_key_that_was_deleted_is_made_again_when_pods_wait_for_it() -> None:
+def test_a_key_that_was_deleted_is_made_again_when_pods_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A wait is long at once.
+    monkeypatch.setattr(problems, "SLOW_VOLUMES_S", -1.0)
+
     async def test(api: FakeApi) -> None:
         api.add(fleet())
         async with fleet_ready(api):

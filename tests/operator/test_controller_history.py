@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any, cast
 
 import pytest
@@ -19,6 +20,7 @@ from xpyd_operator.controller.decision.history import (
 from xpyd_operator.controller.decision.kinds import (
     DEPLOYMENT,
     SERVICE,
+    Obj,
 )
 from xpyd_operator.controller.decision.state import (
     AppliedVersion,
@@ -109,6 +111,39 @@ def test_what_is_remembered_ends_with_the_objects_and_with_the_fleet() -> None:
     history.settled[place] = mark
     history.forget_old(frozenset(), 0.0)
     assert history.settled == {}
+
+
+def pod(uid: str, *, scheduled: str = "", leaves: str = "", phase: str = "Pending") -> Obj:
+    found: Obj = {"metadata": {"uid": uid}, "status": {"phase": phase, "conditions": []}}
+    if scheduled:
+        placed = {"type": "PodScheduled", "status": "True", "lastTransitionTime": scheduled}
+        found["status"]["conditions"] = [placed]
+    if leaves:
+        found["metadata"]["deletionTimestamp"] = leaves
+    return found
+
+
+def test_a_pods_state_is_as_old_as_the_time_since_it_was_first_seen() -> None:
+    history = FleetHistory(0.0)
+    assert history.ages([pod("a"), pod("b", leaves="11:00")], 100.0) == {"a": 0.0, "b": 0.0}
+    placed = pod("a", scheduled="10:00")
+    assert history.ages([placed, pod("b", leaves="11:00")], 110.0) == {"a": 0.0, "b": 10.0}
+    # With another grace period it may take as long again.
+    assert history.ages([placed, pod("b", leaves="10:30")], 115.0) == {"a": 5.0, "b": 0.0}
+    ready = pod("a", scheduled="10:00")
+    ready["status"]["conditions"] += [{"type": "Ready", "status": "True"}]
+    assert history.ages([ready], 120.0) == {}
+    assert history.ages([placed], 130.0) == {"a": 0.0}, "it waits anew"
+
+
+def test_pods_that_had_failed_before_the_first_look_did_so_long_ago() -> None:
+    history, old, new = FleetHistory(0.0), pod("a", phase="Failed"), pod("b", phase="Failed")
+    history.read(document(), SETTINGS)
+    assert history.ages([old], 100.0) == {"a": inf}
+    assert history.ages([old, new], 110.0) == {"a": inf, "b": 0.0}
+    assert history.ages([old, new], 120.0) == {"a": inf, "b": 10.0}
+    history.read(document(uid="another"), SETTINGS)
+    assert history.ages([new], 130.0) == {"b": inf}, "another fleet's first look"
 
 
 def test_a_document_is_read_once_for_each_generation() -> None:

@@ -68,7 +68,7 @@ def leaving(group: int, worker: int) -> Obj:
 
 def told(*pods: Obj) -> list[tuple[str, str, str]]:
     children = Children(leader_worker_sets=(group_set(1),), pods=pods)
-    return [(p.kind, p.reason, p.message) for p in find_problems(children, NOW)]
+    return [(p.kind, p.reason, p.message) for p in find_problems(children, {})]
 
 
 def test_the_pod_that_failed_is_told_and_its_neighbours_leave() -> None:
@@ -136,7 +136,7 @@ def status(fleet: InferenceFleet, before: Obj | None, *pods: Obj) -> Obj:
         want=want,
         seen=fleet_seen(children),
         children=children,
-        problems=find_problems(children, NOW),
+        problems=find_problems(children, {}),
         before=before,
         now=NOW,
         generation=1,

@@ -124,7 +124,7 @@ def test_all_that_a_node_must_have_is_named() -> None:
     cluster.turn()
     cluster.bind(decodes(cluster))
     cluster.wait(60)
-    (problem,) = [p for p in find_problems(cluster.children, cluster.time) if p.pool == "decode"]
+    (problem,) = [p for p in cluster.problems() if p.pool == "decode"]
     for name in ("Secret chat-kv-5bd2bd5e", "PersistentVolumeClaim weights", "ConfigMap extra"):
         assert name in problem.message
 
@@ -143,7 +143,7 @@ def test_running_pods_that_are_not_ready_load_the_model_or_wait_for_engines() ->
     cluster.running(cluster.pods.values(), ready=False)
     loading = "decode: the model is loading since 10:00:00Z (2 of 2 pods, POD1)"
     assert told(cluster) == [("Waiting", "ModelLoading", loading)]
-    found = find_problems(cluster.children, cluster.time)
+    found = cluster.problems()
     assert [(p.pool, p.reason) for p in found] == [
         ("decode", "ModelLoading"),
         ("prefill", "ModelLoading"),
@@ -242,7 +242,7 @@ def test_pods_that_may_not_be_created_are_told_from_the_deployment(
             }
         ],
     }
-    (found,) = [p for p in find_problems(cluster.children, cluster.time) if p.pool == "decode"]
+    (found,) = [p for p in cluster.problems() if p.pool == "decode"]
     assert (found.kind, found.reason) == (kind, reason)
     assert found.message.startswith("decode: 1 of 2 pods exist: ")
     assert said in found.message
@@ -319,7 +319,7 @@ def test_problems_come_with_causes_first_and_do_not_depend_on_the_order_of_objec
         cluster.pods_of("prefill"), "0/1 nodes are available: 1 Insufficient cpu."
     )
     cluster.crashed(decodes(cluster)[:1], log="boom")
-    found = find_problems(cluster.children, cluster.time)
+    found = cluster.problems()
     assert [(p.kind, p.pool) for p in found] == [
         ("Degraded", "decode"),
         ("Capacity", "prefill"),
@@ -328,7 +328,7 @@ def test_problems_come_with_causes_first_and_do_not_depend_on_the_order_of_objec
     ]
     c = cluster.children
     turned = Children(c.deployments[::-1], (), c.pods[::-1], c.pools[::-1])
-    assert find_problems(turned, cluster.time) == found
+    assert find_problems(turned, cluster.look()) == found
 
 
 def test_a_thousand_pods_with_one_problem_are_one_line() -> None:
@@ -341,7 +341,7 @@ def test_a_thousand_pods_with_one_problem_are_one_line() -> None:
         pod = copy.deepcopy(one)
         pod["metadata"]["name"] = f"z-{number}"
         cluster.pods[f"z-{number}"] = pod
-    found = [p for p in find_problems(cluster.children, cluster.time) if p.kind == "Degraded"]
+    found = [p for p in cluster.problems() if p.kind == "Degraded"]
     assert len(found) == 1
     assert "(1001 of 1008 pods, " in found[0].message
 
@@ -353,7 +353,7 @@ def test_pods_without_their_workload_are_told_of_from_their_own_spec() -> None:
         first(pod)["image"] = ""
         pod["status"]["conditions"] = []
     children = Children(pods=tuple(decodes(cluster)))
-    (problem,) = find_problems(children, cluster.time)
+    (problem,) = find_problems(children, cluster.look())
     assert problem.message.endswith(": xpyd-worker:1")
 
 

@@ -25,6 +25,7 @@ from xpyd_operator.controller.decision.history import FleetHistory, is_ready, is
 from xpyd_operator.controller.decision.kinds import (
     FLEET,
     FLEET_LABEL,
+    POD,
     POOL,
     Kind,
     Obj,
@@ -289,7 +290,7 @@ class TurnFailed(Exception):
 class Reconciler:
     """Runs the turns of all fleets. The queue ensures that a fleet has at most one turn at a time.
 
-    `clock`: steady seconds; `now`: the time of day.
+    `clock`: steady seconds; `now`: the time of day, which is only written down.
     """
 
     def __init__(
@@ -365,10 +366,11 @@ class Reconciler:
         self, key: FleetKey, document: Obj, history: FleetHistory, served: frozenset[Kind]
     ) -> FleetState:
         parsed, time = history.read(document, self._settings), self._clock()
+        children = self._cache.children(key)
         return FleetState(
             document,
             parsed,
-            self._cache.children(key),
+            children,
             self._settings,
             served,
             self._now().strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -378,6 +380,7 @@ class Reconciler:
             wants_key=history.wants_key(
                 parsed, document["metadata"]["uid"], status_of(document), time
             ),
+            ages=history.ages(children.get(POD, {}).values(), time),
             kv=self._verdict(key),
             has_pair=self._has_pair(key),
         )

@@ -4,6 +4,10 @@ There is one line for each pool and reason, however many pods share it, so that 
 Events stay short with a thousand pods. Kubernetes' own words are kept where they say what to do and
 cut where they only name a layer. No text contains an elapsed time: the status would then have to be
 written every second.
+
+How long a state has lasted is what the operator saw of it, by its steady clock (first_seen). The
+times in the objects are other machines': they are shown, and not compared with a clock of ours.
+See docs/adr/0047.
 """
 
 from __future__ import annotations
@@ -37,7 +41,6 @@ from xpyd_operator.status.children import (
     pod_specs,
     replicas_of,
     rows,
-    seconds_between,
     short,
     spec_of,
     tail,
@@ -53,7 +56,7 @@ SLOW_VOLUMES_S = 30.0
 LOST_VOLUMES_S = 150.0
 """Kubelet gives up a mount after 2 minutes and 3 s and begins again: a longer wait is an error."""
 STUCK_S = 60.0
-"""A pod that exists so long after the end of its grace period is stuck."""
+"""A pod that is seen leaving for so long beyond its grace period is stuck."""
 
 _PULLS = frozenset(
     {"ImagePullBackOff", "ErrImagePull", "RegistryUnavailable", "SignatureValidationFailed"}
@@ -95,14 +98,14 @@ def camel(reason: str, otherwise: str) -> str:
     return reason if _REASON.fullmatch(reason) else otherwise
 
 
-def leaving(pod: Raw, now: str, *, grouped: bool = False) -> Finding:
+def leaving(pod: Raw, age_s: float, *, grouped: bool = False) -> Finding:
     """The state of a pod that is being deleted. deletionTimestamp is the deadline, not the start.
 
-    `grouped`: it is one of several pods of an instance, which go together.
+    `age_s`: since it was first seen so. `grouped`: it is one of several pods of an instance, which
+    go together.
     """
     deadline = text(pod, "metadata", "deletionTimestamp")
-    late_s = seconds_between(deadline, now)
-    if late_s is not None and late_s > STUCK_S:
+    if age_s - STUCK_S > count(pod, "metadata", "deletionGracePeriodSeconds"):
         what = f"should have been gone by {clock(deadline)}"
         cause = f"its node {_node(pod)} does not answer, or a finalizer holds it"
         return Finding("Degraded", "StuckTerminating", what, cause)
@@ -111,10 +114,11 @@ def leaving(pod: Raw, now: str, *, grouped: bool = False) -> Finding:
     return Finding("Waiting", "Draining", f"draining, gone by {clock(deadline)} at the latest")
 
 
-def unready(pod: Raw, spec: Raw, now: str) -> Finding | None:
+def unready(pod: Raw, spec: Raw, age_s: float) -> Finding | None:
     """What a pod that stays still lacks; None: the pod serves.
 
-    `spec`: of the pod, or what its workload has as one.
+    `spec`: of the pod, or what its workload has as one. `age_s`: since it was first seen with its
+    place, not ready.
     """
     if is_true(pod, "Ready"):
         return None
@@ -133,7 +137,7 @@ def unready(pod: Raw, spec: Raw, now: str) -> Finding | None:
     waiting = [status for status in statuses if _is_waiting(status)]
     first = _initializing(pod, waiting)
     if first or waiting or not statuses:
-        return first or _creating(pod, spec, waiting, now)
+        return first or _creating(pod, spec, waiting, age_s)
     return _starting(pod, spec, statuses)
 
 
@@ -205,20 +209,22 @@ def _initializing(pod: Raw, waiting: Iterable[Raw]) -> Finding | None:
     return None
 
 
-def _creating(pod: Raw, spec: Raw, waiting: Iterable[Raw], now: str) -> Finding:
+def _creating(pod: Raw, spec: Raw, waiting: Iterable[Raw], age_s: float) -> Finding:
     ready_to_start = condition(pod, "PodReadyToStartContainers")
     if text(ready_to_start, "status") == "True":
         images = sorted({text(s, "image") or _image(spec, text(s, "name")) for s in waiting})
         what = "the image is being pulled or the container is starting"
         return Finding("Waiting", "ContainerCreating", what, short(", ".join(filter(None, images))))
-    since = text(condition(pod, "PodScheduled"), "lastTransitionTime")
-    waited_s = seconds_between(since, now) or 0.0
-    if waited_s <= SLOW_VOLUMES_S:
+    if age_s <= SLOW_VOLUMES_S:
         return Finding("Waiting", "ContainerCreating", "being created")
-    kind: Kind = "Degraded" if waited_s > LOST_VOLUMES_S else "Waiting"
-    what = f"not created since {clock(since)}"
+    kind: Kind = "Degraded" if age_s > LOST_VOLUMES_S else "Waiting"
+    what = f"not created since {clock(_scheduled_at(pod))}"
     detail = f"node {_node(pod)} may lack {' or '.join(_needs(spec))}"
     return Finding(kind, "VolumesNotMounted", what, short(detail))
+
+
+def _scheduled_at(pod: Raw) -> str:
+    return text(condition(pod, "PodScheduled"), "lastTransitionTime")
 
 
 def _needs(spec: Raw) -> list[str]:
@@ -263,7 +269,7 @@ def _starting(pod: Raw, spec: Raw, statuses: Iterable[Raw]) -> Finding:
 
 
 RECENT_S = 600.0
-"""Kubernetes keeps failed pods for long; older ones are ignored."""
+"""Kubernetes keeps failed pods for long; those that were seen so for longer are ignored."""
 MANY_FAILED = 3
 """This number of failed pods within RECENT_S makes the fleet Degraded."""
 
@@ -287,13 +293,48 @@ class Problem:
     message: str
 
 
-def find_problems(children: Children, now: str) -> tuple[Problem, ...]:
-    """All problems, those that matter most first. `now`: RFC 3339."""
+SeenState = tuple[str, float]
+"""A state of a pod that should not last, and when it was first seen, in steady seconds."""
+
+
+def first_seen(
+    pods: Iterable[Raw], before: Mapping[str, SeenState] | None, now: float
+) -> dict[str, SeenState]:
+    """The states of the pods that leave, have failed or are not ready, by the pod's uid.
+
+    `before`: the result of the last look, None: this is the first. `now`: steady seconds. A state
+    begins when it is first seen, so what a new process finds counts from the process' start; but a
+    pod that had failed by then did so long ago.
+    """
+    found: dict[str, SeenState] = {}
+    for pod in pods:
+        since = now
+        if is_leaving(pod):
+            state = f"leaving by {text(pod, 'metadata', 'deletionTimestamp')}"
+        elif _phase(pod) == "Failed":
+            state = "failed"
+            since = now if before is not None else float("-inf")
+        elif is_true(pod, "Ready"):
+            continue
+        else:
+            state = f"scheduled at {_scheduled_at(pod)}"
+        uid = text(pod, "metadata", "uid")
+        known = before.get(uid) if before else None
+        found[uid] = known if known and known[0] == state else (state, since)
+    return found
+
+
+def find_problems(children: Children, ages: Mapping[str, float]) -> tuple[Problem, ...]:
+    """All problems, those that matter most first.
+
+    `ages`: for how many seconds each pod's state has been seen (first_seen), by the pod's uid; 0
+    for a pod that is missing there.
+    """
     found: list[Problem] = []
     by_pool, specs = _by_pool(children.pods), pod_specs(children)
     for pool in sorted(by_pool):
-        found += _of_pods(pool, by_pool[pool], specs, now)
-        found += _of_failed(pool, by_pool[pool], children, now)
+        found += _of_pods(pool, by_pool[pool], specs, ages)
+        found += _of_failed(pool, by_pool[pool], children, ages)
     for workload in workloads(children):
         found += _of_workload(workload)
     found += _of_deadlines(children, {problem.pool for problem in found if _is_cause(problem)})
@@ -327,7 +368,10 @@ def _phase(pod: Raw) -> str:
 
 
 def _of_pods(
-    pool: str, pods: Sequence[Raw], specs: Mapping[Key, tuple[Raw, Raw]], now: str
+    pool: str,
+    pods: Sequence[Raw],
+    specs: Mapping[Key, tuple[Raw, Raw]],
+    ages: Mapping[str, float],
 ) -> list[Problem]:
     groups: dict[tuple[Kind, str], list[tuple[str, Finding]]] = {}
     alive = [pod for pod in pods if _phase(pod) not in ("Succeeded", "Failed")]
@@ -336,9 +380,9 @@ def _of_pods(
         leaves = is_leaving(pod)
         stay += not leaves
         if leaves:
-            finding = leaving(pod, now, grouped=is_grouped(pod))
+            finding = leaving(pod, _age(pod, ages), grouped=is_grouped(pod))
         else:
-            finding = unready(pod, spec_of(pod, specs), now)
+            finding = unready(pod, spec_of(pod, specs), _age(pod, ages))
         if finding:
             groups.setdefault((finding.kind, finding.reason), []).append((name_of(pod), finding))
     problems: list[Problem] = []
@@ -356,9 +400,12 @@ def _of_pods(
     return problems
 
 
-def _of_failed(pool: str, pods: Sequence[Raw], children: Children, now: str) -> list[Problem]:
+def _of_failed(
+    pool: str, pods: Sequence[Raw], children: Children, ages: Mapping[str, float]
+) -> list[Problem]:
     """Pods that ended for good: evicted, or refused by a node. Other pods replace them."""
-    failed = [p for p in pods if _phase(p) == "Failed" and not is_leaving(p) and _is_new(p, now)]
+    failed = [p for p in pods if _phase(p) == "Failed" and not is_leaving(p)]
+    failed = [p for p in failed if _age(p, ages) < RECENT_S]
     if not failed or not _is_short(pool, children):
         return []
     pod = min(failed, key=name_of)
@@ -370,11 +417,8 @@ def _of_failed(pool: str, pods: Sequence[Raw], children: Children, now: str) -> 
     return [Problem(kind, reason, pool, message)]
 
 
-def _is_new(pod: Raw, now: str) -> bool:
-    times = [text(row, "lastTransitionTime") for row in rows(pod, "status", "conditions")]
-    times.append(text(pod, "metadata", "creationTimestamp"))
-    ages = [age for time in times if (age := seconds_between(time, now)) is not None]
-    return bool(ages) and min(ages) < RECENT_S
+def _age(pod: Raw, ages: Mapping[str, float]) -> float:
+    return ages.get(text(pod, "metadata", "uid"), 0.0)
 
 
 def _is_short(pool: str, children: Children) -> bool:

@@ -1,15 +1,16 @@
 """What the reconciler remembers of a fleet from turn to turn, and the pace of its status writes.
 
-All of it spares calls or keeps a pace: a new process starts without it and comes to the same
-writes. The pods of a starting fleet change its counts all the time, and each write of a status
-costs every watcher of the fleet. So statuses are written at growing distances while a fleet starts,
-and at once when a condition changes that `kubectl wait` may wait for. Times are arguments.
+All of it spares calls, keeps a pace or counts time: a new process starts without it and comes to
+the same writes, to those that wait for a deadline later. The pods of a starting fleet change its
+counts all the time, and each write of a status costs every watcher of the fleet. So statuses are
+written at growing distances while a fleet starts, and at once when a condition changes that
+`kubectl wait` may wait for. Times are arguments.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from xpyd_operator.controller.decision.kinds import Obj
@@ -26,6 +27,7 @@ from xpyd_operator.controller.decision.state import (
 from xpyd_operator.manifests.names import Settings, kv_secret_name
 from xpyd_operator.status.children import Raw, rows, text
 from xpyd_operator.status.fleet import EventText
+from xpyd_operator.status.problems import SeenState, first_seen
 
 _STEPS_S = (2.0, 6.0, 12.0)
 """Quiet after the first, second ... write; the last one for all that follow."""
@@ -146,6 +148,8 @@ class FleetHistory:
         self._done: dict[Effect, deque[float]] = {}
         self._contests: dict[Effect, tuple[float, Write]] = {}
         """Effects that were repeated too often: the last write, and when it was done."""
+        self._pods_seen: dict[str, SeenState] | None = None
+        """Of the last look at the pods, None: there was none."""
         self._key_tried_at: float | None = None
         self._turns_moved = 0
 
@@ -157,9 +161,16 @@ class FleetHistory:
             if self._parsed is not None and self._parsed[0] != uid:
                 # Another fleet of the same name.
                 self.settled.clear()
+                self._pods_seen = None
                 self._key_tried_at = None
             self._parsed = (uid, generation, read(document, settings))
         return self._parsed[2]
+
+    def ages(self, pods: Iterable[Raw], now: float) -> Mapping[str, float]:
+        """For how many seconds the state of each pod has been seen, by the pod's uid. Remembers
+        these pods and no others."""
+        self._pods_seen = first_seen(pods, self._pods_seen, now)
+        return {uid: now - since for uid, (_, since) in self._pods_seen.items()}
 
     def taken(self, now: float) -> Mapping[ObjectRef, str]:
         """Names that another object was found to hold not long ago."""

@@ -90,7 +90,7 @@ def _obeyed(
     parsed, children, seen = state.parsed, state.own, state.seen
     before = status_of(state.document)
     wrong = [Problem("Degraded", INVALID_TEMPLATE, "", line) for line in parsed.mistakes]
-    problems = (*wrong, *problems, *find_problems(children, state.now))
+    problems = (*wrong, *problems, *find_problems(children, state.ages))
     if parsed.fleet is None:
         status = leaving_status(
             before,

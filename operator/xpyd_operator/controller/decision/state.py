@@ -208,6 +208,8 @@ class FleetState:
     )
     contested: frozenset[Effect] = frozenset()
     wants_key: bool = False
+    ages: Mapping[str, float] = field(default_factory=dict[str, float])
+    """For how many seconds the state of each pod has been seen, by the pod's uid."""
     kv: KvVerdict = NOT_LOOKED
     """What the routers' counts say of the fleet's KV."""
     has_pair: bool | None = None
