@@ -106,6 +106,20 @@ BAD = {
     ),
     "--max-num-seqs": "--max-num-seqs needs a value",
     "--gpu-memory-utilization=x": "--gpu-memory-utilization: expected a number, got 'x'",
+    "--max-num-seqs=0": "--max-num-seqs: expected at least 1, got 0",
+    "--seed=-1": "--seed: expected 0 to 2**64 - 1, got -1",
+    "--gpu-memory-utilization=0": (
+        "--gpu-memory-utilization: expected above 0 and at most 1, e.g. 0.9, got 0.0"
+    ),
+    "--gpu-memory-utilization=nan": (
+        "--gpu-memory-utilization: expected above 0 and at most 1, e.g. 0.9, got nan"
+    ),
+    "--kv-wait-seconds=601": "--kv-wait-seconds: expected 0 to 600, got 601.0",
+    "--device=gpu": "--device: expected auto, cpu, cuda or cuda:N, got 'gpu'",
+    "--otlp-traces-endpoint=collector:4317": (
+        "--otlp-traces-endpoint: expected an OTLP/HTTP URL, e.g. "
+        "http://collector:4318/v1/traces (not gRPC), got 'collector:4317'"
+    ),
     "--dtype=int4": "--dtype: expected auto, float32, bfloat16, float16, got 'int4'",
     "--block-size=7": "--block-size: expected 8, 16, 32, 64, got '7'",
     "--enforce-eager=1": "--enforce-eager takes no value",

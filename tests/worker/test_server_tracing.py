@@ -274,7 +274,7 @@ def test_an_endpoint_without_a_path_gets_otlps_own(endpoint: str, url: str) -> N
 
 @pytest.mark.parametrize("endpoint", ["collector:4317", "grpc://collector:4317"])
 def test_an_endpoint_that_is_no_http_url_is_refused(endpoint: str) -> None:
-    with pytest.raises(UserError, match=r"--otlp-traces-endpoint.*gRPC is not supported"):
+    with pytest.raises(UserError, match=r"--otlp-traces-endpoint.*not gRPC"):
         check_config(WorkerConfig(model="m", otlp_traces_endpoint=endpoint))
 
 

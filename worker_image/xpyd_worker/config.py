@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +27,6 @@ Role = Literal["Prefill", "Decode", "Aggregated"]
 # Each divides the larger ones, so that any P fits any D.
 BLOCK_SIZES = (8, 16, 32, 64)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# auto, cpu, cuda (the first) or cuda:N.
-DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
 # On a CPU a forward of 2,048 tokens takes seconds, for which every running decode waits.
 AUTO_BATCHED_TOKENS = 512
 # On a GPU it takes a tenth of a second, and fewer tokens would leave it idle.
@@ -206,6 +205,76 @@ class WorkerConfig:
         return cache_bytes * self.kv_buffer_percent // 100
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What a flag's number may be. `value` is in the flag's unit; None: not given."""
+
+    value: Callable[[WorkerConfig], float | None]
+    least: float
+    most: float | None
+    expected: str
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What a flag's text may be: a regular expression for all of it. None: not given."""
+
+    value: Callable[[WorkerConfig], str | None]
+    pattern: str
+    expected: str
+
+
+BOUNDS: Mapping[str, Bounds] = {
+    "--gpu-memory-utilization": Bounds(
+        lambda config: config.gpu_memory_utilization,
+        math.ulp(0.0),
+        1,
+        "above 0 and at most 1, e.g. 0.9",
+    ),
+    "--max-model-len": Bounds(lambda config: config.max_model_len, 2, 2**40, "at least 2"),
+    "--max-num-seqs": Bounds(lambda config: config.max_num_seqs, 1, None, "at least 1"),
+    "--max-num-batched-tokens": Bounds(
+        lambda config: config.max_num_batched_tokens, 1, 2**40, "at least 1"
+    ),
+    "--long-prefill-token-threshold": Bounds(
+        lambda config: config.long_prefill_token_threshold, 0, None, "0 (off) or more"
+    ),
+    "--seed": Bounds(lambda config: config.seed, 0, 2**64 - 1, "0 to 2**64 - 1"),
+    "--threads": Bounds(lambda config: config.threads, 1, 1024, "1 to 1024"),
+    "--port": Bounds(lambda config: config.port, 0, 65535, "0 to 65535"),
+    # A request id is dialled only from 1024 on, so a lower KV port could never be reached.
+    "--kv-port": Bounds(lambda config: config.kv_port, 1024, 65535, "1024 to 65535"),
+    "--kv-direct-free": Bounds(lambda config: config.kv_direct_free, 0, 1, "0 to 1"),
+    "--kv-connections": Bounds(
+        lambda config: config.kv_connections, 1, MAX_LINKS, f"1 to {MAX_LINKS}"
+    ),
+    "--kv-group-bytes": Bounds(lambda config: config.kv_group_bytes, 1, None, "at least 1"),
+    "--kv-wait-seconds": Bounds(lambda config: config.kv_wait_s, 0, 600, "0 to 600"),
+    "--kv-lease-seconds": Bounds(lambda config: config.kv_lease_s, 1, 3600, "1 to 3600"),
+    "--heartbeat-period-ms": Bounds(
+        lambda config: config.heartbeat_period_s * 1000, 50, 60000, "50 to 60000"
+    ),
+    "--drain-timeout": Bounds(
+        lambda config: config.drain_timeout_s, 0, 86400, "0 to 86400 seconds"
+    ),
+}
+"""Of each flag whose number has bounds of its own. The operator checks engine.args by them, too
+(`make generate`)."""
+PATTERNS: Mapping[str, Pattern] = {
+    "--device": Pattern(
+        lambda config: config.device,
+        "auto|cpu|cuda(:(0|[1-9][0-9]?))?",
+        "auto, cpu, cuda or cuda:N",
+    ),
+    "--otlp-traces-endpoint": Pattern(
+        lambda config: config.otlp_traces_endpoint,
+        "https?://.*",
+        "an OTLP/HTTP URL, e.g. http://collector:4318/v1/traces (not gRPC)",
+    ),
+}
+"""Of each flag whose text has a form, in the same way."""
+
+
 def check_config(config: WorkerConfig) -> None:
     """Raise UserError for the first value that cannot work; it names the flag and the fix."""
     for complaint, holds in _checks(config):
@@ -266,71 +335,47 @@ def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
     ]
 
 
-def _is_unset_or(value: int | None, low: int, high: int) -> bool:
-    return value is None or low <= value <= high
+def _value_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
+    found: list[tuple[str, bool]] = []
+    for flag, bounds in BOUNDS.items():
+        value = bounds.value(config)
+        most = math.inf if bounds.most is None else bounds.most
+        holds = value is None or bounds.least <= value <= most
+        found.append((f"{flag}: expected {bounds.expected}", holds))
+    for flag, form in PATTERNS.items():
+        text = form.value(config)
+        holds = text is None or re.fullmatch(form.pattern, text) is not None
+        found.append((f"{flag}: expected {form.expected}, got {text!r}", holds))
+    return found
 
 
 def _checks(config: WorkerConfig) -> list[tuple[str, bool]]:
-    names = config.served_model_names
+    names, batched = config.served_model_names, config.max_num_batched_tokens
     return [
         ("--model: expected a folder or URI, e.g. examples/demo-model", bool(config.model)),
         (
             "--served-model-name: at most 64 names of 1 to 512 characters",
             len(names) <= 64 and all(0 < len(name) <= 512 for name in names),
         ),
-        (
-            f"--device: expected auto, cpu, cuda or cuda:N, got {config.device!r}",
-            DEVICE.fullmatch(config.device) is not None,
-        ),
-        (
-            "--gpu-memory-utilization: expected above 0 and at most 1, e.g. 0.9",
-            0 < config.gpu_memory_utilization <= 1,
-        ),
         (f"--dtype: expected one of {', '.join(DTYPES)}", config.dtype in DTYPES),
         (
             f"--block-size: expected one of {', '.join(map(str, BLOCK_SIZES))}",
             config.block_size in BLOCK_SIZES,
         ),
-        ("--max-model-len: expected at least 2", _is_unset_or(config.max_model_len, 2, 2**40)),
-        ("--max-num-seqs: expected at least 1", config.max_num_seqs >= 1),
+        *_value_checks(config),
         (
             "--max-num-batched-tokens: expected at least --max-num-seqs "
             f"({config.max_num_seqs}): each running sequence takes one token of a step",
-            _is_unset_or(config.max_num_batched_tokens, config.max_num_seqs, 2**40),
-        ),
-        (
-            "--long-prefill-token-threshold: expected 0 (off) or more",
-            config.long_prefill_token_threshold >= 0,
+            batched is None or batched >= config.max_num_seqs,
         ),
         (
             f"--scheduling-policy: expected one of {', '.join(POLICIES)}",
             config.scheduling_policy in POLICIES,
         ),
-        ("--seed: expected 0 to 2**64 - 1", _is_unset_or(config.seed, 0, 2**64 - 1)),
-        ("--threads: expected 1 to 1024", _is_unset_or(config.threads, 1, 1024)),
         *_parallel_checks(config),
-        ("--port: expected 0 to 65535", 0 <= config.port < 65536),
-        # A request id is dialled only from 1024 on, so a lower KV port could never be reached.
-        ("--kv-port: expected 1024 to 65535", 1024 <= config.kv_port < 65536),
         (
             f"--kv-transport {config.kv_transports[0]}: needs --kv-socket-dir, a folder that the "
             "instances of this machine share",
             bool({*OVER_TCP} & {*config.kv_transports}) or config.kv_socket_dir is not None,
-        ),
-        ("--kv-direct-free: expected 0 to 1", 0 <= config.kv_direct_free <= 1),
-        (
-            f"--kv-connections: expected 1 to {MAX_LINKS}",
-            1 <= config.kv_connections <= MAX_LINKS,
-        ),
-        ("--kv-group-bytes: expected at least 1", config.kv_group_bytes >= 1),
-        ("--kv-wait-seconds: expected 0 to 600", 0 <= config.kv_wait_s <= 600),
-        ("--kv-lease-seconds: expected 1 to 3600", 1 <= config.kv_lease_s <= 3600),
-        ("--heartbeat-period-ms: expected 50 to 60000", 0.05 <= config.heartbeat_period_s <= 60),
-        ("--drain-timeout: expected 0 to 86400 seconds", 0 <= config.drain_timeout_s <= 86400),
-        (
-            "--otlp-traces-endpoint: expected the URL of an OTLP/HTTP receiver, e.g. "
-            "http://collector:4318/v1/traces (gRPC is not supported)",
-            config.otlp_traces_endpoint is None
-            or config.otlp_traces_endpoint.startswith(("http://", "https://")),
         ),
     ]

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import posixpath
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import inf
 from typing import cast
 
 from xpyd_core import __version__
@@ -21,7 +23,7 @@ from xpyd_core.sizes import parse_bytes
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.pod_template import pod_mistakes
 from xpyd_operator.manifests import names
-from xpyd_operator.manifests.engine_flags import FLAGS
+from xpyd_operator.manifests.engine_flags import BOUNDS, FLAGS, PATTERNS
 from xpyd_operator.manifests.names import JsonObject, list_in, map_in
 from xpyd_operator.manifests.pods import engine_ports, shares_sockets, user_of
 
@@ -209,24 +211,26 @@ def engine_args_problems(fleet: InferenceFleet) -> tuple[str, ...]:
             found.append(f"{path}: {name} needs a value")
         elif "$(" in value or any("$(" in one for one in rest):
             continue  # the kubelet puts a variable there
-        elif wrong := _wrong_value(value if given else rest[0], kind, choices):
+        elif wrong := _wrong_value(name, value if given else rest[0], kind, choices):
             found.append(f"{path}: {name}: {wrong}")
     return tuple(found)
 
 
-def _wrong_value(value: str, kind: str, choices: tuple[str, ...]) -> str:
+def _wrong_value(name: str, value: str, kind: str, choices: tuple[str, ...]) -> str:
     """What is wrong with a flag's value; empty: nothing."""
     if choices:
         known = value in choices
         return "" if known else f"expected {', '.join(choices)}, got {_shown(value)}"
     if kind == "tokens" and value == "auto":
         return ""
+    if (form := PATTERNS.get(name)) and not re.fullmatch(form[0], value):
+        return f"expected {form[1]}, got {_shown(value)}"
     try:
         match kind:
             case "int" | "tokens":
-                int(value)
+                return _out_of_bounds(name, int(value))
             case "float":
-                float(value)
+                return _out_of_bounds(name, float(value))
             case "size":
                 parse_bytes(value, of=1 << 30)
             case "json":
@@ -239,6 +243,12 @@ def _wrong_value(value: str, kind: str, choices: tuple[str, ...]) -> str:
     except (ValueError, RecursionError):
         return f"expected {_EXPECTED[kind]}, got {_shown(value)}"
     return ""
+
+
+def _out_of_bounds(name: str, value: float) -> str:
+    least, most, expected = BOUNDS.get(name, (-inf, None, ""))
+    is_within = least <= value <= (inf if most is None else most)
+    return "" if is_within else f"expected {expected}, got {value}"
 
 
 def _shown(value: str) -> str:
