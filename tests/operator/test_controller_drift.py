@@ -6,7 +6,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.operator.test_controller_turn import Children, look, settled, writes
@@ -264,6 +264,7 @@ FIELDS = st.recursive(
 
 
 @given(observed=VALUES, desired=VALUES, fields=FIELDS)
+@example(observed=[{}, {}], desired=0, fields={'k:{"name":"x"}': {}})
 def test_removing_what_was_added_ends_for_any_managed_fields(
     observed: object, desired: object, fields: object
 ) -> None:

@@ -93,7 +93,9 @@ def without(observed: Obj, desired: Obj, added: Iterable[Added]) -> Obj:
         if before is _MISSING:
             continue
         if isinstance(parent, list):
-            cast("list[object]", parent).remove(before)
+            # More than one where items lack the key field.
+            while (item := _child(cast("list[object]", parent), last)) is not _MISSING:
+                cast("list[object]", parent).remove(item)
         elif isinstance(parent, dict) and isinstance(last, str):
             if keeps is _MISSING:
                 del cast("Obj", parent)[last]
