@@ -97,8 +97,8 @@ def test_the_short_form_measures_and_writes_its_page(
     assert [(row["share"], row["layout"]) for row in made["rows"]] == [
         (0.2, "1P1D"),
         (0.2, "aggregated"),
-        (0.4, "aggregated"),
         (0.4, "1P1D"),
+        (0.4, "aggregated"),
     ]
     assert all(row["requests"] >= 2 and row["ttftP50Ms"] > 0 for row in made["rows"])
     assert "| 1P1D |" in page.read_text()

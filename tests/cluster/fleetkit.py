@@ -114,6 +114,13 @@ def installed_chart(cluster: Cluster) -> Iterator[None]:
 def installed_crds(cluster: Cluster) -> Iterator[None]:
     """The CRDs without the chart, served when this begins; deleted afterwards."""
     cluster.kubectl("apply", "-f", CRDS)
+    wait_for_crds(cluster)
+    yield
+    cluster.kubectl("delete", "-f", CRDS, "--timeout=60s", timeout_s=70)
+
+
+def wait_for_crds(cluster: Cluster) -> None:
+    """Return when the API server serves fleets: about a second after it has taken the CRDs."""
 
     def served() -> bool:
         # Discovery has a new kind before or after its objects are served, which is 429 at first.
@@ -125,8 +132,6 @@ def installed_crds(cluster: Cluster) -> Iterator[None]:
             return False
 
     wait_for(served, 40, "the CRDs are served")
-    yield
-    cluster.kubectl("delete", "-f", CRDS, "--timeout=60s", timeout_s=70)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from tests.cluster.fleetkit import (
     Timeline,
     fleet_document,
     load_images,
+    wait_for_crds,
 )
 from tests.cluster.harness import Cluster, wait_for
 
@@ -39,7 +40,9 @@ def cluster(node_cluster: Cluster) -> Iterator[Cluster]:
     """With the images that the page tells to load."""
     load_images(node_cluster)
     yield node_cluster
-    node_cluster.helm("uninstall", "xpyd", "-n", SYSTEM, "--no-hooks", check=False)
+    # Also where a test failed: CRDs that are still being deleted would take another test's along.
+    argv = ("uninstall", "xpyd", "-n", SYSTEM, "--no-hooks", "--wait", "--timeout=50s")
+    node_cluster.helm(*argv, check=False)
     node_cluster.kubectl("delete", "namespace", SYSTEM, "--ignore-not-found")
 
 
@@ -89,6 +92,7 @@ def test_a_hook_that_fails_shows_its_log(cluster: Cluster) -> None:
     chart = str(ROOT / "helm/xpyd")
     argv = ("install", "xpyd", chart, "-n", SYSTEM, "--create-namespace", *values)
     cluster.helm(*argv, "--set", "uninstall.timeoutSeconds=10")
+    wait_for_crds(cluster)
     held = {
         "apiVersion": "xpyd.dev/v1alpha1",
         "kind": "InferenceFleet",

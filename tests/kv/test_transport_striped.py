@@ -32,8 +32,7 @@ from xpyd_kv.transport.body import checksum
 from xpyd_kv.transport.host import striped
 from xpyd_kv.transport.host.data_path import pack
 from xpyd_kv.transport.host.sharing import shared_of
-from xpyd_kv.transport.host.striped import MAX_LINKS
-from xpyd_kv.transport.settings import Timeouts
+from xpyd_kv.transport.settings import MAX_LINKS, Timeouts
 from xpyd_kv.wire.connection import Opened
 from xpyd_kv.wire.frames import DataEnd, encode
 from xpyd_kv.wire.messages import Auth, Copied, Probe, Probed, Region, Shared

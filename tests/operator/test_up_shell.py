@@ -10,10 +10,11 @@ import stat
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from xpyd_core.errors import UserError
-from xpyd_operator.up import control
+from xpyd_operator.up import client, control
 from xpyd_operator.up.client import FleetFailed, scale, show_logs, show_status, take_fleet_down
 from xpyd_operator.up.folder import FleetRecord, PodRecord, ProcessId, claim_addresses, identify
 from xpyd_operator.up.supervisor import get
@@ -122,6 +123,15 @@ def test_a_killed_pod_returns_at_its_address_and_no_other_is_touched(running):
     assert after["decode-0"].restarts == 1
     del before["decode-0"], after["decode-0"]
     assert {n: p.pid for n, p in after.items()} == {n: p.pid for n, p in before.items()}
+
+
+def test_a_pod_that_serves_again_after_three_ends_fails_no_scale(running, monkeypatch):
+    view = running.view()
+    pods = tuple(msgspec.structs.replace(pod, failures=3) for pod in view.pods)
+    busy = msgspec.structs.replace(view, pods=pods, ready=False)
+    views = iter([busy, busy, view])
+    monkeypatch.setattr(client, "read_view", lambda _: next(views))
+    assert client.wait_settled(running.state, timeout_s=30) is view
 
 
 @pytest.mark.parametrize("pod", ["decode-0", "router-0"])

@@ -17,8 +17,7 @@ from xpyd_core.parallel.checks import PIPELINE, TENSOR
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
 from xpyd_core.request_id import Address, is_dialable
-from xpyd_kv.transport.host.striped import MAX_LINKS
-from xpyd_kv.transport.settings import TRANSPORTS
+from xpyd_kv.transport.settings import MAX_LINKS, TRANSPORTS
 from xpyd_kv.wire.handshake import OVER_TCP
 from xpyd_kv.wire.messages import Mode
 from xpyd_worker.engine.request import POLICIES, Policy

@@ -23,6 +23,8 @@ _NEEDS = {
     "nccl": "a KV cache on a GPU",
     "nixl": "memory that NIXL has registered",
 }
+MAX_LINKS = 4
+"""The most tcp connections that carry the KV of two peers."""
 KIB = 1024
 MIB = 1024 * KIB
 

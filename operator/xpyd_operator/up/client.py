@@ -66,7 +66,9 @@ def _wait_settled(
             return view
         if has_ended():
             raise FleetFailed(_with_tail("the supervisor ended", state.supervisor_log))
-        failed = [pod for pod in (view.pods if view else ()) if pod.failures]
+        # A pod that serves again is not what is waited for, also where its exits still count.
+        pods = [pod for pod in (view.pods if view else ()) if pod.state != "Ready"]
+        failed = [pod for pod in pods if pod.failures]
         for pod in failed:
             # Wrong input stays wrong: another start would end in the same way.
             if pod.exit_status == EXIT_USAGE:

@@ -29,8 +29,8 @@ from xpyd_kv.transport.host.data_path import (
     Lent,
     pack,
 )
+from xpyd_kv.transport.settings import MAX_LINKS
 
-MAX_LINKS = 4
 _JOIN_S = 5.0
 # Of a part, moved at once: what one processor's own cache has room for beside the checksum.
 _STEP_BYTES = 2**20
