@@ -35,7 +35,7 @@ _CPU = "worker_image/xpyd_worker/kernels/cpu/"
 _PARALLEL = "worker_image/xpyd_worker/parallel/native/"
 # Levels of the instruction set that have a library each; other machines: the compiler's default.
 _LEVELS = {"x86_64": ("x86-64-v4", "x86-64-v3")}
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 900.0
 
 
 class Library(NamedTuple):

@@ -48,7 +48,7 @@ def build(tree: Path, target: str, *, cc: str = "cc", cxx: str = "false") -> tup
         cwd=tree,
         env={**os.environ, "CC": cc, "CXX": cxx},
         check=True,
-        timeout=300,
+        timeout=900,  # beside other work on two cores it has taken 270 s
     )
     (built,) = folder.iterdir()
     if target == "sdist":
