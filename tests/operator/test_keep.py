@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from xpyd_operator.plan.keep import BACKOFF_MOST_S, KILL_GRACE_S, STABLE_S, keep
+from xpyd_operator.plan.keep import BACKOFF_MOST_S, FORGIVES_S, KILL_GRACE_S, keep
 from xpyd_operator.plan.values import (
     ENGINE_PROBES,
     DrainInstance,
@@ -67,18 +67,18 @@ def test_instances_are_started_and_drained_by_ordinal(replicas, seen, taken, act
 @pytest.mark.parametrize(
     ("instance", "actions"),
     [
-        (InstanceSeen(0, 0.0, has_lived=True, failed_probes=5), ()),
+        (InstanceSeen(0, 0.0, lived_at=0.0, failed_probes=5), ()),
         (
-            InstanceSeen(0, 0.0, has_lived=True, failed_probes=6),
+            InstanceSeen(0, 0.0, lived_at=0.0, failed_probes=6),
             (RestartInstance(0, ENGINE_PROBES.liveness),),
         ),
         # It dies: once is enough.
-        (InstanceSeen(0, 0.0, has_lived=True, failed_probes=7, killed=True), ()),
+        (InstanceSeen(0, 0.0, lived_at=0.0, failed_probes=7, killed=True), ()),
         # Before the first answer it may take as long as a kubelet gives it to start.
         (InstanceSeen(0, 0.0, failed_probes=599), ()),
         (InstanceSeen(0, 0.0, failed_probes=600), (RestartInstance(0, ENGINE_PROBES.startup),)),
         # One that leaves has the drain's deadline.
-        (InstanceSeen(0, 0.0, has_lived=True, failed_probes=9, draining_since=1.0), ()),
+        (InstanceSeen(0, 0.0, lived_at=0.0, failed_probes=9, draining_since=1.0), ()),
     ],
 )
 def test_an_instance_that_does_not_answer_its_probe_so_often_is_restarted(instance, actions):
@@ -131,7 +131,7 @@ def test_restarts_back_off_exponentially_up_to_a_limit():
 
 
 def test_one_that_worked_is_started_again_at_once_but_only_the_first_time():
-    once = InstanceSeen(0, 0.0, has_lived=True, exited_at=5.0)
+    once = InstanceSeen(0, 0.0, lived_at=0.0, exited_at=5.0)
     assert decide(1, [once], now=5.0).actions == (StartInstance(0, failures=1),)
     twice = replace(once, failures=1)
     assert decide(1, [twice], now=5.0).actions == ()
@@ -142,9 +142,31 @@ def test_a_long_row_of_failures_stays_a_number():
     assert decide(1, [crashed], now=1.0).recheck_after == BACKOFF_MOST_S
 
 
-def test_a_stable_run_clears_the_record():
-    crashed = InstanceSeen(0, 0.0, failures=5, exited_at=STABLE_S)
-    assert decide(1, [crashed], now=STABLE_S + 1).actions == (StartInstance(0, failures=1),)
+def test_a_life_forgives_a_failure_for_each_while_that_it_lasts():
+    def after(lived_s: float) -> int:
+        once = InstanceSeen(0, 0.0, failures=5, lived_at=30.0, exited_at=30.0 + lived_s)
+        (start,) = decide(1, [once], now=1000.0).actions
+        assert isinstance(start, StartInstance)
+        return start.failures
+
+    assert [after(n * FORGIVES_S) for n in (0, 0.9, 1, 3, 5, 50)] == [6, 6, 5, 3, 1, 1]
+
+
+def test_one_that_never_comes_up_is_not_forgiven_however_long_it_tries():
+    crashed = InstanceSeen(0, 0.0, failures=5, exited_at=9 * FORGIVES_S)
+    (start,) = decide(1, [crashed], now=1000.0).actions
+    assert start == StartInstance(0, failures=6)
+
+
+def test_one_that_is_killed_again_and_again_but_lives_between_waits_for_no_restart():
+    """As a router among forty seconds of service: once its clients waited for a minute."""
+    now, failures = 0.0, 0
+    for _ in range(9):
+        now += 4 * FORGIVES_S
+        killed = InstanceSeen(0, 0.0, failures, lived_at=now - 4 * FORGIVES_S, exited_at=now)
+        (start,) = decide(1, [killed], now=now).actions
+        assert start == StartInstance(0, failures=1)
+        failures = start.failures
 
 
 @pytest.mark.parametrize("seed", range(100))

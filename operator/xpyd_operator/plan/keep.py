@@ -23,8 +23,9 @@ from xpyd_operator.plan.values import (
 
 BACKOFF_FIRST_S = 1.0
 BACKOFF_MOST_S = 60.0
-STABLE_S = 60.0
-"""After an instance ran so long, its exit counts as the first failure."""
+FORGIVES_S = 10.0
+"""For so long as this an instance lives, one failure in the row before it is forgotten: it is for
+one that does not come up, or soon ends, that restarts wait. See docs/adr/0044."""
 KILL_GRACE_S = 10.0
 """Time in addition to the drain timeout, which the instance itself obeys."""
 
@@ -66,9 +67,9 @@ def backoff_s(instance: InstanceSeen) -> tuple[float, int]:
     """How long an exited instance waits for its restart, and its number of failures in a row. One
     that worked is started again at once the first time, as by a kubelet."""
     assert instance.exited_at is not None
-    stable = instance.exited_at - instance.started_at >= STABLE_S
-    failures = 1 if stable else instance.failures + 1
-    if failures == 1 and instance.has_lived:
+    lived_s = 0.0 if instance.lived_at is None else instance.exited_at - instance.lived_at
+    failures = max(0, instance.failures - int(lived_s / FORGIVES_S)) + 1
+    if failures == 1 and instance.lived_at is not None:
         return 0.0, failures
     # The exponent is capped too: 2.0 ** 2000 is an OverflowError.
     return min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2.0 ** min(failures - 1, 16)), failures

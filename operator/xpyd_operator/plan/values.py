@@ -206,7 +206,7 @@ class Probes:
 
     def now(self, instance: InstanceSeen) -> Probe:
         """The one that is asked."""
-        return self.liveness if instance.has_lived else self.startup
+        return self.startup if instance.lived_at is None else self.liveness
 
 
 ENGINE_PROBES = Probes(
@@ -227,8 +227,8 @@ class InstanceSeen:
     """One instance of a workload. Times are seconds in the clock of keep()'s `now`.
 
     `failures`: exits in a row before this start. `exited_at` None: it runs. `draining_since` None:
-    it was not asked to leave. `killed`: SIGKILL was sent. `has_lived`: a startup probe succeeded;
-    `failed_probes`: failures in a row of the probe that is asked now.
+    it was not asked to leave. `killed`: SIGKILL was sent. `lived_at`: when its startup probe
+    succeeded, None before; `failed_probes`: failures in a row of the probe that is asked now.
     """
 
     ordinal: int
@@ -237,7 +237,7 @@ class InstanceSeen:
     exited_at: float | None = None
     draining_since: float | None = None
     killed: bool = False
-    has_lived: bool = False
+    lived_at: float | None = None
     failed_probes: int = 0
 
 

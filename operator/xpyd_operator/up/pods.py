@@ -264,20 +264,24 @@ class PodProcess:
         self.seen = replace(self.seen, exited_at=now)
         return True
 
-    def probed(self, probe: Probe, *, is_alive: bool) -> None:
+    def probed(self, probe: Probe, now: float, *, is_alive: bool) -> None:
         """Take the answer to a startup or liveness probe."""
         if is_alive:
-            self.seen = replace(self.seen, has_lived=True, failed_probes=0)
+            self._live(now)
+            self.seen = replace(self.seen, failed_probes=0)
             return
         self.seen = replace(self.seen, failed_probes=self.seen.failed_probes + 1)
-        if self.seen.has_lived and self.seen.failed_probes == 1:
+        if self.seen.lived_at is not None and self.seen.failed_probes == 1:
             _log.warning("pod %s does not answer GET %s", self.pod.name, probe.path)
 
-    def lives(self) -> None:
+    def lives(self, now: float) -> None:
         """/health was answered: the liveness probe is the one to ask from now on."""
         self.is_healthy = True
-        if not self.seen.has_lived:
-            self.seen = replace(self.seen, has_lived=True, failed_probes=0)
+        self._live(now)
+
+    def _live(self, now: float) -> None:
+        if self.seen.lived_at is None:
+            self.seen = replace(self.seen, lived_at=now, failed_probes=0)
 
     def drain(self, now: float) -> None:
         """Ask the process to finish and exit."""

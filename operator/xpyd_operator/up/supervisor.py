@@ -428,7 +428,7 @@ class Supervisor:
         process = pod.identity
         alive = await asyncio.to_thread(is_alive, *self._http_of(pod), probe)
         if alive is not None and process is not None and pod.identity == process:
-            pod.probed(probe, is_alive=alive)
+            pod.probed(probe, now, is_alive=alive)
             self.wake()
 
     async def _probe(self) -> None:
@@ -440,9 +440,10 @@ class Supervisor:
         )
         unknown = [pod for pod in pods if not pod.is_healthy]
         healthy = await asyncio.gather(*(self._is_healthy(pod) for pod in unknown))
+        now = time.monotonic()
         for pod, is_healthy in zip(unknown, healthy, strict=True):
             if is_healthy and pod.identity == before[pod]:
-                pod.lives()
+                pod.lives(now)
         for pod in pods:
             if pod.pod.pool == ROUTER:
                 ready = pod.is_healthy and routable is not None
