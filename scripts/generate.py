@@ -122,7 +122,9 @@ from collections.abc import Mapping
 
 FLAGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 '''
-SIZES = ("--kv-cache-memory", "--kv-buffer-size", "--kv-host-pool-size")
+SIZES = ("--kv-cache-memory", "--kv-host-pool-size", "--kv-group-bytes")
+SHARES = ("--kv-buffer-size",)
+"""Sizes that may be given in per cent."""
 
 
 def flags_module() -> str:
@@ -227,7 +229,7 @@ def pod_kind(name: str, annotation: object, waiting: list[type[BaseModel]]) -> s
     if get_origin(annotation) is list:
         return f"[{pod_kind(name, parts[0], waiting)}]"
     if get_origin(annotation) is dict:
-        return f"{{{'any' if name in QUANTITIES else pod_kind(name, parts[1], waiting)}}}"
+        return f"{{{'quantity' if name in QUANTITIES else pod_kind(name, parts[1], waiting)}}}"
     if parts:
         kinds = sorted({pod_kind(name, part, waiting) for part in parts})
         return kinds[0] if len(kinds) == 1 else ",".join(kinds)
@@ -235,7 +237,7 @@ def pod_kind(name: str, annotation: object, waiting: list[type[BaseModel]]) -> s
         waiting.append(annotation)
         return type_name(annotation)
     if name in ("sizeLimit", "divisor"):
-        return "any"
+        return "quantity"
     plain: dict[Any, str] = {str: "string", int: "integer", bool: "boolean", float: "number"}
     plain[datetime] = "string"
     return plain.get(annotation, "any")
@@ -249,6 +251,8 @@ def flag_kind(flag: Flag) -> str:
         return "names"
     if flag.names[0] in SIZES:
         return "size"
+    if flag.names[0] in SHARES:
+        return "share"
     made = flag.options.get("type")
     words = {"int": "int", "float": "float", "_tokens_or_auto": "tokens", "_json_object": "json"}
     return words.get(getattr(made, "__name__", ""), "text")

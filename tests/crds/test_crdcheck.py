@@ -16,7 +16,7 @@ from tests.crds.fleets import FLEET, BadFleet, bad_fleets, good_fleets
 from tests.operator.fleets import Document, changed
 from xpyd_core.errors import UserError
 from xpyd_operator.document.load import as_sent, load_fleet, parse_fleet, parse_object
-from xpyd_operator.document.pod_template import pod_mistakes
+from xpyd_operator.document.pod_template import QUANTITY_PATTERN, pod_mistakes
 
 pytestmark = pytest.mark.cluster
 NOT_ALL_CHECKED = (
@@ -126,6 +126,12 @@ BAD_TEMPLATES: dict[str, tuple[Document, str, str]] = {
         'AT.nodeSelector.gpus: Invalid value: "integer": '
         'AT.nodeSelector.gpus in body must be of type string: "integer"',
         "AT.nodeSelector[gpus]: expected string, got 8",
+    ),
+    "a size of an unknown unit": (
+        {"overhead": {"memory": "4GB"}},
+        'AT.overhead.memory: Invalid value: "4GB": '
+        f"AT.overhead.memory in body should match '{QUANTITY_PATTERN}'",
+        "AT.overhead[memory]: expected a quantity like 500m, 2 or 4Gi, got '4GB'",
     ),
 }
 

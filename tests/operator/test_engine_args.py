@@ -25,7 +25,7 @@ from xpyd_operator.controller.decision.kinds import (
 )
 from xpyd_operator.controller.decision.report import report
 from xpyd_operator.controller.decision.state import Apply, FleetState, Scale, Write, read
-from xpyd_operator.manifests.engine_flags import FLAGS
+from xpyd_operator.manifests.engine_flags import BOUNDS, FLAGS
 from xpyd_operator.manifests.names import Settings
 from xpyd_operator.manifests.refusals import engine_args_problems
 from xpyd_operator.plan.template import fleet_want
@@ -127,8 +127,7 @@ BAD = {
         "--override-generation-config: expected a JSON object, got '[]'"
     ),
     "--kv-cache-memory=lots": (
-        "--kv-cache-memory: 'lots' is not a size; "
-        "write bytes like 1073741824, 8e9, 4Gi or 500M, 10%"
+        "--kv-cache-memory: 'lots' is not a size; write bytes like 1073741824, 8e9, 4Gi or 500M"
     ),
     "--port=1": "--port is set by xpyd; leave it out",
     "--role=Decode": "--role is set by xpyd; use spec.pools[].role",
@@ -160,6 +159,7 @@ def test_what_the_engine_takes_is_not_refused() -> None:
     assert set(FLAGS) == {name for name in known if name.startswith("--")} - {"--help"}
 
 
+SET_BY_XPYD = {"--port", "--kv-port", "--heartbeat-period-ms"}
 BAD_ARGS = ["--flag-of-tomorrow"]
 
 
@@ -203,6 +203,18 @@ def test_flags_of_an_image_in_a_pools_template_are_the_engines_to_refuse() -> No
         ]
         found = read(in_cluster(engine={"args": BAD_ARGS}, pools=pools), SETTINGS)
         assert bool(found.mistakes) is is_refused
+
+
+@pytest.mark.parametrize("flag", sorted(BOUNDS.keys() - SET_BY_XPYD))
+def test_a_value_just_outside_of_its_bounds_is_refused(flag: str) -> None:
+    least, most, expected = BOUNDS[flag]
+    outside = [0 if least < 1e-9 < (most or 1) and least > 0 else least - 1]
+    outside += [] if most is None else [most + 1]
+    for value in outside:
+        (problem,) = engine_args_problems(parsed(engine={"args": [f"{flag}={value:.0f}"]}))
+        assert problem.startswith(f"spec.engine.args[0]: {flag}: ")
+        assert "expected" in problem
+        assert expected in problem
 
 
 @pytest.mark.parametrize(
@@ -321,6 +333,28 @@ def test_a_mistake_in_one_template_holds_the_whole_document_back() -> None:
     children[POOL]["chat-decode"]["spec"]["replicas"] = 2
     (decode,) = [n for n in children[DEPLOYMENT] if "decode" in n]
     assert written(state_of(edited, children)) == {f"apply {decode}"}
+
+
+@pytest.mark.parametrize("bounds", [{"maxReplicas": 1}, {"minReplicas": 9}])
+def test_bounds_of_a_document_that_is_held_back_move_no_size(bounds: dict[str, int]) -> None:
+    found = turns.document(decode=4)
+    children = running(found)
+    edited = turns.document(decode=4) | {"status": found["status"]}
+    edited["spec"]["router"] = {"template": {"spec": {"restartPolicy": "Never"}}}
+    edited["spec"]["pools"][1]["scaling"] = bounds
+    assert written(state_of(edited, children)) == set()
+
+
+def test_a_pool_object_that_is_deleted_meanwhile_comes_back_with_its_size() -> None:
+    found = turns.document(decode=4)
+    children = running(found)
+    edited = turns.document(decode=2) | {"status": found["status"]}
+    edited["spec"]["router"] = {"template": {"spec": {"restartPolicy": "Never"}}}
+    del children[POOL]["chat-decode"]
+    (made,) = turns.writes(decide(state_of(edited, children)))
+    assert isinstance(made, Apply)
+    assert made.obj["kind"] == "InferenceFleetPool"
+    assert (made.obj["metadata"]["name"], made.obj["spec"]["replicas"]) == ("chat-decode", 4)
 
 
 def test_a_new_fleet_with_mistakes_begins_nothing() -> None:

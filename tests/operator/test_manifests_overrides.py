@@ -195,6 +195,14 @@ REFUSED = [
         "not a field of Container; did you mean resources?",
     ),
     ({"spec": {"gadget": 1}}, "spec.gadget", "not a field of PodSpec; take it out"),
+    *(
+        (
+            {"spec": {"containers": [{"name": "a", "resources": {"limits": {"cpu": value}}}]}},
+            "spec.containers[0].resources.limits[cpu]",
+            f"expected a quantity like 500m, 2 or 4Gi, got {value!r}",
+        )
+        for value in ("abc", "", "1 Gi", "4GB", True, [1], {"a": 1})
+    ),
     ({"spec": {"hostNetwork": 1}}, "spec.hostNetwork", "expected boolean, got 1"),
     ({"spec": {"containers": [None]}}, "spec.containers[0]", "an item of a list may not be null"),
     ({"spec": {"containers": 3}}, "spec.containers", "expected a list"),

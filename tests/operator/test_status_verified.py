@@ -184,6 +184,22 @@ def test_prompts_that_are_all_short_are_as_the_fleet_wants_it(fleet: Fleet) -> N
     assert "router.localPrefillTokens" in found[-1].message
 
 
+@pytest.mark.parametrize("cause", ["short_prompt", "no_prefill"])
+@pytest.mark.parametrize(
+    ("outcome", "why"),
+    [("unreported", ""), ("recomputed", "no_room"), ("failed", "other"), ("alone", "first_token")],
+)
+def test_requests_that_pairs_served_too_were_not_all_alone(
+    cause: str, outcome: str, why: str, fleet: Fleet
+) -> None:
+    fleet.count("alone", cause, 2, p="")
+    fleet.look()
+    for _ in range(20):
+        fleet.count("alone", cause, 2, p="")
+        fleet.count(outcome, why, 100)
+        assert fleet.look()[:2] == (None, "NoTraffic")
+
+
 def test_a_p_that_was_away_long_ago_does_not_count_beside_short_prompts(fleet: Fleet) -> None:
     fleet.count("alone", "no_prefill", 2, p="")
     statuses: list[bool | None] = []

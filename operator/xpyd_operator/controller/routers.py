@@ -8,7 +8,8 @@ A router's pod is ready while it takes requests (ADR 0041), an engine's while it
 heartbeats reach a router, and whether P and D fit together, no pod's readiness says. So the
 condition Available goes by what routers answer, too, and fleets without a pair are asked each 3 s.
 
-Only pods that the fleet's own Deployment made are asked: any pod can have a router's labels.
+Only pods whose owner has the name of the fleet's own Deployment are asked: any pod can have a
+router's labels.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ DownwardAPIProjection: items=[DownwardAPIVolumeFile]
 DownwardAPIVolumeFile: fieldRef=ObjectFieldSelector mode=integer path=string
   resourceFieldRef=ResourceFieldSelector user=integer
 DownwardAPIVolumeSource: defaultMode=integer defaultUser=integer items=[DownwardAPIVolumeFile]
-EmptyDirVolumeSource: medium=string mode=integer sizeLimit=any
+EmptyDirVolumeSource: medium=string mode=integer sizeLimit=quantity
 EnvFromSource: configMapRef=ConfigMapEnvSource prefix=string secretRef=SecretEnvSource
 EnvVar: name=string value=string valueFrom=EnvVarSource
 EnvVarSource: configMapKeyRef=ConfigMapKeySelector fieldRef=ObjectFieldSelector
@@ -116,7 +116,7 @@ PodSpec: activeDeadlineSeconds=integer affinity=Affinity automountServiceAccount
   evictionResponders=[EvictionResponder] hostAliases=[HostAlias] hostIPC=boolean hostNetwork=boolean
   hostPID=boolean hostUsers=boolean hostname=string hostnameOverride=string
   imagePullSecrets=[LocalObjectReference] initContainers=[Container] nodeName=string
-  nodeSelector={string} os=PodOS overhead={any} preemptionPolicy=string priority=integer
+  nodeSelector={string} os=PodOS overhead={quantity} preemptionPolicy=string priority=integer
   priorityClassName=string readinessGates=[PodReadinessGate] resourceClaims=[PodResourceClaim]
   resources=ResourceRequirements restartPolicy=string runtimeClassName=string schedulerName=string
   schedulingGates=[PodSchedulingGate] schedulingGroup=PodSchedulingGroup
@@ -135,8 +135,8 @@ QuobyteVolumeSource: group=string readOnly=boolean registry=string tenant=string
 RBDVolumeSource: fsType=string image=string keyring=string monitors=[string] pool=string
   readOnly=boolean secretRef=LocalObjectReference user=string
 ResourceClaim: name=string request=string
-ResourceFieldSelector: containerName=string divisor=any resource=string
-ResourceRequirements: claims=[ResourceClaim] limits={any} requests={any}
+ResourceFieldSelector: containerName=string divisor=quantity resource=string
+ResourceRequirements: claims=[ResourceClaim] limits={quantity} requests={quantity}
 SELinuxOptions: level=string role=string type=string user=string
 ScaleIOVolumeSource: fsType=string gateway=string protectionDomain=string readOnly=boolean
   secretRef=LocalObjectReference sslEnabled=boolean storageMode=string storagePool=string
@@ -182,7 +182,7 @@ VolumeMount: bindMountOptions=[string] mountPath=string mountPropagation=string 
 VolumeProjection: clusterTrustBundle=ClusterTrustBundleProjection configMap=ConfigMapProjection
   downwardAPI=DownwardAPIProjection podCertificate=PodCertificateProjection secret=SecretProjection
   serviceAccountToken=ServiceAccountTokenProjection
-VolumeResourceRequirements: limits={any} requests={any}
+VolumeResourceRequirements: limits={quantity} requests={quantity}
 VsphereVirtualDiskVolumeSource: fsType=string storagePolicyID=string storagePolicyName=string
   volumePath=string
 WeightedPodAffinityTerm: podAffinityTerm=PodAffinityTerm weight=integer

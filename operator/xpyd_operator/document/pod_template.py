@@ -8,6 +8,7 @@ Kubernetes' own. See docs/adr/0049.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
@@ -17,15 +18,22 @@ from xpyd_operator.document.base import INT_OR_STRING
 from xpyd_operator.document.pod_fields import TABLE
 
 POD_SPEC = "PodSpec"
+_ANY = "any"
+_QUANTITY = "quantity"
 _SCALARS: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
     "boolean": (bool,),
     "number": (int, float),
     "integer,string": (int, str),
+    _QUANTITY: (str, int, float),
 }
-_ANY = "any"
-"""Also a quantity, which is text or any number."""
+_EXPECTED = {
+    "integer,string": "integer or string",
+    _QUANTITY: "a quantity like 500m, 2 or 4Gi",
+}
+QUANTITY_PATTERN = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?$"
+"""What Kubernetes parses (apimachinery, resource.ParseQuantity)."""
 
 
 @cache
@@ -51,6 +59,9 @@ def pod_schema(kind: str = POD_SPEC) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": pod_schema(kind[1:-1])}
     if kind == _ANY:
         return {"x-kubernetes-preserve-unknown-fields": True}
+    if kind == _QUANTITY:
+        # A CRD cannot say "text or any number": there only text is checked.
+        return {"x-kubernetes-preserve-unknown-fields": True, "pattern": QUANTITY_PATTERN}
     if kind == "integer,string":
         return {INT_OR_STRING: True, "anyOf": [{"type": "integer"}, {"type": "string"}]}
     if kind in _SCALARS:
@@ -82,10 +93,9 @@ def pod_mistakes(path: str, value: object, kind: str = POD_SPEC) -> Iterator[str
                 yield f"{path}[{index}]: an item of a list may not be null"
             yield from pod_mistakes(f"{path}[{index}]", item, kind[1:-1])
     elif kind in _SCALARS:
-        # True is an int in Python, not in JSON.
-        is_bool = isinstance(value, bool)
-        if is_bool != (kind == "boolean") or not isinstance(value, _SCALARS[kind]):
-            yield f"{path}: expected {kind.replace(',', ' or ')}, got {_short(value)}"
+        if not _is_scalar(value, kind):
+            expected = _EXPECTED.get(kind, kind)
+            yield f"{path}: expected {expected}, got {_short(value)}"
     elif not isinstance(value, dict):
         yield f"{path}: expected a map"
     else:
@@ -99,6 +109,15 @@ def pod_mistakes(path: str, value: object, kind: str = POD_SPEC) -> Iterator[str
                 near = get_close_matches(name, fields, 1)
                 hint = f"did you mean {near[0]}?" if near else "take it out"
                 yield f"{path}.{name}: not a field of {kind}; {hint}"
+
+
+def _is_scalar(value: object, kind: str) -> bool:
+    # True is an int in Python, not in JSON.
+    if isinstance(value, bool) != (kind == "boolean") or not isinstance(value, _SCALARS[kind]):
+        return False
+    if kind == _QUANTITY and isinstance(value, str):
+        return re.fullmatch(QUANTITY_PATTERN, value) is not None
+    return True
 
 
 def _short(value: object) -> str:

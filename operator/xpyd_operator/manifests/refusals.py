@@ -232,6 +232,8 @@ def _wrong_value(name: str, value: str, kind: str, choices: tuple[str, ...]) -> 
             case "float":
                 return _out_of_bounds(name, float(value))
             case "size":
+                return _out_of_bounds(name, parse_bytes(value))
+            case "share":
                 parse_bytes(value, of=1 << 30)
             case "json":
                 if not isinstance(json.loads(value), dict):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from xpyd_operator.plan.values import (
+    MOST_REPLICAS,
     ROUTER,
     Action,
     DeleteWorkload,
@@ -95,10 +96,12 @@ def as_it_runs(
             have.sort(key=lambda w: (w.workload.revision != last, -w.ready, w.workload.revision))
             runs = have[0].workload
             pool = pool or PoolWant(name, runs.template, runs.revision)
-            found.append(
-                replace(pool, template=runs.template, revision=runs.revision, replicas=replicas)
-            )
-    return want if is_all else replace(want, pools=tuple(found))
+            pool = replace(pool, template=runs.template, revision=runs.revision)
+            found.append(replace(pool, replicas=replicas))
+    if is_all:
+        return want
+    # Bounds are the document's, too: they would move the sizes.
+    return replace(want, pools=tuple(replace(pool, least=0, most=MOST_REPLICAS) for pool in found))
 
 
 def pools_wanted(want: FleetWant, seen: Iterable[PoolSeen]) -> tuple[PoolSeen, ...]:

@@ -198,7 +198,10 @@ class KvWatch:
 
     def _add(self, grown: Counts, now_s: float) -> None:
         moved: list[_Pair] = []
+        is_paired = False
         for (prefill, decode, outcome, cause), count in grown.items():
+            # Also where KV was not to move, or engines do not say whether it did.
+            is_paired = is_paired or bool(prefill)
             is_lost = outcome in ("recomputed", "failed") and cause in PATH_CAUSES
             if outcome == "moved" or is_lost:
                 pair = self._pairs.setdefault((prefill, decode), _Pair())
@@ -213,6 +216,7 @@ class KvWatch:
             # Where both happened between two looks, the order is not known: the path works.
             pair.moved_s = self._moved_s = now_s
             pair.lost.clear()
+        if is_paired:
             self._alone.clear()
 
     def _forget(self, now_s: float) -> None:

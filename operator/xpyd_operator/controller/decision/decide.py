@@ -55,7 +55,6 @@ from xpyd_operator.manifests.names import ANNOTATION_APPLIED, FINALIZER, LABEL_P
 from xpyd_operator.manifests.objects import pool_object, support_objects, workload_objects
 from xpyd_operator.plan.fleet import plan, pools_wanted
 from xpyd_operator.plan.values import (
-    ROUTER,
     DeleteWorkload,
     DrainPool,
     Plan,
@@ -341,12 +340,14 @@ class _Decision:
     def _pools(self) -> Iterator[Write]:
         by_name = {pool.name: pool for pool in self._fleet.spec.pools}
         for pool in pools_wanted(self._want, self._seen.pools):
-            if pool.name == ROUTER or self._held:
+            if pool.name not in by_name:  # the router, or not in the document that is held back
                 continue
             obj = pool_object(
                 self._fleet, by_name[pool.name], pool.replicas, pool.declared, self._state.placement
             )
             before = self._state.children.get(POOL, {}).get(obj["metadata"]["name"])
+            if self._held and before is not None:
+                continue
             if before is not None and _is_of_another_role(before, obj, self._state.uid):
                 # The role cannot change; the next turn creates a new object.
                 yield _remove(before)
