@@ -3,7 +3,8 @@
     ___prefill_addr_{ip:port}___decode_addr_{ip:port}_{32 hex}
 
 The router makes it and sends it to both engines as X-Request-Id; each reads the other's KV
-address from it. Engines may put a prefix (`cmpl-`) before it and an index (`-0`) behind it. The 32
+address from it. Engines may put a prefix (`cmpl-`) before it and an index (`-0`) behind it; vLLM
+puts 8 random hex digits behind the index, or behind the id of a chat, which has none. The 32
 hex digits are 128 random bits from the router; with a prompt's index they key one KV transfer.
 """
 
@@ -22,7 +23,7 @@ _UUID = re.compile(r"[0-9a-f]{32}")
 # An address has no underscore, so three of them end it; an IPv6 host has brackets.
 _PAIR = re.compile(
     r"(?:[A-Za-z]+-)?___prefill_addr_(?P<prefill>[^_\s]{3,260})___decode_addr_(?P<decode>[^_\s]{3,260})"
-    r"_(?P<uuid>[0-9a-f]{32})(?:-(?P<index>\d{1,5})(?:-[0-9a-zA-Z]{1,32})?)?"
+    r"_(?P<uuid>[0-9a-f]{32})(?:-(?P<index>\d{1,5})(?:-[0-9a-zA-Z]{1,32})?|-[0-9a-f]{8})?"
 )
 
 

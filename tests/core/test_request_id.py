@@ -35,7 +35,12 @@ def test_formatting_and_parsing_are_inverse() -> None:
         (ARTICLE_ID.removesuffix("-0").removeprefix("cmpl-"), 0),
         (ARTICLE_ID.replace("cmpl-", "chatcmpl-").replace("-0", ""), 0),
         (ARTICLE_ID.removesuffix("0") + "17", 17),
-        (ARTICLE_ID + "-Ab3dE6gh", 0),  # vLLM's random suffix
+        (ARTICLE_ID + "-Ab3dE6gh", 0),
+        # As vLLM's connectors see them: 8 random hex digits are appended.
+        (ARTICLE_ID + "-1a2b3c4d", 0),
+        (ARTICLE_ID.removesuffix("0") + "17-12345678", 17),
+        (ARTICLE_ID.replace("cmpl-", "chatcmpl-").replace("-0", "-1a2b3c4d"), 0),
+        (ARTICLE_ID.replace("cmpl-", "chatcmpl-").replace("-0", "-12345678"), 0),
     ],
 )
 def test_prefix_and_suffix_belong_to_the_engine(text: str, index: int) -> None:
@@ -55,6 +60,8 @@ def test_prefix_and_suffix_belong_to_the_engine(text: str, index: int) -> None:
         ARTICLE_ID.replace(":22001", ""),
         ARTICLE_ID.replace("___decode", "__decode"),
         ARTICLE_ID + "\n",
+        ARTICLE_ID.removesuffix("-0") + "-1a2b3c4",
+        ARTICLE_ID.removesuffix("-0") + "-1a2b3c4d5",
         "x" * 10_000,
         "___prefill_addr_" + "1" * 5000 + ":21001___decode_addr_10.0.1.3:22001_" + UUID,
     ],
