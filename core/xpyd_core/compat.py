@@ -1,7 +1,8 @@
 """The compatibility key: what two instances must share before KV may move between them.
 
-Computed from the checkpoint alone. TP, PP, block size and image are not in it: they are negotiated
-by the KV handshake. The factors travel as a map, so that a refusal can name the one that differs.
+Computed from the checkpoint, and from what the bytes of a cache's block are. TP, PP, block size and
+image are not in it: they are negotiated by the KV handshake. The factors travel as a map, so that a
+refusal can name the one that differs.
 """
 
 from __future__ import annotations
@@ -33,20 +34,31 @@ _CONFIG_FACTORS = (
     "vocab_size",
 )
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
-_KV_LAYOUT = "head-token-kv/1"
+HEAD_TOKEN_KV = "head-token-kv/1"
+"""What a block of one layer is: for each head, for each token, K then V. The engine's own."""
 _SAMPLES = 64
 _SAMPLE_BYTES = 64 * 1024
 
 
-def compat_factors(folder: Path, *, model: str, revision: str, kv_dtype: str) -> dict[str, str]:
+def transposed_k(block_size: int) -> str:
+    """The `kv_layout` of caches whose block of one layer is, for each head, K as [dim, token], then
+    V as [token, dim]: vLLM's on a CPU. It cannot be cut at a token, so blocks of one size alone go
+    together."""
+    return f"head-kt-v/1 {block_size}"
+
+
+def compat_factors(
+    folder: Path, *, model: str, revision: str, kv_dtype: str, kv_layout: str = HEAD_TOKEN_KV
+) -> dict[str, str]:
     """Factor name -> value, from the checkpoint in `folder` (config.json, tokenizer files).
 
     `model` and `revision` name the checkpoint; for a local folder `revision` may be empty, then the
-    fingerprint of the weight files takes its place.
+    fingerprint of the weight files takes its place. `kv_layout` names what the bytes of a block
+    are: the shape that an engine gives its cache may not say it.
     """
     raw = (folder / "config.json").read_bytes()
     config: Mapping[str, Any] = json.loads(raw)
-    factors = {"protocol": str(PROTOCOL_MAJOR), "kv_layout": _KV_LAYOUT, "kv_dtype": kv_dtype}
+    factors = {"protocol": str(PROTOCOL_MAJOR), "kv_layout": kv_layout, "kv_dtype": kv_dtype}
     factors["model"] = model
     factors["revision"] = revision or _weights_fingerprint(folder)
     for name in _CONFIG_FACTORS:

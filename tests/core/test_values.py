@@ -233,6 +233,7 @@ def test_equal_checkpoints_share_a_key_and_each_factor_counts(tmp_path: Path) ->
     (weights / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}" + bytes(999) + b"\x01")
     for other, differing in [
         (factors(one, kv_dtype="bfloat16"), ["kv_dtype"]),
+        (factors(one, kv_layout=compat.transposed_k(128)), ["kv_layout"]),
         (factors(_checkpoint(tmp_path / "rope", rope_theta=1e6)), ["rope_theta"]),
         (factors(_checkpoint(tmp_path / "window", max_window_layers=1)), ["max_window_layers"]),
         (
