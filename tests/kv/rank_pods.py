@@ -100,11 +100,19 @@ class _End:
 class RankedSide:
     """A P or a D of any layout, whose caches say whose KV they hold."""
 
-    def __init__(self, role: Literal["P", "D"], engine: EngineLayout, blocks: int) -> None:
+    def __init__(
+        self,
+        role: Literal["P", "D"],
+        engine: EngineLayout,
+        blocks: int,
+        *,
+        is_ranked: bool = False,
+    ) -> None:
+        """`is_ranked`: an only rank is not the engine's own process, either."""
         self.role: Literal["P", "D"] = role
         self.engine = engine
         self.pool = FakePool(blocks, engine.block_size)
-        self.is_ranked = engine.num_ranks > 1
+        self.is_ranked = is_ranked or engine.num_ranks > 1
         self.memories: list[FakeKvMemory] = []
         self.parts: list[RankPart] = []
 
@@ -183,8 +191,9 @@ class Side(RankedSide):
         blocks: int = 64,
         transports: tuple[str, ...] = ("tcp",),
         folder: Path | None = None,
+        is_ranked: bool = False,
     ) -> None:
-        super().__init__(role, engine, blocks)
+        super().__init__(role, engine, blocks, is_ranked=is_ranked)
         self.settings = settings or KvSettings()
         self._options: dict[str, Any] = {"transports": transports, "socket_dir": folder}
         self.shared = [self._share(rank, blocks) for rank in range(engine.num_ranks)]
@@ -341,11 +350,11 @@ def address_of(endpoint: Any) -> Address:
 
 @contextmanager
 def sides(p: EngineLayout, d: EngineLayout, **options: Any) -> Iterator[tuple[Side, Side]]:
-    """One of each, closed at the end."""
-    of_d = options.pop("d", {})
+    """One of each, closed at the end. `of_p` and `of_d` of the options are of one side."""
+    of_p, of_d = options.pop("of_p", {}), options.pop("of_d", {})
     at_d = Side("D", d, **{**options, **of_d})
     try:
-        at_p = Side("P", p, **options)
+        at_p = Side("P", p, **{**options, **of_p})
         try:
             yield at_p, at_d
         finally:

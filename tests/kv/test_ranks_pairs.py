@@ -19,6 +19,7 @@ from xpyd_kv.wire.messages import MODES, Mode
 ONE, TWO, UNEVEN, THREE = ((0, 1, 2),), ((0, 1), (2,)), ((0,), (1, 2)), ((0,), (1,), (2,))
 # (TP, stages) of P and of D, and the model's KV heads.
 LAYOUTS = {
+    "1-1": ((1, ONE), (1, ONE), 2),
     "tp2-pp2": ((2, ONE), (1, TWO), 2),
     "tp2xpp2-tp1": ((2, TWO), (1, ONE), 2),
     "tp1-tp4 of 2 heads": ((1, ONE), (4, ONE), 2),
@@ -101,6 +102,26 @@ def test_all_modes(name: str, mode: Mode) -> None:
         landed = move(p, d)
         assert d.holds(landed.block_ids, IDS[0], len(IDS))
         d.pool.release(landed.block_ids)
+        assert is_back(p.pool)
+        assert is_back(d.pool)
+
+
+@pytest.mark.parametrize(
+    ("name", "apart"),
+    [("1-1", "P"), ("1-1", "D"), ("1-1", "PD"), ("tp1-pp3", "P"), ("pp3-tp1", "D")],
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_only_rank_that_is_another_process_moves_the_kv(
+    name: str, apart: str, mode: Mode
+) -> None:
+    options = {
+        role: {"is_ranked": letter in apart} for role, letter in (("of_p", "P"), ("of_d", "D"))
+    }
+    with sides(*engines(name), settings=KvSettings(mode=mode), **options) as (p, d):
+        for number in (1, 2):
+            landed = move(p, d, number=number, cached=4)
+            assert d.holds(landed.block_ids, IDS[0], len(IDS))
+            d.pool.release(landed.block_ids)
         assert is_back(p.pool)
         assert is_back(d.pool)
 

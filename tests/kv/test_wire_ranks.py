@@ -79,6 +79,20 @@ def test_ranks_move_what_both_have_and_speak_of_nothing_else():
         list(p.feed(encode(Grant(**KEYS)), 0.0))
 
 
+@pytest.mark.parametrize("apart", ["P", "D", "PD"])
+def test_no_byte_moves_between_engines_whose_only_rank_is_another_process(apart):
+    there = ("127.0.0.1:21002",)
+    of_p = msgspec.structs.replace(LAYOUT, is_ranked="P" in apart)
+    of_d = msgspec.structs.replace(LAYOUT, is_ranked="D" in apart, ranks=there * ("D" in apart))
+    p, d, said = talk(of_p=of_p, of_d=of_d)
+    assert said.errors == {"p": None, "d": None}
+    assert (p.pair, d.pair) == (None, None)
+    p, d, said = talk(of_p=LAYOUT, of_d=LAYOUT, data=True)
+    assert said.errors == {"p": None, "d": None}
+    assert p.pair == d.pair
+    assert p.pair is not None
+
+
 def test_a_single_process_is_its_only_rank_on_either_side():
     whole = msgspec.structs.replace(LAYOUT, kv_heads=2, block_bytes=256)
     p, _, said = talk(of_p=whole, takes="ranks", data=True)
@@ -99,6 +113,8 @@ def test_a_single_process_is_its_only_rank_on_either_side():
                                           layers=(1,)), "rank": 2}, "rank"),
         ({"data": False, "of_d": msgspec.structs.replace(OF_D, ranks=())}, "ranks"),
         ({"data": False, "of_d": msgspec.structs.replace(OF_D, ranks=OF_D.ranks[:1])}, "ranks"),
+        ({"data": False, "of_p": LAYOUT,
+          "of_d": msgspec.structs.replace(LAYOUT, is_ranked=True)}, "ranks"),
         ({"data": False, "of_d": msgspec.structs.replace(OF_D, total_kv_heads=4)}, "kv_heads"),
     ],
 )  # fmt: skip

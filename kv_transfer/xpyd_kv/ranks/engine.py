@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import Address
 from xpyd_kv.memory.device import View
@@ -31,8 +33,9 @@ class Channel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RankedEngine:
-    """`layout` is all of the cache's, `channels` lead to the ranks, by their numbers. `on_device`:
-    whether their caches are on GPUs."""
+    """An engine whose cache is in other processes, its ranks, be it one. `layout` is all of the
+    cache's, `channels` lead to the ranks, by their numbers. `on_device`: whether their caches are
+    on GPUs."""
 
     layout: EngineLayout
     channels: Sequence[Channel]
@@ -99,4 +102,5 @@ def engine_wire_layout(
         dtype=engine.dtype,
         block_bytes=layout.block_bytes,
     )
-    return wire_layout(of_first, factors=factors, max_tokens=max_tokens, engine=layout, ranks=ranks)
+    said = wire_layout(of_first, factors=factors, max_tokens=max_tokens, engine=layout, ranks=ranks)
+    return msgspec.structs.replace(said, is_ranked=True)

@@ -2,8 +2,9 @@
 
 What is to be equal beside the compatibility factors is the model's part of the shape: layers, KV
 heads, the bytes of a token. How an engine cuts it is its own matter: the block size, and tensor and
-pipeline ranks. Where one of two engines has several ranks, the first connection between them, the
-control connection, is the engines' own: DATA goes over connections between their ranks.
+pipeline ranks. Where the cache of one of two engines is in other processes, its ranks (be it one),
+the first connection between the engines, the control connection, is their own: DATA goes over
+connections between their ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ def engines_of(source: Layout, destination: Layout) -> tuple[EngineLayout, Engin
 
 def is_ranked(source: Layout, destination: Layout) -> bool:
     """Whether DATA of these two engines goes between their ranks."""
-    return any(layout.tp > 1 or len(layout.stages) > 1 for layout in (source, destination))
+    return _has_ranks(source) or _has_ranks(destination)
+
+
+def _has_ranks(layout: Layout) -> bool:
+    """Whether the cache is in other processes than the one that says LAYOUT."""
+    return layout.is_ranked or layout.tp > 1 or len(layout.stages) > 1
 
 
 def pair_on(source: Layout, destination: Layout, *, dialler: Hello, acceptor: Hello) -> Pair | None:
@@ -45,8 +51,8 @@ def pair_on(source: Layout, destination: Layout, *, dialler: Hello, acceptor: He
     engines = engines_of(source, destination)
     if not dialler.data:
         if is_ranked(source, destination):
-            if engines[1].num_ranks > 1 and not destination.ranks:
-                raise LayoutError("ranks", "D has several and says nothing of where they are")
+            if _has_ranks(destination) and not destination.ranks:
+                raise LayoutError("ranks", "D's take DATA, and D says nothing of where they are")
             return None
         return pair_of(*engines, source_rank=0, destination_rank=0)
     pair = pair_of(*engines, source_rank=dialler.rank, destination_rank=acceptor.rank)

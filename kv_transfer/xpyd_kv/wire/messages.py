@@ -77,7 +77,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rank's, `total_kv_heads` (0: `kv_heads`), `tp`, `stages` (the layers of each pipeline stage;
     empty: `layers` alone) and `is_mla` the engine's. `fit` says which two go together.
     `max_tokens` is the longest prompt that the sender takes in an OFFER, `max_data_bytes` the most
-    KV bytes in a DATA body. `ranks`: where each rank of a D that has several takes connections.
+    KV bytes in a DATA body. `is_ranked`: the caches are in the processes of the ranks, even where
+    there is one rank. `ranks`: where each rank of a D takes connections, if they are processes.
     """
 
     factors: Annotated[
@@ -96,6 +97,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stages: Annotated[tuple[_Layers, ...], msgspec.Meta(max_length=1024)] = ()
     is_mla: bool = False
     ranks: Annotated[tuple[_Address, ...], msgspec.Meta(max_length=1024)] = ()
+    is_ranked: bool = False
 
 
 class Refuse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
