@@ -149,6 +149,34 @@ def test_what_d_has_in_its_prefix_cache_is_not_sent(where: str) -> None:
     world.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("where", ["buffer", "pool"])
+@pytest.mark.parametrize("cached", [0, 2])
+def test_a_landing_beside_the_cache_is_adopted_behind_what_the_cache_has_by_then(
+    where: str, cached: int
+) -> None:
+    world = World(store=STORES[where])
+    sent = world.prompt(18, chunks=[10, 8])
+    have = world.d_pool.take(3)
+    assert have is not None
+    world.d_memory.fill(have, 999)
+    world.d_pool.remember(sent.ids[: cached * BLOCK_SIZE], have)
+    world.expect(sent)
+    world.send(sent)
+    world.settle()
+    # Another request has computed more of the prompt meanwhile.
+    world.d_pool.remember(sent.ids[: 3 * BLOCK_SIZE], have)
+    world.d_pool.release(have)
+    answer = world.admit(sent)
+    assert isinstance(answer, Landed)
+    assert answer.skipped_tokens == 3 * BLOCK_SIZE
+    assert list(answer.block_ids[:3]) == have
+    assert world.d_memory.holds(have, 999)
+    assert world.p.metrics.sent_bytes == (5 - cached) * UNIT
+    world.take_over(sent, answer)
+    world.settle()
+    world.assert_nothing_is_left()
+
+
 def test_a_fully_cached_prompt_still_gets_its_last_block() -> None:
     world = World()
     sent = world.prompt(16)

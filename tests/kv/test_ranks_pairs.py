@@ -148,6 +148,32 @@ def test_every_landing(name: str, where: str, store: StoreLimits) -> None:
         assert (metrics.leases, metrics.buffer_used_bytes, metrics.pool_used_bytes) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("name", ["tp2-pp2", "tp1-tp4 of 2 heads"])
+@pytest.mark.parametrize("sizes", [(4, 4), (8, 4)])
+def test_what_came_into_ds_cache_after_the_landing_is_not_copied_there_again(
+    name: str, sizes: tuple[int, int]
+) -> None:
+    store = StoreLimits(1.0, 0, 1 << 20)
+    with sides(*engines(name, sizes), settings=KvSettings(store=store)) as (p, d):
+        first = move(p, d)
+        assert d.kv.consumer is not None
+        d.kv.consumer.expect(key_of(2), wait_s=20.0, now=time.monotonic())
+        p.pool.release(p.compute(key_of(2), IDS, address_of(d.kv.endpoint)))
+        poll, done = d.kv.consumer.poll, {"done": 2}
+        until(lambda: poll(time.monotonic()) or d.kv.metrics.transfers == done, "a landing")
+        # Three blocks, which end within a block of eight.
+        d.pool.remember(IDS[:12], first.block_ids)
+        landed = until(lambda: d.admit(key_of(2), IDS), "KV")
+        assert isinstance(landed, Landed)
+        assert landed.skipped_tokens == 12
+        assert landed.block_ids[:3] == first.block_ids[:3]
+        assert d.holds(landed.block_ids, IDS[0], len(IDS))
+        d.pool.release(first.block_ids)
+        d.pool.release(landed.block_ids)
+        d.kv.consumer.poll(time.monotonic())
+        assert is_back(d.pool)
+
+
 @pytest.mark.parametrize("name", ["tp2-pp2", "tp2xpp2-tp1", "tp1-tp4 of 2 heads"])
 @pytest.mark.parametrize("sizes", [(4, 4), (2, 4), (8, 4)])
 def test_what_d_has_cached_is_not_sent(name: str, sizes: tuple[int, int]) -> None:

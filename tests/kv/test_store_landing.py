@@ -109,6 +109,27 @@ def test_adopted_blocks_hold_what_was_written_and_are_the_callers(kind: str) -> 
     assert pool.num_free == 20
 
 
+@pytest.mark.parametrize("kind", ["direct", "buffer", "pool"])
+def test_blocks_that_the_caller_has_elsewhere_are_not_adopted(kind: str) -> None:
+    store, memory, pool = make(
+        20,
+        direct_free=0.1 if kind == "direct" else 1.0,
+        buffer=7 if kind == "buffer" else 0,
+        pool=7,
+    )
+    landing = store.take(KEY, 7)
+    assert landing is not None
+    write(landing, 5)
+    blocks = landing.adopt(3)
+    assert blocks is not None
+    assert len(blocks) == 4
+    assert memory.holds(blocks, 5, first=3)
+    metrics = store.metrics()
+    assert (metrics.leases, metrics.buffer_used_bytes, metrics.pool_used_bytes) == (0, 0, 0)
+    assert pool.num_free == 16
+    pool.release(blocks)
+
+
 def test_a_fragmented_host_pool_serves_a_landing_in_pieces() -> None:
     store, memory, _ = make(20, direct_free=1.0, pool=16)
     landings = [store.take(KEY, 1) for _ in range(16)]
@@ -119,9 +140,9 @@ def test_a_fragmented_host_pool_serves_a_landing_in_pieces() -> None:
     landing = store.take(KEY, 8)
     assert landing is not None
     write(landing, 9)
-    blocks = landing.adopt()
+    blocks = landing.adopt(3)
     assert blocks is not None
-    assert memory.holds(blocks, 9)
+    assert memory.holds(blocks, 9, first=3)
 
 
 def test_a_landing_that_finds_no_blocks_stays_as_it_is() -> None:

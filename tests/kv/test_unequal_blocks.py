@@ -71,8 +71,13 @@ def test_d_gets_every_token_of_every_head_and_only_what_it_lacks(
     assert isinstance(answer, Landed)
     # Both sides' blocks begin where the rest begins, and at least one token is sent.
     step = max(size, BLOCK_SIZE)
-    assert answer.skipped_tokens == min(have * size, tokens - 1) // step * step
-    sent_blocks = -(-tokens // BLOCK_SIZE) - answer.skipped_tokens // BLOCK_SIZE
+    skipped = min(have * size, tokens - 1) // step * step
+    sent_blocks = -(-tokens // BLOCK_SIZE) - skipped // BLOCK_SIZE
+    assert world.d.metrics.skipped_tokens == skipped
+    if {"buffer", "pool"} & {*world.d.metrics.landings}:
+        # What landed beside the cache is copied behind all that D has.
+        skipped = min(have * size, tokens - 1) // size * size
+    assert answer.skipped_tokens == skipped
     assert world.p.metrics.sent_bytes == sent_blocks * UNIT
     assert world.d.metrics.received_bytes == sent_blocks * UNIT
     world.take_over(sent, answer)

@@ -76,12 +76,15 @@ class Held:
     """A landing, and the blocks of D's own prefix cache that come before it.
 
     `prefix` is None when its references were given back because others needed the blocks: then the
-    `skip_tokens` tokens must be found in the cache again.
+    `skip_tokens` tokens, behind which the landing begins, must be found in the cache again. It is
+    of these tokens; or of more, where the request is to run and the landing lies beside the cache.
     """
 
     landing: Landing
     prefix: list[int] | None
     skip_tokens: int
+    # The cache was asked again when the request was to run.
+    is_matched: bool = False
 
 
 _log = logging.getLogger(__name__)
@@ -335,30 +338,45 @@ class KvConsumer:
         return _WAIT
 
     def _adopt(self, offer: OpenOffer) -> Admission:
-        held = self._held[offer.key, offer.epoch]
-        if held.prefix is None:
-            prefix = self._match(offer, held.skip_tokens)
-            if len(prefix) * self._pool.block_size < held.skip_tokens:
-                self._pool.release(prefix)
-                return self._no_kv(offer.key, "prefix_evicted")
-            held.prefix = prefix
-        block_ids = held.landing.adopt()
-        while block_ids is None and not held.landing.is_copying and self._reclaim_prefix(offer):
-            block_ids = held.landing.adopt()
+        held, size = self._held[offer.key, offer.epoch], self._pool.block_size
+        landing, prefix = held.landing, self._prefix_of(offer, held)
+        if prefix is None:
+            return self._no_kv(offer.key, "prefix_evicted")
+        skip_blocks = len(prefix) - held.skip_tokens // size
+        block_ids = landing.adopt(skip_blocks)
+        while block_ids is None and not landing.is_copying and self._reclaim_prefix(offer):
+            block_ids = landing.adopt(skip_blocks)
         if block_ids is None:
             return _WAIT
         del self._held[offer.key, offer.epoch]
         self._finish(offer.key, "adopted")
-        return Landed((*held.prefix, *block_ids), len(offer.token_ids), held.skip_tokens)
+        return Landed((*prefix, *block_ids), len(offer.token_ids), len(prefix) * size)
+
+    def _prefix_of(self, offer: OpenOffer, held: Held) -> list[int] | None:
+        """What D's cache has of the prompt as its request is to run, at least what comes before the
+        landing; None: that was evicted. What came into the cache meanwhile is not copied again."""
+        if held.prefix is not None and (held.is_matched or held.landing.kind == "direct"):
+            return held.prefix
+        ids, salt = offer.token_ids, offer.salt
+        found = self._pool.match_prefix(ids, salt=salt, max_tokens=len(ids) - 1)
+        if len(found) * self._pool.block_size < held.skip_tokens:
+            self._pool.release(found)
+            return None
+        self._pool.release(held.prefix or ())
+        held.prefix, held.is_matched = found, True
+        return found
 
     def _reclaim_prefix(self, needy: OpenOffer) -> bool:
         """Unpin the prefix of the youngest other landing beside the cache; False when there is
         none.
 
         Such landings need blocks to be adopted: if all of them pinned some, none might ever start.
+        One that is being copied has its blocks, and is to start behind this prefix.
         """
         for (key, _), held in reversed(self._held.items()):
-            if key != needy.key and held.prefix and held.landing.kind != "direct":
+            landing = held.landing
+            is_pinned = landing.kind != "direct" and not landing.is_copying
+            if key != needy.key and held.prefix and is_pinned:
                 self._pool.release(held.prefix)
                 held.prefix = None
                 return True

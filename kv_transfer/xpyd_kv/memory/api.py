@@ -94,10 +94,12 @@ class Room(Protocol):
 class StagingRoom(Room, Protocol):
     """Memory outside the paged cache, with copies between it and the cache."""
 
-    def copy(self, block_ids: Sequence[int], *, into_cache: bool) -> Event | None:
-        """Begin to copy all of it into these blocks, or all of them to here; when that is through
-        (None: it is). Until then both stay as they are. DeviceError when the
-        device fails."""
+    def copy(
+        self, block_ids: Sequence[int], *, into_cache: bool, first_block: int = 0
+    ) -> Event | None:
+        """Begin to copy its blocks from `first_block` on, as many as are named, into these blocks,
+        or these blocks to there; when that is through (None: it is). Until then both stay as they
+        are. DeviceError when the device fails."""
         ...
 
 
@@ -147,10 +149,11 @@ class Landing(Room, Protocol):
         """Whether `adopt` has taken blocks, into which a device still copies."""
         ...
 
-    def adopt(self) -> list[int] | None:
-        """The blocks of the paged cache that hold the bytes now, one reference on each the
-        caller's. None (and nothing changed) when the pool has no blocks to copy into; None also
-        while `is_copying`: then ask again. DeviceError when the device fails."""
+    def adopt(self, skip_blocks: int = 0) -> list[int] | None:
+        """The blocks of the paged cache that hold the bytes now, but for those of the first
+        `skip_blocks`, which the caller has elsewhere; one reference on each the caller's. None (and
+        nothing changed) when the pool has no blocks to copy into; None also while `is_copying`:
+        then ask again. DeviceError when the device fails."""
         ...
 
     def free(self) -> None:

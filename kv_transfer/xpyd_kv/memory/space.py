@@ -125,11 +125,6 @@ class ExtentRoom:
     pieces: Sequence[ExtentMemory]
     copier: Copier
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of all pieces."""
-        return sum(piece.num_blocks for piece in self.pieces)
-
     def views(
         self, first_layer: int, end_layer: int, first_block: int, end_block: int
     ) -> Sequence[View]:
@@ -140,12 +135,14 @@ class ExtentRoom:
             for view in self._layer_views(layer, first_block, end_block)
         ]
 
-    def copy(self, block_ids: Sequence[int], *, into_cache: bool) -> Event | None:
+    def copy(
+        self, block_ids: Sequence[int], *, into_cache: bool, first_block: int = 0
+    ) -> Event | None:
         """See StagingRoom."""
         here: list[View] = []
         blocks: list[View] = []
         for layer in range(len(self.memory.layout.layers)):
-            here += self._layer_views(layer, 0, self.num_blocks)
+            here += self._layer_views(layer, first_block, first_block + len(block_ids))
             blocks += [self.memory.block_view(layer, block) for block in block_ids]
         if into_cache:
             return self.copier.copy(blocks, here)
@@ -215,10 +212,13 @@ class OwnSpace:
         that the rank does not have."""
         return self.blocks(place.blocks) if place.where == "blocks" else self._staging_room(place)
 
-    def copy(self, place: Place, block_ids: Sequence[int], *, into_cache: bool) -> Event | None:
-        """Begin to copy between the place and blocks of the cache; when that is through (None: it
-        is). DeviceError."""
-        return self._staging_room(place).copy(block_ids, into_cache=into_cache)
+    def copy(
+        self, place: Place, block_ids: Sequence[int], *, into_cache: bool, first_block: int = 0
+    ) -> Event | None:
+        """Begin to copy between the place, from its `first_block` on, and blocks of the cache; when
+        that is through (None: it is). DeviceError."""
+        room = self._staging_room(place)
+        return room.copy(block_ids, into_cache=into_cache, first_block=first_block)
 
     @property
     def regions(self) -> Sequence[View]:

@@ -125,10 +125,11 @@ class DirectLanding(_Lease[Room]):
         self._block_ids = block_ids
         self._pool = pool
 
-    def adopt(self) -> list[int] | None:
-        """The blocks themselves; nothing is copied."""
+    def adopt(self, skip_blocks: int = 0) -> list[int] | None:
+        """The blocks themselves; nothing is copied, and what is skipped goes back to the pool."""
         self._end()()
-        return self._block_ids
+        self._pool.release(self._block_ids[:skip_blocks])
+        return self._block_ids[skip_blocks:]
 
     def free(self) -> None:
         """Give the blocks back to the pool."""
@@ -165,14 +166,14 @@ class StagedLanding(_Lease[StagingRoom]):
     def is_copying(self) -> bool:
         return self._copying is not None
 
-    def adopt(self) -> list[int] | None:
+    def adopt(self, skip_blocks: int = 0) -> list[int] | None:
         """Blocks from the pool with the bytes copied into them."""
         room = self.room
         if self._copying is None:
-            block_ids = self._pool.take(self.num_blocks)
+            block_ids = self._pool.take(self.num_blocks - skip_blocks)
             if block_ids is None:
                 return None
-            event = room.copy(block_ids, into_cache=True)
+            event = room.copy(block_ids, into_cache=True, first_block=skip_blocks)
             self._copying = None if event is None else (event, block_ids)
         else:
             event, block_ids = self._copying

@@ -53,7 +53,12 @@ class RankAgent:
 
     def _copy(self, copy: pairs.Copy) -> None:
         try:
-            event = self._space.copy(copy.place, copy.block_ids, into_cache=copy.into_cache)
+            event = self._space.copy(
+                copy.place,
+                copy.block_ids,
+                into_cache=copy.into_cache,
+                first_block=copy.first_block,
+            )
         except DeviceError as error:
             self._give_up(f"the GPU has failed: {error}")
             return

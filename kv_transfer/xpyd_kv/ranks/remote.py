@@ -120,12 +120,18 @@ class RankedCopies:
         self._tickets: dict[int, _Ticket] = {}
         self._number = 0
 
-    def begin(self, place: Place, block_ids: Sequence[int], *, into_cache: bool) -> _Ticket:
+    def begin(
+        self, place: Place, block_ids: Sequence[int], *, into_cache: bool, first_block: int
+    ) -> _Ticket:
         """Engine thread. What is copied stays as it is until the ticket is done."""
         self._number += 1
         ticket = self._tickets[self._number] = _Ticket(len(self._posts))
         copy = pairs.Copy(
-            number=self._number, place=place, block_ids=tuple(block_ids), into_cache=into_cache
+            number=self._number,
+            place=place,
+            block_ids=tuple(block_ids),
+            into_cache=into_cache,
+            first_block=first_block,
         )
         for post in self._posts:
             post(copy)
@@ -154,9 +160,11 @@ class _RankedRoom:
         """Raise XpydError: the bytes are in the processes of the ranks."""
         raise XpydError("the bytes are on the ranks")
 
-    def copy(self, block_ids: Sequence[int], *, into_cache: bool) -> _Ticket:
+    def copy(self, block_ids: Sequence[int], *, into_cache: bool, first_block: int = 0) -> _Ticket:
         """See StagingRoom."""
-        return self._copies.begin(self.place, block_ids, into_cache=into_cache)
+        return self._copies.begin(
+            self.place, block_ids, into_cache=into_cache, first_block=first_block
+        )
 
 
 class RankedSpace:

@@ -113,12 +113,14 @@ class Stop(_OfTransfer, frozen=True, kw_only=True):
 
 
 class Copy(_Message, frozen=True, kw_only=True):
-    """Copy between a place outside the cache and blocks of it; Copied follows, with the number."""
+    """Copy between a place outside the cache, from its `first_block` on, and blocks of the cache;
+    Copied follows, with the number."""
 
     number: int
     place: Place
     block_ids: tuple[int, ...]
     into_cache: bool
+    first_block: int = 0
 
 
 ToRank = Send | Ready | Complete | Cancel | Forget | Probe | Open | Stop | Copy

@@ -119,9 +119,9 @@ class WatchedLanding:
             for at in range(self.num_blocks)
         )
 
-    def adopt(self) -> list[int] | None:
+    def adopt(self, skip_blocks: int = 0) -> list[int] | None:
         self._check()
-        blocks = self.inner.adopt()
+        blocks = self.inner.adopt(skip_blocks)
         if blocks is not None:
             self.is_adopted = True
             self._over()
