@@ -1,8 +1,10 @@
 """Rules about the tree itself that no linter checks."""
 
+import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +64,24 @@ def test_every_module_says_what_it_is_for() -> None:
     ]
     assert sources
     assert not silent
+
+
+def test_the_extra_vllm_brings_what_the_transfer_needs_and_vllm_does_not() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
+    brought = {re.split(r"[^a-z0-9_-]", requirement)[0] for requirement in listed}
+    # nixl has an extra of its own.
+    by_vllm = {"vllm", "torch", "triton", "numpy", "typing_extensions", "nixl"}
+    needed: set[str] = set()
+    for source in _tracked("core/*.py", "kv_transfer/*.py"):
+        tree = ast.parse(source.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                needed.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                needed.add(node.module.partition(".")[0])
+    needed -= {*sys.stdlib_module_names, "xpyd_core", "xpyd_kv", *by_vllm}
+    assert needed == brought
 
 
 def test_the_commands_help_loads_no_heavy_library() -> None:
