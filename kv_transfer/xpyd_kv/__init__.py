@@ -2,6 +2,7 @@
 
 Layers, each of which imports only what is below it:
 
+    vllm        the connector that `vllm serve` loads: the engine is vLLM, not ours
     connector   engine-facing: which blocks of which request, when to wait, what if they do not come
     ranks       what each rank of an engine sends and receives, and the channel to its engine
     session     the transfer's state machines: deadlines, grants, cancel, retry            (pure)
@@ -11,6 +12,7 @@ Layers, each of which imports only what is below it:
     plan        which bytes of which blocks go where                                       (pure)
     values, spans, metrics                                                                 (pure)
 
-Only the worker imports this package; it knows no engine, no HTTP and no Kubernetes.
+Only the worker imports this package, and vLLM its `vllm`; the rest knows no engine, no HTTP and no
+Kubernetes.
 docs/architecture.md shows the way of one KV block through it.
 """

@@ -209,6 +209,11 @@ class KvConsumer:
             self._drop_offer(key)
             self._lost.set(key, "released", now)
 
+    def release_all(self, now: float) -> None:
+        """Free all KV that no request has adopted; who waits for it computes."""
+        for uuid in {key.uuid for key in self._offers}:
+            self.release(uuid, now)
+
     def next_deadline(self) -> float | None:
         """When `poll`/`admit` must run again even if nothing arrives."""
         times: list[float] = []

@@ -216,6 +216,11 @@ class KvProducer:
             self._call(partial(self.session.cancel, key, settled.epoch, reason))
             self._settle(key, settled.epoch, reason)
 
+    def cancel_all(self, reason: str) -> None:
+        """Stop all transfers."""
+        for key in list(self._prompts):
+            self.cancel(key, reason)
+
     # --- its state
 
     def status(self, key: TransferKey) -> SendStatus:

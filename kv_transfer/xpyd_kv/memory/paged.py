@@ -67,6 +67,47 @@ class PagedMemory(_Paged[memoryview]):
         """Return None: the calls of a CPU model have returned when it has written."""
 
 
+class TransposedMemory(PagedMemory):
+    """A CPU cache whose blocks hold, for each head, K as [dim, token], then V as [token, dim],
+    under the shape of PagedMemory: vLLM's. Peers that cut blocks at a token can have its bytes.
+
+    `views` and `block_view` are copies with K and V of each token: what a P sends. What a D takes
+    is written as it comes, by PagedMemory, and then turned in place, by `turn`.
+    """
+
+    def block_view(self, layer: int, block_id: int) -> memoryview:
+        """A copy of the bytes of one block of one layer, token by token."""
+        (view,) = self.views((layer,), (block_id,))
+        return view
+
+    def views(self, layers: Sequence[int], block_ids: Sequence[int]) -> list[memoryview]:
+        """Copies, one for each layer."""
+        return [_bytes_of(_by_token(self._tensors[layer][list(block_ids)])) for layer in layers]
+
+
+def turn(tensors: Sequence[torch.Tensor], block_ids: Sequence[int]) -> None:
+    """Make of blocks with K and V of each token those of TransposedMemory, in place."""
+    import torch
+
+    blocks = list(block_ids)
+    for tensor in tensors:
+        found = tensor[blocks]
+        number, heads, _, width = found.shape
+        k, v = found[..., : width // 2], found[..., width // 2 :]
+        parts = (k.transpose(2, 3).reshape(number, heads, -1), v.reshape(number, heads, -1))
+        tensor[blocks] = torch.cat(parts, dim=2).view(found.shape)
+
+
+def _by_token(blocks: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    number, heads, size, width = blocks.shape
+    flat, half = blocks.reshape(number, heads, -1), size * width // 2
+    k, v = flat[..., :half], flat[..., half:]
+    rows = k.reshape(number, heads, width // 2, size).transpose(2, 3)
+    return torch.cat((rows, v.reshape(number, heads, size, width // 2)), dim=3)
+
+
 class DevicePagedMemory(_Paged[DeviceView]):
     """KvMemory over the device memory of each layer's tensor.
 

@@ -1,0 +1,156 @@
+"""What the command line says of the transfer, and what is refused at start. Reads no environment.
+
+Options of ours are members of `kv_connector_extra_config`; a member that is not known is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from xpyd_core.errors import UserError
+from xpyd_core.keys import check_keys_given, fleet_keys
+from xpyd_core.request_id import Address, is_dialable
+from xpyd_kv.memory.store import StoreLimits
+from xpyd_kv.plan.frames import FrameLimits
+from xpyd_kv.session.settings import KvLimits, KvSettings
+from xpyd_kv.transport.settings import TRANSPORTS
+from xpyd_kv.vllm.engine_api import KvCacheConfig, VllmConfig
+from xpyd_kv.wire.messages import Mode
+
+_ROLES: Mapping[str | None, Literal["P", "D"]] = {"kv_producer": "P", "kv_consumer": "D"}
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
+_Bytes = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The members of `kv_connector_extra_config`."""
+
+    host: str = "127.0.0.1"
+    """The literal ip of this pod: a D listens there, a P dials from there."""
+    key_file: str = ""
+    """The fleet's secret, as `--kv-key-file`."""
+    insecure: bool = False
+    """The fleet has no secret, as `--kv-insecure`."""
+    accept_unsigned_pairs: bool = False
+    """Take pair ids without the router's MAC: any client that reaches the HTTP port can then make
+    a P dial an address of its choice."""
+    mode: Mode = "put_async"
+    """P's: when KV moves."""
+    transports: tuple[str, ...] = ("tcp",)
+    """What may move KV."""
+    socket_dir: str = ""
+    """The folder of the Unix sockets that instances of this machine share."""
+    buffer_bytes: _Bytes = 0
+    """D: memory on the device for KV that comes before its request; P in mode get: for KV that
+    waits."""
+    pool_bytes: _Bytes = 0
+    """The same in the host's memory."""
+    group_bytes: _Bytes = 4 * 1024 * 1024
+    """Bytes of layers that go together."""
+    portable: bool = False
+    """Send and take KV token by token, as our engine has it, also where the cache is not so."""
+    wait_s: _Seconds = 10.0
+    """D: how long a request waits for its prompt's KV."""
+    lease_s: _Seconds = 30.0
+    """How long P keeps blocks for a D that says nothing."""
+    hold_s: _Seconds = 10.0
+    """P in mode put: how long a step waits for D."""
+    fail_without_kv: bool = False
+    """Allow the policy `fail`: a request whose KV does not come ends with an error."""
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """The keys to sign and to accept with. UserError for a file that cannot be read."""
+        return fleet_keys(Path(self.key_file) if self.key_file else None, insecure=self.insecure)
+
+    @property
+    def settings(self) -> KvSettings:
+        """The same for the scheduler's half and for a rank's."""
+        return KvSettings(
+            limits=KvLimits(lease_s=self.lease_s, hold_s=self.hold_s),
+            frames=FrameLimits(group_bytes=max(1, self.group_bytes)),
+            # vLLM gives the blocks that KV may land in when its request runs, none before.
+            store=StoreLimits(1.0, self.buffer_bytes, self.pool_bytes),
+            mode=self.mode,
+        )
+
+
+def read_options(config: VllmConfig) -> Options:
+    """Read and check the options. UserError names the member and the fix."""
+    given: Mapping[str, Any] = config.kv_transfer_config.kv_connector_extra_config
+    try:
+        options = msgspec.convert(given, Options)
+    except msgspec.ValidationError as error:
+        raise UserError(f"kv_connector_extra_config: {error}") from error
+    check_keys_given(
+        Path(options.key_file) if options.key_file else None,
+        insecure=options.insecure,
+        who="XpydConnector (key_file, insecure in kv_connector_extra_config)",
+    )
+    if not is_dialable(Address(options.host, config.kv_transfer_config.kv_port)):
+        raise UserError(
+            f"kv_connector_extra_config: host {options.host!r} with kv_port "
+            f"{config.kv_transfer_config.kv_port}; expected a literal ip and a port from 1024 on"
+        )
+    unknown = sorted(set(options.transports) - set(TRANSPORTS))
+    if unknown:
+        raise UserError(
+            f"kv_connector_extra_config: transports: {unknown[0]}; expected some of "
+            f"{', '.join(TRANSPORTS)}"
+        )
+    return options
+
+
+def role_of(config: VllmConfig) -> Literal["P", "D"]:
+    """P or D. UserError for an instance that is to be both."""
+    role = config.kv_transfer_config.kv_role
+    if role not in _ROLES:
+        raise UserError(f"kv_role {role}: expected kv_producer or kv_consumer")
+    return _ROLES[role]
+
+
+def incarnation_of(config: VllmConfig) -> str:
+    """The same in all processes of an instance, and another after a restart."""
+    ids = f"{config.kv_transfer_config.engine_id} {config.instance_id}"
+    return sha256(ids.encode()).hexdigest()[:16]
+
+
+def check_config(config: VllmConfig, caches: KvCacheConfig, options: Options) -> None:
+    """UserError, with the reason, for what this connector does not serve."""
+    parallel, refusals = config.parallel_config, list[str]()
+    if len(caches.kv_cache_groups) != 1:
+        refusals.append(
+            f"the model has {len(caches.kv_cache_groups)} KV cache groups (sliding window, Mamba "
+            "or hybrid); one is supported"
+        )
+    if config.model_config.use_mla:
+        refusals.append("MLA is not tested")
+    if config.speculative_config is not None:
+        refusals.append("speculative decoding is not tested")
+    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name) > 1:
+            refusals.append(f"{name} must be 1")
+    if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
+        refusals.append("all ranks must be on one machine")
+    if config.kv_transfer_config.kv_load_failure_policy == "fail" and not options.fail_without_kv:
+        refusals.append(
+            'requests would fail where their KV does not come: give "kv_load_failure_policy": '
+            '"recompute", or fail_without_kv in kv_connector_extra_config'
+        )
+    if not Path(config.model_config.model).is_dir():
+        refusals.append(
+            f"the model {config.model_config.model!r} must be given as the folder of its checkpoint"
+        )
+    if refusals:
+        raise UserError(f"XpydConnector: {'; '.join(refusals)}")
+
+
+def model_name(config: VllmConfig) -> str:
+    """The first name under which the model is served."""
+    names = config.model_config.served_model_name
+    return names if isinstance(names, str) else names[0]

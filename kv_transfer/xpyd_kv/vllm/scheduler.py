@@ -1,0 +1,118 @@
+"""The scheduler's half of the connector, as far as P and D have it in common.
+
+In the process of vLLM's scheduler, which has the block pool and no cache: the ranks move the bytes.
+vLLM's thread calls the methods of `prefill.PrefillHalf` or `decode.DecodeHalf`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from xpyd_core.errors import XpydError
+from xpyd_core.keys import is_call_mac
+from xpyd_core.request_id import Address, PairId, parse_address, parse_pair_id
+from xpyd_kv.connector.build import Connector, build
+from xpyd_kv.ranks.engine import RankedEngine, RankedMemory, engine_wire_layout
+from xpyd_kv.transport.api import Handler
+from xpyd_kv.transport.endpoint import TcpEndpoint
+from xpyd_kv.transport.settings import Identity
+from xpyd_kv.values import BlockPool
+from xpyd_kv.vllm import engine_api
+from xpyd_kv.vllm.channel import SchedulerChannel, Turns
+from xpyd_kv.vllm.engine_api import Request, VllmConfig
+from xpyd_kv.vllm.options import Options, incarnation_of, role_of
+from xpyd_kv.vllm.worker import RankFacts
+
+_CLOSE_S = 2.0
+
+
+class SchedulerHalf:
+    """What P and D have in common: the connection to the ranks, and which requests are a pair's."""
+
+    def __init__(self, config: VllmConfig, options: Options) -> None:
+        self._config = config
+        self._options = options
+        self._keys = options.keys
+        self._wake = threading.Event()
+        self._channels: list[SchedulerChannel] = []
+        self._turns: Turns | None = None
+        self.connector: Connector | None = None
+
+    def connect(self, ranks: Sequence[RankFacts], pool: BlockPool) -> Connector:
+        """Connect to the ranks, in the order of their numbers, and start the I/O thread."""
+        first, config, options = ranks[0], self._config, self._options
+        role, transfer = role_of(config), config.kv_transfer_config
+        if any(rank.factors != first.factors for rank in ranks):
+            raise XpydError("the ranks of this engine have different caches")
+        self._channels = [SchedulerChannel(rank.channel) for rank in ranks]
+        engine = RankedEngine(
+            layout=first.engine,
+            channels=self._channels,
+            dtype=first.dtype,
+            head_dim=first.head_dim,
+        )
+        addresses = tuple(parse_address(rank.address) for rank in ranks if rank.address)
+
+        def make_endpoint(handler: Handler) -> TcpEndpoint:
+            return TcpEndpoint(
+                handler,
+                identity=Identity(transfer.engine_id, incarnation_of(config), role),
+                layout=engine_wire_layout(
+                    engine,
+                    factors=first.factors,
+                    max_tokens=config.model_config.max_model_len,
+                    ranks=addresses,
+                ),
+                keys=self._keys,
+                takes="engines",
+                listen=Address(options.host, transfer.kv_port) if role == "D" else None,
+                source_host=options.host,
+                transports=options.transports,
+                socket_dir=Path(options.socket_dir) if options.socket_dir else None,
+            )
+
+        self.connector = build(
+            role,
+            make_endpoint=make_endpoint,
+            memory=RankedMemory(engine),
+            pool=pool,
+            wake=self._wake.set,
+            settings=options.settings,
+            ranks=engine,
+        )
+        self.connector.endpoint.start()
+        self._turns = Turns(self.connector.endpoint)
+        return self.connector
+
+    def close(self) -> None:
+        """End the threads."""
+        if self.connector is not None:
+            self.connector.endpoint.close(_CLOSE_S)
+        for channel in self._channels:
+            channel.close()
+
+    def _pair_of(self, request: Request) -> PairId | None:
+        """The pair that the request's id names, if its router signed it; None: it is served
+        alone."""
+        pair = parse_pair_id(request.request_id)
+        if pair is None or not request.prompt_token_ids:
+            return None
+        if request.lora_request is not None or request.mm_features:
+            return None
+        mac = params_of(request).get("pair_mac")
+        if self._options.accept_unsigned_pairs or (
+            isinstance(mac, str) and is_call_mac(self._keys, "pair", str(pair), mac)
+        ):
+            return pair
+        engine_api.log().warning(
+            "a pair id without the router's MAC: request %s is served alone", pair.uuid
+        )
+        return None
+
+
+def params_of(request: Request) -> Mapping[str, Any]:
+    """What the router says of the request in its body."""
+    return request.kv_transfer_params or {}

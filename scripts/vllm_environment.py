@@ -1,0 +1,35 @@
+"""Make the environment in which vLLM runs on this machine's CPU, and print its PYTHONPATH.
+
+5.9 GB, in the cache outside the tree; the second call finds it there. `make bench-engine` uses the
+same one. xxhash, which our KV transfer needs and vLLM does not bring, is in a folder beside it, so
+that the environment itself stays as vLLM's wheel wants it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench.engine.peer import peer_environment  # noqa: E402
+from bench.environments import run, uv  # noqa: E402
+
+_INSTALL_S = 120.0
+
+
+def vllm_environment() -> tuple[Path, str]:
+    """The environment's folder, and the PYTHONPATH with which its vLLM finds our connector."""
+    folder = peer_environment()
+    beside = folder / "beside"
+    if not (beside / "xxhash").exists():
+        python = str(folder / "bin/python")
+        install = [uv(), "pip", "install", "--quiet", "--python", python]
+        run([*install, "--target", str(beside), "xxhash>=3.4"], _INSTALL_S)
+    paths = (folder / "alias", beside, ROOT / "core", ROOT / "kv_transfer")
+    return folder, ":".join(map(str, paths))
+
+
+if __name__ == "__main__":
+    print(vllm_environment()[1])

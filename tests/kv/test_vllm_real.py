@@ -1,0 +1,190 @@
+"""Two vLLM on this machine's CPU with our connector: one P, one D, the test is the router.
+
+Soak: `python scripts/vllm_environment.py` makes the environment (5.9 GB), and two vLLM start in up
+to four minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from bench.engine.models import cache
+from bench.engine.peer import VERSION
+from scripts.vllm_environment import ROOT, vllm_environment
+from xpyd_core.request_id import pair_id_text
+
+pytestmark = pytest.mark.soak
+START_S = 400.0
+MODEL = ROOT / "examples/demo-model"
+P, D = "127.0.62.1", "127.0.62.2"
+PORT, KV_PORT = 23000, 24201
+LENGTHS = (
+    1,
+    2,
+    5,
+    60,
+    127,
+    128,
+    129,
+    200,
+    255,
+    256,
+    300,
+    511,
+    512,
+    513,
+    700,
+    900,
+    1200,
+    1500,
+    1900,
+)
+
+
+class Vllm:
+    """One `vllm serve`."""
+
+    def __init__(self, role: str, host: str, log: Path, **extra: object) -> None:
+        self.host, self.log = host, log
+        folder, path = vllm_environment()
+        given = {"host": host, "insecure": True, "accept_unsigned_pairs": True, **extra}
+        transfer = {
+            "kv_connector": "XpydConnector",
+            "kv_connector_module_path": "xpyd_kv.vllm.connector",
+            "kv_role": role,
+            "kv_port": KV_PORT,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": given,
+        }
+        argv = [str(folder / "bin/vllm"), "serve", str(MODEL)]
+        argv += ["--served-model-name", "demo-model", "--host", host, "--port", str(PORT)]
+        argv += ["--max-model-len", "2048", "--dtype", "float32", "--enforce-eager"]
+        argv += ["--max-num-batched-tokens", "512", "--kv-transfer-config", json.dumps(transfer)]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 2) - 1}",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CACHE_ROOT": str(folder / "compiled"),
+        }
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                argv, env=environment, stdout=file, stderr=file, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + START_S
+        while True:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            assert time.monotonic() < deadline, "vLLM has not started"
+            try:
+                with urllib.request.urlopen(f"http://{self.host}:{PORT}/health", timeout=5):
+                    return
+            except OSError:
+                time.sleep(1.0)
+
+    def stop(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, number)
+                self.process.wait(20.0)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+
+    def complete(self, request_id: str, **body: object) -> dict:
+        """POST /v1/completions, greedy."""
+        whole = {"model": "demo-model", "temperature": 0, "ignore_eos": True, **body}
+        request = urllib.request.Request(
+            f"http://{self.host}:{PORT}/v1/completions",
+            json.dumps(whole).encode(),
+            {"Content-Type": "application/json", "X-Request-Id": request_id},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        with urllib.request.urlopen(f"http://{self.host}:{PORT}/metrics", timeout=20) as answer:
+            text = answer.read().decode()
+        found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.M)
+        return sum(map(float, found))
+
+
+@contextmanager
+def pair(folder: Path, **of_d: object) -> Iterator[tuple[Vllm, Vllm]]:
+    both = [
+        Vllm("kv_producer", P, folder / "p.log"),
+        Vllm("kv_consumer", D, folder / "d.log", **of_d),
+    ]
+    try:
+        for one in both:
+            one.wait()
+        yield both[0], both[1]
+    finally:
+        for one in both:
+            one.stop()
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return [(at * 7 + seed * 131 + 5) % 1500 + 3 for at in range(length)]
+
+
+def texts(p: Vllm, d: Vllm, tokens: list[int]) -> tuple[str, str]:
+    """What the pair answers, and what one vLLM does."""
+    name = pair_id_text(f"{P}:{KV_PORT}", f"{D}:{KV_PORT}", uuid4().hex)
+    first = p.complete(name, prompt=tokens, max_tokens=1)
+    said = first["kv_transfer_params"]
+    answer = d.complete(name, prompt=tokens, max_tokens=8, kv_transfer_params=said)
+    alone = p.complete(uuid4().hex, prompt=tokens, max_tokens=8)
+    return answer["choices"][0]["text"], alone["choices"][0]["text"]
+
+
+@pytest.fixture(scope="module", params=[{"pool_bytes": 1 << 28}, {}], ids=["pool", "blocks"])
+def engines(request, tmp_path_factory) -> Iterator[tuple[Vllm, Vllm]]:
+    if not (cache() / f"vllm-{VERSION}/ready").exists():
+        pytest.skip("run scripts/vllm_environment.py first")
+    with pair(tmp_path_factory.mktemp("vllm"), **request.param) as both:
+        yield both
+
+
+def test_a_pair_answers_as_one_vllm_and_d_computes_no_prompt(engines):
+    p, d = engines
+    for seed, length in enumerate(LENGTHS):
+        answer, alone = texts(p, d, prompt(length, seed))
+        assert answer == alone, length
+    assert d.metric("xpyd_kv_recomputed_tokens_total") == 0
+    assert d.metric("xpyd_kv_transfers_total") == len(LENGTHS)
+    shared = prompt(640, 99)
+    for tail in range(3):
+        answer, alone = texts(p, d, [*shared, *prompt(50 + tail, tail)])
+        assert answer == alone
+    assert d.metric("xpyd_kv_recomputed_tokens_total") == 0
+    for one in engines:
+        assert one.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_what_p_will_not_send_is_computed_at_once(engines):
+    p, d = engines
+    tokens = prompt(300, 7)
+    name = pair_id_text(f"{P}:{KV_PORT}", f"{D}:{KV_PORT}", uuid4().hex)
+    began = time.monotonic()
+    said = {"transfer": ["none"], "reason": ["auth"], "decode_incarnation": ""}
+    answer = d.complete(name, prompt=tokens, max_tokens=8, kv_transfer_params=said)
+    assert time.monotonic() - began < 10.0
+    alone = p.complete(uuid4().hex, prompt=tokens, max_tokens=8)
+    assert answer["choices"][0]["text"] == alone["choices"][0]["text"]

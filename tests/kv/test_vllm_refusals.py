@@ -1,0 +1,123 @@
+"""What our connector in vLLM refuses at start, its options, and the page about them."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+
+from tests.kv.vllm_fakes import config_of
+from xpyd_core.errors import UserError
+from xpyd_kv.vllm import engine_api, worker
+from xpyd_kv.vllm.options import Options, check_config, incarnation_of, read_options, role_of
+from xpyd_kv.vllm.stats import COUNTERS
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda config, groups: groups.append(object()), "2 KV cache groups"),
+        (lambda config, _: setattr(config.model_config, "use_mla", True), "MLA"),
+        (lambda config, _: setattr(config, "speculative_config", object()), "speculative"),
+        (
+            lambda config, _: setattr(config.parallel_config, "decode_context_parallel_size", 2),
+            "decode_context_parallel_size",
+        ),
+        (lambda config, _: setattr(config.parallel_config, "nnodes", 2), "one machine"),
+        (
+            lambda config, _: setattr(config.kv_transfer_config, "kv_load_failure_policy", "fail"),
+            "kv_load_failure_policy",
+        ),
+        (lambda config, _: setattr(config.model_config, "model", "org/name"), "folder"),
+    ],
+)
+def test_what_is_not_served_is_refused_at_start_with_the_reason(change, reason):
+    config, groups = config_of("kv_producer", port=24099), [object()]
+    change(config, groups)
+    with pytest.raises(UserError, match=reason):
+        check_config(config, SimpleNamespace(kv_cache_groups=groups), read_options(config))
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({"kv_prot": 1}, "kv_prot"),
+        ({"mode": "push"}, "mode"),
+        ({"host": "localhost"}, "literal ip"),
+        ({"insecure": False}, "secret"),
+        ({"transports": ["carrier"]}, "carrier"),
+        ({"wait_s": 0}, "wait_s"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_its_name(extra, reason):
+    with pytest.raises(UserError, match=reason):
+        read_options(config_of("kv_producer", port=24099, **extra))
+
+
+def test_policy_fail_is_allowed_where_it_is_asked_for():
+    config = config_of("kv_consumer", port=24099, policy="fail", fail_without_kv=True)
+    check_config(config, SimpleNamespace(kv_cache_groups=[object()]), read_options(config))
+
+
+def test_the_page_has_every_option_with_its_default_and_every_metric():
+    page = (Path(__file__).parents[2] / "docs/vllm.md").read_text()
+    options = [(field.name, json.dumps(field.default)) for field in msgspec.structs.fields(Options)]
+    assert re.findall(r"^\| `((?!xpyd_)\w+)` \| `(.+?)` \|", page, re.M) == options
+    rows = re.findall(r"^\| `xpyd_kv_(\w+)_total` \| (?:`(\w+)` )?\| (.+) \|$", page, re.M)
+    assert {name: (label, text) for name, label, text in rows} == dict(COUNTERS)
+
+
+def test_an_instance_is_p_or_d():
+    with pytest.raises(UserError, match="kv_both"):
+        role_of(config_of("kv_both", port=24099))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "layout", "reason"),
+    [
+        (torch.zeros((2, 1, 8, 16), device="meta"), "LBHNC", "on meta"),
+        (torch.zeros((2, 1, 8, 16)), "LBNHC", "LBNHC"),
+    ],
+)
+def test_caches_whose_bytes_have_no_name_are_refused(tensor, layout, reason):
+    config = config_of("kv_producer", port=24099)
+    config.cache_config.kv_cache_layout = layout
+    with pytest.raises(UserError, match=reason):
+        worker._layout_name(config, tensor)
+
+
+def test_other_kernels_mean_another_layout(monkeypatch):
+    config = config_of("kv_producer", port=24099)
+    names = set()
+    for isa in ("vec", "amx", "neon"):
+        monkeypatch.setattr(engine_api, "cpu_isa", lambda *_, isa=isa: isa)
+        names.add(worker._layout_name(config, torch.zeros((2, 1, 8, 16))))
+    assert len(names) == 3
+
+
+def test_a_vllm_with_other_methods_is_refused_and_an_untested_version_is_warned_of(
+    monkeypatch, caplog
+):
+    engine_api.check_engine()
+    assert not caplog.records
+    monkeypatch.setattr(engine_api, "vllm_version", "0.99.0+cpu")
+    engine_api.check_engine()
+    assert "0.99.0" in caplog.text
+
+    class Other(engine_api.KVConnectorBase_V1):
+        def build_connector_meta(self, scheduler_output, more): ...
+
+    monkeypatch.setattr(engine_api, "KVConnectorBase_V1", Other)
+    with pytest.raises(UserError, match="build_connector_meta"):
+        engine_api.check_engine()
+
+
+def test_a_restart_is_another_incarnation():
+    config = config_of("kv_producer", port=24099)
+    before = incarnation_of(config)
+    assert before == incarnation_of(config)
+    config.instance_id = "54321"
+    assert before != incarnation_of(config)
