@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 
-from xpyd_operator.plan.values import ENGINE_PROBES, ROUTER, Probe, Probes, probes_of
+from xpyd_operator.plan.values import ENGINE_PROBES, ROUTER, Probe, Probes, Template, probes_of
 from xpyd_operator.up import run
 from xpyd_operator.up.pods import Programs
 
@@ -15,10 +15,10 @@ _FAILURES = 10
 HUNG = f"did not answer GET /live {_FAILURES} times in a row: killed"
 
 
-def _probes(role: str) -> Probes:
+def _probes(template: Template) -> Probes:
     # Ten failures: an engine that is slow on a busy machine is not taken for hung.
     quick = Probes(ENGINE_PROBES.startup, Probe("/live", 1, _FAILURES, 1))
-    return probes_of(role) if role == ROUTER else quick
+    return probes_of(template) if template.role == ROUTER else quick
 
 
 def main() -> int:

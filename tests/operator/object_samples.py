@@ -15,7 +15,7 @@ from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import load_fleet
 from xpyd_operator.manifests.names import Placement, Settings
 from xpyd_operator.manifests.objects import pool_object, support_objects, workload_objects
-from xpyd_operator.manifests.pods import model_in_pod
+from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.fleet import pools_wanted
 from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.plan.values import ROUTER, Workload
@@ -26,6 +26,19 @@ WHOLE = ("cpu", "full", "minimal")
 """Samples of which the golden file has all objects; the others show their engines' alone."""
 SETTINGS = Settings("xpyd-worker:1", "xpyd-router:1", image_pull_secrets=("pull",))
 UID = "5bd2bd5e-0000-4000-8000-000000000001"
+
+VLLM = yaml.safe_load((FOLDER / "vllm.fleet.yaml").read_text())
+VLLM_EDITS: list[tuple[str, Any]] = [
+    ("engine", {"type": "Xpyd"}), ("engine.connector", "Xpyd"), ("engine.image", "other:1"),
+    ("engine.args", ["--seed=1"]), ("engine.env", []), ("model.servedNames", ["a"]),
+    ("kvTransfer", {"insecure": True}), ("kvTransfer.mode", "Get"), ("kvTransfer.port", 22001),
+    ("kvTransfer.hostPoolSize", "1Gi"), ("kvTransfer.bufferSize", "1Gi"),
+    ("kvTransfer.keySecretRef", {"name": "other"}), ("heartbeat.intervalMilliseconds", 1000),
+    ("heartbeat.missedBeats", 5), ("drain.timeoutSeconds", 60), ("router.discoveryPort", 30002),
+    ("pools.1.parallelism", {"pipeline": 2}), ("pools.0.resources.sharedMemory", "1Gi"),
+    ("pools.0.template", {"spec": {"hostPID": True}}), ("pools.0.replicas", 3),
+]  # fmt: skip
+"""Changes of the sample: a dotted path below spec, and what is put there."""
 
 
 class _Dumper(yaml.SafeDumper):

@@ -19,7 +19,7 @@ from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import load_fleet
 from xpyd_operator.manifests.names import LABEL_POOL, LABEL_REVISION
 from xpyd_operator.manifests.objects import pool_object, workload_objects
-from xpyd_operator.manifests.pods import model_in_pod
+from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.fleet import plan, pools_wanted
 from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.plan.values import DeleteWorkload, DrainPool, FleetWant, PutWorkload, Workload

@@ -12,27 +12,31 @@ import yaml
 from pydantic import BaseModel
 
 from tests.operator import fleets
-from tests.operator.object_samples import FOLDER, SETTINGS, objects_of, placement_of, workloads_of
+from tests.operator.object_samples import (
+    FOLDER,
+    SETTINGS,
+    VLLM,
+    VLLM_EDITS,
+    objects_of,
+    placement_of,
+    workloads_of,
+)
 from xpyd_core.pod_env import rendezvous_port
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import parse_fleet
 from xpyd_operator.manifests import names
 from xpyd_operator.manifests.objects import kv_secret, pool_object, workload_objects
-from xpyd_operator.manifests.pods import (
-    engine_ports,
-    model_in_pod,
-    pods_per_instance,
-    uses_host_path,
-)
+from xpyd_operator.manifests.pods import engine_ports, pods_per_instance
 from xpyd_operator.manifests.refusals import template_problems
+from xpyd_operator.manifests.volumes import model_in_pod, uses_host_path
 from xpyd_operator.plan.template import fleet_want
 
 DOCUMENT = yaml.safe_load((FOLDER / "full.fleet.yaml").read_text())
 
 
-def changed(*changes: tuple[str, Any]) -> InferenceFleet:
-    """The full sample with values put at dotted paths."""
-    made = fleets.changed(DOCUMENT, dict(changes))
+def changed(*changes: tuple[str, Any], base: Any = None) -> InferenceFleet:
+    """A sample, the full one unless said, with values put at dotted paths."""
+    made = fleets.changed(DOCUMENT if base is None else base, dict(changes))
     return parse_fleet(json.dumps(made).encode(), source="f")
 
 
@@ -122,16 +126,24 @@ def edited(path: str, value: Any) -> Iterator[str]:
 def test_every_field_of_the_document_has_an_edit():
     """Without one, a field that reaches pods and not the plan's template would go unnoticed."""
     fields = set(fields_of(InferenceFleet.model_fields["spec"].annotation, "spec"))
-    with_edits = {field for path, value in EDITS for field in edited(f"spec.{path}", value)}
+    with_edits = {
+        field for path, value in [*EDITS, *VLLM_EDITS] for field in edited(f"spec.{path}", value)
+    }
     # Another name is another pool, whose workloads are new; of the sample's two pools each has the
     # role that the fleet needs.
     assert fields - with_edits == {"spec.pools.name", "spec.pools.role"}
 
 
-@pytest.mark.parametrize(("path", "value"), EDITS, ids=[f"{p}={v}"[:60] for p, v in EDITS])
-def test_a_pool_has_a_new_revision_just_when_its_pods_are_others(path, value):
+@pytest.mark.parametrize(
+    ("base", "path", "value"),
+    [
+        *(pytest.param(DOCUMENT, p, v, id=f"{p}={v}"[:60]) for p, v in EDITS),
+        *(pytest.param(VLLM, p, v, id=f"VLLM {p}={v}"[:60]) for p, v in VLLM_EDITS),
+    ],
+)
+def test_a_pool_has_a_new_revision_just_when_its_pods_are_others(base, path, value):
     """Otherwise pods would change in place, pool by pool as it comes, or for nothing."""
-    before, after = changed(), changed((f"spec.{path}", value))
+    before, after = changed(base=base), changed((f"spec.{path}", value), base=base)
     pods, new_pods = pod_templates(before), pod_templates(after)
     revisions = {w.pool: w.revision for w in workloads_of(before)}
     new_revisions = {w.pool: w.revision for w in workloads_of(after)}

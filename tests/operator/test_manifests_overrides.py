@@ -14,8 +14,8 @@ from tests.operator.fleets import parsed
 from tests.operator.object_samples import placement_of, workloads_of
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests.objects import workload_objects
-from xpyd_operator.manifests.pods import uses_host_path
 from xpyd_operator.manifests.refusals import template_problems
+from xpyd_operator.manifests.volumes import uses_host_path
 
 
 def fleet_with(

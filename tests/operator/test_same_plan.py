@@ -23,7 +23,7 @@ from tests.operator.object_samples import SETTINGS, placement_of
 from tests.operator.plan_world import Key, Running
 from xpyd_operator.document.load import parse_fleet, parse_object
 from xpyd_operator.manifests.objects import pool_object, workload_objects
-from xpyd_operator.manifests.pods import model_in_pod
+from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.fleet import plan
 from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.plan.values import (

@@ -12,7 +12,7 @@ from tests.operator.test_status_children import group_pod, group_set
 from xpyd_operator.controller.decision.kinds import POD, trim
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import load_fleet
-from xpyd_operator.manifests.pods import model_in_pod
+from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.status.children import Children, fleet_seen, moment
 from xpyd_operator.status.fleet import events, fleet_status

@@ -1,4 +1,4 @@
-"""spec.model, spec.engine and spec.pools[]: the checkpoint, the engines' settings and their pods.
+"""spec.model and spec.pools[]: the checkpoint, and the pods of engines.
 
 A pool is a number of equal instances of one role, with their devices, bounds and pod template. The
 content of a pod template is Kubernetes' own (`document.pod_template`).
@@ -18,7 +18,6 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from xpyd_core.parallel.checks import SHORT_NAMES
 from xpyd_operator.document.base import (
     DNS_LABEL,
     ApiModel,
@@ -167,116 +166,6 @@ class Model(ApiModel):
     """Secret with the token of an hf:// model that is not public."""
     cache: ModelCache = ModelCache()
     """Where engines in a cluster find or keep checkpoints."""
-
-
-class FieldRef(ApiModel):
-    """A field of the pod."""
-
-    api_version: Annotated[str, Field(max_length=16)] = "v1"
-    """Version of the schema that fieldPath is written in."""
-    field_path: Annotated[str, Field(min_length=1, max_length=256)]
-    """Path of the field, such as metadata.name, spec.nodeName or status.podIP."""
-
-
-class KeyRef(ApiModel):
-    """A key of a Secret or ConfigMap in the fleet's namespace."""
-
-    name: DnsName
-    """Name of the object."""
-    key: KeyName
-    """Key in it."""
-    optional: bool = False
-    """The pod starts also without it."""
-
-
-class EnvSource(ApiModel):
-    """Where a variable's value comes from; exactly one of the fields."""
-
-    field_ref: FieldRef | None = None
-    """A field of the pod."""
-    secret_key_ref: KeyRef | None = None
-    """A key of a Secret."""
-    config_map_key_ref: KeyRef | None = None
-    """A key of a ConfigMap."""
-
-    @rule(
-        "[has(self.fieldRef), has(self.secretKeyRef), has(self.configMapKeyRef)]"
-        ".filter(given, given).size() == 1",
-        "needs exactly one of fieldRef, secretKeyRef and configMapKeyRef",
-    )
-    def _is_one(self) -> bool:
-        given = (self.field_ref, self.secret_key_ref, self.config_map_key_ref)
-        return sum(source is not None for source in given) == 1
-
-
-class EnvVar(ApiModel):
-    """One environment variable of every engine."""
-
-    name: Annotated[
-        str,
-        Field(max_length=256),
-        matching("[ -<>-~]+", "must be printable ASCII without '='"),
-        Check(
-            "!self.startsWith('XPYD_')",
-            "must not begin with XPYD_: xpyd sets these variables itself",
-            lambda name: not name.startswith("XPYD_"),
-        ),
-    ]
-    """Name of the variable; XPYD_* is reserved."""
-    value: Annotated[str, Field(max_length=32768), Plain] = ""
-    """Its value; Kubernetes expands $(NAME) of a variable before it."""
-    value_from: EnvSource | None = None
-    """Where its value comes from, instead of value."""
-
-    @rule(
-        "!has(self.value) || self.value == '' || !has(self.valueFrom)",
-        "value and valueFrom exclude each other: leave one out",
-        field="valueFrom",
-    )
-    def _is_one(self) -> bool:
-        return not self.value or self.value_from is None
-
-
-_OF_POOLS = (
-    *(name[:end] for name in SHORT_NAMES.values() for end in range(2, len(name) + 1)),
-    *SHORT_NAMES,
-)
-"""The worker's flags that the pools set, also with one dash and cut short as argparse accepts them:
-the pods of an instance follow from them."""
-
-
-class Engine(ApiModel):
-    """What every engine gets in addition to what the fleet decides."""
-
-    image: Annotated[
-        str,
-        Field(max_length=512),
-        matching("[^ \\x00-\\x1f]+", "must be an image such as registry.example/worker:1.0"),
-    ] = ""
-    """Image of the engines in a cluster; none: the operator's default."""
-    args: Annotated[
-        tuple[
-            Annotated[
-                str,
-                Field(max_length=1024),
-                Plain,
-                Check(
-                    f"!self.matches('^({'|'.join(_OF_POOLS)})(=|$)')",
-                    "must not say how an instance splits the model: use spec.pools[].parallelism",
-                    lambda arg: arg.partition("=")[0] not in _OF_POOLS,
-                ),
-            ],
-            ...,
-        ],
-        Field(strict=False, max_length=128),
-    ] = ()
-    """Flags of `xpyd worker`; they come last, so they win."""
-    env: Annotated[
-        tuple[EnvVar, ...],
-        Field(strict=False, max_length=128),
-        Unique("name"),
-    ] = ()
-    """Environment of every engine."""
 
 
 Role = Literal["Prefill", "Decode", "Aggregated"]

@@ -8,6 +8,7 @@ part. Names and bounds are append-only.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -29,16 +30,17 @@ from xpyd_operator.document.base import (
     HostPath,
     KeyName,
     Numbers,
+    Rule,
     Size,
     SizeOrPercent,
     Unique,
     matching,
     rule,
 )
+from xpyd_operator.document.engine import Engine
 from xpyd_operator.document.engines import (
     POOL_ROLES,
     Annotations,
-    Engine,
     Labels,
     Model,
     PodTemplate,
@@ -80,8 +82,8 @@ class KvTransfer(ApiModel):
     ] = KV_PORT
     """The KV port of each engine."""
     buffer_size: SizeOrPercent = "10%"
-    """Device buffer of D, in mode Get of P, too: a size, or a percentage of the KV cache. Of an
-    instance: its ranks share it."""
+    """Device buffer of D, in mode Get of P, too: a size, or a percentage of the KV cache, which is
+    none for type VLLM. Of an instance: its ranks share it."""
     host_pool_size: Size | None = None
     """Host pool of D, in mode Get of P, too; none: 4Gi in a cluster, a size that fits in local
     mode. Of an instance: its ranks share it."""
@@ -284,7 +286,8 @@ class Metadata(ApiModel):
 
 _RANKS = "p.parallelism.tensor * p.parallelism.pipeline"
 _PORTS_CLASH = (
-    f"{_RANKS} > 1 && (self.kvTransfer.port + {_RANKS} > {LAST_PORT} || "
+    f"({_RANKS} > 1 || self.engine.type == 'VLLM') && "
+    f"(self.kvTransfer.port + {_RANKS} > {LAST_PORT} || "
     f"(self.kvTransfer.port - 1 <= {HTTP_PORT} && self.kvTransfer.port + {_RANKS} >= {HTTP_PORT}))"
 )
 _FIRST_CLASH = f"self.pools.filter(p, {_PORTS_CLASH})[0]"
@@ -297,7 +300,7 @@ def _clash(spec: Spec) -> tuple[str | int, ...]:
         ranks = pool.parallelism.ranks
         last = data_port(port, ranks - 1)
         holds_http = rendezvous_port(port) <= HTTP_PORT <= last
-        if ranks > 1 and (last > LAST_PORT or holds_http):
+        if (ranks > 1 or spec.engine.type == "VLLM") and (last > LAST_PORT or holds_http):
             return pool.name, ranks, port
     return ()
 
@@ -315,6 +318,24 @@ def _shares_a_gpu(spec: Spec) -> tuple[str | int, ...]:
             if pool.role != "Aggregated" and pool.resources.gpus > 0:
                 return pool.name, pool.resources.gpus
     return ()
+
+
+def _pool_rule(cel: str, message: str, field: str, broken: Callable[[Pool], bool]) -> Rule[Spec]:
+    """A rule for the pools of a fleet of type VLLM, whose message names the first that breaks it.
+
+    `cel` is true of a pool `p` that does.
+    """
+
+    def holds(spec: Spec) -> bool:
+        return spec.engine.type != "VLLM" or not any(map(broken, spec.pools))
+
+    def first(spec: Spec) -> tuple[str | int, ...]:
+        return next((p.name,) for p in spec.pools if broken(p))
+
+    name = f"self.pools.filter(p, {cel})[0].name"
+    numbers = Numbers("pool %s", name, first)
+    whole = f"self.engine.type != 'VLLM' || self.pools.all(p, !({cel}))"
+    return rule(whole, message, field=field, numbers=numbers)(holds)
 
 
 class Spec(ApiModel):
@@ -344,7 +365,8 @@ class Spec(ApiModel):
 
     @rule(
         f"self.pools.all(p, !({_PORTS_CLASH}))",
-        "instances of several ranks use the ports from port - 1 to port + tensor * pipeline, "
+        "instances of several ranks, and those of type VLLM, use the ports from port - 1 to "
+        "port + tensor * pipeline, "
         f"which must end by {LAST_PORT} and not hold {HTTP_PORT}, where engines serve HTTP: "
         "set another port",
         field="kvTransfer.port",
@@ -369,6 +391,64 @@ class Spec(ApiModel):
     )
     def _shares_no_gpu(self) -> bool:
         return not _shares_a_gpu(self)
+
+    @rule(
+        "self.engine.type != 'VLLM' || has(self.engine.connector) || "
+        "self.pools.all(p, p.role == 'Aggregated')",
+        "Prefill and Decode pools of type VLLM need a connector: Xpyd",
+        field="engine.connector",
+        missing=True,
+    )
+    def _has_connector(self) -> bool:
+        is_whole = all(pool.role == "Aggregated" for pool in self.pools)
+        return self.engine.type != "VLLM" or self.engine.connector is not None or is_whole
+
+    @rule(
+        "self.engine.type != 'VLLM' || self.model.uri.startsWith('file://') || "
+        "self.pools.all(p, p.role == 'Aggregated')",
+        "xpyd's connector for vLLM reads the checkpoint's folder: use file://FOLDER",
+        field="model.uri",
+    )
+    def _has_folder_for_vllm(self) -> bool:
+        is_whole = all(pool.role == "Aggregated" for pool in self.pools)
+        is_folder = self.model.uri.startswith("file://")
+        return self.engine.type != "VLLM" or is_folder or is_whole
+
+    _moves_kv_of_cpus = _pool_rule(
+        "p.role != 'Aggregated' && p.resources.gpus > 0",
+        "xpyd's connector for vLLM moves KV of a CPU's memory only: set resources.gpus of Prefill "
+        "and Decode pools to 0",
+        field="engine.connector",
+        broken=lambda pool: pool.role != "Aggregated" and pool.resources.gpus > 0,
+    )
+    _is_one_pod = _pool_rule(
+        "p.resources.gpus > 0 && p.resources.gpus < p.parallelism.tensor * p.parallelism.pipeline",
+        "an instance of vLLM is one pod: set resources.gpus to parallelism.tensor * pipeline",
+        field="engine.type",
+        broken=lambda pool: 0 < pool.resources.gpus < pool.parallelism.ranks,
+    )
+
+    @rule(
+        "self.engine.type != 'VLLM' || "
+        "(self.kvTransfer.transport in ['Auto', 'TCP'] && !has(self.kvTransfer.sameHostPath))",
+        "KV of vLLM goes over TCP alone: leave transport and sameHostPath out",
+        field="kvTransfer",
+    )
+    def _has_transport_of_vllm(self) -> bool:
+        kv = self.kv_transfer
+        is_tcp = kv.transport in ("Auto", "TCP") and not kv.same_host_path
+        return self.engine.type != "VLLM" or is_tcp
+
+    @rule(
+        "self.engine.type != 'VLLM' || type(self.kvTransfer.bufferSize) == int || "
+        "!string(self.kvTransfer.bufferSize).endsWith('%') || "
+        "string(self.kvTransfer.bufferSize) == '10%'",
+        "xpyd does not know the size of vLLM's KV cache: give a size such as 1Gi, or leave it out",
+        field="kvTransfer.bufferSize",
+    )
+    def _knows_its_buffer(self) -> bool:
+        size = self.kv_transfer.buffer_size
+        return self.engine.type != "VLLM" or not size.endswith("%") or size == "10%"
 
 
 class InferenceFleet(ApiModel):

@@ -59,6 +59,8 @@ ENGINE_APP = "xpyd-engine"
 ROUTER_APP = "xpyd-router"
 ENGINE_CONTAINER = "engine"
 ROUTER_CONTAINER = "router"
+BEATS_CONTAINER = "xpyd-beats"
+"""The container that sends the heartbeats of an engine of type VLLM."""
 
 KV_KEY = "key"
 """The key's name in the fleet's Secret, and the file's name in KV_FOLDER."""

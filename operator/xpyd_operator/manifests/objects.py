@@ -265,10 +265,11 @@ def _port(number: int) -> JsonObject:
 
 
 def _kv_ports(fleet: InferenceFleet) -> JsonObject:
-    """The KV port, and one after it for each rank where an instance has several."""
+    """The KV port, and one after it for each rank where an instance has several, or is vLLM's."""
     first = fleet.spec.kv_transfer.port
     ranks = max(pool.parallelism.ranks for pool in fleet.spec.pools)
-    return _port(first) if ranks == 1 else _port(first) | {"endPort": data_port(first, ranks - 1)}
+    is_alone = ranks == 1 and fleet.spec.engine.type == "Xpyd"
+    return _port(first) if is_alone else _port(first) | {"endPort": data_port(first, ranks - 1)}
 
 
 def _inside_instances(fleet: InferenceFleet) -> list[JsonObject]:

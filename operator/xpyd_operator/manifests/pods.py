@@ -13,7 +13,6 @@ a template that sets what xpyd sets.
 
 from __future__ import annotations
 
-import posixpath
 from typing import Any, cast
 
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT, data_port
@@ -22,12 +21,24 @@ from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests import names
 from xpyd_operator.manifests.names import JsonObject, Placement, list_in, map_in
 from xpyd_operator.manifests.resources import (
-    INIT_RESOURCES,
+    BEATS_RESOURCES,
     engine_resources,
     router_resources,
     without_given,
 )
-from xpyd_operator.plan.values import ENGINE_PROBES, ROUTER, ROUTER_PROBES, Probe, Workload
+from xpyd_operator.manifests.volumes import (
+    MODELS_FOLDER,
+    USER_ID,
+    common_mounts,
+    common_volumes,
+    model_mounts,
+    model_volumes,
+    shares_sockets,
+    socket_init,
+    socket_mount,
+    socket_volume,
+)
+from xpyd_operator.plan.values import ROUTER, Probe, Workload, probes_of
 
 MERGE_KEYS = {
     "containers": "name",
@@ -94,149 +105,6 @@ def _without_nulls(value: object) -> object:
     return value
 
 
-MODELS_FOLDER = "/models"
-_OWNER_AND_GROUP_READ = 0o440
-
-
-def model_in_pod(fleet: InferenceFleet) -> str:
-    """What the worker's --model gets in a pod.
-
-    An absolute file:// path is taken as it is, a relative one lies below /models: there, a folder
-    above the document's means nothing, so leading `..` are dropped.
-    """
-    uri = fleet.spec.model.uri
-    scheme, _, path = uri.partition("://")
-    if scheme != "file":
-        return uri
-    # From "/", normpath drops leading `..`; a double leading slash it would keep.
-    inside = posixpath.normpath("/" + path.lstrip("/"))
-    if path.startswith("/"):
-        return inside
-    return MODELS_FOLDER if inside == "/" else MODELS_FOLDER + inside
-
-
-def uses_host_path(fleet: InferenceFleet) -> bool:
-    """Whether a pod mounts a folder of its node, which "restricted" and "baseline" forbid."""
-    if fleet.spec.model.cache.type == "HostPath" or fleet.spec.kv_transfer.socket_folder:
-        return True
-    templates = [fleet.spec.router.template, *(pool.template for pool in fleet.spec.pools)]
-    return any(_has_host_path(template or {}) for template in templates)
-
-
-def _has_host_path(template: JsonObject) -> bool:
-    volumes = list_in(map_in(template, "spec"), "volumes")
-    return any(isinstance(item, dict) and "hostPath" in item for item in volumes)
-
-
-def common_volumes(fleet: InferenceFleet, uid: str) -> list[JsonObject]:
-    """Volumes of engines and routers: a place to write, and the KV key. `uid`: the
-    InferenceFleet's."""
-    found: list[JsonObject] = [{"name": "xpyd-tmp", "emptyDir": {}}]
-    if fleet.spec.kv_transfer.insecure:
-        return found
-    ref = fleet.spec.kv_transfer.key_secret_ref
-    name = names.kv_secret_name(fleet.name, uid) if ref is None else ref.name
-    key = names.KV_KEY if ref is None else ref.key
-    secret = {
-        "secretName": name,
-        "defaultMode": _OWNER_AND_GROUP_READ,
-        "items": [{"key": key, "path": names.KV_KEY}],
-    }
-    return [*found, {"name": "xpyd-kv", "secret": secret}]
-
-
-def common_mounts(fleet: InferenceFleet) -> list[JsonObject]:
-    """Where common_volumes are mounted."""
-    found: list[JsonObject] = [{"name": "xpyd-tmp", "mountPath": "/tmp"}]
-    if not fleet.spec.kv_transfer.insecure:
-        found.append({"name": "xpyd-kv", "mountPath": names.KV_FOLDER, "readOnly": True})
-    return found
-
-
-def model_volumes(fleet: InferenceFleet) -> list[JsonObject]:
-    """Volumes of engines: what is mounted at /models, if anything."""
-    model, cache = fleet.spec.model, fleet.spec.model.cache
-    if cache.type == "PersistentVolumeClaim":
-        claim = {"claimName": cache.claim_name, "readOnly": cache.read_only}
-        return [{"name": "xpyd-models", "persistentVolumeClaim": claim}]
-    if cache.type == "HostPath":
-        # No DirectoryOrCreate: an empty folder of root's would hide a wrong path.
-        folder = {"path": cache.path, "type": "Directory"}
-        return [{"name": "xpyd-models", "hostPath": folder}]
-    if model.uri.startswith("hf://"):
-        return [{"name": "xpyd-models", "emptyDir": {}}]
-    return []  # a path in the image, or one that the pool's template mounts
-
-
-def model_mounts(fleet: InferenceFleet) -> list[JsonObject]:
-    """Where model_volumes are mounted."""
-    cache = fleet.spec.model.cache
-    if not model_volumes(fleet):
-        return []
-    read_only = cache.type != "None" and cache.read_only
-    return [{"name": "xpyd-models", "mountPath": MODELS_FOLDER, "readOnly": read_only}]
-
-
-USER_ID = 10001
-"""The id of the images' user; also the group that may read mounted secrets."""
-_VOLUME = "xpyd-sockets"
-
-
-def shares_sockets(fleet: InferenceFleet, pool: Pool) -> bool:
-    """Whether the pool's pods mount a folder of their node for Unix sockets."""
-    return pool.role != "Aggregated" and bool(fleet.spec.kv_transfer.socket_folder)
-
-
-def socket_mount() -> JsonObject:
-    """Where the folder is mounted."""
-    return {"name": _VOLUME, "mountPath": names.SOCKET_FOLDER}
-
-
-def socket_volume(fleet: InferenceFleet, placement: Placement) -> JsonObject:
-    """The fleet's own folder on the node; no namespace has a dot in its name."""
-    folder = posixpath.join(
-        fleet.spec.kv_transfer.socket_folder, f"{placement.namespace}.{fleet.name}"
-    )
-    return {"name": _VOLUME, "hostPath": {"path": folder, "type": "DirectoryOrCreate"}}
-
-
-def socket_init(pool: Pool, *, image: str, pull_policy: str) -> JsonObject:
-    """The container that gives the folder to the engine's user before the engine starts."""
-    user = str(user_of(pool))
-    give = ["install", "-d", "-m", "0700", "-o", user, "-g", user, names.SOCKET_FOLDER]
-    return {
-        "name": names.SOCKET_CONTAINER,
-        "image": image,
-        "imagePullPolicy": pull_policy,
-        "resources": without_given(
-            INIT_RESOURCES, pool.template or {}, names.SOCKET_CONTAINER, inits=True
-        ),
-        "command": give,
-        "volumeMounts": [socket_mount()],
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": {
-            "runAsUser": 0,
-            "runAsGroup": 0,
-            "runAsNonRoot": False,
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            # FOWNER: on a later start the folder is the engines' already, and keeps its mode.
-            "capabilities": {"drop": ["ALL"], "add": ["CHOWN", "FOWNER"]},
-        },
-    }
-
-
-def user_of(pool: Pool) -> int:
-    """The user that the pool's engines run as: the image's, or what the template says."""
-    spec = map_in(pool.template or {}, "spec")
-    found: object = map_in(spec, "securityContext").get("runAsUser")
-    for item in list_in(spec, "containers"):
-        container = cast("JsonObject", item) if isinstance(item, dict) else {}
-        if container.get("name") == names.ENGINE_CONTAINER:
-            found = map_in(container, "securityContext").get("runAsUser", found)
-    return found if isinstance(found, int) else USER_ID
-
-
 GRACE_EXTRA_S = 30
 """Beyond the drain timeout, which the program itself honours: KV leases end, sockets close."""
 GPU_CLAIM = "xpyd-gpus"
@@ -264,7 +132,7 @@ def engine_pod(
     socket_args = (f"--kv-socket-dir={names.SOCKET_FOLDER}",) if shares else ()
     container: JsonObject = {
         "name": names.ENGINE_CONTAINER,
-        "args": ["worker", *socket_args, *workload.template.args],
+        **_program(workload, socket_args),
         "env": _engine_env(fleet, workload, placement),
         "resources": _engine_resources(fleet, pool),
         "volumeMounts": [
@@ -277,8 +145,8 @@ def engine_pod(
     if leads:
         container |= {
             "ports": [_port(name, port) for name, port in engine_ports(fleet, pool).items()],
-            "startupProbe": _probe(ENGINE_PROBES.startup),
-            "livenessProbe": _probe(ENGINE_PROBES.liveness),
+            "startupProbe": _probe(probes_of(workload.template).startup),
+            "livenessProbe": _probe(probes_of(workload.template).liveness),
             "readinessProbe": _probe(Probe("/health", 1, 3, 2)),
         }
     shared_memory = {"medium": "Memory", "sizeLimit": pool.resources.shared_memory}
@@ -293,17 +161,41 @@ def engine_pod(
         pull_policy = placement.settings.image_pull_policy
         init = socket_init(pool, image=workload.template.image, pull_policy=pull_policy)
         pod["spec"]["initContainers"] = [init]
+    if workload.template.beats:
+        pod["spec"]["containers"].append(_beats_container(fleet, workload, placement))
     if pool.resources.gpus and pool.resources.device_class_name:
         claim = names.workload_name(fleet.name, workload.pool, workload.revision)
         pod["spec"]["resourceClaims"] = [{"name": GPU_CLAIM, "resourceClaimTemplateName": claim}]
     return merged(pod, pool.template or {})
 
 
+def _program(workload: Workload, socket_args: tuple[str, ...]) -> JsonObject:
+    args = workload.template.args
+    if workload.template.beats:
+        return {"command": ["vllm", "serve"], "args": list(args)}
+    return {"args": ["worker", *socket_args, *args]}
+
+
+def _beats_container(fleet: InferenceFleet, workload: Workload, placement: Placement) -> JsonObject:
+    """What tells the routers of a vLLM in the same pod."""
+    container: JsonObject = {
+        "name": names.BEATS_CONTAINER,
+        "image": placement.settings.worker_image,
+        "args": ["vllm-beats", *workload.template.beats],
+        "env": _env(_instance_env(fleet, workload, placement)),
+        "resources": BEATS_RESOURCES,
+        "volumeMounts": common_mounts(fleet),
+    }
+    return _restricted(container, placement)
+
+
 def engine_ports(fleet: InferenceFleet, pool: Pool) -> dict[str, int]:
     """What an instance's first pod listens on, by name. Its other pods have one template for all of
     them, which cannot say whose ranks listen where; a pod need not name its ports to use them."""
     kv_port, ranks = fleet.spec.kv_transfer.port, pool.parallelism.ranks
-    here = ranks // pods_per_instance(pool) if ranks > 1 else 0
+    # A rank of vLLM is another process than its scheduler also where it is alone.
+    is_apart = ranks > 1 or fleet.spec.engine.type == "VLLM"
+    here = ranks // pods_per_instance(pool) if is_apart else 0
     data = {f"data-{rank}": data_port(kv_port, rank) for rank in range(here)}
     return {"http": HTTP_PORT, "kv": kv_port, **data}
 
@@ -321,8 +213,8 @@ def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) 
         ],
         "env": _env(_place_env(fleet, workload, placement)),
         "ports": [_port("http", ROUTER_HTTP_PORT), _port("discovery", discovery_port)],
-        "startupProbe": _probe(ROUTER_PROBES.startup),
-        "livenessProbe": _probe(ROUTER_PROBES.liveness),
+        "startupProbe": _probe(probes_of(workload.template).startup),
+        "livenessProbe": _probe(probes_of(workload.template).liveness),
         "readinessProbe": _probe(Probe("/readiness", 1, 2, 2)),
         "resources": without_given(
             router_resources(fleet), fleet.spec.router.template or {}, names.ROUTER_CONTAINER
@@ -353,19 +245,9 @@ def _pod(
     """The parts that engines and routers share."""
     role = workload.template.role
     name = container["name"]
-    container = {
-        "name": name,
-        "image": workload.template.image,
-        "imagePullPolicy": placement.settings.image_pull_policy,
-        **container,
-        # The last line of the log explains a crash: xpyd_operator.status.crashes reads it.
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
-    }
+    container = _restricted(
+        {"name": name, "image": workload.template.image, **container}, placement
+    )
     spec: JsonObject = {
         "serviceAccountName": names.service_account_name(fleet.name),
         "automountServiceAccountToken": False,
@@ -396,6 +278,23 @@ def _pod(
     }
 
 
+def _restricted(container: JsonObject, placement: Placement) -> JsonObject:
+    """A container with what all of them have."""
+    first = {key: container.pop(key) for key in ("name", "image")}
+    return {
+        **first,
+        "imagePullPolicy": placement.settings.image_pull_policy,
+        **container,
+        # The last line of the log explains a crash: xpyd_operator.status.crashes reads it.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+
+
 def _place_env(
     fleet: InferenceFleet, workload: Workload, placement: Placement
 ) -> dict[str, JsonObject]:
@@ -413,18 +312,28 @@ def _place_env(
     }
 
 
-def _engine_env(
+def _instance_env(
     fleet: InferenceFleet, workload: Workload, placement: Placement
-) -> list[JsonObject]:
-    model = fleet.spec.model
+) -> dict[str, JsonObject]:
+    """Those, and what an instance says of itself to the routers."""
     discovery = names.discovery_host(fleet.name, placement.namespace)
-    env = {
+    return {
         **_place_env(fleet, workload, placement),
         "XPYD_ROLE": {"value": workload.template.role},
         "XPYD_HTTP_PORT": {"value": str(HTTP_PORT)},
         "XPYD_KV_PORT": {"value": str(fleet.spec.kv_transfer.port)},
         "XPYD_DISCOVERY": {"value": f"{discovery}:{fleet.spec.router.discovery_port}"},
     }
+
+
+def _engine_env(
+    fleet: InferenceFleet, workload: Workload, placement: Placement
+) -> list[JsonObject]:
+    model = fleet.spec.model
+    env = _instance_env(fleet, workload, placement)
+    if workload.template.beats:
+        # Where its ranks meet; and torch asks for the user's name, which the image may not have.
+        env |= {"VLLM_HOST_IP": _field("status.podIP"), "LOGNAME": {"value": "xpyd"}}
     if model.uri.startswith("hf://"):
         env["HF_HOME"] = {"value": MODELS_FOLDER}
     if model.secret_ref is not None:

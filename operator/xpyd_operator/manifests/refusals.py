@@ -25,7 +25,8 @@ from xpyd_operator.document.pod_template import pod_mistakes
 from xpyd_operator.manifests import names
 from xpyd_operator.manifests.engine_flags import BOUNDS, FLAGS, PATTERNS
 from xpyd_operator.manifests.names import JsonObject, list_in, map_in
-from xpyd_operator.manifests.pods import engine_ports, shares_sockets, user_of
+from xpyd_operator.manifests.pods import engine_ports
+from xpyd_operator.manifests.volumes import shares_sockets, user_of
 
 _OURS_IN_POD = ("restartPolicy", "terminationGracePeriodSeconds", "activeDeadlineSeconds")
 _HANDLERS = ("httpGet", "exec", "tcpSocket", "grpc")
@@ -95,9 +96,14 @@ def _problems(path: str, template: JsonObject, ours: _Ours) -> Iterator[str]:
         if item.get("name") == ours.container:
             yield from _container_problems(at, item, ours)
             yield from _item_problems(at, item, ours)
-    for item, at in _items(spec, "initContainers", path):
-        if item.get("name") == names.SOCKET_CONTAINER:
-            yield from (f"{at}.{key}: {_LEAVE_OUT}" for key in ("command", "args") if key in item)
+    for key, name in (
+        ("initContainers", names.SOCKET_CONTAINER),
+        ("containers", names.BEATS_CONTAINER),
+    ):
+        for item, at in _items(spec, key, path):
+            if item.get("name") == name:
+                given = (part for part in ("command", "args") if part in item)
+                yield from (f"{at}.{part}: {_LEAVE_OUT}" for part in given)
     yield from _unnamed(path, spec)
 
 
@@ -184,7 +190,10 @@ def runs_this_version(fleet: InferenceFleet, worker_image: str) -> bool:
 
 
 def engine_args_problems(fleet: InferenceFleet) -> tuple[str, ...]:
-    """One line for each of engine.args that an engine of this version would refuse."""
+    """One line for each of engine.args that an engine of this version would refuse. Flags of vLLM
+    are known to vLLM alone."""
+    if fleet.spec.engine.type == "VLLM":
+        return ()
     args, index, found = fleet.spec.engine.args, 0, list[str]()
     while index < len(args):
         path = f"spec.engine.args[{index}]"

@@ -39,6 +39,10 @@ INIT_RESOURCES: JsonObject = {
     "requests": {"cpu": "10m", "memory": "16Mi"},
     "limits": {"cpu": "1", "memory": "128Mi"},
 }
+BEATS_RESOURCES: JsonObject = {
+    "requests": {"cpu": "10m", "memory": "64Mi"},
+    "limits": {"cpu": "1", "memory": "256Mi"},
+}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from xpyd_core.parallel.checks import PIPELINE, TENSOR
 from xpyd_operator.document.engines import Parallelism, Pool
 from xpyd_operator.document.fleet import InferenceFleet, KvTransfer, Router
 from xpyd_operator.plan.values import MOST_REPLICAS, ROUTER, FleetWant, PoolWant, Template
+from xpyd_operator.plan.vllm import beats_args, serve_args
 
 INSECURE_FLAG = "--kv-insecure"
 """The argument of engines and routers of a fleet without a key."""
@@ -60,13 +61,29 @@ def fleet_want(
 
 def revision_of(template: Template) -> str:
     """8 hex digits over all that defines the pods."""
-    parts = (template.role, template.args, template.env, template.image, template.pod)
+    parts: tuple[object, ...] = (
+        template.role, template.args, template.env, template.image, template.pod,
+    )  # fmt: skip
+    if template.beats:  # left out where there are none: revisions are older than this field
+        parts = (*parts, template.beats)
     return sha256(json.dumps(parts).encode()).hexdigest()[:8]
 
 
 def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str, image: str = "") -> Template:
-    """The worker's flags and environment; the document's own args come last and so win."""
+    """The engine's flags and environment; the document's own args come last and so win."""
     spec = fleet.spec
+    env = [(item.name, item.value) for item in spec.engine.env if item.value_from is None]
+    env.append(("XPYD_KV_PORT", str(spec.kv_transfer.port)))
+    if spec.engine.type == "VLLM":
+        return Template(
+            pool.role,
+            (*serve_args(spec, pool, model=model), *_parallel_args(pool), *spec.engine.args),
+            tuple(env),
+            spec.engine.image,
+            # Its heartbeats come from the operator's own image.
+            _engine_pod(fleet, pool, beats_image=image),
+            beats_args(spec),
+        )
     args = [f"--model={model}"]
     if spec.model.revision:
         args.append(f"--revision={spec.model.revision}")
@@ -83,8 +100,6 @@ def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str, image: str
         f"--heartbeat-period-ms={spec.heartbeat.interval_milliseconds}",
         f"--drain-timeout={spec.drain.timeout_seconds}",
     ]
-    env = [(item.name, item.value) for item in spec.engine.env if item.value_from is None]
-    env.append(("XPYD_KV_PORT", str(spec.kv_transfer.port)))
     return Template(
         pool.role,
         (*args, *spec.engine.args),
@@ -173,7 +188,7 @@ def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
     return Template(ROUTER, args, image=image, pod=pod)
 
 
-def _engine_pod(fleet: InferenceFleet, pool: Pool) -> str:
+def _engine_pod(fleet: InferenceFleet, pool: Pool, *, beats_image: str = "") -> str:
     """The parts of an engine's pod that are neither flags nor plain variables."""
     model, env, kv = fleet.spec.model, fleet.spec.engine.env, fleet.spec.kv_transfer
     # The order matters: a variable's value may refer to those before it.
@@ -187,6 +202,7 @@ def _engine_pod(fleet: InferenceFleet, pool: Pool) -> str:
             "secretRef": _explicit(model.secret_ref),
             "env": sources,
             "template": pool.template,
+            "beatsImage": beats_image,
         }
     )
 

@@ -19,6 +19,8 @@ class Template:
 
     `image`: of its container, "" where there is none. `pod`: canonical JSON of what else the
     document says about the pod; only its equality matters here, xpyd_operator.manifests renders it.
+    `beats`: the flags of `xpyd vllm-beats` beside an engine of type VLLM, whose flags `args` are
+    then; () for xpyd's own programs, which send heartbeats themselves.
     """
 
     role: PoolRole
@@ -26,6 +28,7 @@ class Template:
     env: tuple[tuple[str, str], ...] = ()
     image: str = ""
     pod: str = ""
+    beats: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -214,12 +217,19 @@ ENGINE_PROBES = Probes(
     startup=Probe("/live", 1, 600, 2),
     liveness=Probe("/live", 10, 6, 5),
 )
+VLLM_PROBES = Probes(
+    # Nothing answers before the model is loaded: an hour, for a large one and a first download.
+    startup=Probe("/health", 5, 720, 5),
+    liveness=Probe("/health", 10, 6, 5),
+)
 ROUTER_PROBES = Probes(startup=Probe("/health", 1, 120, 2), liveness=Probe("/health", 10, 3, 5))
 
 
-def probes_of(role: str) -> Probes:
-    """The probes of an instance of a template's role."""
-    return ROUTER_PROBES if role == ROUTER else ENGINE_PROBES
+def probes_of(template: Template) -> Probes:
+    """The probes of an instance of a template."""
+    if template.role == ROUTER:
+        return ROUTER_PROBES
+    return VLLM_PROBES if template.beats else ENGINE_PROBES
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from typing import Any, Literal
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.status import MAX_POOLS
 from xpyd_operator.manifests.names import endpoint, pool_selector, selector_text
-from xpyd_operator.manifests.pods import pods_per_instance, uses_host_path
+from xpyd_operator.manifests.pods import pods_per_instance
+from xpyd_operator.manifests.volumes import uses_host_path
 from xpyd_operator.plan.values import ROUTER, FleetSeen, FleetWant
 from xpyd_operator.status.children import (
     NOTHING,

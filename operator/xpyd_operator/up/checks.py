@@ -50,6 +50,11 @@ def check_local(fleet: InferenceFleet, *, source: str) -> None:
     lines = [
         line for index, pool in enumerate(fleet.spec.pools) for line in _with_gpus(index, pool)
     ]
+    if fleet.spec.engine.type == "VLLM":
+        lines.append(
+            "spec.engine.type: VLLM: local mode runs xpyd's own engine only; leave it out, or "
+            "apply the document to a cluster"
+        )
     lines += [*template_problems(fleet), *engine_args_problems(fleet)]
     if lines:
         count = f"{len(lines)} mistakes" if len(lines) > 1 else "1 mistake"

@@ -112,8 +112,8 @@ class Programs:
 
     program: Callable[[Pod], list[str]] = xpyd_program
     """The program of a pod, without its flags."""
-    probes: Callable[[str], Probes] = probes_of
-    """The probes of a role."""
+    probes: Callable[[Template], Probes] = probes_of
+    """The probes of a template's instances."""
 
 
 def pod_arguments(pod: Pod, settings: LocalSettings, listener: int | None = None) -> list[str]:
@@ -404,7 +404,7 @@ class LocalPods:
                 seen,
                 now,
                 drain_timeout_s=drain_timeout_s,
-                probes=self.programs.probes(workload.template.role),
+                probes=self.programs.probes(workload.template),
                 taken=taken,
             )
             for action in result.actions:

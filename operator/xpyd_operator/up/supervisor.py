@@ -423,7 +423,7 @@ class Supervisor:
             self._report("kv", f"{self.kv.reason}: {self.kv.message}" if is_lost else "")
 
     async def _watch(self, pod: PodProcess, now: float) -> None:
-        probe = self.pods.programs.probes(pod.pod.template.role).now(pod.seen)
+        probe = self.pods.programs.probes(pod.pod.template).now(pod.seen)
         pod.probe_at = now + probe.period_s
         process = pod.identity
         alive = await asyncio.to_thread(is_alive, *self._http_of(pod), probe)

@@ -29,12 +29,12 @@ from xpyd_operator.controller.decision.kinds import (
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import parse_object
 from xpyd_operator.manifests.names import LABEL_POOL, Placement, Settings
-from xpyd_operator.manifests.pods import model_in_pod
 from xpyd_operator.manifests.refusals import (
     engine_args_problems,
     runs_this_version,
     template_problems,
 )
+from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.fleet import as_it_runs
 from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.plan.values import FleetSeen, FleetWant

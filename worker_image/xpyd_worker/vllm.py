@@ -1,0 +1,270 @@
+"""`xpyd vllm-beats`: heartbeats for a vLLM of the same pod, which sends none itself.
+
+It asks vLLM over HTTP how it is, and tells the routers, signed with the fleet's key. Where the pod
+runs and who it is come from the pod's environment, as for `xpyd worker`. `EngineState` decides and
+is pure; `_Beats` asks, sends and ends. See docs/adr/0050.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import os
+import signal
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from xpyd_core.cli import Command
+from xpyd_core.errors import UserError
+from xpyd_core.keys import check_keys_given, fleet_keys
+from xpyd_core.logs import add_logging_arguments, set_up_logging
+from xpyd_core.messages import Heartbeat, InstanceState
+from xpyd_core.pod_env import PodEnv, read_pod_env
+from xpyd_core.request_id import Address
+from xpyd_worker.kv.engine import LETTER
+from xpyd_worker.server.telemetry.heartbeat import HeartbeatSender
+
+_TIMEOUT_S = 2.0
+_FAST_S = 0.5
+"""Between two questions while vLLM starts or leaves."""
+_MAX_ANSWER_BYTES = 4 * 1024 * 1024
+_MAX_MODELS = 64
+_MAX_NAME = 512
+_RUNNING, _WAITING = b"vllm:num_requests_running", b"vllm:num_requests_waiting"
+_EPILOG = """examples:
+  XPYD_ROLE=Prefill XPYD_POD_IP=10.0.1.2 XPYD_DISCOVERY=router:30001 \\
+      xpyd vllm-beats --kv-key-file kv.key
+"""
+
+
+class Answers(NamedTuple):
+    """What vLLM said. `health`: the status of GET /health, 0: no answer, None: nobody listens."""
+
+    health: int | None
+    models: bytes = b""
+    metrics: bytes = b""
+
+
+class _Card(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+class EngineState:
+    """What the routers are told of the engine: answers in, beats out.
+
+    A vLLM that was away and answers again is another process, with another incarnation.
+    """
+
+    def __init__(self, env: PodEnv, period_s: float, new_incarnation: Callable[[], str]) -> None:
+        self._new_incarnation = new_incarnation
+        self._is_leaving = False
+        host = f"[{env.pod_ip}]" if ":" in env.pod_ip else env.pod_ip
+        self.beat = Heartbeat(
+            type=LETTER[env.role],  # pyright: ignore[reportArgumentType]  # checked by read_pod_env
+            http_address=f"{host}:{env.http_port}",
+            zmq_address=f"{host}:{env.kv_port}",
+            version=1,
+            instance=env.instance or f"{host}:{env.http_port}",
+            fleet=env.fleet,
+            pool=env.pool,
+            revision=env.revision,
+            state="Gone",
+            period_ms=round(period_s * 1000),
+        )
+
+    @property
+    def state(self) -> InstanceState:
+        """The engine's state; Gone: no process listens, or none did yet."""
+        return self.beat.state
+
+    def leave(self) -> None:
+        """The pod ends: routers send nothing more."""
+        self._is_leaving = True
+        if self.state != "Gone":
+            self._change(state="Draining")
+
+    def take(self, answers: Answers) -> None:
+        """Take what vLLM said."""
+        if answers.health is None:
+            self._change(state="Gone")
+        elif self._is_leaving:
+            pass  # what it said before holds, until nobody listens
+        elif not 200 <= answers.health < 300:
+            if self.state != "Gone":
+                self._change(state="Starting")
+        else:
+            if self.state == "Gone":
+                self._change(incarnation=self._new_incarnation())
+            names, length = _models(answers.models)
+            self._change(
+                state="Ready",
+                models=names or self.beat.models,
+                max_model_len=length or self.beat.max_model_len,
+                running=_gauge(answers.metrics, _RUNNING),
+                waiting=_gauge(answers.metrics, _WAITING),
+            )
+
+    def _change(self, **fields: object) -> None:
+        self.beat = msgspec.structs.replace(self.beat, **fields)
+
+
+def _models(body: bytes) -> tuple[tuple[str, ...], int]:
+    """The names, and the shortest context of them; 0 where none says one."""
+    try:
+        cards = msgspec.json.decode(body, type=_Cards).data
+    except msgspec.DecodeError:
+        return (), 0
+    found = (c.id for c in cards if 0 < len(c.id) <= _MAX_NAME and c.id.isprintable())
+    lengths = [card.max_model_len for card in cards if card.max_model_len]
+    return tuple(dict.fromkeys(found))[:_MAX_MODELS], max(0, min(lengths, default=0))
+
+
+def _gauge(metrics: bytes, name: bytes) -> int:
+    """The sum of a metric over its labels; 0 where it is not there."""
+    total = 0.0
+    for line in metrics.splitlines():
+        if line.startswith(name) and line[len(name) : len(name) + 1] in (b"{", b" "):
+            try:
+                total += float(line.rpartition(b" ")[2])
+            except ValueError:
+                continue
+    return int(total) if 0 <= total < 1 << 53 else 0
+
+
+def ask(address: Address) -> Answers:
+    """Ask a vLLM for its health, and, where that is fine, for its models and metrics. Blocks for
+    seconds at most."""
+    try:
+        health, _ = _get(address, "/health")
+        if not 200 <= health < 300:
+            return Answers(health)
+        return Answers(health, _get(address, "/v1/models")[1], _get(address, "/metrics")[1])
+    except ConnectionRefusedError:
+        return Answers(None)
+    except (OSError, http.client.HTTPException):
+        return Answers(0)
+
+
+def _get(address: Address, path: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(
+        address.host,
+        address.port,
+        timeout=_TIMEOUT_S,
+        # On loopback each pod speaks from its own address.
+        source_address=(address.host, 0) if address.host.startswith("127.") else None,
+    )
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        body = answer.read(_MAX_ANSWER_BYTES)
+        return answer.status, body if 200 <= answer.status < 300 else b""
+    finally:
+        connection.close()
+
+
+class _Beats:
+    """The process: asks until a signal, then until nobody listens."""
+
+    def __init__(self, env: PodEnv, *, period_s: float, drain_timeout_s: float, key: bytes) -> None:
+        self._address = Address(env.pod_ip, env.http_port)
+        self._period_s = period_s
+        self._drain_timeout_s = drain_timeout_s
+        self._engine = EngineState(env, period_s, lambda: os.urandom(8).hex())
+        self._left = asyncio.Event()
+        self._sender = HeartbeatSender(
+            env.discovery,
+            identity=f"{self._engine.beat.zmq_address}/{os.urandom(8).hex()}",
+            source_host=env.pod_ip,
+            period_s=period_s,
+            make=lambda: self._engine.beat,
+            key=key,
+        )
+
+    async def run(self) -> int:
+        """The whole life; the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._left.set)
+        is_beating = False
+        try:
+            while not self._left.is_set():
+                await self._ask()
+                if not is_beating and self._engine.state == "Ready":
+                    # Not before: routers would send requests that nobody takes.
+                    self._sender.start()
+                    is_beating = True
+                await self._pause(self._period_s if self._engine.state == "Ready" else _FAST_S)
+            self._engine.leave()
+            self._sender.beat_now()
+            end = loop.time() + self._drain_timeout_s
+            while self._engine.state != "Gone" and loop.time() < end:
+                await asyncio.sleep(_FAST_S)
+                await self._ask()
+        finally:
+            await self._sender.close()
+        return 0
+
+    async def _ask(self) -> None:
+        before = self._engine.state
+        self._engine.take(await asyncio.to_thread(ask, self._address))
+        if self._engine.state != before:
+            self._sender.beat_now()
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, but not through a signal."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._left.wait()
+        except TimeoutError:
+            pass
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags; all else comes from the pod's environment."""
+    add = parser.add_argument
+    add("--heartbeat-period-ms", type=int, default=3000, metavar="MS", help="between two beats")
+    text = "after SIGTERM, longest wait for vLLM's end"
+    add("--drain-timeout", type=float, default=300.0, metavar="SECONDS", help=text)
+    add("--kv-key-file", metavar="FILE", help="signs the beats; default: XPYD_KV_KEY_FILE")
+    add("--kv-insecure", action="store_true", help="the fleet has no secret")
+    add_logging_arguments(parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    set_up_logging(args.log_level, args.log_format)
+    key_file = {"XPYD_KV_KEY_FILE": args.kv_key_file} if args.kv_key_file else {}
+    env = read_pod_env({**os.environ, **key_file})
+    check_keys_given(env.kv_key_file, insecure=args.kv_insecure, who="xpyd vllm-beats")
+    if not env.discovery:
+        raise UserError("XPYD_DISCOVERY: expected the routers' HOST:PORT")
+    for flag, value, least in (
+        ("--heartbeat-period-ms", args.heartbeat_period_ms, 50),
+        ("--drain-timeout", args.drain_timeout, 0),
+    ):
+        if not least <= value <= 86_400_000:
+            raise UserError(f"{flag} {value}: expected at least {least}")
+    key = fleet_keys(env.kv_key_file, insecure=args.kv_insecure)[0]
+    period_s = args.heartbeat_period_ms / 1000
+
+    async def beat() -> int:
+        return await _Beats(
+            env, period_s=period_s, drain_timeout_s=args.drain_timeout, key=key
+        ).run()
+
+    return asyncio.run(beat())
+
+
+command = Command(
+    help="send the heartbeats of a vLLM that runs in the same pod",
+    configure=configure,
+    run=_run,
+    epilog=_EPILOG,
+)
