@@ -6,6 +6,7 @@ then shows what a change does to the pods of every fleet.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,17 @@ def objects_of(fleet: InferenceFleet, placement: Placement | None = None) -> lis
         ),
         *(obj for workload in workloads for obj in workload_objects(fleet, workload, placement)),
     ]
+
+
+def pod_templates(fleet: InferenceFleet) -> dict[str, list[Any]]:
+    """Pool -> what its workload's spec says of pods, all with one revision."""
+    found: dict[str, list[Any]] = {}
+    for workload in workloads_of(fleet):
+        same = replace(workload, revision="00000000", replicas=1)
+        found[workload.pool] = [
+            obj["spec"] for obj in workload_objects(fleet, same, placement_of(fleet))
+        ]
+    return found
 
 
 def golden_file(name: str) -> Path:

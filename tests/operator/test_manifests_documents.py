@@ -19,6 +19,7 @@ from tests.operator.object_samples import (
     VLLM_EDITS,
     objects_of,
     placement_of,
+    pod_templates,
     workloads_of,
 )
 from xpyd_core.pod_env import rendezvous_port
@@ -42,17 +43,6 @@ def changed(*changes: tuple[str, Any], base: Any = None) -> InferenceFleet:
 
 def of_kind(fleet: InferenceFleet, kind: str) -> list[dict[str, Any]]:
     return [obj for obj in objects_of(fleet) if obj["kind"] == kind]
-
-
-def pod_templates(fleet: InferenceFleet) -> dict[str, list[Any]]:
-    """Pool -> what its workload's spec says of pods, all with one revision."""
-    found: dict[str, list[Any]] = {}
-    for workload in workloads_of(fleet):
-        same = replace(workload, revision="00000000", replicas=1)
-        found[workload.pool] = [
-            obj["spec"] for obj in workload_objects(fleet, same, placement_of(fleet))
-        ]
-    return found
 
 
 EDITS = [
