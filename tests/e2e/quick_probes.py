@@ -8,7 +8,7 @@ import sys
 
 from xpyd_operator.plan.values import ENGINE_PROBES, ROUTER, Probe, Probes, Template, probes_of
 from xpyd_operator.up import run
-from xpyd_operator.up.pods import Programs
+from xpyd_operator.up.programs import Programs
 
 _DAEMON = (sys.executable, "-m", "tests.e2e.quick_probes", "daemon")
 _FAILURES = 10

@@ -21,7 +21,7 @@ from xpyd_operator.up import control, run
 from xpyd_operator.up.client import read_view, take_fleet_down
 from xpyd_operator.up.control import FleetView, PodView
 from xpyd_operator.up.folder import FleetFolder, ProcessId
-from xpyd_operator.up.pods import Pod, Programs
+from xpyd_operator.up.programs import Pod, Programs
 from xpyd_operator.up.run import UpOptions, run_up
 
 SUPERVISOR = Path(__file__)

@@ -9,7 +9,7 @@ from tests.operator.fleets import parsed, prefill_and_decode
 from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.plan.values import ROUTER
 from xpyd_operator.up.memory import Machine, plan_memory
-from xpyd_operator.up.pods import LocalSettings, Pod, pod_arguments, pod_environment
+from xpyd_operator.up.programs import LocalSettings, Pod, pod_arguments, pod_environment
 
 
 def fleet(**spec):

@@ -13,12 +13,10 @@ import pytest
 from tests.kv import vllm_standin
 from tests.operator.fleets import parsed, prefill_and_decode
 from tests.operator.object_samples import objects_of, sample_fleet
-from xpyd_core.errors import UserError
 from xpyd_operator.manifests.refusals import engine_args_problems, template_problems
 from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.template import fleet_want, layout_of
 from xpyd_operator.plan.values import ROUTER, Template
-from xpyd_operator.up.checks import check_local
 
 vllm_standin.install()
 options = importlib.import_module("xpyd_kv.vllm.options")
@@ -168,9 +166,3 @@ def test_vllms_only_rank_has_a_port_that_others_may_reach() -> None:
     assert policy["spec"]["ingress"][0]["ports"] == [
         {"protocol": "TCP", "port": 21001, "endPort": 21002}
     ]
-
-
-def test_a_local_fleet_refuses_vllm() -> None:
-    fleet = parsed(pools=prefill_and_decode(), model=MODEL, engine=ENGINE)
-    with pytest.raises(UserError, match=r"spec\.engine\.type: VLLM: .* apply the document to a"):
-        check_local(fleet, source="f")

@@ -1,5 +1,8 @@
 """`xpyd vllm-beats`: heartbeats for a vLLM of the same pod, which sends none itself.
 
+Behind `--` stands the command of vLLM where it is to be started here, too: in a local fleet, whose
+pod is one process.
+
 It asks vLLM over HTTP how it is, and tells the routers, signed with the fleet's key. Where the pod
 runs and who it is come from the pod's environment, as for `xpyd worker`. `EngineState` decides and
 is pure; `_Beats` asks, sends and ends. See docs/adr/0050.
@@ -10,9 +13,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
+import logging
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -27,12 +32,14 @@ from xpyd_core.request_id import Address
 from xpyd_worker.kv.engine import LETTER
 from xpyd_worker.server.telemetry.heartbeat import HeartbeatSender
 
+_log = logging.getLogger("xpyd.vllm")
 _TIMEOUT_S = 2.0
 _FAST_S = 0.5
 """Between two questions while vLLM starts or leaves."""
 _MAX_ANSWER_BYTES = 4 * 1024 * 1024
 _MAX_MODELS = 64
 _MAX_NAME = 512
+EXIT_FAILED = 1
 _RUNNING, _WAITING = b"vllm:num_requests_running", b"vllm:num_requests_waiting"
 _EPILOG = """examples:
   XPYD_ROLE=Prefill XPYD_POD_IP=10.0.1.2 XPYD_DISCOVERY=router:30001 \\
@@ -173,12 +180,22 @@ def _get(address: Address, path: str) -> tuple[int, bytes]:
 class _Beats:
     """The process: asks until a signal, then until nobody listens."""
 
-    def __init__(self, env: PodEnv, *, period_s: float, drain_timeout_s: float, key: bytes) -> None:
+    def __init__(
+        self,
+        env: PodEnv,
+        *,
+        period_s: float,
+        drain_timeout_s: float,
+        key: bytes,
+        argv: Sequence[str],
+    ) -> None:
         self._address = Address(env.pod_ip, env.http_port)
         self._period_s = period_s
         self._drain_timeout_s = drain_timeout_s
+        self._argv = argv
         self._engine = EngineState(env, period_s, lambda: os.urandom(8).hex())
         self._left = asyncio.Event()
+        self._status = 0
         self._sender = HeartbeatSender(
             env.discovery,
             identity=f"{self._engine.beat.zmq_address}/{os.urandom(8).hex()}",
@@ -193,24 +210,57 @@ class _Beats:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._left.set)
-        is_beating = False
+        child = await self._start()
+        ending = None if child is None else asyncio.create_task(self._await(child))
         try:
-            while not self._left.is_set():
-                await self._ask()
-                if not is_beating and self._engine.state == "Ready":
-                    # Not before: routers would send requests that nobody takes.
-                    self._sender.start()
-                    is_beating = True
-                await self._pause(self._period_s if self._engine.state == "Ready" else _FAST_S)
+            await self._follow()
             self._engine.leave()
             self._sender.beat_now()
+            if child is not None and child.returncode is None:
+                child.terminate()
             end = loop.time() + self._drain_timeout_s
-            while self._engine.state != "Gone" and loop.time() < end:
+            while self._is_there(child) and loop.time() < end:
                 await asyncio.sleep(_FAST_S)
                 await self._ask()
         finally:
+            if child is not None and child.returncode is None:
+                child.kill()
+            if ending is not None:
+                await ending
+                self._engine.take(Answers(None))
+                self._sender.beat_now()
             await self._sender.close()
-        return 0
+        return self._status
+
+    async def _start(self) -> asyncio.subprocess.Process | None:
+        if not self._argv:
+            return None
+        try:
+            return await asyncio.create_subprocess_exec(*self._argv, stdin=subprocess.DEVNULL)
+        except OSError as error:
+            raise UserError(f"{self._argv[0]}: {error.strerror}") from error
+
+    async def _await(self, child: asyncio.subprocess.Process) -> None:
+        """Its end is ours; one that nobody asked for is a failure."""
+        status = await child.wait()
+        if not self._left.is_set():
+            self._status = status if status > 0 else EXIT_FAILED
+            _log.error("vLLM ended by itself: status %d", status)
+        self._left.set()
+
+    def _is_there(self, child: asyncio.subprocess.Process | None) -> bool:
+        return self._engine.state != "Gone" if child is None else child.returncode is None
+
+    async def _follow(self) -> None:
+        """Beat until the pod is to end."""
+        is_beating = False
+        while not self._left.is_set():
+            await self._ask()
+            if not is_beating and self._engine.state == "Ready":
+                # Not before: routers would send requests that nobody takes.
+                self._sender.start()
+                is_beating = True
+            await self._pause(self._period_s if self._engine.state == "Ready" else _FAST_S)
 
     async def _ask(self) -> None:
         before = self._engine.state
@@ -236,6 +286,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--kv-key-file", metavar="FILE", help="signs the beats; default: XPYD_KV_KEY_FILE")
     add("--kv-insecure", action="store_true", help="the fleet has no secret")
     add_logging_arguments(parser)
+    text = "behind --: the command of vLLM, which is started and ended here"
+    add("command", nargs="*", metavar="COMMAND", help=text)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -256,7 +308,11 @@ def _run(args: argparse.Namespace) -> int:
 
     async def beat() -> int:
         return await _Beats(
-            env, period_s=period_s, drain_timeout_s=args.drain_timeout, key=key
+            env,
+            period_s=period_s,
+            drain_timeout_s=args.drain_timeout,
+            key=key,
+            argv=args.command,
         ).run()
 
     return asyncio.run(beat())

@@ -65,12 +65,29 @@ class Sizes:
         return parse_bytes(self.buffer_text, of=self.ranks * cache_bytes)
 
 
+VLLM_CACHE = "VLLM_CPU_KVCACHE_SPACE"
+"""The variable of a vLLM on a CPU: whole GiB of KV cache, of each rank."""
+
+
+def vllm_cache_bytes(fleet: InferenceFleet) -> int | None:
+    """What the document's environment says of it; None: nothing, or no number above 0."""
+    for item in fleet.spec.engine.env:
+        if item.name == VLLM_CACHE and item.value_from is None and item.value.isdecimal():
+            return int(item.value[:6]) * (1 << 30) or None
+    return None
+
+
 def given_sizes(fleet: InferenceFleet, pool: Pool) -> Sizes:
     """The sizes that engine.args or the document give; UserError for one that is none."""
     args, kv = fleet.spec.engine.args, fleet.spec.kv_transfer
+    ranks = pool.parallelism.ranks
+    if fleet.spec.engine.type == "VLLM":
+        keeps = kv.keeps_kv(pool.role)
+        buffer = "0" if not keeps or kv.buffer_size.endswith("%") else kv.buffer_size
+        size = None if kv.host_pool_size is None else parse_bytes(kv.host_pool_size)
+        return Sizes(ranks, vllm_cache_bytes(fleet), buffer, size if keeps else 0)
     cache = flag_value(args, CACHE_FLAG)
     cache_bytes = None if cache is None else parse_bytes(cache)
-    ranks = pool.parallelism.ranks
     if not kv.keeps_kv(pool.role):
         return Sizes(ranks, cache_bytes, "0", 0)
     host_pool = flag_value(args, POOL_FLAG)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +24,7 @@ from xpyd_core.parallel.ranks import Sizes
 from xpyd_operator.document.engines import Pool
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests.refusals import engine_args_problems, template_problems
-from xpyd_operator.manifests.resources import flag_value
+from xpyd_operator.manifests.resources import VLLM_CACHE, flag_value, vllm_cache_bytes
 
 CLUSTER_ONLY = frozenset(
     {
@@ -45,16 +46,18 @@ CLUSTER_ONLY = frozenset(
 """Fields without effect in local mode; paths without list indexes."""
 
 
-def check_local(fleet: InferenceFleet, *, source: str) -> None:
-    """UserError with all that local mode cannot run; `source` names the document."""
+VLLM = "vllm"
+"""vLLM's command where none is named."""
+
+
+def check_local(fleet: InferenceFleet, *, source: str, vllm: str = VLLM) -> None:
+    """UserError with all that local mode cannot run; `source` names the document, `vllm` is the
+    command of vLLM."""
     lines = [
         line for index, pool in enumerate(fleet.spec.pools) for line in _with_gpus(index, pool)
     ]
     if fleet.spec.engine.type == "VLLM":
-        lines.append(
-            "spec.engine.type: VLLM: local mode runs xpyd's own engine only; leave it out, or "
-            "apply the document to a cluster"
-        )
+        lines += _for_vllm(fleet, vllm)
     lines += [*template_problems(fleet), *engine_args_problems(fleet)]
     if lines:
         count = f"{len(lines)} mistakes" if len(lines) > 1 else "1 mistake"
@@ -67,6 +70,27 @@ def _with_gpus(index: int, pool: Pool) -> Iterator[str]:
         yield (
             f"spec.pools[{index}].resources.gpus: {gpus}{given}: local mode runs CPU instances "
             "only; write `resources: {gpus: 0}`"
+        )
+
+
+def _for_vllm(fleet: InferenceFleet, vllm: str) -> Iterator[str]:
+    """vLLM is the user's own, and takes memory as its environment says, not as we choose."""
+    if shutil.which(vllm) is None:
+        yield (
+            f"spec.engine.type: VLLM: no command {vllm}: install vLLM and xpyd[vllm] in an "
+            "environment of their own, and name its command with `xpyd up --vllm FOLDER/bin/vllm`"
+        )
+    if vllm_cache_bytes(fleet) is None:
+        yield (
+            "spec.engine.env: local mode chooses no memory for vLLM: add "
+            f'{{name: {VLLM_CACHE}, value: "1"}}, whole GiB for the KV cache of each rank'
+        )
+    kv = fleet.spec.kv_transfer
+    keeps = any(kv.keeps_kv(pool.role) for pool in fleet.spec.pools)
+    if keeps and "host_pool_size" not in kv.model_fields_set:
+        yield (
+            "spec.kvTransfer.hostPoolSize: local mode chooses no memory for vLLM: write a size "
+            "such as 256Mi"
         )
 
 

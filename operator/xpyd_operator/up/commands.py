@@ -26,6 +26,7 @@ def _configure_up(parser: argparse.ArgumentParser) -> None:
     add("--log-max-size", metavar="SIZE", help="cut the log of a pod at this size (default: 8Mi)")
     text = "files of one pod's log, with the one that is written to (default: 2)"
     add("--log-max-files", type=int, metavar="N", help=text)
+    add("--vllm", metavar="COMMAND", help="vLLM's, for engines of type VLLM (default: vllm)")
 
 
 def _run_up(args: argparse.Namespace) -> int:
@@ -48,6 +49,7 @@ def _run_up(args: argparse.Namespace) -> int:
         log_max_bytes=log_max_bytes,
         log_max_files=args.log_max_files,
         timeout_s=args.timeout,
+        vllm=args.vllm,
     )
     return run_up(options, detach=args.detach)
 

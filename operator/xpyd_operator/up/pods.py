@@ -1,9 +1,8 @@
-"""The pods of a local fleet: a template's command line and environment, its process, all of them.
+"""The pods of a local fleet: the process of each, and all of them.
 
-A pod finds here what it would find in Kubernetes: the same variables, the same ports, an address of
-its own. PodProcess is one pod through its restarts and the only owner of its Child. LocalPods holds
-the pods of all workloads and applies the actions of plan() and keep(); it decides nothing. The
-program of a pod is a parameter: tests start fakes.
+PodProcess is one pod through its restarts and the only owner of its Child. LocalPods holds the pods
+of all workloads and applies the actions of plan() and keep(); it decides nothing. What they run is
+`up.programs`.
 """
 
 from __future__ import annotations
@@ -13,16 +12,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 from xpyd_core.children import CANNOT_START, Child, ForkServer, Start
 from xpyd_core.errors import UserError
-from xpyd_core.pod_env import HTTP_PORT, KV_PORT
 from xpyd_operator.plan.keep import keep
-from xpyd_operator.plan.template import INSECURE_FLAG
 from xpyd_operator.plan.values import (
     ROUTER,
     DrainInstance,
@@ -31,135 +28,26 @@ from xpyd_operator.plan.values import (
     KeepAction,
     KillInstance,
     Probe,
-    Probes,
     RestartInstance,
     StartInstance,
-    Template,
     Workload,
     WorkloadSeen,
-    probes_of,
 )
-from xpyd_operator.up.folder import DISCOVERY_PORT, FleetFolder, PodRecord, ProcessId, identify
-from xpyd_operator.up.logs import NO_ROOM, LogLimit
-from xpyd_operator.up.memory import MemoryPlan
-
-ROUTER_NUMBER = 1
-"""Last byte of the router's address; engines follow."""
-LAST_NUMBER = 254
-ROUTER_HOST = "127.0.0.1"
-"""Where clients reach the router."""
-
-
-@dataclass(frozen=True)
-class LocalSettings:
-    """Settings that all pods of one local fleet share."""
-
-    fleet: str
-    index: int
-    router_port: int
-    key_file: Path
-    socket_folder: Path
-    memory: MemoryPlan
-    log_level: str
-    log_format: str
-    log_limit: LogLimit = field(default_factory=LogLimit)
-
-    @property
-    def endpoint(self) -> str:
-        """The router's URL for clients."""
-        return f"http://{ROUTER_HOST}:{self.router_port}"
-
-    @property
-    def discovery(self) -> str:
-        """Where engines send heartbeats."""
-        return f"{self.address(ROUTER_NUMBER)}:{DISCOVERY_PORT}"
-
-    def address(self, number: int) -> str:
-        """Pod `number`'s loopback address."""
-        return f"127.1.{self.index}.{number}"
-
-
-@dataclass(frozen=True)
-class Pod:
-    """An instance with its name and number."""
-
-    name: str
-    pool: str
-    revision: str
-    number: int
-    template: Template
-
-    @property
-    def kv_port(self) -> int:
-        """The engine's KV control port."""
-        return int(dict(self.template.env).get("XPYD_KV_PORT", KV_PORT))
-
-
-def xpyd_program(pod: Pod) -> list[str]:
-    """This Python's own xpyd. -P ignores a folder of a module's name in the working folder."""
-    command = "router" if pod.template.role == ROUTER else "worker"
-    return [sys.executable, "-P", "-m", "xpyd_core", command]
-
+from xpyd_operator.up.folder import FleetFolder, PodRecord, ProcessId, identify
+from xpyd_operator.up.logs import NO_ROOM
+from xpyd_operator.up.programs import (
+    LAST_NUMBER,
+    ROUTER_NUMBER,
+    LocalSettings,
+    Pod,
+    Programs,
+    pod_arguments,
+    pod_environment,
+)
 
 _FORKED = (sys.executable, "-P", "-m", "xpyd_core", "worker")
 """Programs that begin so are forked. A router imports little, and starts before torch is there."""
 _PRELOAD = "xpyd_worker.preload:preload"
-
-
-@dataclass(frozen=True)
-class Programs:
-    """What pods run, and how the supervisor sees that they are alive. Tests start others."""
-
-    program: Callable[[Pod], list[str]] = xpyd_program
-    """The program of a pod, without its flags."""
-    probes: Callable[[Template], Probes] = probes_of
-    """The probes of a template's instances."""
-
-
-def pod_arguments(pod: Pod, settings: LocalSettings, listener: int | None = None) -> list[str]:
-    """The flags: the machine's first, then the template's, so that what the document says wins.
-    `listener` is the router's inherited socket; None: it opens its own.
-    """
-    logging = [f"--log-level={settings.log_level}", f"--log-format={settings.log_format}"]
-    if pod.template.role == ROUTER:
-        host, port = settings.discovery.split(":")
-        place = [
-            f"--host={ROUTER_HOST}",
-            f"--port={settings.router_port}" if listener is None else f"--listen-fd={listener}",
-            f"--discovery-host={host}",
-            f"--discovery-port={port}",
-            # No load balancer needs time to notice the drain here.
-            "--drain-seconds=0",
-        ]
-    else:
-        place = [f"--threads={settings.memory.threads}", *settings.memory.of(pod.pool).args]
-        if pod.template.role != "Aggregated":
-            place.append(f"--kv-socket-dir={settings.socket_folder}")
-    return [*logging, *place, *pod.template.args]
-
-
-def pod_environment(
-    pod: Pod, settings: LocalSettings, inherited: Mapping[str, str]
-) -> dict[str, str]:
-    """The whole environment: the caller's without its XPYD_*, the document's, the pod's own."""
-    address = settings.address(pod.number)
-    environ = {name: value for name, value in inherited.items() if not name.startswith("XPYD_")}
-    environ["OMP_NUM_THREADS"] = str(settings.memory.threads)
-    environ |= {
-        "XPYD_POD_IP": address,
-        "XPYD_HTTP_PORT": str(HTTP_PORT),
-        "XPYD_KV_PORT": str(pod.kv_port),
-        "XPYD_DISCOVERY": settings.discovery,
-        "XPYD_FLEET": settings.fleet,
-        "XPYD_POOL": pod.pool,
-        "XPYD_INSTANCE": pod.name,
-        "XPYD_REVISION": pod.revision,
-    }
-    if INSECURE_FLAG not in pod.template.args:
-        environ["XPYD_KV_KEY_FILE"] = str(settings.key_file)
-    if pod.template.role != ROUTER:
-        environ["XPYD_ROLE"] = pod.template.role
-    return environ | dict(pod.template.env)
 
 
 _log = logging.getLogger("xpyd.up")

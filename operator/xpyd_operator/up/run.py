@@ -33,6 +33,7 @@ from xpyd_operator.plan.template import fleet_want, layout_of
 from xpyd_operator.plan.values import ROUTER
 from xpyd_operator.up import control
 from xpyd_operator.up.checks import (
+    VLLM,
     check_layouts,
     check_local,
     cluster_only,
@@ -62,12 +63,8 @@ from xpyd_operator.up.folder import (
 )
 from xpyd_operator.up.logs import LogLimit, LogStreamer, PrefixWriter
 from xpyd_operator.up.memory import MemoryPlan, read_machine
-from xpyd_operator.up.pods import (
-    ROUTER_HOST,
-    LocalSettings,
-    PodProcess,
-    Programs,
-)
+from xpyd_operator.up.pods import PodProcess
+from xpyd_operator.up.programs import ROUTER_HOST, LocalSettings, Programs
 from xpyd_operator.up.supervisor import Supervisor, plan_engines
 
 
@@ -80,7 +77,7 @@ def handle(supervisor: Supervisor, ask: ControlRequest, now: float) -> ControlRe
             return ControlResponse(lines=(supervisor.scale(pool, replicas),))
         case ApplyRequest(document, source, folder):
             fleet = parse_fleet(document.encode(), source=source, local=True)
-            check_local(fleet, source=source)
+            check_local(fleet, source=source, vllm=supervisor.pods.settings.vllm)
             if fleet.name != supervisor.fleet.name:
                 raise UserError(f"{source}: metadata.name is not {supervisor.fleet.name!r}")
             return ControlResponse(lines=tuple(supervisor.apply(fleet, Path(folder))))
@@ -186,6 +183,12 @@ class UpOptions(msgspec.Struct, frozen=True):
     log_max_bytes: int | None = None
     log_max_files: int | None = None
     timeout_s: float = 300.0
+    vllm: str | None = None
+
+    @property
+    def vllm_command(self) -> str:
+        """The command of vLLM."""
+        return VLLM if self.vllm is None else self.vllm
 
     @property
     def folder(self) -> Path:
@@ -235,7 +238,7 @@ def run_up(
 
 def _load(options: UpOptions) -> InferenceFleet:
     fleet = load_fleet(Path(options.file), local=True)
-    check_local(fleet, source=options.file)
+    check_local(fleet, source=options.file, vllm=options.vllm_command)
     return fleet
 
 
@@ -266,6 +269,7 @@ def supervise(options: UpOptions, *, programs: Programs = _OURS, stream: bool) -
             log_level=options.log_level,
             log_format=options.log_format,
             log_limit=options.log_limit,
+            vllm=options.vllm_command,
         )
         if options.port is None and settings.router_port != ROUTER_HTTP_PORT:
             _log.info(
@@ -412,6 +416,8 @@ def _end(supervisor: subprocess.Popen[bytes]) -> None:
 def _apply_to_running(options: UpOptions, state: FleetFolder) -> int:
     if options.port is not None:
         raise UserError(f"--port: fleet {state.fleet} is running; take it down to move it")
+    if options.vllm is not None:
+        raise UserError(f"--vllm: fleet {state.fleet} is running; take it down to change it")
     if (options.log_max_bytes, options.log_max_files) != (None, None):
         raise UserError(
             f"--log-max-size, --log-max-files: fleet {state.fleet} is running; take it down to"

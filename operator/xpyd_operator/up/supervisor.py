@@ -47,14 +47,8 @@ from xpyd_operator.up.checks import check_layouts, locate_model, weights_bytes
 from xpyd_operator.up.folder import AddressClaim, FleetFolder, FleetRecord, identify
 from xpyd_operator.up.logs import rotate
 from xpyd_operator.up.memory import Machine, MemoryPlan, check_room, plan_memory, read_machine
-from xpyd_operator.up.pods import (
-    ROUTER_HOST,
-    LocalPods,
-    LocalSettings,
-    PodProcess,
-    Programs,
-    check_addresses,
-)
+from xpyd_operator.up.pods import LocalPods, PodProcess, check_addresses
+from xpyd_operator.up.programs import ROUTER_HOST, LocalSettings, Programs
 
 TIMEOUT_S = 1.0
 _MAX_ANSWER_BYTES = 4 << 20

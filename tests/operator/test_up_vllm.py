@@ -1,0 +1,134 @@
+"""`xpyd up` of a fleet of type VLLM: the real router and heartbeats, and a vLLM that is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.operator.fleets import document, prefill_and_decode
+from tests.operator.local_fleet import until
+from xpyd_core.errors import UserError
+from xpyd_operator.document.load import load_fleet
+from xpyd_operator.up.checks import check_local
+from xpyd_operator.up.client import read_view, take_fleet_down
+from xpyd_operator.up.control import FleetView
+from xpyd_operator.up.folder import FleetFolder
+from xpyd_operator.up.run import UpOptions, run_up
+
+COMMAND = Path(__file__).with_name("stand_in_vllm.py")
+ENGINE = {
+    "type": "VLLM",
+    "connector": "Xpyd",
+    "env": [{"name": "VLLM_CPU_KVCACHE_SPACE", "value": "1"}],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    yield tmp_path
+    if FleetFolder(tmp_path / "state/xpyd/v").is_supervised():
+        take_fleet_down("v", 5.0)
+
+
+def write(folder: Path, **spec: Any) -> UpOptions:
+    made = document(
+        "v",
+        **{
+            "model": {"uri": "file://model"},
+            "engine": ENGINE,
+            "pools": prefill_and_decode(),
+            "kvTransfer": {"hostPoolSize": "1Mi"},
+            "heartbeat": {"intervalMilliseconds": 200, "missedBeats": 10},
+        }
+        | spec,
+    )
+    (folder / "fleet.yaml").write_text(json.dumps(made))
+    return UpOptions(str(folder / "fleet.yaml"), timeout_s=60.0, vllm=str(COMMAND))
+
+
+def view(folder: Path) -> FleetView:
+    found = read_view(FleetFolder(folder / "state/xpyd/v"))
+    assert found is not None
+    return found
+
+
+def complete(folder: Path) -> Any:
+    body = json.dumps({"model": "model", "prompt": "a b", "max_tokens": 5}).encode()
+    request = urllib.request.Request(
+        f"{view(folder).endpoint}/v1/completions",
+        data=body,
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+def notes(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "model/notes").read_text().splitlines()]
+
+
+def test_p_and_d_of_vllm_serve_through_the_fleets_router(folder: Path) -> None:
+    assert run_up(write(folder), detach=True) == 0
+    assert complete(folder)["choices"][0]["text"] == "kv_consumer"
+    prefill, decode = notes(folder)
+    assert (prefill["role"], prefill["max_tokens"]) == ("kv_producer", 1)
+    assert (decode["role"], decode["max_tokens"]) == ("kv_consumer", 5)
+    assert prefill["signed"], "a pair id without its MAC would move no KV"
+    assert decode["signed"]
+    assert prefill["id"] == decode["id"]
+    pods = {pod.pool: pod for pod in view(folder).pods}
+    for note, pool in ((prefill, "prefill"), (decode, "decode")):
+        extra = note["transfer"]["kv_connector_extra_config"]
+        assert extra["host"] == pods[pool].address
+        assert Path(extra["key_file"]).is_file()
+        assert f"{pods[pool].address}:21001" in note["id"]
+
+    # A vLLM that dies is another instance, and serves again.
+    os.kill(decode["pid"], signal.SIGKILL)
+    until(lambda: any(pod.restarts for pod in view(folder).pods), 30)
+    until(lambda: view(folder).ready, 30)
+    assert complete(folder)["choices"][0]["text"] == "kv_consumer"
+    last = notes(folder)[-1]
+    assert last["pid"] != decode["pid"]
+
+    take_fleet_down("v", 30.0)
+    for note in notes(folder):
+        with pytest.raises(ProcessLookupError):
+            os.kill(note["pid"], 0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "vllm", "says"),
+    [
+        ({}, "no/such/vllm", "spec.engine.type: VLLM: no command no/such/vllm: install vLLM"),
+        (
+            {"engine": ENGINE | {"env": []}},
+            COMMAND,
+            "spec.engine.env: local mode chooses",
+        ),
+        (
+            {"engine": ENGINE | {"env": [{"name": "VLLM_CPU_KVCACHE_SPACE", "value": "0"}]}},
+            COMMAND,
+            "spec.engine.env: local mode chooses",
+        ),
+        ({"kvTransfer": {}}, COMMAND, "spec.kvTransfer.hostPoolSize: local mode chooses no memory"),
+    ],
+)
+def test_what_a_local_vllm_lacks_is_refused_with_the_field(
+    folder: Path, spec: dict[str, Any], vllm: str | Path, says: str
+) -> None:
+    options = write(folder, **spec)
+    fleet = load_fleet(Path(options.file), local=True)
+    with pytest.raises(UserError) as refused:
+        check_local(fleet, source="f", vllm=str(vllm))
+    assert str(refused.value).splitlines()[1].strip().startswith(says)
