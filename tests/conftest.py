@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -17,6 +18,9 @@ import pytest
 # Read when torch is imported, here and in what the tests start. OpenMP's threads otherwise spin
 # while they wait for each other: on busy cores that was four fifths of transformers' CPU time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# A shell's background job ignores Ctrl-C, and what the tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Sum:

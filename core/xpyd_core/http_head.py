@@ -10,24 +10,28 @@ for each byte would hold the event loop for a hundred times as long as one of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 Scope = MutableMapping[str, Any]
 _VERSIONS = ("1.1", "1.0")
+MANY_HEADERS = 256
+"""64 KiB have room for 15,000, each of which is looked at again and again. Browsers send 30."""
 MANY_CHUNKS = 4096
 """To read so many takes some milliseconds."""
 LEAST_MEAN_BYTES = 64
 """Clients' libraries send KiB in a chunk; a program that writes its body in words sends less."""
 
 
-def head_fault(version: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
+def head_fault(version: str, headers: Sequence[tuple[bytes, bytes]]) -> str:
     """Why a request is refused with 400; empty for one that is served.
 
     `version` is as the parser says it, `headers` have names in lower case.
     """
     if version not in _VERSIONS:
         return "the request line has no version, or another one than HTTP/1.1 and HTTP/1.0"
+    if len(headers) > MANY_HEADERS:
+        return f"the request has more than {MANY_HEADERS} headers"
     hosts = codings = 0
     for name, value in headers:
         if name == b"host":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -47,6 +48,13 @@ def cases() -> list[Any]:
     return small_cases()
 
 
+def served_document() -> dict[str, Any]:
+    """examples/fleet.yaml, which also serves without its Prefill instances."""
+    document = fleet_document()
+    document["spec"]["router"] = {"onNoPrefill": "PrefillOnDecode"}
+    return document
+
+
 @pytest.fixture(scope="module")
 def fleet(node_cluster: Cluster, timeline: Timeline) -> Iterator[FleetClient]:
     """The chart, and examples/fleet.yaml applied and ready."""
@@ -58,7 +66,7 @@ def fleet(node_cluster: Cluster, timeline: Timeline) -> Iterator[FleetClient]:
     timeline.started, timeline.rows = Timeline().started, []
     install_chart(node_cluster)
     timeline.mark("helm install --wait")
-    fleet.apply(fleet_document())
+    fleet.apply(served_document())
     fleet.wait_ready()
     timeline.mark("fleet/chat is Ready (1P2D)")
     yield fleet
@@ -93,31 +101,74 @@ def test_the_first_answers_are_right_and_decode_computes_no_prompt(
     assert sum(fleet.prompt_tokens_computed("prefill").values()) > prompts / 2
 
 
+def verified(
+    fleet: FleetClient, cases: list[Any], status: str, reason: str, *, within_s: float = 60
+) -> dict[str, Any]:
+    """The condition, when it has this status and reason; requests are served all the time."""
+
+    def holds() -> bool:
+        assert fleet.load(cases, requests=4)["failed"] == 0
+        found = fleet.condition("KVTransferVerified")
+        return (found["status"], found["reason"]) == (status, reason)
+
+    wait_for(holds, within_s, f"KVTransferVerified={status}, {reason}", explain=fleet.explain)
+    return fleet.condition("KVTransferVerified")
+
+
+def test_an_engine_with_another_key_is_a_condition_of_a_fleet_that_serves(
+    fleet: FleetClient, cases: list[Any], timeline: Timeline
+) -> None:
+    """It is Ready, and no router has it: its pod was made while the Secret was another."""
+    secret = fleet.document()["status"]["kvKeySecret"]
+    ((name, right),) = fleet.read("secrets", secret)["data"].items()
+
+    def replace_one_with(value: str) -> None:
+        patch = json.dumps({"data": {name: value}})
+        fleet.kubectl("patch", "secret", secret, "--type=merge", "-p", patch)
+        fleet.kubectl("delete", "pod", newest(), "--timeout=60s", timeout_s=70)
+        fleet.wait_pool("decode", 2)
+
+    def newest() -> str:
+        pods = sorted(fleet.pods("decode"), key=lambda pod: pod["metadata"]["creationTimestamp"])
+        return str(pods[-1]["metadata"]["name"])
+
+    replace_one_with(base64.b64encode(b"0" * 64).decode())
+    found = verified(fleet, cases, "False", "KeyMismatch")
+    timeline.mark("an engine with another key is a condition")
+    assert "heartbeats are signed with another key" in found["message"]
+    assert fleet.condition("Available")["status"] == "True"
+    replace_one_with(right)
+    verified(fleet, cases, "True", "KVMoved")
+
+
+def test_a_fleet_whose_prefill_instances_get_no_requests_says_so(
+    fleet: FleetClient, cases: list[Any], timeline: Timeline
+) -> None:
+    verified(fleet, cases, "True", "KVMoved")
+    fleet.scale("prefill", 0)
+    found = verified(fleet, cases, "False", "PrefillIdle", within_s=90)
+    timeline.mark("a fleet without Prefill instances is a condition")
+    assert "no Prefill instance was there" in found["message"]
+    fleet.scale("prefill", 1)
+    verified(fleet, cases, "True", "KVMoved")
+
+
 def test_a_firewall_on_the_kv_port_is_a_condition_of_a_fleet_that_serves(
     fleet: FleetClient, cases: list[Any], timeline: Timeline
 ) -> None:
-    def verified(status: str, within_s: float) -> dict[str, Any]:
-        def holds() -> bool:
-            assert fleet.load(cases, requests=4)["failed"] == 0
-            return fleet.condition("KVTransferVerified")["status"] == status
-
-        wait_for(holds, within_s, f"KVTransferVerified={status}", explain=fleet.explain)
-        return fleet.condition("KVTransferVerified")
-
-    assert verified("True", 60)["reason"] == "KVMoved"
+    verified(fleet, cases, "True", "KVMoved")
     rules = "table ip wall { chain pods { type filter hook forward priority -50; "
     rules += "tcp dport 21001 reject with tcp reset; }; }"
     fleet.cluster.run(["nft", rules], check=True)
     try:
-        found = verified("False", 60)
+        found = verified(fleet, cases, "False", "Unreachable")
     finally:
         fleet.cluster.run(["nft", "delete table ip wall"], check=True)
     timeline.mark("a rejected KV port is a condition")
     (prefill,) = fleet.pods("prefill")
-    assert found["reason"] in ("Unreachable", "ConnectionLost")
     assert f"{prefill['metadata']['name']} to chat-decode-" in found["message"]
     assert fleet.condition("Available")["status"] == "True"
-    assert verified("True", 150)["reason"] == "KVMoved"
+    verified(fleet, cases, "True", "KVMoved", within_s=150)
 
 
 def test_the_table_that_people_see_says_what_runs(fleet: FleetClient) -> None:
@@ -159,7 +210,7 @@ def test_both_pools_scale_up_and_down(
     timeline.mark("scaled to 2P3D")
     assert fleet.load(cases, requests=12)["failed"] == 0
     # Applying the same document again is no scale.
-    fleet.apply(fleet_document())
+    fleet.apply(served_document())
     fleet.scale("decode", 1)
     fleet.scale("prefill", 1)
     fleet.wait_pool("decode", 1)

@@ -113,7 +113,8 @@ CANNOT_START: dict[str, tuple[Change, str, str]] = {
     "too much memory": (
         lambda c: c.crashed(decodes(c), log="", code=137, reason="OOMKilled"),
         "OOMKilled",
-        "decode: out of memory at the limit of 66684Mi (2 of 2 pods, POD1): 3 restarts",
+        "decode: out of memory at the limit of 66684Mi; its template sets "
+        "resources.limits.memory of engine (2 of 2 pods, POD1): 3 restarts",
     ),
     "a start that the runtime refuses": (
         lambda c: c.crashed(
@@ -254,7 +255,10 @@ def test_memory_limits_are_named_where_they_are_known() -> None:
         container = workload["spec"]["template"]["spec"]["containers"][0]
         container["resources"] = {"limits": {"memory": "4Gi"}}
     cluster.crashed(decodes(cluster), log="", code=137, reason="OOMKilled", restarts=1)
-    message = "decode: out of memory at the limit of 4Gi (2 of 2 pods, POD1): 1 restart"
+    message = (
+        "decode: out of memory at the limit of 4Gi; its template sets resources.limits.memory of "
+        "engine (2 of 2 pods, POD1): 1 restart"
+    )
     assert told(cluster) == [("Degraded", "OOMKilled", message)]
 
 

@@ -73,8 +73,11 @@ def crash(spec: Raw, status: Raw) -> Crash | None:
     if runs and not loops:
         return None
     if text(exited, "reason") == _OUT_OF_MEMORY:
-        limit = _memory_limit(spec, text(status, "name"))
-        what = f"out of memory at the limit of {limit}" if limit else "out of memory"
+        name = text(status, "name")
+        limit = _memory_limit(spec, name)
+        what = "out of memory"
+        if limit:
+            what += f" at the limit of {limit}; its template sets resources.limits.memory of {name}"
         return Crash(loops, _OUT_OF_MEMORY, what, _with_line(_times(restarts), exited))
     detail = _with_line(f"{exit_text(exited)}, {_times(restarts)}", exited)
     if loops:
