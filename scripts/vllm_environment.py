@@ -27,6 +27,13 @@ def vllm_environment() -> tuple[Path, str]:
         python = str(folder / "bin/python")
         install = [uv(), "pip", "install", "--quiet", "--python", python]
         run([*install, "--target", str(beside), "xxhash>=3.4"], _INSTALL_S)
+    # By this vLLM finds the plugin: the source tree is no installation.
+    about = beside / "xpyd-0.dist-info"
+    about.mkdir(exist_ok=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: xpyd\nVersion: 0\n")
+    (about / "entry_points.txt").write_text(
+        "[vllm.endpoint_plugins]\nxpyd = xpyd_kv.vllm.api_server:XpydPlugin\n"
+    )
     paths = (folder / "alias", beside, ROOT / "core", ROOT / "kv_transfer")
     return folder, ":".join(map(str, paths))
 

@@ -1,7 +1,8 @@
 """What every xpyd process shares: values, messages, ids, hashes, errors, logs, the command.
 
-Imports the standard library and msgspec only, so that it costs a container nothing. It knows none
-of the programs that use it. docs/architecture.md has the map of all packages.
+Imports the standard library and msgspec only, so that it costs a container nothing; `heartbeat`
+alone needs pyzmq, which every engine has. It knows none of the programs that use it.
+docs/architecture.md has the map of all packages.
 """
 
 from importlib.metadata import PackageNotFoundError, version

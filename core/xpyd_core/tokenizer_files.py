@@ -7,6 +7,8 @@ newer.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from hashlib import sha256
 from typing import Annotated
 
 import msgspec
@@ -61,3 +63,24 @@ def decode_tokenizer_files(data: bytes) -> TokenizerFiles:
         return _decoder.decode(data)
     except msgspec.DecodeError as error:
         raise ProtocolError(f"tokenizer files: {error}") from error
+
+
+@dataclass(frozen=True)
+class ServedFiles:
+    """The document and its ETag, quotes included."""
+
+    body: bytes
+    etag: str
+
+    @classmethod
+    def of(cls, files: TokenizerFiles) -> ServedFiles | None:
+        """Slow for a large vocabulary; None for one that is longer than routers take."""
+        body = encode_tokenizer_files(files)
+        if len(body) > MAX_BYTES:
+            return None
+        return cls(body, f'"{sha256(body).hexdigest()[:32]}"')
+
+    def is_known(self, if_none_match: str) -> bool:
+        """Whether the caller has the document, by its If-None-Match."""
+        known = {tag.strip().removeprefix("W/") for tag in if_none_match.split(",")}
+        return self.etag in known or "*" in known

@@ -1,4 +1,4 @@
-"""Two vLLM on this machine's CPU with our connector: one P, one D, the test is the router.
+"""Two vLLM on this machine's CPU with our connector and plugin: one P, one D, behind our router.
 
 Soak: `python scripts/vllm_environment.py` makes the environment (5.9 GB), and two vLLM start in up
 to four minutes on two cores.
@@ -11,10 +11,12 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -29,7 +31,8 @@ from xpyd_core.request_id import pair_id_text
 pytestmark = pytest.mark.soak
 START_S = 400.0
 MODEL = ROOT / "examples/demo-model"
-P, D = "127.0.62.1", "127.0.62.2"
+ROUTER, P, D = "127.0.62.9", "127.0.62.1", "127.0.62.2"
+ROUTER_PORT, DISCOVERY_PORT = 10001, 30001
 PORT, KV_PORT = 23000, 24201
 LENGTHS = (
     1,
@@ -60,7 +63,14 @@ class Vllm:
     def __init__(self, role: str, host: str, log: Path, **extra: object) -> None:
         self.host, self.log = host, log
         folder, path = vllm_environment()
-        given = {"host": host, "insecure": True, "accept_unsigned_pairs": True, **extra}
+        given = {
+            "host": host,
+            "key_file": str(log.parent / "kv.key"),
+            "accept_unsigned_pairs": True,
+            "discovery": f"{ROUTER}:{DISCOVERY_PORT}",
+            "heartbeat_period_s": 0.5,
+            **extra,
+        }
         transfer = {
             "kv_connector": "XpydConnector",
             "kv_connector_module_path": "xpyd_kv.vllm.connector",
@@ -72,10 +82,12 @@ class Vllm:
         argv = [str(folder / "bin/vllm"), "serve", str(MODEL)]
         argv += ["--served-model-name", "demo-model", "--host", host, "--port", str(PORT)]
         argv += ["--max-model-len", "2048", "--dtype", "float32", "--enforce-eager"]
-        argv += ["--max-num-batched-tokens", "512", "--kv-transfer-config", json.dumps(transfer)]
+        argv += ["--max-num-batched-tokens", "512", "--shutdown-timeout", "20"]
+        argv += ["--kv-transfer-config", json.dumps(transfer)]
         environment = {
             **os.environ,
             "PYTHONPATH": path,
+            "VLLM_PLUGINS": "xpyd",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 2) - 1}",
             "VLLM_NO_USAGE_STATS": "1",
@@ -109,13 +121,7 @@ class Vllm:
     def complete(self, request_id: str, **body: object) -> dict:
         """POST /v1/completions, greedy."""
         whole = {"model": "demo-model", "temperature": 0, "ignore_eos": True, **body}
-        request = urllib.request.Request(
-            f"http://{self.host}:{PORT}/v1/completions",
-            json.dumps(whole).encode(),
-            {"Content-Type": "application/json", "X-Request-Id": request_id},
-        )
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return json.load(answer)
+        return json.loads(post(self.host, PORT, "/v1/completions", whole, request_id))
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
@@ -125,19 +131,78 @@ class Vllm:
         return sum(map(float, found))
 
 
+def post(host: str, port: int, path: str, body: object, request_id: str = "") -> bytes:
+    """The body of the answer."""
+    headers = {"Content-Type": "application/json"}
+    if request_id:
+        headers["X-Request-Id"] = request_id
+    url = f"http://{host}:{port}{path}"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return answer.read()
+
+
 @contextmanager
-def pair(folder: Path, **of_d: object) -> Iterator[tuple[Vllm, Vllm]]:
-    both = [
-        Vllm("kv_producer", P, folder / "p.log"),
-        Vllm("kv_consumer", D, folder / "d.log", **of_d),
+def router(folder: Path) -> Iterator[None]:
+    argv = [
+        sys.executable,
+        "-m",
+        "xpyd_core",
+        "router",
+        "--host",
+        ROUTER,
+        "--discovery-host",
+        ROUTER,
     ]
+    argv += ["--port", str(ROUTER_PORT), "--kv-key-file", str(folder / "kv.key")]
+    argv += ["--slow-start-seconds", "0"]
+    with (folder / "router.log").open("wb") as file:
+        process = subprocess.Popen(argv, stdout=file, stderr=file)
     try:
-        for one in both:
-            one.wait()
-        yield both[0], both[1]
+        yield
     finally:
-        for one in both:
-            one.stop()
+        process.terminate()
+        process.wait(20.0)
+
+
+def by_router(path: str = "/v1/completions", **body: object) -> bytes:
+    """What the router's client gets, greedy."""
+    whole = {"model": "demo-model", "temperature": 0, "ignore_eos": True, **body}
+    return post(ROUTER, ROUTER_PORT, path, whole)
+
+
+@contextmanager
+def pair(
+    folder: Path, of_p: Mapping[str, object], of_d: Mapping[str, object]
+) -> Iterator[tuple[Vllm, Vllm]]:
+    (folder / "kv.key").write_text("a secret of the whole fleet\n")
+    with router(folder):
+        both = [
+            Vllm("kv_producer", P, folder / "p.log", **of_p),
+            Vllm("kv_consumer", D, folder / "d.log", **of_d),
+        ]
+        try:
+            for one in both:
+                one.wait()
+            until_routed()
+            yield both[0], both[1]
+        finally:
+            for one in both:
+                one.stop()
+
+
+def until_routed() -> None:
+    """Until the router has heard of a pair."""
+    deadline = time.monotonic() + 30.0
+    while True:
+        try:
+            by_router(prompt=[5, 6, 7], max_tokens=2)
+        except urllib.error.HTTPError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+        else:
+            return
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -154,21 +219,29 @@ def texts(p: Vllm, d: Vllm, tokens: list[int]) -> tuple[str, str]:
     return answer["choices"][0]["text"], alone["choices"][0]["text"]
 
 
-@pytest.fixture(scope="module", params=[{"pool_bytes": 1 << 28}, {}], ids=["pool", "blocks"])
+PARAMS = {
+    "pool": ({}, {"pool_bytes": 1 << 28}),
+    "put": ({"mode": "put"}, {"pool_bytes": 1 << 28}),
+    "get": ({"mode": "get", "pool_bytes": 1 << 28}, {}),
+}
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def engines(request, tmp_path_factory) -> Iterator[tuple[Vllm, Vllm]]:
     if not (cache() / f"vllm-{VERSION}/ready").exists():
         pytest.skip("run scripts/vllm_environment.py first")
-    with pair(tmp_path_factory.mktemp("vllm"), **request.param) as both:
+    with pair(tmp_path_factory.mktemp("vllm"), *PARAMS[request.param]) as both:
         yield both
 
 
 def test_a_pair_answers_as_one_vllm_and_d_computes_no_prompt(engines):
     p, d = engines
+    before = d.metric("xpyd_kv_transfers_total")
     for seed, length in enumerate(LENGTHS):
         answer, alone = texts(p, d, prompt(length, seed))
         assert answer == alone, length
     assert d.metric("xpyd_kv_recomputed_tokens_total") == 0
-    assert d.metric("xpyd_kv_transfers_total") == len(LENGTHS)
+    assert d.metric("xpyd_kv_transfers_total") == before + len(LENGTHS)
     shared = prompt(640, 99)
     for tail in range(3):
         answer, alone = texts(p, d, [*shared, *prompt(50 + tail, tail)])
@@ -176,6 +249,26 @@ def test_a_pair_answers_as_one_vllm_and_d_computes_no_prompt(engines):
     assert d.metric("xpyd_kv_recomputed_tokens_total") == 0
     for one in engines:
         assert one.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_the_router_finds_the_pair_by_its_heartbeats(engines):
+    p, d = engines
+    before = d.metric("xpyd_kv_transfers_total")
+    tokens = [prompt(40 + 97 * seed, 50 + seed) for seed in range(16)]
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda ids: by_router(prompt=ids, max_tokens=8), tokens))
+    for ids, answer in zip(tokens, answers, strict=True):
+        alone = p.complete(uuid4().hex, prompt=ids, max_tokens=8)
+        assert json.loads(answer)["choices"][0]["text"] == alone["choices"][0]["text"]
+    assert d.metric("xpyd_kv_transfers_total") == before + len(tokens)
+    assert d.metric("xpyd_kv_recomputed_tokens_total") == 0
+    said = {"messages": [{"role": "user", "content": "Tell me of San Francisco."}], "max_tokens": 8}
+    whole = json.loads(by_router("/v1/chat/completions", **said))["choices"][0]["message"]
+    lines = by_router("/v1/chat/completions", stream=True, **said).split(b"\n\n")
+    parts = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+    deltas = [part["choices"][0]["delta"].get("content") or "" for part in parts if part["choices"]]
+    assert "".join(deltas) == whole["content"]
+    assert d.metric("xpyd_kv_transfers_total") == before + len(tokens) + 2
 
 
 def test_what_p_will_not_send_is_computed_at_once(engines):
@@ -188,3 +281,14 @@ def test_what_p_will_not_send_is_computed_at_once(engines):
     assert time.monotonic() - began < 10.0
     alone = p.complete(uuid4().hex, prompt=tokens, max_tokens=8)
     assert answer["choices"][0]["text"] == alone["choices"][0]["text"]
+
+
+def test_a_drained_d_takes_no_more_and_ends(engines):
+    _, d = engines
+    d.process.send_signal(signal.SIGTERM)
+    assert d.process.wait(60.0) == 0
+    log = d.log.read_text()
+    assert "this instance is Draining" in log
+    assert "this instance is Gone" in log
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        by_router(prompt=[1, 2, 3], max_tokens=2)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.kv.vllm_fakes import config_of
+from tests.kv.vllm_engine import config_of
 from xpyd_core.errors import UserError
 from xpyd_kv.vllm import engine_api, worker
 from xpyd_kv.vllm.options import Options, check_config, incarnation_of, read_options, role_of
@@ -27,6 +27,10 @@ from xpyd_kv.vllm.stats import COUNTERS
             "decode_context_parallel_size",
         ),
         (lambda config, _: setattr(config.parallel_config, "nnodes", 2), "one machine"),
+        (
+            lambda config, _: setattr(config.parallel_config, "data_parallel_size", 2),
+            "data_parallel_size",
+        ),
         (
             lambda config, _: setattr(config.kv_transfer_config, "kv_load_failure_policy", "fail"),
             "kv_load_failure_policy",
@@ -50,11 +54,22 @@ def test_what_is_not_served_is_refused_at_start_with_the_reason(change, reason):
         ({"insecure": False}, "secret"),
         ({"transports": ["carrier"]}, "carrier"),
         ({"wait_s": 0}, "wait_s"),
+        ({"discovery": "routers"}, "discovery"),
+        ({"heartbeat_period_s": 0}, "heartbeat_period_s"),
     ],
 )
 def test_a_wrong_option_is_refused_by_its_name(extra, reason):
     with pytest.raises(UserError, match=reason):
         read_options(config_of("kv_producer", port=24099, **extra))
+
+
+def test_routers_without_the_plugin_that_beats_to_them_are_refused(monkeypatch):
+    config = config_of("kv_producer", port=24099, discovery="127.0.0.1:30001")
+    groups = SimpleNamespace(kv_cache_groups=[object()])
+    check_config(config, groups, read_options(config))
+    monkeypatch.setattr(engine_api, "is_plugin_named", lambda: False)
+    with pytest.raises(UserError, match="VLLM_PLUGINS=xpyd"):
+        check_config(config, groups, read_options(config))
 
 
 def test_policy_fail_is_allowed_where_it_is_asked_for():

@@ -135,6 +135,7 @@ def config_of(
         **extra,
     }
     transfer = SimpleNamespace(
+        kv_connector="XpydConnector",
         kv_role=role,
         kv_port=port,
         engine_id=str(uuid4()),
@@ -146,21 +147,25 @@ def config_of(
         served_model_name="demo-model",
         max_model_len=4096,
         use_mla=False,
+        get_vocab_size=lambda: 4096,
         get_total_num_kv_heads=lambda: HEADS,
         get_total_num_hidden_layers=lambda: LAYERS,
     )
     parallel = SimpleNamespace(
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,
+        data_parallel_size=1,
         prefill_context_parallel_size=1,
         decode_context_parallel_size=1,
         nnodes=1,
         distributed_executor_backend="mp",
     )
-    cache = SimpleNamespace(block_size=block_size, kv_cache_layout="LBHNC")
+    cache = SimpleNamespace(
+        block_size=block_size, kv_cache_layout="LBHNC", enable_prefix_caching=True
+    )
     return SimpleNamespace(
         model_config=model, parallel_config=parallel, cache_config=cache, speculative_config=None,
-        kv_transfer_config=transfer, instance_id="12345",
+        kv_transfer_config=transfer, instance_id="12345", shutdown_timeout=30.0,
     )  # fmt: skip
 
 

@@ -80,6 +80,8 @@ def _layer_index(name):
 
 
 _MODULES = {
+    "vllm.envs": {"VLLM_PLUGINS": ["xpyd"]},
+    "vllm.renderers.chat_utils": {"load_chat_template": lambda given: f"read {given}"},
     "vllm.version": {"__version__": VERSION},
     "vllm.distributed.kv_transfer.kv_connector.v1.base": {
         "KVConnectorBase_V1": Base,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.worker.server_fakes import KEY, ScriptedEngine, say, serving
+from xpyd_core.calls import Caller, check_caller
 from xpyd_core.errors import ApiError
 from xpyd_core.keys import INSECURE_KEYS, call_mac
-from xpyd_worker.server.http.admin import Caller, check_caller
 
 MINE = "my-inc"
 BODY = {"incarnation": MINE}

@@ -11,10 +11,10 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from xpyd_core.heartbeat import HeartbeatSender
 from xpyd_core.keys import is_beat_mac
 from xpyd_core.messages import Heartbeat, InstanceState, decode_heartbeat
 from xpyd_core.request_id import Address
-from xpyd_worker.server.telemetry.heartbeat import HeartbeatSender
 
 KEY = b"k" * 32
 

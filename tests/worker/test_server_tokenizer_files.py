@@ -13,11 +13,11 @@ from tests.worker.server_fakes import Running, serving
 from xpyd_core.blocks import SCHEME
 from xpyd_core.tokenizer_files import (
     MAX_BYTES,
+    ServedFiles,
     TokenizerFiles,
     decode_tokenizer_files,
     encode_tokenizer_files,
 )
-from xpyd_worker.server.service import ServedFiles
 
 FILES = TokenizerFiles(tokenizer="é" * 10**6, vocab_size=5, max_model_len=9, block_size=16)
 

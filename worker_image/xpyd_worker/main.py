@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 import uvloop
 
 from xpyd_core.errors import UserError
+from xpyd_core.heartbeat import HeartbeatSender
 from xpyd_core.keys import fleet_keys
 from xpyd_core.messages import Heartbeat
 from xpyd_core.parallel.checks import check_parallel
@@ -39,7 +40,6 @@ from xpyd_worker.server.http.admission import Lifecycle
 from xpyd_worker.server.http.inference import Api
 from xpyd_worker.server.http.server import create_app, listen, make_server
 from xpyd_worker.server.service import InstanceInfo, Service, seeds
-from xpyd_worker.server.telemetry.heartbeat import HeartbeatSender
 from xpyd_worker.server.telemetry.metrics import ServerMetrics
 from xpyd_worker.system import prepare_for_torch, process_age_s
 

@@ -24,13 +24,13 @@ import msgspec
 
 from xpyd_core.cli import Command
 from xpyd_core.errors import UserError
+from xpyd_core.heartbeat import HeartbeatSender
 from xpyd_core.keys import check_keys_given, fleet_keys
 from xpyd_core.logs import add_logging_arguments, set_up_logging
 from xpyd_core.messages import Heartbeat, InstanceState
 from xpyd_core.pod_env import PodEnv, read_pod_env
 from xpyd_core.request_id import Address
 from xpyd_worker.kv.engine import LETTER
-from xpyd_worker.server.telemetry.heartbeat import HeartbeatSender
 
 _log = logging.getLogger("xpyd.vllm")
 _TIMEOUT_S = 2.0

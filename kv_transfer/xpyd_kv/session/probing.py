@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from xpyd_core.request_id import Address
 from xpyd_kv.metrics import Names
@@ -42,6 +43,28 @@ class ProbeResult:
     digest_matches: bool = False
     reason: str = ""
     pairs: tuple[PairProbe, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """As `POST /kv/probe` answers."""
+        written: dict[str, Any] = {
+            "ok": self.ok,
+            "transport": self.transport,
+            "bytes": self.num_bytes,
+            "seconds": round(self.seconds, 6),
+            "digest_matches": self.digest_matches,
+            "reason": self.reason,
+        }
+        if self.pairs:
+            written["pairs"] = [
+                {
+                    "from_rank": pair.source,
+                    "to_rank": pair.destination,
+                    "address": str(pair.address),
+                    **pair.result.document(),
+                }
+                for pair in self.pairs
+            ]
+        return written
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ vLLM makes one connector object in the process of its scheduler and one in each 
     worker      a rank's half: its cache, what it sends and receives
     stats       the counts in vLLM's own /metrics
     channel     between the two processes
+    api_server  the plugin in vLLM's API server: routes beside vLLM's own
+    instance    what the plugin says of this vLLM: heartbeats, the routes' answers
+    link        between that process and the scheduler's
     options     what the command line says, and what is refused at start
     engine_api  vLLM's connector API as it is used here: the one file that imports vLLM
 

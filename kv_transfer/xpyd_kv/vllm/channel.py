@@ -91,10 +91,10 @@ class RankChannel:
 
     def close(self) -> None:
         """Close both sockets; the thread ends."""
-        _shut(self._server)
+        shut(self._server)
         with self._lock:
             if self._socket is not None:
-                _shut(self._socket)
+                shut(self._socket)
 
     def _run(self, handle: Callable[[bytes], None]) -> None:
         _leave_core()
@@ -114,12 +114,9 @@ class RankChannel:
                 connection, _ = self._server.accept()
             except OSError:
                 return None
-            _, user, _ = _CREDENTIALS.unpack(
-                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
-            if user == os.getuid():
+            if is_same_user(connection):
                 return connection
-            _log.warning("a process of user %d asked for the rank's KV channel: refused", user)
+            _log.warning("a process of another user asked for the rank's KV channel: refused")
             connection.close()
 
 
@@ -147,7 +144,7 @@ class SchedulerChannel:
 
     def close(self) -> None:
         """Close the socket; the thread ends."""
-        _shut(self._socket)
+        shut(self._socket)
 
 
 def _send(connection: socket.socket, message: bytes) -> None:
@@ -175,7 +172,16 @@ def _read(read: Callable[[int], bytes], length: int) -> bytes:
         return b""
 
 
-def _shut(connection: socket.socket) -> None:
+def is_same_user(connection: socket.socket) -> bool:
+    """Whether the other end of a Unix socket is a process of our user."""
+    _, user, _ = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return user == os.getuid()
+
+
+def shut(connection: socket.socket) -> None:
+    """Close a socket on which another thread may wait."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:

@@ -177,6 +177,7 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return what the ranks must know of a step."""
+        self._scheduler.running = len(scheduler_output.num_scheduled_tokens)
         return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KvConnectorOutput) -> None:

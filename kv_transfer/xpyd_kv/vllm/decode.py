@@ -37,6 +37,8 @@ class Loading:
     request_id: str
     key: TransferKey
     tokens: tuple[int, ...]
+    # P's KV address.
+    peer: str
     # How many of them P has offered.
     offered: int = 0
     # From when vLLM has given blocks: those of the offered tokens, and how many vLLM had cached.
@@ -154,7 +156,9 @@ class DecodeHalf(SchedulerHalf):
             engine_api.log().warning("KV of %s is awaited by another request of this id", key)
             return
         tokens = tuple(request.prompt_token_ids or ())
-        loading = self._loadings[request.request_id] = Loading(request.request_id, key, tokens)
+        loading = self._loadings[request.request_id] = Loading(
+            request.request_id, key, tokens, str(pair.prefill)
+        )
         states = params_of(request).get("transfer")
         if isinstance(states, list) and "none" in states:
             loading.is_over, loading.lost = True, "not_sent"
@@ -238,6 +242,11 @@ class DecodeHalf(SchedulerHalf):
         with self._lock:
             self._consumer.release_all(time.monotonic())
 
+    def _release(self, uuid: str) -> None:
+        """Free KV that has come for a request that does not."""
+        with self._lock:
+            self._consumer.release(uuid, time.monotonic())
+
     # --- inside
 
     def _external(self, loading: Loading, computed: int) -> tuple[int, bool]:
@@ -265,6 +274,7 @@ class DecodeHalf(SchedulerHalf):
             if answer.block_ids != loading.blocks:
                 raise XpydError(f"KV of {loading.key} is in other blocks than vLLM gave")
             self._pool.landed(loading)
+            self._count_peer(loading)
             loading.is_over = True
             return True
         if isinstance(answer, NoKv):
@@ -282,7 +292,12 @@ class DecodeHalf(SchedulerHalf):
 
     def _count_lost(self, loading: Loading, computed: int = 0) -> None:
         self.recomputed_tokens += max(0, len(loading.tokens) - computed)
+        self._count_peer(loading)
         engine_api.log().warning("KV of %s does not come: %s", loading.key, loading.lost)
+
+    def _count_peer(self, loading: Loading) -> None:
+        if self.connector is not None:
+            self.connector.metrics.peers.count(loading.peer, loading.lost)
 
     def _answer(self) -> None:
         while not self._is_closing:

@@ -128,6 +128,16 @@ def cpu_isa(dtype: torch.dtype, block_size: int, head_size: int) -> str:
     )
 
 
+def load_chat_template(given: str) -> str | None:
+    """Return the chat template that `--chat-template` names: a file, or the text itself."""
+    return _in_engine("renderers.chat_utils", "load_chat_template")(given)
+
+
+def is_plugin_named() -> bool:
+    """Whether VLLM_PLUGINS names the plugin that sends heartbeats."""
+    return "xpyd" in (_in_engine("envs", "VLLM_PLUGINS") or ())
+
+
 class ModelConfig(Protocol):
     """vLLM's, as far as it is read."""
 
@@ -142,12 +152,15 @@ class ModelConfig(Protocol):
 
     def get_total_num_hidden_layers(self) -> int: ...
 
+    def get_vocab_size(self) -> int: ...
+
 
 class ParallelConfig(Protocol):
     """vLLM's, as far as it is read."""
 
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    data_parallel_size: int
     prefill_context_parallel_size: int
     decode_context_parallel_size: int
     nnodes: int
@@ -159,11 +172,13 @@ class CacheConfig(Protocol):
 
     block_size: int
     kv_cache_layout: str | None
+    enable_prefix_caching: bool | None
 
 
 class KvTransferConfig(Protocol):
     """vLLM's `--kv-transfer-config`."""
 
+    kv_connector: str | None
     kv_role: str | None
     kv_port: int
     engine_id: str
@@ -180,6 +195,7 @@ class VllmConfig(Protocol):
     speculative_config: object | None
     kv_transfer_config: KvTransferConfig
     instance_id: str
+    shutdown_timeout: float
 
 
 class KvCacheConfig(Protocol):

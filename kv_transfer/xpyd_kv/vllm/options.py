@@ -14,14 +14,19 @@ import msgspec
 
 from xpyd_core.errors import UserError
 from xpyd_core.keys import check_keys_given, fleet_keys
+from xpyd_core.messages import HEARTBEAT_PERIOD_S
+from xpyd_core.pod_env import parse_discovery
 from xpyd_core.request_id import Address, is_dialable
 from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.session.settings import KvLimits, KvSettings
 from xpyd_kv.transport.settings import TRANSPORTS
+from xpyd_kv.vllm import engine_api
 from xpyd_kv.vllm.engine_api import KvCacheConfig, VllmConfig
 from xpyd_kv.wire.messages import Mode
 
+CONNECTOR = "XpydConnector"
+"""Its name in `--kv-transfer-config`."""
 _ROLES: Mapping[str | None, Literal["P", "D"]] = {"kv_producer": "P", "kv_consumer": "D"}
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 _Bytes = Annotated[int, msgspec.Meta(ge=0)]
@@ -62,6 +67,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """P in mode put: how long a step waits for D."""
     fail_without_kv: bool = False
     """Allow the policy `fail`: a request whose KV does not come ends with an error."""
+    discovery: str = ""
+    """The routers that get heartbeats, host:port with commas; '' for XPYD_DISCOVERY's."""
+    heartbeat_period_s: Annotated[float, msgspec.Meta(ge=0.1, le=60)] = HEARTBEAT_PERIOD_S
+    """Seconds between two heartbeats."""
+    fleet: str = ""
+    """What heartbeats say of this instance; '' for XPYD_FLEET."""
+    pool: str = ""
+    """The same; '' for XPYD_POOL."""
+    instance: str = ""
+    """The same; '' for XPYD_INSTANCE, or the HTTP address."""
+    revision: str = ""
+    """The same; '' for XPYD_REVISION."""
 
     @property
     def keys(self) -> tuple[bytes, ...]:
@@ -97,6 +114,10 @@ def read_options(config: VllmConfig) -> Options:
             f"kv_connector_extra_config: host {options.host!r} with kv_port "
             f"{config.kv_transfer_config.kv_port}; expected a literal ip and a port from 1024 on"
         )
+    try:
+        parse_discovery(options.discovery)
+    except UserError as error:
+        raise UserError(f"kv_connector_extra_config: discovery: {error}") from error
     unknown = sorted(set(options.transports) - set(TRANSPORTS))
     if unknown:
         raise UserError(
@@ -135,6 +156,10 @@ def check_config(config: VllmConfig, caches: KvCacheConfig, options: Options) ->
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name) > 1:
             refusals.append(f"{name} must be 1")
+    if parallel.data_parallel_size > 1:
+        refusals.append("data_parallel_size must be 1: start a vLLM of its own for each")
+    if options.discovery and not engine_api.is_plugin_named():
+        refusals.append("discovery is given, but without VLLM_PLUGINS=xpyd no heartbeat is sent")
     if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
         refusals.append("all ranks must be on one machine")
     if config.kv_transfer_config.kv_load_failure_policy == "fail" and not options.fail_without_kv:

@@ -6,16 +6,19 @@ vLLM's thread calls the methods of `prefill.PrefillHalf` or `decode.DecodeHalf`.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from xpyd_core.compat import compat_key
 from xpyd_core.errors import XpydError
 from xpyd_core.keys import is_call_mac
 from xpyd_core.request_id import Address, PairId, parse_address, parse_pair_id
 from xpyd_kv.connector.build import Connector, build
 from xpyd_kv.ranks.engine import RankedEngine, RankedMemory, engine_wire_layout
+from xpyd_kv.session.probing import ProbeResult
 from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.endpoint import TcpEndpoint
 from xpyd_kv.transport.settings import Identity
@@ -23,10 +26,13 @@ from xpyd_kv.values import BlockPool
 from xpyd_kv.vllm import engine_api
 from xpyd_kv.vllm.channel import SchedulerChannel, Turns
 from xpyd_kv.vllm.engine_api import Request, VllmConfig
+from xpyd_kv.vllm.link import EngineState, LinkServer
 from xpyd_kv.vllm.options import Options, incarnation_of, role_of
 from xpyd_kv.vllm.worker import RankFacts
 
 _CLOSE_S = 2.0
+PROBE_S = 15.0
+"""Over a probe's own deadline: only a process that is stuck needs so long."""
 
 
 class SchedulerHalf:
@@ -39,7 +45,12 @@ class SchedulerHalf:
         self._wake = threading.Event()
         self._channels: list[SchedulerChannel] = []
         self._turns: Turns | None = None
+        self._link: LinkServer | None = None
+        self._compatibility = ""
+        self._blocks: BlockPool | None = None
         self.connector: Connector | None = None
+        self.running = 0
+        """Requests of the last step."""
 
     def connect(self, ranks: Sequence[RankFacts], pool: BlockPool) -> Connector:
         """Connect to the ranks, in the order of their numbers, and start the I/O thread."""
@@ -85,14 +96,60 @@ class SchedulerHalf:
         )
         self.connector.endpoint.start()
         self._turns = Turns(self.connector.endpoint)
+        self._compatibility, self._blocks = compat_key(first.factors), pool
+        self._link = LinkServer(
+            incarnation_of(config),
+            {
+                "state": self._state,
+                "release": self._release,
+                "probe": self._probe,
+                "drain": self._drain,
+            },
+        )
         return self.connector
 
     def close(self) -> None:
         """End the threads."""
+        if self._link is not None:
+            self._link.close()
         if self.connector is not None:
             self.connector.endpoint.close(_CLOSE_S)
         for channel in self._channels:
             channel.close()
+
+    # --- calls of the API server's process, each on a thread of its own
+
+    def _state(self, _: str) -> EngineState:
+        connector, blocks = self.connector, self._blocks
+        assert connector is not None
+        assert blocks is not None
+        half = connector.consumer if connector.producer is None else connector.producer
+        return EngineState(
+            compatibility=self._compatibility,
+            free_blocks=blocks.num_free,
+            total_blocks=blocks.num_blocks,
+            running=self.running,
+            is_idle=half is None or not half.has_work(),
+            kv_peers=connector.metrics.peers.latest(),
+        )
+
+    def _release(self, uuid: str) -> None:
+        """A D's alone: P's KV goes with its lease, or with D's answer."""
+
+    def _probe(self, address: str) -> dict[str, Any]:
+        assert self.connector is not None
+        results: queue.SimpleQueue[ProbeResult] = queue.SimpleQueue()
+        self.connector.probe(parse_address(address), results.put)
+        try:
+            return results.get(timeout=PROBE_S).document()
+        except queue.Empty:
+            raise XpydError("the KV thread does not answer") from None
+
+    def _drain(self, _: str) -> None:
+        assert self.connector is not None
+        self.connector.drain()
+
+    # --- inside
 
     def _pair_of(self, request: Request) -> PairId | None:
         """The pair that the request's id names, if its router signed it; None: it is served

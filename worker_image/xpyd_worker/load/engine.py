@@ -19,7 +19,7 @@ from xpyd_core.compat import compat_factors, compat_key
 from xpyd_core.errors import UserError
 from xpyd_core.parallel.checks import check_parallel
 from xpyd_core.request_id import Address
-from xpyd_core.tokenizer_files import TokenizerFiles
+from xpyd_core.tokenizer_files import ServedFiles, TokenizerFiles
 from xpyd_kv.connector.build import MakeStore
 from xpyd_kv.ranks.engine import RankedEngine, RankedMemory
 from xpyd_worker.config import WorkerConfig
@@ -39,7 +39,7 @@ from xpyd_worker.ranks.start.messages import Logs, RankReady
 from xpyd_worker.ranks.step.encoder import StepEncoder
 from xpyd_worker.ranks.step.messages import slot_count
 from xpyd_worker.runner.tokenizer import Tokenizer
-from xpyd_worker.server.service import ServedFiles, ServedModel
+from xpyd_worker.server.service import ServedModel
 from xpyd_worker.server.telemetry.metrics import AnySample, rank_samples, samples_of
 from xpyd_worker.system import give_back
 

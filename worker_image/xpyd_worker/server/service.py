@@ -14,14 +14,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quart import Response
 
 from xpyd_core.errors import ApiError
 from xpyd_core.kv_outcome import PeerCounts
-from xpyd_core.tokenizer_files import MAX_BYTES, TokenizerFiles, encode_tokenizer_files
+from xpyd_core.tokenizer_files import ServedFiles
 from xpyd_worker.config import Role
 from xpyd_worker.model.generation import OPENAI_DEFAULTS, SamplingDefaults
 from xpyd_worker.runner.tokenizer import Tokenizer
@@ -91,26 +90,9 @@ def _say_end(
 _PIECE_BYTES = 256 * 1024
 
 
-@dataclass(frozen=True)
-class ServedFiles:
-    """The document and its ETag, quotes included."""
-
-    body: bytes
-    etag: str
-
-    @classmethod
-    def of(cls, files: TokenizerFiles) -> ServedFiles | None:
-        """Slow for a large vocabulary; None for one that is longer than routers take."""
-        body = encode_tokenizer_files(files)
-        if len(body) > MAX_BYTES:
-            return None
-        return cls(body, f'"{sha256(body).hexdigest()[:32]}"')
-
-
 def tokenizer_files_response(files: ServedFiles, if_none_match: str) -> Response:
     """The document; 304 where the caller has it."""
-    known = {tag.strip().removeprefix("W/") for tag in if_none_match.split(",")}
-    if files.etag in known or "*" in known:
+    if files.is_known(if_none_match):
         return Response(b"", 304, {"ETag": files.etag})
     headers = {"ETag": files.etag, "Content-Length": str(len(files.body))}
     return Response(_pieces(files.body), 200, headers, content_type="application/json")

@@ -1,30 +1,22 @@
 """HTTP handlers besides inference: probes, load, metrics, tokens, drain, cache reset, KV calls.
 
-Also which callers may `POST /drain` and `POST /reset_prefix_cache`: the first ends the process, the
-second makes all others' prompts slow. In a fleet with a secret the caller proves to have it, for
-this one process: the MAC covers the call and the incarnation, which /load and the heartbeats name,
-so that an overheard MAC is good for nothing else and no later start. Without a secret only this
-machine may call, and no browser page or proxy on it. A proxy here that sends no proxy header cannot
-be recognised from its machine: docs/engine.md says so.
+Who may make the calls that change something: xpyd_core.calls.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from ipaddress import ip_address
 from typing import Any, cast
 
 from quart import Response, request
 
 from xpyd_core import __version__
-from xpyd_core.bodies import refuse
-from xpyd_core.errors import ApiError, UserError
-from xpyd_core.keys import INSECURE_KEYS, Purpose, is_call_mac
-from xpyd_core.request_id import Address, is_dialable, is_uuid, parse_address
-from xpyd_kv.session.probing import BUSY, ProbeResult
+from xpyd_core.calls import Caller, check_caller, check_probe, check_probe_answer, check_release
+from xpyd_core.errors import ApiError
+from xpyd_core.keys import Purpose
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.bridge import called_back
 from xpyd_worker.server.http.bodies import json_body, json_response, parsed_body
@@ -38,110 +30,19 @@ from xpyd_worker.server.openai.prompts import (
 from xpyd_worker.server.service import Service, tokenizer_files_response
 from xpyd_worker.server.telemetry.metrics import ServerMetrics
 
-# Set by browsers on every cross-site POST, and by proxies that speak for others; lower case, as
-# they begin.
-_FOREIGN = ("origin", "sec-fetch-", "forwarded", "x-forwarded", "via", "x-real-ip", "x-envoy-")
-
-
-@dataclass(frozen=True)
-class Caller:
-    """Where a call comes from: the peer's ip and the own one that it connected to (None: not
-    known), the MAC it sent, and the names of its headers, lower case."""
-
-    peer: str | None
-    own: str | None
-    mac: str
-    headers: Collection[str]
-
-
-def check_caller(
-    caller: Caller,
-    body: Mapping[str, Any],
-    *,
-    purpose: Purpose,
-    keys: tuple[bytes, ...],
-    incarnation: str,
-) -> None:
-    """ApiError 400, 403 or 409 (the incarnation of another process) unless `caller` may make the
-    call of this `purpose`."""
-    if not keys or keys == INSECURE_KEYS:
-        if not _is_local(caller):
-            message = "without a key file only this machine may ask, and not through a proxy"
-            raise ApiError(403, message, code="not_local")
-        return
-    given = body.get("incarnation")
-    if not isinstance(given, str):
-        raise refuse("incarnation", "expected this process' own, which GET /load shows")
-    if not is_call_mac(keys, purpose, given, caller.mac):
-        message = "X-Xpyd-Mac is not the MAC of this call and incarnation"
-        raise ApiError(403, message, code="wrong_mac")
-    if given != incarnation:
-        message = "this is another process than the one that was meant"
-        raise ApiError(409, message, param="incarnation", code="other_incarnation")
-
-
-def _is_local(caller: Caller) -> bool:
-    if any(name.startswith(_FOREIGN) for name in caller.headers):
-        return False
-    if caller.peer is None:
-        return False
-    return caller.peer == caller.own or ip_address(caller.peer).is_loopback
-
-
 # Over the probe's own deadline: only a process that is stuck needs so long.
 _ANSWER_S = 15.0
-_NOT_P = "only a Prefill instance dials and probes; this one is {}: ask a Prefill instance"
 
 
 async def answer_probe(service: Service, body: Mapping[str, Any], mac: str) -> dict[str, Any]:
     """The answer to `body`. ApiError: 400, 403, 409 (no P), 429 (too many), 503 (no answer)."""
-    text = body.get("address")
-    if not isinstance(text, str):
-        raise refuse("address", "expected the KV address of a Decode instance, ip:port")
-    address = _address(text)
-    if not is_call_mac(service.instance.keys, "kv-probe", text, mac):
-        raise ApiError(403, "X-Xpyd-Mac is not the MAC of this address", code="wrong_mac")
-    if service.probe is None:
-        raise ApiError(409, _NOT_P.format(service.instance.role), code="not_prefill")
+    instance = service.instance
+    address = check_probe(body, mac, keys=instance.keys, role=instance.role)
+    assert service.probe is not None, "a Prefill instance probes"
     result = await called_back(
         partial(service.probe, address), within_s=_ANSWER_S, late="the KV thread does not answer"
     )
-    if result.reason == BUSY and not result.pairs:
-        message = "another probe to this address is under way, or too many were asked lately"
-        raise ApiError(429, message, code="probe_busy", retry_after_s=1)
-    answer = _written(result)
-    if result.pairs:
-        answer["pairs"] = [
-            {
-                "from_rank": pair.source,
-                "to_rank": pair.destination,
-                "address": str(pair.address),
-                **_written(pair.result),
-            }
-            for pair in result.pairs
-        ]
-    return answer
-
-
-def _written(result: ProbeResult) -> dict[str, Any]:
-    return {
-        "ok": result.ok,
-        "transport": result.transport,
-        "bytes": result.num_bytes,
-        "seconds": round(result.seconds, 6),
-        "digest_matches": result.digest_matches,
-        "reason": result.reason,
-    }
-
-
-def _address(text: str) -> Address:
-    try:
-        address = parse_address(text)
-    except UserError as error:
-        raise refuse("address", str(error)) from error
-    if not is_dialable(address):
-        raise refuse("address", "expected a literal ip and a port of at least 1024")
-    return address
+    return check_probe_answer(result.document())
 
 
 _log = logging.getLogger(__name__)
@@ -263,12 +164,8 @@ class Admin:
     async def release(self) -> Response:
         """POST /kv/release: the router gave a request up; free its KV. Idempotent."""
         service = self._api.ready_service()
-        uuid = (await json_body()).get("uuid")
-        if not isinstance(uuid, str) or not is_uuid(uuid):
-            raise refuse("uuid", "expected 32 lower-case hex digits")
         mac = request.headers.get("X-Xpyd-Mac", "")
-        if not is_call_mac(service.instance.keys, "kv-release", uuid, mac):
-            raise ApiError(403, "X-Xpyd-Mac is not the MAC of this uuid", code="wrong_mac")
+        uuid = check_release(await json_body(), mac, keys=service.instance.keys)
         service.bridge.release(uuid)
         _log.info("released", extra={"request": uuid})
         return json_response({"released": uuid})

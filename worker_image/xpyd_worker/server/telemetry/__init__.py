@@ -1,1 +1,1 @@
-"""What the outside sees of an engine: metrics, traces, heartbeats."""
+"""What the outside sees of an engine: metrics, traces."""

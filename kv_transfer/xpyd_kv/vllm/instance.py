@@ -1,0 +1,325 @@
+"""A vLLM in its fleet: heartbeats to the routers, and what the side API answers.
+
+It lives in the process of vLLM's API server (`api_server.XpydPlugin`); what only the engine's
+process knows comes by `link`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from xpyd_core.errors import UserError
+from xpyd_core.heartbeat import HeartbeatSender
+from xpyd_core.messages import Heartbeat, InstanceState
+from xpyd_core.pod_env import PodEnv, parse_discovery
+from xpyd_core.request_id import Address
+from xpyd_core.tokenizer_files import ServedFiles, TokenizerFiles
+from xpyd_kv.vllm import engine_api, link
+from xpyd_kv.vllm.engine_api import VllmConfig
+from xpyd_kv.vllm.options import CONNECTOR, Options, incarnation_of, read_options, role_of
+from xpyd_kv.vllm.scheduler import PROBE_S
+
+_log = logging.getLogger(__name__)
+_ROLES: Mapping[Literal["P", "D"], str] = {"P": "Prefill", "D": "Decode"}
+_ANYWHERE = (None, "", "0.0.0.0", "::")
+_LOOK_S = 1.0
+_ASK_S = 2.0
+_START_S = 30.0
+# No step takes so long, and between steps the engine's threads have their turns.
+_SILENT_S = 30.0
+# Routers hear that the instance drains before vLLM turns requests away.
+_NOTICE_S = 1.0
+
+
+class EngineClient(Protocol):
+    """vLLM's client of its engine, as far as it is used."""
+
+    vllm_config: VllmConfig
+
+    @property
+    def errored(self) -> bool: ...
+
+    def get_num_unfinished_requests(self) -> int: ...
+
+    def get_tokenizer(self) -> Any: ...  # noqa: ANN401 - a class of transformers
+
+
+class Instance:
+    """This vLLM in its fleet. The loop's thread."""
+
+    def __init__(self, client: EngineClient, args: Namespace, pod: PodEnv) -> None:
+        """UserError names the option that is wrong."""
+        config = client.vllm_config
+        if getattr(config.kv_transfer_config, "kv_connector", None) != CONNECTOR:
+            raise UserError(f"VLLM_PLUGINS names xpyd: kv_connector must be {CONNECTOR}")
+        self._client, self._config, self._args = client, config, args
+        self._options: Options = read_options(config)
+        self.keys = self._options.keys
+        self.incarnation = incarnation_of(config)
+        self._letter: Literal["P", "D"] = role_of(config)
+        self.role = _ROLES[self._letter]
+        self._http = _http_address(args, self._options)
+        self._pod = pod
+        self._routers = parse_discovery(self._options.discovery) or pod.discovery
+        self._state: InstanceState = "Starting"
+        self._engine: link.EngineState | None = None
+        self._heard_s = time.monotonic()
+        self._drain_end_s: float | None = None
+        self._files: asyncio.Task[ServedFiles | None] | None = None
+        self._beats: HeartbeatSender | None = None
+        self._signals: dict[int, Any] = {}
+
+    # --- its life
+
+    async def find_engine(self) -> None:
+        """Wait until the connector in the engine's process answers. UserError where it does not."""
+        deadline = time.monotonic() + _START_S
+        while not await self._ask_state():
+            if time.monotonic() > deadline:
+                raise UserError(f"{CONNECTOR} in the engine's process does not answer")
+            await asyncio.sleep(_LOOK_S / 10)
+
+    async def run(self) -> None:
+        """Beat until the server ends and cancels this."""
+        self._beats = HeartbeatSender(
+            self._routers,
+            identity=f"{self._kv}/{self.incarnation}",
+            source_host=self._options.host,
+            period_s=self._options.heartbeat_period_s,
+            make=self._beat,
+            key=self.keys[0] if self.keys else None,
+        )
+        try:
+            self._beats.start()
+            while not await self._is_healthy():  # noqa: ASYNC110 - another program's state
+                await asyncio.sleep(_LOOK_S / 10)
+            # By now vLLM has its own handlers, behind which these are called.
+            self._watch_signals()
+            _log.info("serving on http://%s, routers: %s", self._http, self._routers or "none")
+            while True:
+                await self._look()
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            self._become("Gone")
+            self._unwatch_signals()
+            await self._beats.close()
+
+    async def _look(self) -> None:
+        """How the engine is now. What does not answer takes no requests."""
+        answers = await self._ask_state() or time.monotonic() < self._heard_s + _SILENT_S
+        if self._client.errored:
+            self._become("Gone")
+        elif self._drain_end_s is not None:
+            self._become("Draining")
+        else:
+            self._become("Ready" if answers else "Starting")
+
+    async def _ask_state(self) -> bool:
+        try:
+            answer = await self._ask("state", within_s=_ASK_S)
+            self._engine = msgspec.convert(answer, link.EngineState)
+        except (OSError, msgspec.ValidationError) as error:
+            _log.debug("the engine did not say its state: %s", error)
+            return False
+        self._heard_s = time.monotonic()
+        return True
+
+    async def _ask(self, name: str, text: str = "", *, within_s: float = _ASK_S) -> Any:  # noqa: ANN401 - JSON
+        call = partial(link.ask, self.incarnation, name, text, within_s=within_s)
+        return await asyncio.to_thread(call)
+
+    def _become(self, state: InstanceState) -> None:
+        if state != self._state:
+            self._state = state
+            _log.info("this instance is %s", state)
+            if self._beats is not None:
+                self._beats.beat_now()
+
+    async def _is_healthy(self) -> bool:
+        """Whether GET /health of this server answers with 200."""
+        try:
+            async with asyncio.timeout(_ASK_S):
+                reader, writer = await asyncio.open_connection(*self._http)
+                try:
+                    writer.write(f"GET /health HTTP/1.0\r\nHost: {self._http}\r\n\r\n".encode())
+                    line = await reader.readline()
+                finally:
+                    writer.close()
+        except (OSError, TimeoutError):
+            return False
+        return line.split(b" ")[1:2] == [b"200"]
+
+    # --- the end
+
+    def _watch_signals(self) -> None:
+        """Hear of SIGTERM as vLLM does: asyncio's own handlers are called all the same, since they
+        read what a file descriptor says."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            before = signal.getsignal(number)
+
+            def heard(
+                number: int, frame: object, before: Callable[..., Any] | int | None = before
+            ) -> None:
+                loop.call_soon_threadsafe(self._begin_drain)
+                if callable(before):
+                    before(number, frame)
+
+            signal.signal(number, heard)
+            self._signals[number] = before
+
+    def _unwatch_signals(self) -> None:
+        for number, before in self._signals.items():
+            signal.signal(number, before)
+        self._signals.clear()
+
+    def _begin_drain(self) -> None:
+        if self._drain_end_s is None:
+            self._drain_end_s = time.monotonic() + self._config.shutdown_timeout
+            self._become("Draining")
+            asyncio.get_running_loop().create_task(self._refuse_offers())
+
+    async def _refuse_offers(self) -> None:
+        try:
+            await self._ask("drain")
+        except OSError as error:
+            _log.warning("the engine does not hear that it drains: %s", error)
+
+    # --- what the routes answer
+
+    def live(self) -> dict[str, Any]:
+        """The answer to GET /live; `failed` where vLLM's engine has ended."""
+        status = "failed" if self._client.errored else self._state
+        return {"status": status, "incarnation": self.incarnation}
+
+    async def files(self) -> ServedFiles | None:
+        """The tokenizer as routers take it; None for one that is not in the form of one file."""
+        if self._files is None:
+            self._files = asyncio.create_task(asyncio.to_thread(self._make_files))
+        return await asyncio.shield(self._files)
+
+    def drain(self) -> dict[str, Any]:
+        """Begin what SIGTERM begins, or go on; what is left."""
+        if self._drain_end_s is None:
+            self._begin_drain()
+            end = partial(os.kill, os.getpid(), signal.SIGTERM)
+            asyncio.get_running_loop().call_later(_NOTICE_S, end)
+        assert self._drain_end_s is not None, "set by _begin_drain"
+        left_s = max(0.0, self._drain_end_s - time.monotonic())
+        running, waiting = self._load()
+        engine = self._engine
+        return {
+            "state": self._state,
+            "incarnation": self.incarnation,
+            "running": running,
+            "waiting": waiting,
+            "requests": running + waiting,
+            "idle": running + waiting == 0 and engine is not None and engine.is_idle,
+            "seconds_left": round(left_s, 1),
+        }
+
+    async def release(self, uuid: str) -> None:
+        """Free the KV of a request that does not come. OSError where the engine does not answer."""
+        await self._ask("release", uuid)
+
+    async def probe(self, address: str) -> dict[str, Any]:
+        """Send KV to the D at `address`; what came of it. OSError as for `release`."""
+        return await self._ask("probe", address, within_s=PROBE_S + _ASK_S)
+
+    # --- inside
+
+    @property
+    def _kv(self) -> Address:
+        return Address(self._options.host, self._config.kv_transfer_config.kv_port)
+
+    def _load(self) -> tuple[int, int]:
+        """Requests that run, and that wait."""
+        is_open = self._client.get_num_unfinished_requests()
+        running = min(is_open, self._engine.running if self._engine is not None else 0)
+        return running, is_open - running
+
+    def _beat(self) -> Heartbeat:
+        options, config, pod, engine = self._options, self._config, self._pod, self._engine
+        assert engine is not None, "find_engine has waited for it"
+        running, waiting = self._load()
+        names = config.model_config.served_model_name
+        return Heartbeat(
+            type=self._letter,
+            http_address=str(self._http),
+            zmq_address=str(self._kv),
+            version=1,
+            instance=options.instance or pod.instance or str(self._http),
+            incarnation=self.incarnation,
+            fleet=options.fleet or pod.fleet,
+            pool=options.pool or pod.pool,
+            revision=options.revision or pod.revision,
+            compatibility=engine.compatibility,
+            models=(names,) if isinstance(names, str) else tuple(names),
+            max_model_len=config.model_config.max_model_len,
+            state=self._state,
+            period_ms=round(options.heartbeat_period_s * 1000),
+            tensor=config.parallel_config.tensor_parallel_size,
+            pipeline=config.parallel_config.pipeline_parallel_size,
+            running=running,
+            waiting=waiting,
+            free_blocks=engine.free_blocks,
+            total_blocks=engine.total_blocks,
+            kv_peers=engine.kv_peers,
+        )
+
+    def _make_files(self) -> ServedFiles | None:
+        """Slow for a large vocabulary."""
+        tokenizer = self._client.get_tokenizer()
+        rust: Any = getattr(tokenizer, "backend_tokenizer", None)
+        if rust is None:
+            return None
+        document: dict[str, Any] = json.loads(rust.to_str())
+        # vLLM cuts and pads by them, for each request as it asks.
+        document |= {"truncation": None, "padding": None}
+        given = getattr(self._args, "chat_template", None)
+        template = engine_api.load_chat_template(given) if given else tokenizer.chat_template
+        named = {"default": template} if isinstance(template, str) else dict(template or {})
+        return ServedFiles.of(
+            TokenizerFiles(
+                tokenizer=json.dumps(document, ensure_ascii=False),
+                chat_templates=named,
+                special_tokens=dict(tokenizer.special_tokens_map),
+                # Templates get messages as they come.
+                knows_developer=True,
+                vocab_size=self._config.model_config.get_vocab_size(),
+                max_model_len=self._config.model_config.max_model_len,
+                block_size=self._config.cache_config.block_size,
+                prefix_caching=bool(self._config.cache_config.enable_prefix_caching),
+            )
+        )
+
+
+def _http_address(args: Namespace, options: Options) -> Address:
+    """Where routers reach vLLM's HTTP server. UserError where they would not."""
+    refusals: list[str] = []
+    if args.host not in (*_ANYWHERE, options.host):
+        refusals.append(f"--host {args.host} is not the host {options.host} of {CONNECTOR}")
+    if getattr(args, "uds", None):
+        refusals.append("--uds: routers connect by TCP")
+    if getattr(args, "ssl_certfile", None) or getattr(args, "ssl_keyfile", None):
+        refusals.append("--ssl-certfile: routers speak plain HTTP to engines")
+    if getattr(args, "root_path", None):
+        refusals.append("--root-path: routers know none")
+    if (getattr(args, "api_server_count", None) or 1) > 1:
+        refusals.append("--api-server-count must be 1")
+    if getattr(args, "headless", False):
+        refusals.append("--headless: there is no API server to beat")
+    if refusals:
+        raise UserError(f"VLLM_PLUGINS names xpyd: {'; '.join(refusals)}")
+    return Address(options.host, args.port)
