@@ -24,7 +24,8 @@ LostCause = Literal[
 ]  # fmt: skip
 """Why KV did not come: see docs/kv-transfer.md."""
 AloneCause = Literal[
-    "one_token", "echo", "first_token", "short_prompt", "no_prefill", "aggregated"
+    "one_token", "echo", "first_token", "short_prompt", "several", "no_prefill",
+    "aggregated",
 ]  # fmt: skip
 """Why one instance served a request: see docs/router.md."""
 Cause = LostCause | AloneCause | Literal[""]

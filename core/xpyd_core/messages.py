@@ -22,6 +22,7 @@ MISSED_BEATS = 3
 
 InstanceType = Literal["P", "D", "A"]
 InstanceState = Literal["Starting", "Ready", "Draining", "Gone"]
+SpokenDialect = Literal["", "pair-id", "nixl", "nixl-push"]
 _Text = Annotated[str, msgspec.Meta(max_length=512)]
 _AddressText = Annotated[str, msgspec.Meta(min_length=3, max_length=300)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -39,6 +40,10 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     microseconds and grows with every beat of a process start, so that an old beat is known as one.
     Load numbers are counts at the time of the beat. `kv_peers`: what a P or D counted with the
     peers that it met last (docs/adr/0043).
+    `dialect`: how P's KV is named to D where that is not as between xpyd's own engines: by the pair
+    id alone, or by the `kv_transfer_params` of a vLLM connector; empty where `continuation` says
+    it. `prompt_ids` 1: the engine takes a prompt's ids, also of a chat, as vLLM does from 0.32 on
+    (docs/adr/0053).
     """
 
     type: InstanceType
@@ -64,6 +69,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     free_blocks: _Count = 0
     total_blocks: _Count = 0
     kv_peers: Annotated[tuple[KvPeer, ...], msgspec.Meta(max_length=MAX_PEERS)] = ()
+    dialect: SpokenDialect = ""
+    prompt_ids: Literal[0, 1] = 0
 
     @property
     def http(self) -> Address:

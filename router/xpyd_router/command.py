@@ -18,6 +18,7 @@ from xpyd_core.sizes import parse_bytes
 from xpyd_router.admission import AdmissionLimits
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
+from xpyd_router.fleet.listed import parse_listed
 from xpyd_router.policy.base import ON_NO_PREFILL, Slo
 from xpyd_router.request.client_request import MAX_SLO_MS, check_forwarded_names
 
@@ -91,6 +92,14 @@ def _add_fleet(flags: _Flags, default: RouterConfig) -> None:
         type=Path,
         metavar="FILE",
         help="keys that open /admin, one per line (default: /admin is closed)",
+    )
+    add(
+        "--static-instance",
+        action="append",
+        default=[],
+        metavar="TYPE=URL,...",
+        help="an engine that sends no heartbeats, P, D or A=http://HOST:PORT; of a P or D its "
+        "dialect=nixl, nixl-push or pair-id, and for pair-id kv=HOST:PORT; may be repeated",
     )
     number(
         "--heartbeat-interval-ms",
@@ -221,6 +230,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         kv_insecure=args.kv_insecure,
         accept_unsigned_beats=args.accept_unsigned_beats,
         admin_key_file=args.admin_key_file,
+        static_instances=parse_listed(args.static_instance),
         heartbeat_interval_s=args.heartbeat_interval_ms / 1000,
         missed_beats=args.missed_beats,
         policy=args.policy,

@@ -9,6 +9,7 @@ from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
 from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_HTTP_PORT
 from xpyd_router.admission import AdmissionLimits
 from xpyd_router.fleet.health import HealthRules
+from xpyd_router.fleet.listed import ListedInstance
 from xpyd_router.policy.base import NO_SLO, OnNoPrefill, Slo
 
 
@@ -41,6 +42,8 @@ class RouterConfig:
     """Keys that open /admin; None: it is closed."""
     heartbeat_interval_s: float = HEARTBEAT_PERIOD_S
     """Period assumed for engines whose beat does not say one (vLLM)."""
+    static_instances: tuple[ListedInstance, ...] = ()
+    """Engines that do not beat: the router asks them (vLLM)."""
     missed_beats: int = MISSED_BEATS
     """An instance leaves after this many periods without a beat."""
     policy: str = "LeastLoaded"

@@ -30,6 +30,7 @@ from xpyd_router.access_log import AccessLog
 from xpyd_router.admission import Admission
 from xpyd_router.app_state import AppState, LocalControl
 from xpyd_router.config import RouterConfig
+from xpyd_router.discovery.asker import Asker
 from xpyd_router.discovery.discovery import Discovery
 from xpyd_router.discovery.prober import Prober, probe_http
 from xpyd_router.fleet.loads import LoadTable
@@ -83,6 +84,16 @@ def make_discovery(
 def make_prober(config: RouterConfig, fleet: FleetView, metrics: RouterMetrics) -> Prober:
     """The prober of the instances of `fleet`."""
     return Prober(fleet, metrics, partial(probe_http, local_host=source_host(config)))
+
+
+def make_asker(config: RouterConfig, fleet: FleetView) -> Asker:
+    """What asks the instances of the list."""
+    return Asker(
+        fleet,
+        config.static_instances,
+        period_s=config.heartbeat_interval_s,
+        local_host=source_host(config),
+    )
 
 
 def inherit_listener(descriptor: int) -> socket.socket:
@@ -140,7 +151,7 @@ async def open_router(
         discovery = make_discovery(config, fleet, metrics, keys)
         stack.callback(discovery.close)
         prober = make_prober(config, fleet, metrics)
-        works = (discovery.run(), prober.run())
+        works = (discovery.run(), prober.run(), make_asker(config, fleet).run())
         async with open_serving(state, listeners, protocol, works) as serving:
             serving.discovery_port = discovery.port
             yield serving

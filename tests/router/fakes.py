@@ -258,6 +258,8 @@ class HttpEngine:
     """P: why it sends no KV."""
     files: bytes | None = None
     """What it answers to GET /tokenizer."""
+    pages: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What it answers to other GETs, by path."""
     runner: web.AppRunner | None = None
     health_status: int | None = 200
     """What /health answers; None: nothing, ever."""
@@ -294,6 +296,11 @@ class HttpEngine:
             raise web.HTTPNotFound
         return web.Response(body=self.files, content_type="application/json")
 
+    async def page(self, request: web.Request) -> web.Response:
+        if request.path not in self.pages:
+            raise web.HTTPNotFound
+        return web.json_response(self.pages[request.path])
+
     async def release(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.releases.append((body["uuid"], request.headers.get("X-Xpyd-Mac", "")))
@@ -309,6 +316,7 @@ class HttpEngine:
         app.router.add_post("/kv/release", self.release)
         app.router.add_get("/health", self.health)
         app.router.add_get("/tokenizer", self.tokenizer)
+        app.router.add_get("/{path:.*}", self.page)
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", 0).start()

@@ -22,13 +22,28 @@ ShownState = Literal[InstanceState, "Ejected", "CircuitOpen", "HalfOpen", "Cordo
 Standing = Literal["Good", "HalfOpen", "Trial", "Open", "Ejected"]
 """What `health` says of a Ready instance. HalfOpen: one request may try whether it works again;
 Trial: that one is under way; Open: its breaker is; Ejected: it cannot be reached."""
+Dialect = Literal["xpyd", "pair-id", "nixl", "nixl-push"]
+"""How an engine is told of a transfer; `request.dialects` speaks them."""
 Kind = tuple[str, str, tuple[str, ...]]
-"""Instances of one kind can replace each other: type, compatibility key, models."""
+"""Instances of one kind can replace each other: type, pairing key, models."""
+
+
+def dialect_of(beat: Heartbeat) -> Dialect:
+    """The dialect that an engine speaks by what its beat says."""
+    return beat.dialect or ("xpyd" if beat.continuation == 1 else "pair-id")
+
+
+def pairing_of(beat: Heartbeat) -> str:
+    """Instances pair where this is equal: the compatibility key. Those of vLLM's own connectors
+    pair only with each other; all engines that go by the pair id understand each other.
+    """
+    spoken = dialect_of(beat)
+    return beat.compatibility if spoken in ("xpyd", "pair-id") else f"{spoken} {beat.compatibility}"
 
 
 def kind_of(beat: Heartbeat) -> Kind:
     """Which instances can replace the one with this beat."""
-    return beat.type, beat.compatibility, beat.models
+    return beat.type, pairing_of(beat), beat.models
 
 
 class InstanceKey(NamedTuple):
@@ -65,11 +80,30 @@ class Instance:
     """What people call it: the name it gives itself, else its HTTP address."""
     is_continuing: bool = field(init=False)
     """Whether it understands `continue_from`: its beat says continuation 1 (docs/adr/0002)."""
+    dialect: Dialect = field(init=False)
+    pairing: str = field(init=False)
+    """Equal for a P and a D that may be a pair."""
+    serves_alone: bool = field(init=False)
+    """Whether it serves a request whose id names no pair. vLLM's engines of three fields do not:
+    their connector cannot parse such an id."""
+    goes_on_as: str | None = field(init=False)
+    """What a P and a D have in common that can go on behind tokens which another pair made; None:
+    it cannot."""
 
     def __post_init__(self) -> None:
         # Read for every request: so they are no properties. The value is frozen.
         object.__setattr__(self, "name", self.beat.instance or self.key.http)
-        object.__setattr__(self, "is_continuing", self.beat.continuation == 1)
+        spoken, pairing = dialect_of(self.beat), pairing_of(self.beat)
+        is_continuing = spoken == "xpyd"
+        goes_on_as = self.beat.compatibility if is_continuing else None
+        takes_ids = self.beat.prompt_ids == 1 and self.beat.dialect in ("pair-id", "nixl")
+        if takes_ids and self.beat.type != "A":
+            goes_on_as = f"ids {pairing}"
+        object.__setattr__(self, "is_continuing", is_continuing)
+        object.__setattr__(self, "dialect", spoken)
+        object.__setattr__(self, "pairing", pairing)
+        object.__setattr__(self, "serves_alone", is_continuing or self.beat.dialect != "")
+        object.__setattr__(self, "goes_on_as", goes_on_as)
 
     @property
     def is_routable(self) -> bool:
@@ -105,9 +139,9 @@ class Instance:
 
 
 class Group(NamedTuple):
-    """Routable instances of one compatibility key: any P of it may send KV to any D of it."""
+    """Routable instances of one pairing key: any P of it may send KV to any D of it."""
 
-    compatibility: str
+    pairing: str
     prefill: tuple[Instance, ...]
     decode: tuple[Instance, ...]
 
@@ -119,7 +153,7 @@ class ModelInstances:
     groups: tuple[Group, ...] = ()
     aggregated: tuple[Instance, ...] = ()
     takes_decode_alone: bool = False
-    """Whether a D that runs xpyd serves whole requests where there is no pair."""
+    """Whether a D serves whole requests where there is no pair."""
 
     @property
     def everyone(self) -> tuple[Instance, ...]:
@@ -139,7 +173,7 @@ class ModelInstances:
         if self.aggregated or any(g.prefill and g.decode for g in self.groups):
             return True
         return self.takes_decode_alone and any(
-            d.is_continuing for g in self.groups for d in g.decode
+            d.serves_alone for g in self.groups for d in g.decode
         )
 
 
@@ -184,7 +218,7 @@ def _model_instances(instances: Iterable[Instance], *, decode_alone: bool) -> Mo
             aggregated.append(instance)
             continue
         side = prefill if instance.beat.type == "P" else decode
-        side.setdefault(instance.beat.compatibility, []).append(instance)
+        side.setdefault(instance.pairing, []).append(instance)
     keys = sorted(prefill.keys() | decode.keys())
     groups = (Group(k, tuple(prefill.get(k, ())), tuple(decode.get(k, ()))) for k in keys)
     return ModelInstances(tuple(groups), tuple(aggregated), decode_alone)

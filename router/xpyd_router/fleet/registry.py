@@ -156,6 +156,7 @@ def _routing_view(beat: Heartbeat) -> tuple[object, ...]:
     return (
         *(beat.type, beat.http_address, beat.zmq_address, beat.state, beat.models),
         *(beat.compatibility, beat.continuation, beat.instance, beat.max_model_len),
+        *(beat.dialect, beat.prompt_ids),
     )
 
 

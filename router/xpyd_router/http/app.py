@@ -171,6 +171,7 @@ def _describe(fleet: FleetView, instance: Instance, weight: float) -> InstanceRe
         models=list(beat.models),
         compatibility=beat.compatibility,
         continuation=beat.continuation,
+        dialect=instance.dialect,
         fleet=beat.fleet,
         pool=beat.pool,
         revision=beat.revision,

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from xpyd_core.messages import InstanceType
 from xpyd_router.fleet.breaker import BreakerState
-from xpyd_router.fleet.instances import ShownState
+from xpyd_router.fleet.instances import Dialect, ShownState
 
 _Count = Annotated[int, Meta(ge=0)]
 _Seconds = Annotated[float, Meta(ge=0)]
@@ -112,6 +112,7 @@ class InstanceReport(Shape, frozen=True, kw_only=True):
     continuation: Annotated[
         Literal[0, 1], Meta(description="1: it can continue another engine's stream.")
     ]
+    dialect: Annotated[Dialect, Meta(description="How it is told of a transfer of KV.")]
     fleet: str
     pool: str
     revision: str

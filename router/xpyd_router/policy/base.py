@@ -40,13 +40,11 @@ class Want(msgspec.Struct, frozen=True, gc=False):
 
     model: str
     alone: Literal["P", "D"] | None = None
-    """The side that serves the request alone; only xpyd's engines do, vLLM's cannot parse its id.
-    """
+    """The side that serves the request alone, where its instances can (`serves_alone`)."""
     exclude: frozenset[InstanceKey] = frozenset()
     """Instances that failed it already."""
     continue_at: str | None = None
-    """The client has tokens already: only continuing instances of this compatibility key may go
-    on."""
+    """The client has tokens already: only instances that go on as this may go on."""
     prompt_tokens: int = 0
     """About how long the prompt is; 0 where it is unknown."""
     session: str = ""
@@ -129,7 +127,7 @@ SideFactory = Callable[[PolicyContext], SidePolicy]
 class PairGroup(NamedTuple):
     """Any P of it may send KV to any D of it; neither side is empty."""
 
-    compatibility: str
+    pairing: str
     prefill: Side
     decode: Side
 

@@ -1,4 +1,4 @@
-"""PairPolicy: pairs by compatibility, or one instance where no KV should move. Pure.
+"""PairPolicy: pairs by pairing key, or one instance where no KV should move. Pure.
 
 From a snapshot it builds the sides that policies choose on, once per snapshot and model; a second
 attempt, which excludes instances, builds its own. D is chosen first, among the Ds of all groups: a
@@ -57,13 +57,13 @@ class Alone(NamedTuple):
 
 def _side(kind: SideKind, candidates: Iterable[Candidate], attempt: str = "") -> Side:
     members = tuple(candidates)
-    keys = sorted({one.instance.beat.compatibility for one in members})
+    keys = sorted({one.instance.pairing for one in members})
     return Side(kind, members, (kind, attempt, *keys))
 
 
 def build_sides(found: ModelInstances, loads: LoadTable, want: Want | None = None) -> Sides:
     """The sides of `found`; with `want`, without the instances that it excludes, and without old
-    engines and other compatibility keys where tokens must be continued.
+    those that cannot go on where tokens must be continued.
     """
     exclude: frozenset[InstanceKey] = want.exclude if want else frozenset()
     continue_at = want.continue_at if want else None
@@ -81,21 +81,19 @@ def build_sides(found: ModelInstances, loads: LoadTable, want: Want | None = Non
         )
 
     def may_go_on(one: Instance) -> bool:
-        if continue_at is None:
-            return True
-        return one.is_continuing and one.beat.compatibility == continue_at
+        return continue_at is None or one.goes_on_as == continue_at
+
+    def may_go_on_alone(one: Instance) -> bool:
+        return one.serves_alone and (continue_at is None or (one.is_continuing and may_go_on(one)))
 
     groups: list[PairGroup] = []
     for group in found.groups:
         ps, ds = seats(group.prefill, may_go_on), seats(group.decode, may_go_on)
         if ps and ds:
             sides = (_side("P", ps, attempt), _side("D", ds, attempt))
-            groups.append(PairGroup(group.compatibility, *sides))
-    ps = seats((one for g in found.groups for one in g.prefill), lambda one: one.is_continuing)
-    ds = seats(
-        (one for g in found.groups for one in g.decode),
-        lambda one: one.is_continuing and may_go_on(one),
-    )
+            groups.append(PairGroup(group.pairing, *sides))
+    ps = seats((one for g in found.groups for one in g.prefill), lambda one: one.serves_alone)
+    ds = seats((one for g in found.groups for one in g.decode), may_go_on_alone)
     return Sides(
         groups=tuple(groups),
         decode=_side("D", (one for g in groups for one in g.decode.candidates), attempt),
@@ -196,7 +194,7 @@ class PairPolicy:
 
     def _stays(self, decode: Instance, want: Want) -> bool:
         """Whether D computes the prompt itself. vLLM's cannot parse the id of such a request."""
-        if not decode.is_continuing or not want.prompt_tokens:
+        if not decode.serves_alone or not want.prompt_tokens:
             return False
         cached = self._decode.cached_tokens(decode.key, want)
         return want.prompt_tokens - cached < self._local_prefill_tokens
@@ -206,8 +204,8 @@ def _group_of(decode: Candidate, sides: Sides) -> PairGroup:
     """The group of the chosen D."""
     if len(sides.groups) == 1:
         return sides.groups[0]
-    compatibility = decode.instance.beat.compatibility
-    return next(group for group in sides.groups if group.compatibility == compatibility)
+    pairing = decode.instance.pairing
+    return next(group for group in sides.groups if group.pairing == pairing)
 
 
 def _learns(side: SidePolicy) -> bool:

@@ -41,6 +41,7 @@ from xpyd_router.processes.shared_loads import make_memory, map_rows
 from xpyd_router.processes.worker_processes import WorkerProcess, WorkerProcesses
 from xpyd_router.router import (
     inherit_listener,
+    make_asker,
     make_discovery,
     make_prober,
     make_registry,
@@ -170,7 +171,8 @@ class ParentProcess:
     async def open(self) -> AsyncGenerator[None]:
         """Everything runs within; UserError where a worker does not start."""
         try:
-            async with running(self._discovery.run(), self._prober.run()):
+            asker = make_asker(self._config, self.fleet)
+            async with running(self._discovery.run(), self._prober.run(), asker.run()):
                 try:
                     await self.worker_processes.open()
                     yield

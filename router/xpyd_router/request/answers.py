@@ -189,6 +189,45 @@ def parse_prefill_answer(request: InferenceRequest, body: bytes) -> PrefillAnswe
     )
 
 
+def parse_params_answer(
+    request: InferenceRequest, body: bytes, names: Sequence[str] | None = None
+) -> PrefillAnswer:
+    """The answer of a P that names the KV in its kv_transfer_params: all of these, or those of
+    `names`. Nothing, null included, means that P keeps no KV. It has no choices.
+    """
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise ProtocolError("prefill answer: not JSON") from error
+    _require(isinstance(document, dict), "no object")
+    said = cast(object, document.get("kv_transfer_params") or {})
+    _require(isinstance(said, dict), "kv_transfer_params is no object")
+    transfer, usage = cast(Json, said), document.get("usage")
+    if names is not None:
+        transfer = {name: transfer[name] for name in names if name in transfer}
+    return PrefillAnswer(
+        document=document,
+        model=str(document.get("model") or request.model),
+        choices=(),
+        usage=cast(Json, usage) if isinstance(usage, dict) else {},
+        transfer=transfer,
+        not_sent=_not_sent(cast(Json, said)),
+    )
+
+
+def parse_vllm_choice(
+    request: InferenceRequest, document: Json
+) -> tuple[FirstChoice, tuple[int, ...]]:
+    """The only choice of vLLM's answer with return_token_ids, and the prompt's ids."""
+    choices = _objects(document.get("choices"), "choices")
+    _require(len(choices) == 1, "not one choice")
+    ids = (document if request.is_chat else choices[0]).get("prompt_token_ids")
+    _require(isinstance(ids, list), "prompt_token_ids is missing")
+    prompt_ids = tuple(cast("list[int]", ids))
+    _require(all(type(i) is int for i in prompt_ids), "prompt_token_ids holds no integers")
+    return _first_choice(choices[0], 0, request.is_chat), prompt_ids
+
+
 def _not_sent(transfer: Json) -> tuple[str, ...]:
     """P's words; `not_sent` where it gives none. What is malformed is D's to refuse."""
     states, reasons = transfer.get("transfer"), transfer.get("reason")
@@ -351,6 +390,34 @@ def without_token_ids(chunk: Json, *, keep: bool = False) -> bytes | None:
         if choices and all(_says_nothing(c) for c in choices) and not chunk.get("usage"):
             return None
     return encode_event(chunk)
+
+
+def behind_ids(chunk: Json, head: Head, usage: Json, generated: int) -> bytes | None:
+    """A chunk of an engine that takes what was sent for the prompt, as the client gets it: with
+    the response's id, without role and ids. `usage` counts the prompt, `generated` what was sent
+    before this engine. None where nothing is left."""
+    chunk.pop("prompt_token_ids", None)
+    chunk |= {"id": head.response_id, "created": head.created}
+    if isinstance(said := chunk.get("usage"), dict):
+        more = cast(Json, said).get("completion_tokens") or 0
+        chunk |= _counted(usage, generated + more)
+    choices = cast("list[Json]", chunk["choices"])
+    for choice in choices:
+        choice.pop("prompt_token_ids", None)
+        if isinstance(delta := choice.get("delta"), dict):
+            cast(Json, delta).pop("role", None)
+    return without_token_ids(chunk)
+
+
+def text_in(choice: Json) -> str | None:
+    """The text of a streamed choice; None where it holds another kind of output, too."""
+    delta = choice.get("delta")
+    if not isinstance(delta, dict):
+        return choice.get("text") or ""
+    said = cast(Json, delta)
+    if any(value for name, value in said.items() if name not in ("role", "content")):
+        return None
+    return said.get("content") or ""
 
 
 _ENGINE_FAILED = frozenset({"server_error", "InternalServerError"})

@@ -1,4 +1,4 @@
-"""One attempt to serve a request: its instances, its calls, and the KV that D may have to release.
+"""One attempt to serve a request: its instances, its calls, KV that D may have to release.
 
 `Attempts` begins and ends the attempts of all requests: it asks the policy for instances, and where
 there is no pair it waits for one, as long as the queue's deadline says (ADR 0041). The load of an
@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from xpyd_core.bodies import LongBody
 from xpyd_core.errors import ApiError
 from xpyd_core.keys import PAIR_MAC_HEADER, call_mac
-from xpyd_core.kv_outcome import AloneCause, Cause, Outcome, cause_of
+from xpyd_core.kv_outcome import Cause, Outcome, cause_of
 from xpyd_core.request_id import pair_id_text
 from xpyd_router.access_log import Trace
 from xpyd_router.app_state import AppState
@@ -39,6 +39,7 @@ from xpyd_router.policy.base import NO_SLO, OnNoPrefill, Want
 from xpyd_router.policy.pairs import Alone, Pair
 from xpyd_router.request.answers import scrub
 from xpyd_router.request.client_request import InferenceRequest
+from xpyd_router.request.dialects import served_by, why_alone
 from xpyd_router.request.objectives import Objectives
 from xpyd_router.request.releases import Releases
 from xpyd_router.request.state import Prefilled, RequestState, gave_up, pair_outcome
@@ -61,17 +62,6 @@ def pair_deadline_s(
     its place under the limits. A try after a failure has its own wait: `waited_s` is 0.
     """
     return min(now_s + max(0.0, wait_s - waited_s), request_ends_s)
-
-
-def why_alone(choice: Alone, state: RequestState) -> AloneCause:
-    """Why the policy gave the request to one instance, where a P was there."""
-    match choice.instance.beat.type:
-        case "A":
-            return "aggregated"
-        case "P":
-            return "one_token"
-        case "D":
-            return "echo" if state.request.alone == "D" and not state.sent else "short_prompt"
 
 
 _ASK_AGAIN_S = 0.5
@@ -209,7 +199,7 @@ class Attempt:
     def mac_for(self, instance: Instance) -> str:
         """The pair's MAC for the body of a call to `instance`; none for an engine that beats as
         vLLM's own connector does, which takes nothing more than its protocol has."""
-        return self.pair_mac if instance.beat.incarnation else ""
+        return self.pair_mac if instance.beat.incarnation or instance.beat.dialect else ""
 
     def pair_outcome(self, pair: Pair, said: str) -> tuple[Outcome, Cause]:
         """What became of the pair's KV, by D's header `said` and what P answered and beat last."""
@@ -315,6 +305,7 @@ class Attempts:
                 trace=trace,
             )
             trace.queue_s += self._clock() - asked_s
+        choice = served_by(choice, state.request)
         attempt = Attempt(
             choice,
             loads=self._loads,
@@ -380,7 +371,7 @@ class Attempts:
             state.trace.output_tokens = sum(map(len, state.sent.token_ids))
             state.trace.prompt_tokens = state.sent.usage.get("prompt_tokens")
         if attempt.owes_release and isinstance(attempt.choice, Pair):
-            self._releases.send(attempt.choice.decode, attempt.uuid)
+            self._releases.send(attempt.choice, attempt.uuid)
 
     def _pick_at_once(self, want: Want) -> Pair | Alone | None:
         """What nearly every request gets: a choice of the policy's, without waiting."""

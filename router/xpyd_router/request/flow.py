@@ -26,23 +26,21 @@ from xpyd_router.request.client_request import (
     session_in,
     text_marks,
 )
+from xpyd_router.request.dialects import dialect_between
 from xpyd_router.request.failures import Failures
 from xpyd_router.request.objectives import Objectives
-from xpyd_router.request.relay import ClientStream, Relay
+from xpyd_router.request.relay import ClientStream, IdsRelay, Relay
 from xpyd_router.request.releases import Releases
 from xpyd_router.request.state import (
     Prefilled,
     RequestState,
     alone_params,
     can_go_on_alone,
-    decode_body,
     first_events,
     last_events,
-    prefill_body,
-    prefill_params,
     sent_alone,
+    sent_by_decode,
     splice,
-    take_prefill,
 )
 from xpyd_router.tokens.service import Tokens
 from xpyd_router.upstream.client import UpstreamClient
@@ -207,7 +205,9 @@ class Flow:
                 self._attempts.answered(state, attempt, "")
                 return Answer(200, whole_answer(request, state.head, prefilled.answer))
             mac = attempt.mac_for(choice.decode)
-            body = decode_body(state, prefilled, is_stream=False, pair_mac=mac)
+            body = dialect_between(choice).decode_body(
+                state, prefilled, is_stream=False, pair_mac=mac
+            )
         answer = await attempt.call(attempt.instances[-1], request, body, self._left_s(state))
         attempt.fleet.succeeded(attempt.called)
         attempt.owes_release = False
@@ -233,17 +233,17 @@ class Flow:
                     self._attempts.answered(state, attempt, "")
                     client.end()
                     return
-                goes_on = True
+                goes_on = prefilled.goes_on
             mac = attempt.mac_for(choice.decode)
-            body = decode_body(state, prefilled, is_stream=True, pair_mac=mac)
+            body = dialect_between(choice).decode_body(
+                state, prefilled, is_stream=True, pair_mac=mac
+            )
         instance = attempt.instances[-1]
         exchange = await attempt.open(instance, request, body, self._left_s(state))
         try:
             self._attempts.answered(state, attempt, exchange.kv)
-            sent = (state.sent or sent_alone(state, instance)) if goes_on else None
-            await Relay(state, attempt, client, sent=sent).run(
-                exchange, self._config.request_timeout_s
-            )
+            relay = self._relay(state, attempt, client, prefilled if goes_on else None, goes_on)
+            await relay.run(exchange, self._config.request_timeout_s)
             attempt.fleet.succeeded(attempt.called)
         finally:
             attempt.end(exchange)
@@ -252,10 +252,10 @@ class Flow:
 
     async def _prefill(self, state: RequestState, attempt: Attempt, pair: Pair) -> Prefilled | None:
         """P's answer, or None where the pair does not continue: then it is dropped."""
-        request = state.request
-        params = prefill_params(state, pair) if pair.is_continuing else None
-        body = prefill_body(request, params, pair_mac=attempt.mac_for(pair.prefill))
-        attempt.owes_release = True
+        request, dialect = state.request, dialect_between(pair)
+        body = dialect.prefill_body(state, pair, attempt.mac_for(pair.prefill))
+        is_leased = dialect.gives_back == "lease"
+        attempt.owes_release = not is_leased
         load = attempt.prefill_load
         load.begin(attempt.prefill_tokens)
         waiting_tokens = load.queued_tokens
@@ -269,7 +269,7 @@ class Flow:
             state.trace.prefill_s = attempt.call_s
             if self._objectives is not None and attempt.call_s is not None:
                 load.pace.first.observe(waiting_tokens, attempt.call_s)
-            prefilled = take_prefill(state, answer.body) if params is not None else None
+            prefilled = dialect.take_prefill(state, pair, answer.body)
             attempt.prefilled = prefilled
             attempt.fleet.succeeded(attempt.called)
         except ProtocolError as error:
@@ -282,9 +282,30 @@ class Flow:
             raise
         finally:
             load.end(attempt.prefill_tokens)
-        if prefilled is not None and prefilled.is_over:  # P itself cancels the transfer
+        if is_leased:
+            attempt.owes_release = prefilled is not None and bool(prefilled.answer.transfer)
+        elif prefilled is not None and prefilled.is_over:  # P itself cancels the transfer
             attempt.owes_release = False
         return prefilled
+
+    @staticmethod
+    def _relay(
+        state: RequestState,
+        attempt: Attempt,
+        client: ClientStream,
+        prefilled: Prefilled | None,
+        goes_on: bool,
+    ) -> Relay:
+        """What passes on the stream of the attempt's last instance, `prefilled` behind a P."""
+        if not goes_on:
+            return Relay(state, attempt, client, sent=None)
+        choice, sent = attempt.choice, state.sent
+        if prefilled is not None and prefilled.prompt_ids and isinstance(choice, Pair):
+            return IdsRelay(
+                *(state, attempt, client), sent=sent or sent_by_decode(state, prefilled, choice)
+            )
+        sent = sent or sent_alone(state, attempt.instances[-1])
+        return Relay(state, attempt, client, sent=sent)
 
     def _left_s(self, state: RequestState) -> float:
         """The time left: of the request's deadline until a stream begins, then of the gap in it."""

@@ -19,8 +19,10 @@ from xpyd_router.errors import CallFailed
 from xpyd_router.request.answers import (
     DONE,
     EventSplitter,
+    behind_ids,
     chunk_of,
     failure_in,
+    text_in,
     tokens_in,
     without_token_ids,
 )
@@ -351,6 +353,40 @@ class Relay:
         elif self._keeps_ids:
             return event
         return without_token_ids(chunk, keep=self._keeps_ids)
+
+
+class IdsRelay(Relay):
+    """The stream of a D that takes all ids so far for its prompt: chunks are rewritten, so that a
+    client sees one response. `sent` has the prompt's ids."""
+
+    def __init__(
+        self, state: RequestState, attempt: Attempt, client: ClientStream, *, sent: Sent
+    ) -> None:
+        super().__init__(state, attempt, client, sent=sent)
+        self._behind = sent
+        self._before = len(sent.token_ids[0])
+        """Tokens that are prompt to D, and output to the client."""
+
+    def _shown(self, event: bytes) -> bytes | None:
+        """See Relay."""
+        state, sent = self._state, self._behind
+        if not state.has_decode_begun:
+            state.has_decode_begun = True
+            if state.sent is None:
+                self._client.write(begin_alone(state, sent, event))
+        chunk = chunk_of(event)
+        if chunk is None:
+            return event
+        for choice in chunk["choices"]:
+            sent.note(choice)
+            text = text_in(choice)
+            if text is None or (text and not choice.get("token_ids")):
+                state.sent = None  # what cannot be repeated: no other engine goes on behind it
+            elif text and not text.endswith("\ufffd"):
+                sent.settled = len(sent.token_ids[0])
+        if not chunk["choices"]:
+            sent.has_usage = True
+        return behind_ids(chunk, state.head, sent.usage, self._before)
 
 
 def do_nothing() -> None:

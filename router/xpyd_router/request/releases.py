@@ -17,6 +17,8 @@ from xpyd_core.keys import call_mac
 from xpyd_router.errors import CallFailed
 from xpyd_router.fleet.instances import Instance
 from xpyd_router.metrics import RouterMetrics
+from xpyd_router.policy.pairs import Pair
+from xpyd_router.request.dialects import dialect_between
 from xpyd_router.upstream.client import UpstreamClient
 
 logger = logging.getLogger(__name__)
@@ -34,9 +36,14 @@ class Releases:
         self._key = key
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def send(self, decode: Instance, uuid: str) -> None:
-        """Have `decode` free what came for `uuid` and refuse what still comes."""
-        if not decode.is_continuing:  # engines other than xpyd's lack the call
+    def send(self, pair: Pair, uuid: str) -> None:
+        """Have D free what came for `uuid` and refuse what still comes. What a P keeps that knows
+        no such call is counted: it frees it when its own lease ends."""
+        decode = pair.decode
+        if dialect_between(pair).gives_back == "lease":
+            self._metrics.releases.labels("leased").inc()
+            return
+        if not decode.serves_alone:  # vLLM's engines of three fields lack the call
             return
         if len(self._tasks) >= _MAX_IN_FLIGHT:
             self._metrics.releases.labels("dropped").inc()

@@ -48,7 +48,7 @@ class Sent:
     token_ids: list[list[int]]
     """Tokens of each choice, with those whose text is held back."""
     compatibility: str
-    """Only instances of this key give the ids the same meaning."""
+    """Only instances that go on as this (`Instance.goes_on_as`) give the ids the same meaning."""
     usage: dict[str, Any]
     """P's first usage: it counts the prompt. Empty where no P was asked."""
     model: str
@@ -57,6 +57,11 @@ class Sent:
     """Choices whose finish_reason went out."""
     has_usage: bool = False
     """The chunk that counts the tokens went out."""
+    prompt_ids: tuple[int, ...] = ()
+    """The prompt's, where an engine goes on behind these and `token_ids`, as behind a prompt."""
+    settled: int = 0
+    """How many tokens of the only choice have their text with the client; only with `prompt_ids`.
+    """
 
     def note(self, choice: dict[str, Any]) -> bool:
         """Take one choice of a chunk; whether the client is to have it. A choice that has ended
@@ -87,6 +92,10 @@ class Prefilled(NamedTuple):
     """All ids of each choice that D must know of."""
     is_news: bool
     """Whether the answer's tokens are the client's; else P only made the KV."""
+    goes_on: bool = True
+    """Whether D goes on behind `token_ids` and says its own, so that another can go on again."""
+    prompt_ids: tuple[int, ...] = ()
+    """See Sent."""
 
     @property
     def is_over(self) -> bool:
@@ -149,7 +158,7 @@ class RequestState(msgspec.Struct, kw_only=True):
         self.broke_at_tokens = had_tokens
 
 
-def _may_extend(request: InferenceRequest, sent: Sent, context: int) -> bool:
+def may_extend(request: InferenceRequest, sent: Sent, context: int) -> bool:
     """Whether P' may add a token to what was sent: one living choice, and not the last token that
     the client or the context allows.
 
@@ -163,7 +172,7 @@ def _may_extend(request: InferenceRequest, sent: Sent, context: int) -> bool:
     return request.max_tokens is None or after < request.max_tokens
 
 
-def _context(pair: Pair) -> int:
+def common_context(pair: Pair) -> int:
     """Tokens that both of the pair hold; 0 where neither says."""
     said = [i.beat.max_model_len for i in (pair.prefill, pair.decode) if i.beat.max_model_len]
     return min(said, default=0)
@@ -175,8 +184,8 @@ def prefill_params(state: RequestState, pair: Pair) -> dict[str, Any]:
     Without client_max_tokens P only makes the KV of the prompts; its token is thrown away. With
     max_model_len P refuses what D has no room for, before anything is streamed.
     """
-    request, sent, context = state.request, state.sent, _context(pair)
-    state.extends = sent is None or _may_extend(request, sent, context)
+    request, sent, context = state.request, state.sent, common_context(pair)
+    state.extends = sent is None or may_extend(request, sent, context)
     params: dict[str, Any] = {"seed": state.seed}
     if context:
         params["max_model_len"] = context
@@ -212,9 +221,11 @@ def first_events(state: RequestState, prefilled: Prefilled, pair: Pair) -> bytes
     sent, answer = state.sent, prefilled.answer
     is_first = sent is None
     if sent is None:
-        compatibility = pair.decode.beat.compatibility
+        compatibility = pair.decode.goes_on_as or ""
         sent = state.sent = Sent([], compatibility, answer.usage, answer.model)
     sent.token_ids = [list(ids) for ids in prefilled.token_ids]
+    if prefilled.prompt_ids:
+        sent.prompt_ids, sent.settled = prefilled.prompt_ids, len(sent.token_ids[0])
     sent.usage = sent.usage or answer.usage
     writer = ChunkWriter(state.request, state.head, answer, sent.usage)
     generated = sum(len(ids) for ids in prefilled.token_ids)
@@ -238,10 +249,18 @@ def sent_alone(state: RequestState, instance: Instance) -> Sent:
     return Sent(ids, instance.beat.compatibility, {}, state.request.model)
 
 
+def sent_by_decode(state: RequestState, prefilled: Prefilled, pair: Pair) -> Sent:
+    """What the client will have of a stream of which D serves all: nothing yet."""
+    answer = prefilled.answer
+    sent = Sent([[]], pair.decode.goes_on_as or "", answer.usage, answer.model)
+    sent.prompt_ids = prefilled.prompt_ids
+    return sent
+
+
 def begin_alone(state: RequestState, sent: Sent, event: bytes) -> bytes:
-    """What goes before `event`, the first of an instance alone; from here on it is sent."""
+    """What goes before `event`, the first where no P wrote one; from here on it is sent."""
     request, state.sent = state.request, sent
-    if request.wants_running_usage and (chunk := chunk_of(event)) is not None:
+    if request.wants_running_usage and not sent.usage and (chunk := chunk_of(event)) is not None:
         sent.usage = chunk.get("usage") or {}
     return role_events(request, state.head, sent.model, sent.usage) if request.is_chat else b""
 
@@ -340,7 +359,6 @@ def prefill_body(
     continue_from?}, with one list of ids per choice in continue_from. `pair_mac`: see
     docs/adr/0040.
     """
-    members = request.members
     limit = 1
     changed: dict[str, Any] = {}
     if params is not None:
@@ -349,7 +367,13 @@ def prefill_body(
         changed["return_token_ids"] = True
     if params is not None or pair_mac:
         changed["kv_transfer_params"] = {**(params or {}), "pair_mac": pair_mac}
-    changed["max_tokens"] = limit
+    return splice(request.raw, {**changed, **one_token(request, limit)})
+
+
+def one_token(request: InferenceRequest, limit: int) -> dict[str, Any]:
+    """The members by which P generates `limit` tokens, not streamed."""
+    members = request.members
+    changed: dict[str, Any] = {"max_tokens": limit}
     if isinstance(members, ChatMembers) and members.max_completion_tokens is not None:
         changed["max_completion_tokens"] = limit
     if members.min_tokens is not None:
@@ -357,7 +381,7 @@ def prefill_body(
     changed["stream"] = False
     if members.stream_options is not None:
         changed["stream_options"] = None
-    return splice(request.raw, changed)
+    return changed
 
 
 _COPIED_BYTES = 64 * 1024

@@ -198,6 +198,6 @@ class Tokens:
 def _keys(found: ModelInstances) -> Iterator[str]:
     """Compatibility keys of the instances that may serve the request."""
     for group in found.groups:
-        yield group.compatibility
+        yield (*group.prefill, *group.decode)[0].beat.compatibility
     for instance in found.aggregated:
         yield instance.beat.compatibility

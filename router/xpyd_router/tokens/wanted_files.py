@@ -67,7 +67,8 @@ class WantedFiles:
         sources: dict[str, list[Source]] = {}
         for instance in instances:
             beat = instance.beat
-            if beat.compatibility and beat.state == "Ready":
+            # Engines of vLLM that do not beat have no files to give, and no incarnation.
+            if beat.compatibility and instance.key.incarnation and beat.state == "Ready":
                 source = Source(instance.key, instance.http)
                 sources.setdefault(beat.compatibility, []).append(source)
         for key, entry in self._entries.items():

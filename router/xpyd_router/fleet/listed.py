@@ -1,0 +1,138 @@
+"""Instances of a list: engines that say nothing of themselves, and the beats made for them. Pure.
+
+`--static-instance` names them; `discovery.asker` asks each over HTTP and gives the fleet a beat of
+what it answered, so that all else goes as with engines that beat (docs/router.md).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Literal, cast
+
+import msgspec
+import orjson
+
+from xpyd_core.errors import UserError
+from xpyd_core.messages import Heartbeat, InstanceType, SpokenDialect
+from xpyd_core.request_id import Address, parse_address
+
+MAX_LISTED = 256
+ListedDialect = Literal["nixl", "nixl-push", "pair-id"]
+_DIALECTS = ("nixl", "nixl-push", "pair-id")
+_FORM = "expected P|D|A=http://HOST:PORT[,dialect=nixl|nixl-push|pair-id][,kv=HOST:PORT]"
+_VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})")
+_TAKES_PROMPT_IDS = (0, 32)
+_MAX_NAME = 512
+
+
+class ListedInstance(msgspec.Struct, frozen=True):
+    """One engine of the list."""
+
+    type: InstanceType
+    http: str
+    """Its HTTP address, host:port."""
+    dialect: ListedDialect | None = None
+    """None: it is aggregated."""
+    kv: str = ""
+    """The address that a pair id needs; empty for the dialects without one."""
+
+    @property
+    def address(self) -> Address:
+        """`http` as an address."""
+        return parse_address(self.http)
+
+
+def parse_listed(texts: Iterable[str]) -> tuple[ListedInstance, ...]:
+    """The values of --static-instance. UserError names the wrong one, and what is expected."""
+    found = tuple(map(_parse, texts))
+    if len(found) > MAX_LISTED:
+        raise UserError(f"--static-instance: at most {MAX_LISTED}")
+    seen: set[str] = set()
+    for one in found:
+        if one.http in seen:
+            raise UserError(f"--static-instance: {one.http} is there twice")
+        seen.add(one.http)
+    return found
+
+
+def _parse(text: str) -> ListedInstance:
+    first, *options = text.split(",")
+    kind, _, url = first.partition("=")
+    scheme, _, rest = url.partition("://")
+    if kind not in ("P", "D", "A") or scheme != "http":
+        raise UserError(f"--static-instance {text!r}: {_FORM}")
+    given = {name: value for name, _, value in (option.partition("=") for option in options)}
+    if len(given) < len(options) or not given.keys() <= {"dialect", "kv"}:
+        raise UserError(f"--static-instance {text!r}: {_FORM}")
+    dialect, kv = given.get("dialect"), given.get("kv", "")
+    if kind != "A" and dialect not in _DIALECTS:
+        raise UserError(f"--static-instance {text!r}: dialect: expected {', '.join(_DIALECTS)}")
+    if kind == "A" and given:
+        raise UserError(f"--static-instance {text!r}: an aggregated engine moves no KV")
+    if bool(kv) != (dialect == "pair-id"):
+        raise UserError(
+            f"--static-instance {text!r}: kv: the engine's KV address, for pair-id and only there"
+        )
+    try:
+        http = str(parse_address(rest.removesuffix("/")))
+        kv = kv and str(parse_address(kv))
+    except UserError as error:
+        raise UserError(f"--static-instance {text!r}: {error}") from error
+    return ListedInstance(kind, http, cast(ListedDialect | None, dialect), kv)
+
+
+def listed_beat(
+    one: ListedInstance, models: bytes, version: bytes, *, period_s: float
+) -> Heartbeat:
+    """A beat for an engine that answers GET /health. `models` and `version` are the bodies of its
+    /v1/models and /version, empty without an answer: it then takes every model's name, and no ids.
+
+    vLLM's own connectors work with each other only in one version, so this is their compatibility
+    key; xpyd's compares what matters itself.
+    """
+    names, length = _models(models)
+    said = _version(version)
+    numbers = _VERSION.match(said)
+    takes_ids = numbers is not None and (int(numbers[1]), int(numbers[2])) >= _TAKES_PROMPT_IDS
+    spoken: SpokenDialect = one.dialect or ""
+    return Heartbeat(
+        type=one.type,
+        http_address=one.http,
+        zmq_address=one.kv or one.http,
+        models=names,
+        max_model_len=length,
+        compatibility=f"vllm {said}" if spoken in ("nixl", "nixl-push") else "",
+        period_ms=round(period_s * 1000),
+        dialect=spoken,
+        prompt_ids=1 if takes_ids and spoken else 0,
+    )
+
+
+class _Card(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+def _models(body: bytes) -> tuple[tuple[str, ...], int]:
+    """The names, and the shortest context of them; 0 where none says one."""
+    try:
+        cards = msgspec.json.decode(body, type=_Cards).data
+    except msgspec.DecodeError:
+        return (), 0
+    names = dict.fromkeys(c.id for c in cards if 0 < len(c.id) <= _MAX_NAME and c.id.isprintable())
+    lengths = [card.max_model_len for card in cards if card.max_model_len]
+    return tuple(names)[:64], max(0, min(lengths, default=0))
+
+
+def _version(body: bytes) -> str:
+    try:
+        said = orjson.loads(body)["version"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return ""
+    is_fit = isinstance(said, str) and len(said) <= 64 and said.isprintable()
+    return cast(str, said) if is_fit else ""

@@ -1,0 +1,285 @@
+"""vLLM's engines behind this router: equal tokens over P and D, wherever a body or a death cuts."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import orjson
+import pytest
+
+from tests.router.fakes import Fleet, HttpEngine, answer, fleet, text_of
+from tests.router.vllm_engines import ASKED_OF_P, Vllm, generated_id, text_of_ids, vllm_engine
+
+PROMPTS = ["a", "San Francisco is a", "x" * 15, "x" * 16, "x" * 17, "y" * 300]
+
+
+def expected(prompt: str, tokens: int) -> str:
+    """What one vLLM alone answers."""
+    ids = list(prompt.encode())
+    for _ in range(tokens):
+        ids.append(generated_id(ids))
+    return text_of_ids(ids[len(prompt.encode()) :])
+
+
+class Pinned(dict[str, list[int]]):
+    """The KV that Ps hold."""
+
+
+async def nixl_pair(
+    fleet_: Fleet, **beat: Any
+) -> tuple[tuple[HttpEngine, Vllm], tuple[HttpEngine, Vllm], Pinned]:
+    pinned = Pinned()
+    p = await vllm_engine(fleet_, "P", pinned, **beat)
+    d = await vllm_engine(fleet_, "D", pinned, **beat)
+    return p, d, pinned
+
+
+kinds = pytest.mark.parametrize(
+    "beat",
+    [{}, {"prompt_ids": 0}, {"dialect": "nixl-push"}],
+    ids=["by ids", "without ids", "push"],
+)
+
+
+@kinds
+@pytest.mark.parametrize("prompt", PROMPTS)
+async def test_pairs_answer_as_one_vllm_alone(beat: dict[str, Any], prompt: str) -> None:
+    async with fleet() as fleet_:
+        (p, _), (d, decode), pinned = await nixl_pair(fleet_, **beat)
+        whole = await fleet_.json(prompt=prompt, max_tokens=5)
+        assert whole["choices"][0]["text"] == expected(prompt, 5)
+        assert whole["usage"]["completion_tokens"] == 5
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        events = await fleet_.events(prompt=prompt, max_tokens=5, stream_options=options)
+        assert text_of(events) == expected(prompt, 5)
+        assert events[-1] == "[DONE]"
+        assert len({event["id"] for event in events[:-1]}) == 1
+        usage = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": 5,
+            "total_tokens": len(prompt) + 5,
+        }
+        assert [e["usage"] for e in events[:-1] if not e["choices"]] == [usage]
+        running = [e["usage"]["completion_tokens"] for e in events[:-1] if e["choices"]]
+        assert running == sorted(running)
+        assert running[-1] == 5
+        assert len(p.calls) == len(d.calls) == 2
+        assert 0 not in decode.external_tokens, "all of the prompt came from P"
+        assert pinned == {}
+        assert "token_ids" not in orjson.dumps(events).decode()
+
+
+@kinds
+async def test_chats_are_the_same_and_begin_with_one_role(beat: dict[str, Any]) -> None:
+    async with fleet() as fleet_:
+        await nixl_pair(fleet_, **beat)
+        rendered = "user: hello\n"
+        whole = await fleet_.json("chat/completions", max_tokens=5)
+        assert whole["choices"][0]["message"]["content"] == expected(rendered, 5)
+        events = await fleet_.events("chat/completions", max_completion_tokens=5, max_tokens=None)
+        assert text_of(events) == expected(rendered, 5)
+        deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+        assert [delta.get("role") for delta in deltas].count("assistant") == 1
+        assert deltas[0]["role"] == "assistant"
+
+
+async def test_p_is_asked_as_nixls_protocol_says_and_d_gets_what_p_answered() -> None:
+    async with fleet() as fleet_:
+        (p, _), (d, _), _ = await nixl_pair(fleet_, prompt_ids=0)
+        given: list[dict[str, Any]] = []
+        before = p.script
+
+        async def noted(*call: Any) -> Any:
+            response = await before(*call)
+            given.append(orjson.loads(response.body)["kv_transfer_params"])
+            return response
+
+        p.script = noted
+        await fleet_.events(max_tokens=3, min_tokens=2, stream_options={"include_usage": True})
+        (to_p,), (to_d,) = p.calls, d.calls
+        assert to_p.body == {
+            "model": "m",
+            "prompt": "San Francisco is a",
+            "max_tokens": 1,
+            "min_tokens": 1,
+            "stream": False,
+            "stream_options": None,
+            "kv_transfer_params": ASKED_OF_P,
+        }
+        assert to_d.body == {
+            "model": "m",
+            "prompt": "San Francisco is a",
+            "max_tokens": 3,
+            "min_tokens": 2,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "kv_transfer_params": given[0],
+        }
+
+
+async def test_a_push_p_is_not_asked_for_blocks() -> None:
+    async with fleet() as fleet_:
+        (p, _), _, _ = await nixl_pair(fleet_, dialect="nixl-push")
+        await fleet_.json()
+        asked = {k: v for k, v in ASKED_OF_P.items() if k != "remote_block_ids"}
+        assert p.calls[0].body["kv_transfer_params"] == asked
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt": ["one", "two"]}, {"n": 2}, {"use_beam_search": True}],
+    ids=["two prompts", "two choices", "beams"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_has_several_sequences_runs_on_d_alone(
+    body: dict[str, Any], stream: bool
+) -> None:
+    async with fleet() as fleet_:
+        (p, _), (d, _), pinned = await nixl_pair(fleet_)
+        async with await fleet_.post(max_tokens=3, stream=stream, **body) as response:
+            assert response.status == 200
+            text = await response.text()
+        assert (p.calls, len(d.calls), pinned) == ([], 1, {})
+        if body.get("prompt") and not stream:
+            texts = [choice["text"] for choice in orjson.loads(text)["choices"]]
+            assert texts == [expected("one", 3), expected("two", 3)]
+        assert fleet_.metric("xpyd_router_releases_total", result="leased") == 0
+        counted = {"prefill": "", "decode": d.beat.http_address, "outcome": "alone"}
+        assert fleet_.metric("xpyd_router_kv_outcomes_total", cause="several", **counted) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "is_handed"),
+    [
+        ({}, True),
+        ({"temperature": 0.7}, True),
+        ({"temperature": 0, "seed": 3}, True),
+        ({"temperature": 0.7, "seed": 3}, False),
+        ({"presence_penalty": 0.5}, False),
+        ({"frequency_penalty": 0.5}, False),
+        ({"stop": ["w"]}, False),
+        ({"logprobs": 0}, False),
+        ({"logprobs": None, "echo": False, "stop": []}, True),
+        ({"min_tokens": 1}, False),
+        ({"response_format": {"type": "json_object"}}, False),
+        ({"return_token_ids": True}, False),
+        ({"max_tokens": None}, False),
+        ({"a_field_of_tomorrow": 1}, False),
+        ({"prompt": "x" * 16}, False),
+        ({"prompt": "x" * 31}, True),
+        ({"prompt": "x" * 32}, False),
+        ({"max_tokens": 500}, False),
+    ],
+    ids=str,
+)
+async def test_ps_token_is_handed_over_where_sampling_allows_it(
+    body: dict[str, Any], is_handed: bool
+) -> None:
+    async with fleet() as fleet_:
+        _, (d, _), _ = await nixl_pair(fleet_)
+        wanted: dict[str, Any] = {"max_tokens": 5, "stream": True, **body}
+        async with await fleet_.post("completions", **wanted) as response:
+            await response.read()
+        prompt = body.get("prompt", "San Francisco is a")
+        (to_d,) = d.calls
+        ids: object = to_d.body["prompt"]
+        had = len(cast("list[int]", ids)) if isinstance(ids, list) else 0
+        assert (had == len(prompt) + 1) == is_handed
+        if is_handed:
+            assert to_d.body["max_tokens"] == 4
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("chunks", [0, 1, 4])
+@pytest.mark.parametrize("half_at", [None, 1, 2])
+async def test_a_stream_goes_on_elsewhere_behind_the_ids_when_d_dies(
+    path: str, chunks: int, half_at: int | None
+) -> None:
+    async with fleet() as fleet_:
+        _, (_, decode), pinned = await nixl_pair(fleet_)
+        decode.dies_after, decode.half_character_at = chunks, half_at
+        await vllm_engine(fleet_, "D", pinned)
+        for _ in range(2):
+            options = {"include_usage": True}
+            events = await fleet_.events(path, max_tokens=9, stream_options=options)
+            prompt = "San Francisco is a" if path == "completions" else "user: hello\n"
+            assert text_of(events) == expected(prompt, 9)
+            assert events[-2]["usage"] == {
+                "prompt_tokens": len(prompt),
+                "completion_tokens": 9,
+                "total_tokens": len(prompt) + 9,
+            }
+            assert len({event["id"] for event in events[:-1]}) == 1
+            roles = [e["choices"][0].get("delta", {}).get("role") for e in events[:-2]]
+            assert roles.count("assistant") == (path != "completions")
+
+
+async def test_a_stream_that_cannot_be_repeated_ends_in_an_error() -> None:
+    async with fleet() as fleet_:
+        _, (_, decode), pinned = await nixl_pair(fleet_, prompt_ids=0)
+        decode.dies_after = 2
+        await vllm_engine(fleet_, "D", pinned, prompt_ids=0)
+        endings = [(await fleet_.events(max_tokens=9))[-1] for _ in range(2)]
+        assert endings.count("[DONE]") == 1
+        (error,) = (one["error"] for one in endings if one != "[DONE]")
+        assert error["code"] == "decode_failed"
+
+
+async def test_engines_of_two_dialects_are_no_pair() -> None:
+    async with fleet() as fleet_:
+        pinned = Pinned()
+        p, _ = await vllm_engine(fleet_, "P", pinned)
+        await vllm_engine(fleet_, "D", pinned, dialect="nixl-push")
+        await fleet_.engine("D", compatibility="")
+        async with await fleet_.post() as response:
+            assert response.status == 503
+        assert p.calls == []
+
+
+async def test_what_p_keeps_for_a_d_that_is_never_asked_is_counted() -> None:
+    async with fleet(max_tries=1) as fleet_:
+        (p, _), (d, _), pinned = await nixl_pair(fleet_)
+        d.script = answer(500, {"error": {"message": "no"}})
+        async with await fleet_.post() as response:
+            assert response.status == 502
+        assert len(pinned) == 1
+        assert fleet_.metric("xpyd_router_releases_total", result="leased") == 1
+        assert d.releases == []
+        p.script = answer(500, {"error": {"message": "no"}})
+        async with await fleet_.post() as response:
+            assert response.status == 502
+        assert fleet_.metric("xpyd_router_releases_total", result="leased") == 1
+
+
+async def test_a_p_that_keeps_nothing_leaves_all_to_d() -> None:
+    async with fleet() as fleet_:
+        (p, _), (d, _), _ = await nixl_pair(fleet_)
+        body: dict[str, Any] = {"choices": [], "usage": None, "kv_transfer_params": None}
+        p.script = answer(200, body)
+        whole = await fleet_.json(prompt="one", max_tokens=3)
+        assert whole["choices"][0]["text"] == expected("one", 3)
+        assert "kv_transfer_params" not in d.calls[0].body
+        p.script = answer(200, [])
+        async with await fleet_.post() as response:
+            assert response.status == 502
+
+
+async def test_an_engine_may_say_that_the_pair_id_is_all_it_needs() -> None:
+    async with fleet(kv_insecure=True) as fleet_:
+        said: dict[str, Any] = {"dialect": "pair-id", "continuation": 0}
+        p, d = await fleet_.engine("P", **said), await fleet_.engine("D", **said)
+        given = {"transfer": ["none"], "reason": ["busy"], "decode_incarnation": "x", "other": 1}
+        p.script = answer(200, {"choices": [], "kv_transfer_params": given})
+        await fleet_.json(max_tokens=3)
+        assert set(p.calls[0].body["kv_transfer_params"]) == {"pair_mac"}
+        params = d.calls[0].body["kv_transfer_params"]
+        assert params == {
+            "transfer": ["none"],
+            "decode_incarnation": "x",
+            "pair_mac": p.calls[0].headers["x-xpyd-pair-mac"],
+        }
+        await fleet_.json(max_tokens=3, n=2)
+        assert (len(p.calls), len(d.calls)) == (1, 2)
+        await fleet_.json(max_tokens=3, prompt=["one", "two"])
+        params = d.calls[2].body["kv_transfer_params"]
+        assert set(params) == {"decode_incarnation", "pair_mac"}, "P speaks of the first one"
