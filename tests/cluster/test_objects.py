@@ -85,6 +85,7 @@ EXPECTED = {
     "full": {"router": 3, "prefill": 2, "decode": 4},
     "cpu": {"router": 2, "all": 1},
     "pvc": {"router": 2, "all": 1},
+    "vllm": {"router": 2, "prefill": 1, "decode": 2},
     # A folder of the node is against "restricted".
     "dra": {"router": 2},
     "sockets": {"router": 2},

@@ -38,8 +38,8 @@ class ZeroLanding:
         views = self._inner.views(first_layer, end_layer, first_block, end_block)
         return [memoryview(bytearray(len(view))) for view in views]
 
-    def adopt(self) -> list[int] | None:
-        block_ids = self._inner.adopt()
+    def adopt(self, skip_blocks: int = 0) -> list[int] | None:
+        block_ids = self._inner.adopt(skip_blocks)
         for block_id in block_ids or ():
             for layer in range(len(self._memory.layout.layers)):
                 view = self._memory.block_view(layer, block_id)
