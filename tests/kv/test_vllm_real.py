@@ -271,6 +271,37 @@ def test_the_router_finds_the_pair_by_its_heartbeats(engines):
     assert d.metric("xpyd_kv_transfers_total") == before + len(tokens) + 2
 
 
+def test_a_stream_begins_with_the_token_of_p_and_goes_on_as_one_vllm_would(engines):
+    p, d = engines
+    for seed, length in enumerate((1, 60, 127, 128, 129, 300, 700)):
+        ids = prompt(length, 200 + seed)
+        before = d.metric("vllm:generation_tokens_total")
+        lines = by_router(prompt=ids, max_tokens=8, stream=True).split(b"\n\n")
+        parts = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+        text = "".join(part["choices"][0]["text"] for part in parts if part["choices"])
+        alone = p.complete(uuid4().hex, prompt=ids, max_tokens=8)
+        assert text == alone["choices"][0]["text"], length
+        # P's token may be half a character: then D makes all of them.
+        made = d.metric("vllm:generation_tokens_total") - before
+        assert made == 7 or (made == 8 and not alone["choices"][0]["text"].isascii()), length
+    assert d.metric("xpyd_kv_recomputed_tokens_total") == 0
+
+
+def test_what_one_engine_can_do_better_is_not_paired(engines):
+    p, d = engines
+    ids = prompt(300, 300)
+    before = d.metric("xpyd_kv_transfers_total")
+    drawn = {"prompt": ids, "max_tokens": 8, "n": 2, "temperature": 1.0, "seed": 7}
+    several = json.loads(by_router(**drawn))["choices"]
+    first = json.loads(by_router(prompt=ids, max_tokens=1))["choices"][0]["text"]
+    assert d.metric("xpyd_kv_transfers_total") == before
+    alone = p.complete(uuid4().hex, prompt=ids, max_tokens=8)["choices"][0]["text"]
+    both = p.complete(uuid4().hex, **drawn)["choices"]
+    assert [choice["text"] for choice in several] == [choice["text"] for choice in both]
+    assert first
+    assert alone.startswith(first)
+
+
 def test_what_p_will_not_send_is_computed_at_once(engines):
     p, d = engines
     tokens = prompt(300, 7)

@@ -55,9 +55,13 @@ def test_a_beat_says_who_the_engine_is_and_what_it_has_to_do() -> None:
         period_ms=3000,
         running=3,
         waiting=6,
+        dialect="pair-id",
+        prompt_ids=1,
     )
     engine = state("Decode", "fd00::5")
     assert (engine.beat.type, engine.beat.http_address) == ("D", "[fd00::5]:20001")
+    engine = state("Aggregated")
+    assert (engine.beat.type, engine.beat.dialect, engine.beat.prompt_ids) == ("A", "", 0)
 
 
 def test_a_process_that_ends_and_starts_again_is_another_instance() -> None:

@@ -74,6 +74,7 @@ class EngineState:
         self._new_incarnation = new_incarnation
         self._is_leaving = False
         host = f"[{env.pod_ip}]" if ":" in env.pod_ip else env.pod_ip
+        is_of_pair = env.role != "Aggregated"
         self.beat = Heartbeat(
             type=LETTER[env.role],  # pyright: ignore[reportArgumentType]  # checked by read_pod_env
             http_address=f"{host}:{env.http_port}",
@@ -85,6 +86,9 @@ class EngineState:
             revision=env.revision,
             state="Gone",
             period_ms=round(period_s * 1000),
+            # xpyd's connector, which refuses a vLLM before 0.32.
+            dialect="pair-id" if is_of_pair else "",
+            prompt_ids=1 if is_of_pair else 0,
         )
 
     @property

@@ -276,6 +276,8 @@ class Instance:
             free_blocks=engine.free_blocks,
             total_blocks=engine.total_blocks,
             kv_peers=engine.kv_peers,
+            dialect="pair-id",
+            prompt_ids=1,
         )
 
     def _make_files(self) -> ServedFiles | None:
