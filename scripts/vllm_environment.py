@@ -17,6 +17,7 @@ from bench.engine.peer import peer_environment  # noqa: E402
 from bench.environments import run, uv  # noqa: E402
 
 _INSTALL_S = 120.0
+_NIXL = "1.5.1"
 
 
 def vllm_environment() -> tuple[Path, str]:
@@ -36,6 +37,19 @@ def vllm_environment() -> tuple[Path, str]:
     )
     paths = (folder / "alias", beside, ROOT / "core", ROOT / "kv_transfer")
     return folder, ":".join(map(str, paths))
+
+
+def nixl_path() -> str:
+    """The PYTHONPATH with which that vLLM, and nothing of ours, finds NIXL."""
+    folder = peer_environment()
+    nixl = folder / "nixl"
+    if not (nixl / "nixl").exists():
+        python = str(folder / "bin/python")
+        names = ("nixl", "nixl-cu12", "nixl-cu13")
+        install = [uv(), "pip", "install", "--quiet", "--python", python, "--no-deps"]
+        wanted = [f"{name}=={_NIXL}" for name in names]
+        run([*install, "--target", str(nixl), *wanted], _INSTALL_S)
+    return f"{folder / 'alias'}:{nixl}"
 
 
 if __name__ == "__main__":

@@ -7,206 +7,31 @@ to four minutes on two cores.
 from __future__ import annotations
 
 import json
-import os
-import re
 import signal
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
 from bench.engine.models import cache
 from bench.engine.peer import VERSION
-from scripts.vllm_environment import ROOT, vllm_environment
+from tests.kv.vllm_kit import (
+    KV_PORT,
+    LENGTHS,
+    D,
+    P,
+    Vllm,
+    by_router,
+    pair,
+    prompt,
+)
 from xpyd_core.request_id import pair_id_text
 
 pytestmark = pytest.mark.soak
-START_S = 400.0
-MODEL = ROOT / "examples/demo-model"
-ROUTER, P, D = "127.0.62.9", "127.0.62.1", "127.0.62.2"
-ROUTER_PORT, DISCOVERY_PORT = 10001, 30001
-PORT, KV_PORT = 23000, 24201
-LENGTHS = (
-    1,
-    2,
-    5,
-    60,
-    127,
-    128,
-    129,
-    200,
-    255,
-    256,
-    300,
-    511,
-    512,
-    513,
-    700,
-    900,
-    1200,
-    1500,
-    1900,
-)
-
-
-class Vllm:
-    """One `vllm serve`."""
-
-    def __init__(self, role: str, host: str, log: Path, **extra: object) -> None:
-        self.host, self.log = host, log
-        folder, path = vllm_environment()
-        given = {
-            "host": host,
-            "key_file": str(log.parent / "kv.key"),
-            "accept_unsigned_pairs": True,
-            "discovery": f"{ROUTER}:{DISCOVERY_PORT}",
-            "heartbeat_period_s": 0.5,
-            **extra,
-        }
-        transfer = {
-            "kv_connector": "XpydConnector",
-            "kv_connector_module_path": "xpyd_kv.vllm.connector",
-            "kv_role": role,
-            "kv_port": KV_PORT,
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": given,
-        }
-        argv = [str(folder / "bin/vllm"), "serve", str(MODEL)]
-        argv += ["--served-model-name", "demo-model", "--host", host, "--port", str(PORT)]
-        argv += ["--max-model-len", "2048", "--dtype", "float32", "--enforce-eager"]
-        argv += ["--max-num-batched-tokens", "512", "--shutdown-timeout", "20"]
-        argv += ["--kv-transfer-config", json.dumps(transfer)]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": path,
-            "VLLM_PLUGINS": "xpyd",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 2) - 1}",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CACHE_ROOT": str(folder / "compiled"),
-        }
-        with log.open("wb") as file:
-            self.process = subprocess.Popen(
-                argv, env=environment, stdout=file, stderr=file, start_new_session=True
-            )
-
-    def wait(self) -> None:
-        deadline = time.monotonic() + START_S
-        while True:
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            assert time.monotonic() < deadline, "vLLM has not started"
-            try:
-                with urllib.request.urlopen(f"http://{self.host}:{PORT}/health", timeout=5):
-                    return
-            except OSError:
-                time.sleep(1.0)
-
-    def stop(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self.process.pid, number)
-                self.process.wait(20.0)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
-
-    def complete(self, request_id: str, **body: object) -> dict:
-        """POST /v1/completions, greedy."""
-        whole = {"model": "demo-model", "temperature": 0, "ignore_eos": True, **body}
-        return json.loads(post(self.host, PORT, "/v1/completions", whole, request_id))
-
-    def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
-        with urllib.request.urlopen(f"http://{self.host}:{PORT}/metrics", timeout=20) as answer:
-            text = answer.read().decode()
-        found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.M)
-        return sum(map(float, found))
-
-
-def post(host: str, port: int, path: str, body: object, request_id: str = "") -> bytes:
-    """The body of the answer."""
-    headers = {"Content-Type": "application/json"}
-    if request_id:
-        headers["X-Request-Id"] = request_id
-    url = f"http://{host}:{port}{path}"
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return answer.read()
-
-
-@contextmanager
-def router(folder: Path) -> Iterator[None]:
-    argv = [
-        sys.executable,
-        "-m",
-        "xpyd_core",
-        "router",
-        "--host",
-        ROUTER,
-        "--discovery-host",
-        ROUTER,
-    ]
-    argv += ["--port", str(ROUTER_PORT), "--kv-key-file", str(folder / "kv.key")]
-    argv += ["--slow-start-seconds", "0"]
-    with (folder / "router.log").open("wb") as file:
-        process = subprocess.Popen(argv, stdout=file, stderr=file)
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait(20.0)
-
-
-def by_router(path: str = "/v1/completions", **body: object) -> bytes:
-    """What the router's client gets, greedy."""
-    whole = {"model": "demo-model", "temperature": 0, "ignore_eos": True, **body}
-    return post(ROUTER, ROUTER_PORT, path, whole)
-
-
-@contextmanager
-def pair(
-    folder: Path, of_p: Mapping[str, object], of_d: Mapping[str, object]
-) -> Iterator[tuple[Vllm, Vllm]]:
-    (folder / "kv.key").write_text("a secret of the whole fleet\n")
-    with router(folder):
-        both = [
-            Vllm("kv_producer", P, folder / "p.log", **of_p),
-            Vllm("kv_consumer", D, folder / "d.log", **of_d),
-        ]
-        try:
-            for one in both:
-                one.wait()
-            until_routed()
-            yield both[0], both[1]
-        finally:
-            for one in both:
-                one.stop()
-
-
-def until_routed() -> None:
-    """Until the router has heard of a pair."""
-    deadline = time.monotonic() + 30.0
-    while True:
-        try:
-            by_router(prompt=[5, 6, 7], max_tokens=2)
-        except urllib.error.HTTPError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
-        else:
-            return
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return [(at * 7 + seed * 131 + 5) % 1500 + 3 for at in range(length)]
 
 
 def texts(p: Vllm, d: Vllm, tokens: list[int]) -> tuple[str, str]:
