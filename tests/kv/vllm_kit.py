@@ -11,9 +11,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from scripts.vllm_environment import ROOT, nixl_path, vllm_environment
 
@@ -28,13 +29,21 @@ LENGTHS = (
 )
 """Of prompts: around a block (128 tokens), a chunk (512), and several of both."""
 Json = Mapping[str, object]
+Options = Mapping[str, Any]
 
 
 class Vllm:
     """One `vllm serve`."""
 
     def __init__(
-        self, host: str, log: Path, transfer: Json, environment: Mapping[str, str]
+        self,
+        host: str,
+        log: Path,
+        transfer: Json,
+        environment: Mapping[str, str],
+        *,
+        cores: str = "",
+        flags: Sequence[str] = (),
     ) -> None:
         self.host, self.log = host, log
         folder, _ = vllm_environment()
@@ -44,23 +53,41 @@ class Vllm:
         # The model was made for 2,048: its weights are random, so one length is like another.
         argv += ["--hf-overrides", json.dumps({"max_position_embeddings": 4096})]
         argv += ["--max-num-batched-tokens", "512", "--shutdown-timeout", "20"]
-        argv += ["--kv-transfer-config", json.dumps(transfer)]
+        argv += ["--kv-transfer-config", json.dumps(transfer), *flags]
         whole = {
             **os.environ,
             **environment,
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": cores(host),
+            "VLLM_CPU_OMP_THREADS_BIND": cores or cores_of(host),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_CACHE_ROOT": str(folder / "compiled"),
         }
-        with log.open("wb") as file:
+        self._argv, self._environment = argv, whole
+        self.start()
+
+    def start(self) -> None:
+        """Start it, also again; it goes on in its log."""
+        with self.log.open("ab") as file:
             self.process = subprocess.Popen(
-                argv, env=whole, stdout=file, stderr=file, start_new_session=True
+                self._argv, env=self._environment, stdout=file, stderr=file, start_new_session=True
             )
 
+    def signal(self, number: int) -> None:
+        """Send it to all its processes."""
+        os.killpg(self.process.pid, number)
+
     @classmethod
-    def of_ours(cls, role: str, host: str, log: Path, **extra: object) -> Vllm:
+    def of_ours(
+        cls,
+        role: str,
+        host: str,
+        log: Path,
+        *,
+        cores: str = "",
+        flags: Sequence[str] = (),
+        **extra: object,
+    ) -> Vllm:
         """With our connector and plugin."""
         given = {
             "host": host,
@@ -79,7 +106,7 @@ class Vllm:
             "kv_connector_extra_config": given,
         }
         environment = {"PYTHONPATH": vllm_environment()[1], "VLLM_PLUGINS": "xpyd"}
-        return cls(host, log, transfer, environment)
+        return cls(host, log, transfer, environment, cores=cores, flags=flags)
 
     @classmethod
     def of_nixl(cls, host: str, log: Path) -> Vllm:
@@ -111,7 +138,7 @@ class Vllm:
     def stop(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
-                os.killpg(self.process.pid, number)
+                self.signal(number)
                 self.process.wait(20.0)
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 continue
@@ -133,7 +160,7 @@ class Vllm:
         return sum(map(float, found))
 
 
-def cores(host: str) -> str:
+def cores_of(host: str) -> str:
     """Cores of its own for each vLLM: two that share them spin for one another, 30 s a request."""
     half = max(1, (os.cpu_count() or 2) // 2)
     return f"0-{half - 1}" if host == P else f"{half}-{2 * half - 1}"
@@ -180,23 +207,32 @@ def by_router(path: str = "/v1/completions", **body: object) -> bytes:
 
 
 @contextmanager
-def pair(
-    folder: Path, of_p: Mapping[str, object], of_d: Mapping[str, object]
-) -> Iterator[tuple[Vllm, Vllm]]:
+def fleet(
+    folder: Path, of_p: Sequence[Options], of_d: Sequence[Options], *flags: str
+) -> Iterator[tuple[list[Vllm], list[Vllm]]]:
+    """As many P and D as there are options, behind a router with `flags`."""
     (folder / "kv.key").write_text("a secret of the whole fleet\n")
-    with router(folder):
-        both = [
-            Vllm.of_ours("kv_producer", P, folder / "p.log", **of_p),
-            Vllm.of_ours("kv_consumer", D, folder / "d.log", **of_d),
-        ]
+    with router(folder, *flags):
+        every: list[Vllm] = []
         try:
-            for one in both:
+            for role, first, options in (("kv_producer", P, of_p), ("kv_consumer", D, of_d)):
+                for at, one in enumerate(options):
+                    host = first if at == 0 else f"{first}{at}"
+                    log = folder / f"{role}-{at}.log"
+                    every.append(Vllm.of_ours(role, host, log, **one))
+            for one in every:
                 one.wait()
             until_routed()
-            yield both[0], both[1]
+            yield every[: len(of_p)], every[len(of_p) :]
         finally:
-            for one in both:
+            for one in every:
                 one.stop()
+
+
+@contextmanager
+def pair(folder: Path, of_p: Options, of_d: Options) -> Iterator[tuple[Vllm, Vllm]]:
+    with fleet(folder, [of_p], [of_d]) as (p, d):
+        yield p[0], d[0]
 
 
 def until_routed() -> None:
