@@ -14,7 +14,7 @@ MUTATE_ARGS ?=
 WORKERS ?= 2
 # Files go to the workers in the order of tests/conftest.py.
 IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-HERE := not gpu and not cluster and not soak
+HERE := not gpu and not cluster and not vllm and not soak
 # A machine with a GPU has its own Python with torch, triton, numpy, pytest and msgspec, and perhaps
 # no network: nothing is installed there, and these tests import nothing else.
 GPU_PYTHON ?= python3
@@ -23,7 +23,7 @@ ON_GPU := PYTHONPATH=.:core:kv_transfer:worker_image $(GPU_PYTHON)
 CLUSTER_TESTS := tests/cluster tests/crds tests/images
 GPU_TESTS := tests/gpu tests/kv/test_device_gpu.py tests/kv/test_transport_conformance.py
 
-.PHONY: help setup fmt lint type imports generate verify test test-slow test-all collect test-gpu test-cluster soak demo journeys mutate bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel bench-fleet cluster-build cluster-up cluster-down cluster-status images push constraints clean
+.PHONY: help setup fmt lint type imports generate verify test test-slow test-all collect test-gpu test-cluster test-vllm soak demo journeys mutate bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel bench-fleet cluster-build cluster-up cluster-down cluster-status images push constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,10 @@ test-gpu: ## The tests that need a CUDA device, by that machine's GPU_PYTHON (do
 
 test-cluster: setup ## The tests on a real Kubernetes; needs root, Go and Debian's packages
 	$(PYTEST) $(CLUSTER_TESTS) -m "cluster and not soak$(if $(ONLY), and $(ONLY))" --durations=25 $(PYTEST_ARGS)
+
+test-vllm: setup ## One real vLLM as P and one as D, on the CPU; makes their environment (6 GB, once)
+	@$(BIN)/python scripts/vllm_environment.py > /dev/null
+	$(PYTEST) -q tests/kv -m "vllm and not soak" --durations=10 $(PYTEST_ARGS)
 
 cluster-build: setup ## Build the test cluster's programs into the cache (minutes, once)
 	@$(BIN)/python -m tests.cluster.harness build

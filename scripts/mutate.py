@@ -41,7 +41,7 @@ PACKAGES = {
     "xpyd_tools": "tools",
 }
 NEEDS_GPU = re.compile(r"kernels/gpu/|/cuda\.py|/cuda_ipc\.py|copy_kernel|gpu_peers|peer_memory")
-NOT_QUICK = "not gpu and not cluster and not soak and not slow"
+NOT_QUICK = "not gpu and not cluster and not vllm and not soak and not slow"
 SLOW_FOLDERS = ("cluster", "e2e", "gpu", "bench", "docs", "images", "repo", "journeys")
 NEAREST = 12  # test files of the first run at most
 

@@ -1,7 +1,7 @@
 """Two vLLM on this machine's CPU with our connector and plugin: one P, one D, behind our router.
 
-Soak: `python scripts/vllm_environment.py` makes the environment (5.9 GB), and two vLLM start in up
-to four minutes on two cores.
+`make test-vllm` runs one pair, `make soak` one more for each other mode. Two vLLM start in one to
+four minutes on two cores.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.kv.vllm_kit import (
 )
 from xpyd_core.request_id import pair_id_text
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.vllm
 
 
 def texts(p: Vllm, d: Vllm, tokens: list[int]) -> tuple[str, str]:
@@ -44,18 +44,19 @@ def texts(p: Vllm, d: Vllm, tokens: list[int]) -> tuple[str, str]:
     return answer["choices"][0]["text"], alone["choices"][0]["text"]
 
 
-PARAMS = {
-    "pool": ({}, {"pool_bytes": 1 << 28}),
+OPTIONS = {
+    "put_async": ({}, {"pool_bytes": 1 << 28}),
     "put": ({"mode": "put"}, {"pool_bytes": 1 << 28}),
     "get": ({"mode": "get", "pool_bytes": 1 << 28}, {}),
 }
+MODES = ["put_async", *(pytest.param(name, marks=pytest.mark.soak) for name in ("put", "get"))]
 
 
-@pytest.fixture(scope="module", params=PARAMS)
+@pytest.fixture(scope="module", params=MODES)
 def engines(request, tmp_path_factory) -> Iterator[tuple[Vllm, Vllm]]:
     if not (cache() / f"vllm-{VERSION}/ready").exists():
         pytest.skip("run scripts/vllm_environment.py first")
-    with pair(tmp_path_factory.mktemp("vllm"), *PARAMS[request.param]) as both:
+    with pair(tmp_path_factory.mktemp("vllm"), *OPTIONS[request.param]) as both:
         yield both
 
 
