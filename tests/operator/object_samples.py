@@ -30,7 +30,8 @@ UID = "5bd2bd5e-0000-4000-8000-000000000001"
 
 VLLM = yaml.safe_load((FOLDER / "vllm.fleet.yaml").read_text())
 VLLM_EDITS: list[tuple[str, Any]] = [
-    ("engine", {"type": "Xpyd"}), ("engine.connector", "Xpyd"), ("engine.image", "other:1"),
+    ("engine", {"type": "Xpyd"}), ("engine.connector", "Xpyd"),
+    ("engine.image", "other:1"),
     ("engine.args", ["--seed=1"]), ("engine.env", []), ("model.servedNames", ["a"]),
     ("kvTransfer", {"insecure": True}), ("kvTransfer.mode", "Get"), ("kvTransfer.port", 22001),
     ("kvTransfer.hostPoolSize", "1Gi"), ("kvTransfer.bufferSize", "1Gi"),

@@ -1,14 +1,22 @@
 #!/usr/bin/env python3
-"""`vllm serve` without vLLM: its flags, its HTTP paths and its end on SIGTERM. D answers what P was
-asked before, as both note it beside the model."""
+"""`vllm serve` without vLLM: its flags, its HTTP paths, its end on SIGTERM, and the heartbeats of
+xpyd's plugin where the environment names it. Both roles note beside the model what they are asked.
+"""
 
+import asyncio
 import json
 import os
 import re
 import signal
 import sys
+import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+from xpyd_core.heartbeat import HeartbeatSender
+from xpyd_core.keys import fleet_keys
+from xpyd_core.messages import Heartbeat
+from xpyd_core.pod_env import read_pod_env
 
 assert sys.argv[1] == "serve"
 FLAGS = dict(re.findall(r"^--([a-z-]+)=(.*)$", "\n".join(sys.argv), re.MULTILINE))
@@ -21,6 +29,7 @@ class Answers(BaseHTTPRequestHandler):
     def do_GET(self):
         models = {"object": "list", "data": [{"id": NAME, "max_model_len": 64}]}
         known = {"/health": b"", "/v1/models": json.dumps(models).encode(), "/metrics": b""}
+        known["/version"] = b'{"version": "0.32.0"}'
         self.answer(200 if self.path in known else 404, known.get(self.path, b""))
 
     def do_POST(self):
@@ -30,7 +39,8 @@ class Answers(BaseHTTPRequestHandler):
         note = {
             "role": TRANSFER["kv_role"],
             "id": self.headers["X-Request-Id"],
-            "signed": bool((body.get("kv_transfer_params") or {}).get("pair_mac")),
+            "params": body.get("kv_transfer_params") or {},
+            "environment": {name: os.environ[name] for name in os.environ if name[:4] == "VLLM"},
             "max_tokens": body["max_tokens"],
             "transfer": TRANSFER,
             "pid": os.getpid(),
@@ -39,7 +49,19 @@ class Answers(BaseHTTPRequestHandler):
             file.write(json.dumps(note) + "\n")
         choice = {"index": 0, "text": TRANSFER["kv_role"], "finish_reason": "length"}
         usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
-        rest = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": NAME}
+        if note["params"].get("do_remote_decode"):
+            params = {"do_remote_prefill": True, "do_remote_decode": False}
+            params |= {"remote_engine_id": "e", "remote_request_id": "r", "remote_host": "h"}
+            params |= {"remote_port": 1, "remote_block_ids": [[1]]}
+        else:
+            params = None
+        rest = {
+            "kv_transfer_params": params,
+            "id": "cmpl-1",
+            "object": "text_completion",
+            "created": 1,
+            "model": NAME,
+        }
         self.answer(200, json.dumps({**rest, "choices": [choice], "usage": usage}).encode())
 
     def answer(self, status, body):
@@ -53,6 +75,37 @@ class Answers(BaseHTTPRequestHandler):
         """Nothing."""
 
 
+async def beat():
+    """As the plugin does: not before the server listens."""
+    pod, extra = read_pod_env(), TRANSFER["kv_connector_extra_config"]
+    sender = HeartbeatSender(
+        pod.discovery,
+        identity=f"{pod.pod_ip}/{os.getpid()}",
+        source_host=pod.pod_ip,
+        period_s=extra["heartbeat_period_s"],
+        make=lambda: Heartbeat(
+            type="P" if TRANSFER["kv_role"] == "kv_producer" else "D",
+            http_address=f"{pod.pod_ip}:{pod.http_port}",
+            zmq_address=f"{pod.pod_ip}:{TRANSFER['kv_port']}",
+            instance=pod.instance,
+            incarnation=str(os.getpid()),
+            fleet=pod.fleet,
+            pool=pod.pool,
+            revision=pod.revision,
+            models=(NAME,),
+            compatibility="plugin",
+            dialect="pair-id",
+            prompt_ids=1,
+        ),
+        key=fleet_keys(Path(extra["key_file"]), insecure=False)[0],
+    )
+    sender.start()
+    await asyncio.Event().wait()
+
+
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    ThreadingHTTPServer((FLAGS["host"], int(FLAGS["port"])), Answers).serve_forever()
+    server = ThreadingHTTPServer((FLAGS["host"], int(FLAGS["port"])), Answers)
+    if "xpyd" in os.environ.get("VLLM_PLUGINS", "").split(","):
+        threading.Thread(target=lambda: asyncio.run(beat()), daemon=True).start()
+    server.serve_forever()

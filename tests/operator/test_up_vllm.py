@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +54,10 @@ def write(folder: Path, **spec: Any) -> UpOptions:
         | spec,
     )
     (folder / "fleet.yaml").write_text(json.dumps(made))
-    return UpOptions(str(folder / "fleet.yaml"), timeout_s=60.0, vllm=str(COMMAND))
+    command = folder / "vllm"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} {COMMAND} "$@"\n')
+    command.chmod(0o755)
+    return UpOptions(str(folder / "fleet.yaml"), timeout_s=60.0, vllm=str(command))
 
 
 def view(folder: Path) -> FleetView:
@@ -83,8 +87,9 @@ def test_p_and_d_of_vllm_serve_through_the_fleets_router(folder: Path) -> None:
     prefill, decode = notes(folder)
     assert (prefill["role"], prefill["max_tokens"]) == ("kv_producer", 1)
     assert (decode["role"], decode["max_tokens"]) == ("kv_consumer", 5)
-    assert prefill["signed"], "a pair id without its MAC would move no KV"
-    assert decode["signed"]
+    for note in (prefill, decode):
+        assert note["params"]["pair_mac"], "a pair id without its MAC would move no KV"
+        assert note["environment"]["VLLM_PLUGINS"] == "xpyd"
     assert prefill["id"] == decode["id"]
     pods = {pod.pool: pod for pod in view(folder).pods}
     for note, pool in ((prefill, "prefill"), (decode, "decode")):
@@ -105,6 +110,20 @@ def test_p_and_d_of_vllm_serve_through_the_fleets_router(folder: Path) -> None:
     for note in notes(folder):
         with pytest.raises(ProcessLookupError):
             os.kill(note["pid"], 0)
+
+
+def test_p_and_d_with_nixl_serve_through_the_fleets_router(folder: Path) -> None:
+    engine = ENGINE | {"connector": "Nixl"}
+    assert run_up(write(folder, engine=engine, kvTransfer={"port": 22001}), detach=True) == 0
+    assert complete(folder)["choices"][0]["text"] == "kv_both"
+    prefill, decode = notes(folder)
+    assert prefill["params"]["do_remote_decode"]
+    assert decode["params"]["do_remote_prefill"]
+    addresses = {pod.address for pod in view(folder).pods if pod.pool != "router"}
+    assert {n["environment"]["VLLM_NIXL_SIDE_CHANNEL_HOST"] for n in (prefill, decode)} == addresses
+    for note in (prefill, decode):
+        assert note["environment"]["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "22001"
+        assert "VLLM_PLUGINS" not in note["environment"]
 
 
 @pytest.mark.parametrize(

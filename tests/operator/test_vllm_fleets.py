@@ -12,7 +12,7 @@ import pytest
 
 from tests.kv import vllm_standin
 from tests.operator.fleets import parsed, prefill_and_decode
-from tests.operator.object_samples import objects_of, sample_fleet
+from tests.operator.object_samples import objects_of
 from xpyd_operator.manifests.refusals import engine_args_problems, template_problems
 from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.template import fleet_want, layout_of
@@ -70,14 +70,15 @@ def test_every_field_reaches_vllm(tmp_path: Path) -> None:
         "--shutdown-timeout=9", "--tensor-parallel-size=2", "--pipeline-parallel-size=3",
         "--dtype=float32",
     ]  # fmt: skip
-    assert decode.env == (("A", "1"), ("XPYD_KV_PORT", "22001"))
-    assert decode.beats == ("--heartbeat-period-ms=500", "--drain-timeout=9")
+    assert decode.env == (("A", "1"), ("XPYD_KV_PORT", "22001"), ("VLLM_PLUGINS", "xpyd"))
+    assert decode.beats == (), "the plugin beats"
     assert (decode.image, layout_of(decode)) == ("vllm:1", "TP2xPP3")
     assert transfer_of(decode)["kv_port"] == 22001
     assert transfer_of(decode)["kv_load_failure_policy"] == "fail"
     key = tmp_path / "key"
     of_both = {"host": "10.0.0.5", "key_file": str(key), "wait_s": 3, "lease_s": 7,
-               "fail_without_kv": True, "pool_bytes": 8, "buffer_bytes": 1 << 30}  # fmt: skip
+               "fail_without_kv": True, "pool_bytes": 8, "buffer_bytes": 1 << 30,
+               "heartbeat_period_s": 0.5}  # fmt: skip
     assert options_of(decode, key) == options.Options(**of_both)
     assert options_of(found["prefill"], key) == options.Options(**of_both, mode="get")
 
@@ -91,7 +92,6 @@ def test_the_least_document_says_what_the_connector_needs(tmp_path: Path) -> Non
     assert found["decode"].args[:3] == ("/models/chat", "--served-model-name", "chat")
     insecure = templates(kvTransfer={"insecure": True})["decode"]
     assert options_of(insecure, key).insecure
-    assert insecure.beats[-1] == "--kv-insecure"
 
 
 def test_an_aggregated_vllm_moves_no_kv_and_may_take_its_model_from_the_hub() -> None:
@@ -104,6 +104,93 @@ def test_an_aggregated_vllm_moves_no_kv_and_may_take_its_model_from_the_hub() ->
         "org/name", "--served-model-name", "org/name", "--host=$(XPYD_POD_IP)", "--port=20001",
         "--shutdown-timeout=300", "--tensor-parallel-size=2",
     )  # fmt: skip
+    assert found.beats == ("--heartbeat-period-ms=3000", "--drain-timeout=300")
+    assert "VLLM_PLUGINS" not in dict(found.env), "the plugin refuses a vLLM without connector"
+
+
+NIXL = {"type": "VLLM", "connector": "Nixl", "image": "vllm:1"}
+
+
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_an_unchanged_vllm_gets_nixl_by_its_flags_and_its_environment(gpus: int) -> None:
+    pools = prefill_and_decode(
+        parallelism={"tensor": 2, "pipeline": 2}, resources={"gpus": gpus, "sharedMemory": "1Gi"}
+    )
+    found = templates(
+        engine=NIXL,
+        model={"uri": "hf://org/name"},
+        pools=pools,
+        kvTransfer={"port": 22001, "leaseSeconds": 60, "onFailure": "Fail", "insecure": True},
+    )
+    for pool in ("prefill", "decode"):
+        template = found[pool]
+        buffer = {} if gpus else {"kv_buffer_device": "cpu"}
+        assert transfer_of(template) == {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            **buffer,
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {"kv_lease_duration": 60},
+        }
+        assert template.args[0] == "org/name"
+        assert dict(template.env)["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "22001"
+        assert "VLLM_PLUGINS" not in dict(template.env)
+        assert template.beats[-2:] == ("--dialect=nixl", "--kv-insecure")
+        assert layout_of(template) == "TP2xPP2"
+
+
+def pods_of(**spec: Any) -> dict[str, Any]:
+    """The engines' pods by pool, their containers by name."""
+    fleet = parsed(**{"pools": prefill_and_decode(), "model": MODEL, "engine": ENGINE} | spec)
+    return {
+        obj["metadata"]["labels"]["xpyd.dev/pool"]: {
+            one["name"]: one for one in obj["spec"]["template"]["spec"]["containers"]
+        }
+        for obj in objects_of(fleet)
+        if obj["kind"] == "Deployment" and "router" not in obj["metadata"]["name"]
+    }
+
+
+def variables_of(container: dict[str, Any]) -> dict[str, Any]:
+    return {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
+
+
+def test_a_pod_of_nixl_has_its_side_channel_at_its_address_and_its_gpus() -> None:
+    gpus = prefill_and_decode(resources={"gpus": 2}, parallelism={"tensor": 2})
+    for pod in pods_of(engine=NIXL, pools=gpus).values():
+        engine = pod["engine"]
+        assert engine["image"] == "vllm:1"
+        given = variables_of(engine)
+        own_address = {"fieldRef": {"fieldPath": "status.podIP"}}
+        assert given["VLLM_NIXL_SIDE_CHANNEL_HOST"] == own_address
+        assert given["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "21001"
+        assert [port["containerPort"] for port in engine["ports"]] == [20001, 21001]
+        assert engine["resources"]["limits"]["nvidia.com/gpu"] == "2"
+        assert pod["xpyd-beats"]["image"] == "xpyd-worker:1"
+        assert "--dialect=nixl" in pod["xpyd-beats"]["args"]
+
+
+@pytest.mark.parametrize(("given", "gets"), [((), "xpyd"), (("",), "xpyd"), (("a,b",), "a,b,xpyd")])
+def test_the_documents_plugins_are_kept_beside_ours(given: tuple[str, ...], gets: str) -> None:
+    env = [{"name": "VLLM_PLUGINS", "value": value} for value in given]
+    pools = [*prefill_and_decode(), {"name": "all", "role": "Aggregated", "resources": {"gpus": 0}}]
+    pods = pods_of(engine=ENGINE | {"env": env}, pools=pools)
+    for pool in ("prefill", "decode"):
+        assert pods[pool].keys() == {"engine"}, "nothing beats twice"
+        assert variables_of(pods[pool]["engine"])["VLLM_PLUGINS"] == gets
+    alone = pods["all"]
+    assert alone.keys() == {"engine", "xpyd-beats"}
+    assert variables_of(alone["engine"]).get("VLLM_PLUGINS") == (given[0] if given else None)
+
+
+@pytest.mark.parametrize("name", ["VLLM_PLUGINS", "VLLM_NIXL_SIDE_CHANNEL_HOST"])
+def test_a_template_cannot_replace_the_variables_that_the_fleet_sets(name: str) -> None:
+    engine = {"name": "engine", "env": [{"name": name, "value": "x"}]}
+    pools = prefill_and_decode(template={"spec": {"containers": [engine]}})
+    lines = template_problems(parsed(pools=pools, model=MODEL, engine=ENGINE))
+    assert [line.partition(": ")[0] for line in lines] == [
+        f"spec.pools[{index}].template.spec.containers[0].env[0].name" for index in (0, 1)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -140,20 +227,17 @@ def test_the_beats_container_can_get_memory_and_no_other_command() -> None:
     ]
 
 
-def test_a_vllm_pod_answers_probes_with_what_vllm_has() -> None:
-    pods = [
-        obj["spec"]["template"]["spec"]["containers"]
-        for obj in objects_of(sample_fleet("vllm"))
-        if obj["kind"] == "Deployment" and "router" not in obj["metadata"]["name"]
-    ]
-    assert len(pods) == 2
-    for engine, beats in pods:
-        probes = [engine[f"{kind}Probe"] for kind in ("startup", "liveness", "readiness")]
+@pytest.mark.parametrize("engine", [ENGINE, NIXL])
+def test_a_vllm_pod_answers_probes_with_what_vllm_has(engine: dict[str, Any]) -> None:
+    for pod in pods_of(engine=engine).values():
+        served = pod.pop("engine")
+        probes = [served[f"{kind}Probe"] for kind in ("startup", "liveness", "readiness")]
         assert {probe["httpGet"]["path"] for probe in probes} == {"/health"}
-        assert engine["command"] == ["vllm", "serve"]
-        assert not any(key.endswith("Probe") for key in beats)
-        assert beats["args"][0] == "vllm-beats"
-        assert not any(entry["name"].startswith("VLLM") for entry in beats["env"])
+        assert served["command"] == ["vllm", "serve"]
+        for beats in pod.values():
+            assert not any(key.endswith("Probe") for key in beats)
+            assert beats["args"][0] == "vllm-beats"
+            assert not any(entry["name"].startswith("VLLM") for entry in beats["env"])
 
 
 def test_vllms_only_rank_has_a_port_that_others_may_reach() -> None:
@@ -166,3 +250,17 @@ def test_vllms_only_rank_has_a_port_that_others_may_reach() -> None:
     assert policy["spec"]["ingress"][0]["ports"] == [
         {"protocol": "TCP", "port": 21001, "endPort": 21002}
     ]
+
+
+def test_engines_of_nixl_reach_each_other_on_the_ports_that_ucx_chooses() -> None:
+    fleet = parsed(pools=prefill_and_decode(), model=MODEL, engine=NIXL)
+    (policy,) = (
+        obj
+        for obj in objects_of(fleet)
+        if obj["kind"] == "NetworkPolicy" and "router" not in obj["metadata"]["name"]
+    )
+    first, http = policy["spec"]["ingress"]
+    assert first.keys() == {"from"}
+    (selector,) = first["from"]
+    assert selector["podSelector"]["matchLabels"]["xpyd.dev/fleet"] == fleet.name
+    assert http["ports"] == [{"protocol": "TCP", "port": 20001}]

@@ -64,6 +64,23 @@ def test_a_beat_says_who_the_engine_is_and_what_it_has_to_do() -> None:
     assert (engine.beat.type, engine.beat.dialect, engine.beat.prompt_ids) == ("A", "", 0)
 
 
+@pytest.mark.parametrize(
+    ("version", "compatibility", "ids"),
+    [
+        (b'{"version": "0.32.0"}', "vllm 0.32.0", 1),
+        (b'{"version": "0.31.1"}', "vllm 0.31.1", 0),
+        (b"junk", "", 0),
+    ],
+)
+def test_a_vllm_with_nixl_pairs_by_its_version(
+    version: bytes, compatibility: str, ids: int
+) -> None:
+    engine = EngineState(PodEnv(role="Decode"), 3.0, lambda: "a", dialect="nixl")
+    engine.take(WELL._replace(version=version))
+    beat = engine.beat
+    assert (beat.dialect, beat.compatibility, beat.prompt_ids) == ("nixl", compatibility, ids)
+
+
 def test_a_process_that_ends_and_starts_again_is_another_instance() -> None:
     engine = state()
     seen: list[tuple[str, str]] = []

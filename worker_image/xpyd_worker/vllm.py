@@ -18,7 +18,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -30,15 +30,20 @@ from xpyd_core.logs import add_logging_arguments, set_up_logging
 from xpyd_core.messages import Heartbeat, InstanceState
 from xpyd_core.pod_env import PodEnv, read_pod_env
 from xpyd_core.request_id import Address
+from xpyd_core.vllm_answers import (
+    nixl_compatibility,
+    read_models,
+    read_version,
+    takes_prompt_ids,
+)
 from xpyd_worker.kv.engine import LETTER
 
 _log = logging.getLogger("xpyd.vllm")
+PairDialect = Literal["pair-id", "nixl"]
 _TIMEOUT_S = 2.0
 _FAST_S = 0.5
 """Between two questions while vLLM starts or leaves."""
 _MAX_ANSWER_BYTES = 4 * 1024 * 1024
-_MAX_MODELS = 64
-_MAX_NAME = 512
 EXIT_FAILED = 1
 _RUNNING, _WAITING = b"vllm:num_requests_running", b"vllm:num_requests_waiting"
 _EPILOG = """examples:
@@ -53,15 +58,7 @@ class Answers(NamedTuple):
     health: int | None
     models: bytes = b""
     metrics: bytes = b""
-
-
-class _Card(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Cards(msgspec.Struct):
-    data: list[_Card]
+    version: bytes = b""
 
 
 class EngineState:
@@ -70,7 +67,14 @@ class EngineState:
     A vLLM that was away and answers again is another process, with another incarnation.
     """
 
-    def __init__(self, env: PodEnv, period_s: float, new_incarnation: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        env: PodEnv,
+        period_s: float,
+        new_incarnation: Callable[[], str],
+        *,
+        dialect: PairDialect = "pair-id",
+    ) -> None:
         self._new_incarnation = new_incarnation
         self._is_leaving = False
         host = f"[{env.pod_ip}]" if ":" in env.pod_ip else env.pod_ip
@@ -86,9 +90,9 @@ class EngineState:
             revision=env.revision,
             state="Gone",
             period_ms=round(period_s * 1000),
-            # xpyd's connector, which refuses a vLLM before 0.32.
-            dialect="pair-id" if is_of_pair else "",
-            prompt_ids=1 if is_of_pair else 0,
+            dialect=dialect if is_of_pair else "",
+            # xpyd's connector refuses a vLLM before 0.32; others say their version.
+            prompt_ids=1 if is_of_pair and dialect == "pair-id" else 0,
         )
 
     @property
@@ -114,7 +118,12 @@ class EngineState:
         else:
             if self.state == "Gone":
                 self._change(incarnation=self._new_incarnation())
-            names, length = _models(answers.models)
+            names, length = read_models(answers.models)
+            if self.beat.dialect == "nixl" and (version := read_version(answers.version)):
+                self._change(
+                    compatibility=nixl_compatibility(version),
+                    prompt_ids=1 if takes_prompt_ids(version) else 0,
+                )
             self._change(
                 state="Ready",
                 models=names or self.beat.models,
@@ -125,17 +134,6 @@ class EngineState:
 
     def _change(self, **fields: object) -> None:
         self.beat = msgspec.structs.replace(self.beat, **fields)
-
-
-def _models(body: bytes) -> tuple[tuple[str, ...], int]:
-    """The names, and the shortest context of them; 0 where none says one."""
-    try:
-        cards = msgspec.json.decode(body, type=_Cards).data
-    except msgspec.DecodeError:
-        return (), 0
-    found = (c.id for c in cards if 0 < len(c.id) <= _MAX_NAME and c.id.isprintable())
-    lengths = [card.max_model_len for card in cards if card.max_model_len]
-    return tuple(dict.fromkeys(found))[:_MAX_MODELS], max(0, min(lengths, default=0))
 
 
 def _gauge(metrics: bytes, name: bytes) -> int:
@@ -151,13 +149,14 @@ def _gauge(metrics: bytes, name: bytes) -> int:
 
 
 def ask(address: Address) -> Answers:
-    """Ask a vLLM for its health, and, where that is fine, for its models and metrics. Blocks for
-    seconds at most."""
+    """Ask a vLLM for its health, and, where that is fine, for models, metrics and version. Blocks
+    for seconds at most."""
     try:
         health, _ = _get(address, "/health")
         if not 200 <= health < 300:
             return Answers(health)
-        return Answers(health, _get(address, "/v1/models")[1], _get(address, "/metrics")[1])
+        paths = ("/v1/models", "/metrics", "/version")
+        return Answers(health, *(_get(address, path)[1] for path in paths))
     except ConnectionRefusedError:
         return Answers(None)
     except (OSError, http.client.HTTPException):
@@ -191,13 +190,14 @@ class _Beats:
         period_s: float,
         drain_timeout_s: float,
         key: bytes,
+        dialect: PairDialect,
         argv: Sequence[str],
     ) -> None:
         self._address = Address(env.pod_ip, env.http_port)
         self._period_s = period_s
         self._drain_timeout_s = drain_timeout_s
         self._argv = argv
-        self._engine = EngineState(env, period_s, lambda: os.urandom(8).hex())
+        self._engine = EngineState(env, period_s, lambda: os.urandom(8).hex(), dialect=dialect)
         self._left = asyncio.Event()
         self._status = 0
         self._sender = HeartbeatSender(
@@ -287,6 +287,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--heartbeat-period-ms", type=int, default=3000, metavar="MS", help="between two beats")
     text = "after SIGTERM, longest wait for vLLM's end"
     add("--drain-timeout", type=float, default=300.0, metavar="SECONDS", help=text)
+    text = "of P and D: xpyd's connector (the default) or NixlConnector moves the KV"
+    add("--dialect", choices=("pair-id", "nixl"), default="pair-id", help=text)
     add("--kv-key-file", metavar="FILE", help="signs the beats; default: XPYD_KV_KEY_FILE")
     add("--kv-insecure", action="store_true", help="the fleet has no secret")
     add_logging_arguments(parser)
@@ -316,6 +318,7 @@ def _run(args: argparse.Namespace) -> int:
             period_s=period_s,
             drain_timeout_s=args.drain_timeout,
             key=key,
+            dialect=args.dialect,
             argv=args.command,
         ).run()
 

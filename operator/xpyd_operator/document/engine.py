@@ -119,6 +119,18 @@ _OF_VLLM = re.compile(
 _VLLM_PATTERN = f"^(--({'|'.join(name.replace('-', '[-_]') for name in OF_VLLM)})|-dp)([=.]|$)"
 
 
+NIXL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+NIXL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+PLUGINS = "VLLM_PLUGINS"
+PLUGIN = "xpyd"
+"""Its name in VLLM_PLUGINS, whose commas vLLM splits at and at nothing else."""
+_NAMES_PLUGIN = f"^(.*,)?{PLUGIN}(,.*)?$"
+
+
+def _names_plugin(value: str) -> bool:
+    return PLUGIN in value.split(",")
+
+
 def _first_of_vllm(engine: Engine) -> tuple[str | int, ...]:
     """The first of engine.args that the fleet sets itself; () for none."""
     if engine.type == "VLLM":
@@ -133,9 +145,10 @@ class Engine(ApiModel):
 
     type: Literal["Xpyd", "VLLM"] = "Xpyd"
     """Which engine: xpyd's own, or vLLM 0.32 or later."""
-    connector: Literal["Xpyd"] | None = None
+    connector: Literal["Xpyd", "Nixl"] | None = None
     """What moves KV between engines of type VLLM: Xpyd, xpyd's own transfer inside vLLM, for which
-    the image has `xpyd[vllm]`. Pools of role Aggregated need none."""
+    the image has `xpyd[vllm]`; Nixl, vLLM's NixlConnector, for which the image has NIXL and nothing
+    of xpyd, and which authenticates no one. Pools of role Aggregated need none."""
     image: Annotated[
         str,
         Field(max_length=512),
@@ -167,6 +180,11 @@ class Engine(ApiModel):
     ] = ()
     """Environment of every engine."""
 
+    @property
+    def is_nixl(self) -> bool:
+        """Whether vLLM's NixlConnector moves the KV."""
+        return self.connector == "Nixl"
+
     @rule(
         "!has(self.type) || self.type != 'VLLM' || has(self.image)",
         "type VLLM needs an image with vLLM",
@@ -176,6 +194,29 @@ class Engine(ApiModel):
     )
     def _has_image(self) -> bool:
         return self.type != "VLLM" or bool(self.image)
+
+    @rule(
+        f"!has(self.type) || self.type != 'VLLM' || !has(self.env) || "
+        f"!self.env.exists(e, e.name in ['{NIXL_HOST}', '{NIXL_PORT}'])",
+        f"xpyd sets {NIXL_HOST} and {NIXL_PORT}: leave them out (spec.kvTransfer.port is the port)",
+        field="env",
+    )
+    def _leaves_side_channel(self) -> bool:
+        given = any(item.name in (NIXL_HOST, NIXL_PORT) for item in self.env)
+        return self.type != "VLLM" or not given
+
+    @rule(
+        f"!has(self.type) || self.type != 'VLLM' || !has(self.env) || "
+        f"!self.env.exists(e, e.name == '{PLUGINS}' && (has(e.valueFrom) || "
+        f"(has(e.value) && e.value.matches('{_NAMES_PLUGIN}'))))",
+        f"xpyd adds its own plugin to {PLUGINS} where the connector is Xpyd: give the others as a "
+        f"value, without {PLUGIN}",
+        field="env",
+    )
+    def _leaves_plugin(self) -> bool:
+        given = (item for item in self.env if item.name == PLUGINS)
+        wrong = any(item.value_from is not None or _names_plugin(item.value) for item in given)
+        return self.type != "VLLM" or not wrong
 
     @rule(
         "!has(self.connector) || (has(self.type) && self.type == 'VLLM')",

@@ -16,7 +16,6 @@ from pydantic import Field
 from xpyd_core.pod_env import (
     DISCOVERY_PORT,
     HTTP_PORT,
-    KV_PORT,
     LAST_PORT,
     ROUTER_HTTP_PORT,
     data_port,
@@ -26,13 +25,9 @@ from xpyd_operator.document.base import (
     DNS_LABEL,
     ApiModel,
     Check,
-    DnsName,
-    HostPath,
-    KeyName,
     Numbers,
     Rule,
     Size,
-    SizeOrPercent,
     Unique,
     matching,
     rule,
@@ -47,90 +42,7 @@ from xpyd_operator.document.engines import (
     Pool,
     ShapedLike,
 )
-
-
-class KvKeyRef(ApiModel):
-    """A Secret's key that holds the fleet's KV key: 64 hex digits."""
-
-    name: DnsName
-    """Name of a Secret in the fleet's namespace."""
-    key: KeyName = "key"
-    """Key in the Secret."""
-
-
-class KvTransfer(ApiModel):
-    """How KV moves from P to D."""
-
-    mode: Literal["PutAsync", "Put", "Get"] = "PutAsync"
-    """When KV leaves P: PutAsync while it computes, Put after each step, which waits, Get when D
-    asks."""
-    transport: Literal["Auto", "TCP", "UDS", "SharedMemory"] = "Auto"
-    """What carries the KV; Auto: the best that both engines of a pair have."""
-    same_host_path: HostPath = ""
-    """Folder on each node, created if needed, where engines of one node find each other: UDS and
-    SharedMemory need it in a cluster, TCP does not use it. Pod security 'restricted' forbids
-    hostPath."""
-    port: Annotated[
-        int,
-        Field(ge=1024, le=65535),
-        Check(
-            f"self != {HTTP_PORT}",
-            f"must not be {HTTP_PORT}: engines serve HTTP there",
-            lambda port: port != HTTP_PORT,
-            kind="integer",
-        ),
-    ] = KV_PORT
-    """The KV port of each engine."""
-    buffer_size: SizeOrPercent = "10%"
-    """Device buffer of D, in mode Get of P, too: a size, or a percentage of the KV cache, which is
-    none for type VLLM. Of an instance: its ranks share it."""
-    host_pool_size: Size | None = None
-    """Host pool of D, in mode Get of P, too; none: 4Gi in a cluster, a size that fits in local
-    mode. Of an instance: its ranks share it."""
-    lease_seconds: Annotated[int, Field(ge=5, le=3600)] = 30
-    """How long KV is kept that no request asks for."""
-    wait_seconds: Annotated[int, Field(ge=1, le=600)] = 10
-    """How long a request on D waits for its KV."""
-    on_failure: Literal["Recompute", "Fail"] = "Recompute"
-    """What happens to a request whose KV does not arrive."""
-    key_secret_ref: KvKeyRef | None = None
-    """Secret with the key by which engines know each other; none: the operator creates one."""
-    insecure: bool = False
-    """No key: anyone who reaches an engine's KV port may read and write KV."""
-
-    def keeps_kv(self, role: str) -> bool:
-        """Whether engines of this role have a device buffer and a host pool: D for KV that comes
-        early, P for KV that is asked for late."""
-        return role == "Decode" or (role == "Prefill" and self.mode == "Get")
-
-    @property
-    def has_own_key(self) -> bool:
-        """Whether the fleet's key is in a Secret that the operator creates."""
-        return self.key_secret_ref is None and not self.insecure
-
-    @property
-    def socket_folder(self) -> str:
-        """The nodes' folder that engines in a cluster use, "" for none."""
-        return "" if self.transport == "TCP" else self.same_host_path
-
-    @rule(
-        "!has(self.transport) || !(self.transport in ['UDS', 'SharedMemory']) || "
-        "has(self.sameHostPath)",
-        "in a cluster transport UDS or SharedMemory needs a folder of the nodes",
-        field="sameHostPath",
-        missing=True,
-        in_cluster=True,
-    )
-    def _has_folder(self) -> bool:
-        return self.transport not in ("UDS", "SharedMemory") or bool(self.same_host_path)
-
-    @rule(
-        "!has(self.insecure) || !self.insecure || !has(self.keySecretRef)",
-        "insecure is to have no key, keySecretRef names one: leave one out",
-        field="insecure",
-    )
-    def _has_key_or_none(self) -> bool:
-        return not self.insecure or self.key_secret_ref is None
+from xpyd_operator.document.transfer import KvTransfer
 
 
 class Service(ApiModel):
@@ -284,9 +196,11 @@ class Metadata(ApiModel):
     """Annotations of the fleet."""
 
 
+_IS_NIXL = "(has(self.engine.connector) && self.engine.connector == 'Nixl')"
 _RANKS = "p.parallelism.tensor * p.parallelism.pipeline"
 _PORTS_CLASH = (
-    f"({_RANKS} > 1 || self.engine.type == 'VLLM') && "
+    # NixlConnector has one port for all ranks of an instance.
+    f"!{_IS_NIXL} && ({_RANKS} > 1 || self.engine.type == 'VLLM') && "
     f"(self.kvTransfer.port + {_RANKS} > {LAST_PORT} || "
     f"(self.kvTransfer.port - 1 <= {HTTP_PORT} && self.kvTransfer.port + {_RANKS} >= {HTTP_PORT}))"
 )
@@ -296,7 +210,7 @@ _FIRST_CLASH = f"self.pools.filter(p, {_PORTS_CLASH})[0]"
 def _clash(spec: Spec) -> tuple[str | int, ...]:
     """The first pool whose ranks have no ports, its ranks and the KV port; () for none."""
     port = spec.kv_transfer.port
-    for pool in spec.pools:
+    for pool in () if spec.engine.is_nixl else spec.pools:
         ranks = pool.parallelism.ranks
         last = data_port(port, ranks - 1)
         holds_http = rendezvous_port(port) <= HTTP_PORT <= last
@@ -320,22 +234,45 @@ def _shares_a_gpu(spec: Spec) -> tuple[str | int, ...]:
     return ()
 
 
-def _pool_rule(cel: str, message: str, field: str, broken: Callable[[Pool], bool]) -> Rule[Spec]:
+def _pool_rule(
+    cel: str, message: str, field: str, broken: Callable[[Pool], bool], *, of_nixl: bool = True
+) -> Rule[Spec]:
     """A rule for the pools of a fleet of type VLLM, whose message names the first that breaks it.
 
-    `cel` is true of a pool `p` that does.
+    `cel` is true of a pool `p` that does. Not `of_nixl`: the connector Nixl may break it.
     """
 
     def holds(spec: Spec) -> bool:
-        return spec.engine.type != "VLLM" or not any(map(broken, spec.pools))
+        is_free = spec.engine.type != "VLLM" or (spec.engine.is_nixl and not of_nixl)
+        return is_free or not any(map(broken, spec.pools))
 
     def first(spec: Spec) -> tuple[str | int, ...]:
         return next((p.name,) for p in spec.pools if broken(p))
 
     name = f"self.pools.filter(p, {cel})[0].name"
     numbers = Numbers("pool %s", name, first)
-    whole = f"self.engine.type != 'VLLM' || self.pools.all(p, !({cel}))"
+    other = "" if of_nixl else f"{_IS_NIXL} || "
+    whole = f"self.engine.type != 'VLLM' || {other}self.pools.all(p, !({cel}))"
     return rule(whole, message, field=field, numbers=numbers)(holds)
+
+
+def _unused_by_nixl(name: str, cel: str, used: Callable[[KvTransfer], bool]) -> Rule[Spec]:
+    """A rule that refuses a field of kvTransfer that NixlConnector has nothing for.
+
+    `cel` is true where the field `name` differs from its default.
+    """
+
+    def holds(spec: Spec) -> bool:
+        return not spec.engine.is_nixl or not used(spec.kv_transfer)
+
+    message = "has no meaning with the connector Nixl: leave it out (docs/vllm.md)"
+    found: Callable[[Callable[[Spec], bool]], Rule[Spec]]
+    found = rule(f"!{_IS_NIXL} || !({cel})", message, field=f"kvTransfer.{name}")
+    return found(holds)
+
+
+_ON_GPUS = "self.pools.exists(p, p.role != 'Aggregated' && p.resources.gpus > 0)"
+_ON_CPUS = "self.pools.exists(p, p.role != 'Aggregated' && p.resources.gpus == 0)"
 
 
 class Spec(ApiModel):
@@ -395,7 +332,7 @@ class Spec(ApiModel):
     @rule(
         "self.engine.type != 'VLLM' || has(self.engine.connector) || "
         "self.pools.all(p, p.role == 'Aggregated')",
-        "Prefill and Decode pools of type VLLM need a connector: Xpyd",
+        "Prefill and Decode pools of type VLLM need a connector: Xpyd or Nixl",
         field="engine.connector",
         missing=True,
     )
@@ -404,15 +341,15 @@ class Spec(ApiModel):
         return self.engine.type != "VLLM" or self.engine.connector is not None or is_whole
 
     @rule(
-        "self.engine.type != 'VLLM' || self.model.uri.startsWith('file://') || "
+        f"self.engine.type != 'VLLM' || {_IS_NIXL} || self.model.uri.startsWith('file://') || "
         "self.pools.all(p, p.role == 'Aggregated')",
         "xpyd's connector for vLLM reads the checkpoint's folder: use file://FOLDER",
         field="model.uri",
     )
     def _has_folder_for_vllm(self) -> bool:
         is_whole = all(pool.role == "Aggregated" for pool in self.pools)
-        is_folder = self.model.uri.startswith("file://")
-        return self.engine.type != "VLLM" or is_folder or is_whole
+        is_fine = self.engine.is_nixl or self.model.uri.startswith("file://")
+        return self.engine.type != "VLLM" or is_fine or is_whole
 
     _moves_kv_of_cpus = _pool_rule(
         "p.role != 'Aggregated' && p.resources.gpus > 0",
@@ -420,6 +357,7 @@ class Spec(ApiModel):
         "and Decode pools to 0",
         field="engine.connector",
         broken=lambda pool: pool.role != "Aggregated" and pool.resources.gpus > 0,
+        of_nixl=False,
     )
     _is_one_pod = _pool_rule(
         "p.resources.gpus > 0 && p.resources.gpus < p.parallelism.tensor * p.parallelism.pipeline",
@@ -429,18 +367,18 @@ class Spec(ApiModel):
     )
 
     @rule(
-        "self.engine.type != 'VLLM' || "
+        f"self.engine.type != 'VLLM' || {_IS_NIXL} || "
         "(self.kvTransfer.transport in ['Auto', 'TCP'] && !has(self.kvTransfer.sameHostPath))",
-        "KV of vLLM goes over TCP alone: leave transport and sameHostPath out",
+        "xpyd's connector for vLLM moves KV over TCP alone: leave transport and sameHostPath out",
         field="kvTransfer",
     )
     def _has_transport_of_vllm(self) -> bool:
         kv = self.kv_transfer
         is_tcp = kv.transport in ("Auto", "TCP") and not kv.same_host_path
-        return self.engine.type != "VLLM" or is_tcp
+        return self.engine.type != "VLLM" or self.engine.is_nixl or is_tcp
 
     @rule(
-        "self.engine.type != 'VLLM' || type(self.kvTransfer.bufferSize) == int || "
+        f"self.engine.type != 'VLLM' || {_IS_NIXL} || type(self.kvTransfer.bufferSize) == int || "
         "!string(self.kvTransfer.bufferSize).endsWith('%') || "
         "string(self.kvTransfer.bufferSize) == '10%'",
         "xpyd does not know the size of vLLM's KV cache: give a size such as 1Gi, or leave it out",
@@ -448,7 +386,52 @@ class Spec(ApiModel):
     )
     def _knows_its_buffer(self) -> bool:
         size = self.kv_transfer.buffer_size
-        return self.engine.type != "VLLM" or not size.endswith("%") or size == "10%"
+        is_free = self.engine.type != "VLLM" or self.engine.is_nixl
+        return is_free or not size.endswith("%") or size == "10%"
+
+    _has_no_mode = _unused_by_nixl(
+        "mode", "self.kvTransfer.mode != 'PutAsync'", lambda kv: kv.mode != "PutAsync"
+    )
+    _has_no_transport = _unused_by_nixl(
+        "transport", "self.kvTransfer.transport != 'Auto'", lambda kv: kv.transport != "Auto"
+    )
+    _has_no_folder = _unused_by_nixl(
+        "sameHostPath", "has(self.kvTransfer.sameHostPath)", lambda kv: bool(kv.same_host_path)
+    )
+    _has_no_buffer = _unused_by_nixl(
+        "bufferSize",
+        "type(self.kvTransfer.bufferSize) == int || string(self.kvTransfer.bufferSize) != '10%'",
+        lambda kv: kv.buffer_size != "10%",
+    )
+    _has_no_pool = _unused_by_nixl(
+        "hostPoolSize",
+        "has(self.kvTransfer.hostPoolSize)",
+        lambda kv: kv.host_pool_size is not None,
+    )
+    _has_no_wait = _unused_by_nixl(
+        "waitSeconds", "self.kvTransfer.waitSeconds != 10", lambda kv: kv.wait_seconds != 10
+    )
+
+    @rule(
+        f"!{_IS_NIXL} || !({_ON_GPUS} && {_ON_CPUS})",
+        "NIXL moves no KV between a GPU and a CPU: set resources.gpus of all Prefill and Decode "
+        "pools, or 0 in all",
+        field="engine.connector",
+    )
+    def _has_one_kind_of_device(self) -> bool:
+        kinds = {pool.resources.gpus > 0 for pool in self.pools if pool.role != "Aggregated"}
+        return not self.engine.is_nixl or len(kinds) < 2
+
+    @rule(
+        f"!{_IS_NIXL} || self.networkPolicy.enabled || self.kvTransfer.insecure",
+        "NIXL knows no key: without a network policy anyone in the cluster may read and write KV; "
+        "leave it enabled, or say kvTransfer.insecure: true",
+        field="networkPolicy.enabled",
+        in_cluster=True,
+    )
+    def _keeps_others_from_nixl(self) -> bool:
+        is_kept = self.network_policy.enabled or self.kv_transfer.insecure
+        return not self.engine.is_nixl or is_kept
 
 
 class InferenceFleet(ApiModel):

@@ -30,7 +30,6 @@ UNSUPPORTED_FIELDS = frozenset(
 """Paths without list indexes."""
 
 UNSUPPORTED_VALUES = {
-    "spec.engine.connector": ("Nixl",),
     "spec.kvTransfer.transport": ("NCCL", "CUDAIPC", "NIXL"),
 }
 """Path without list indexes -> values of its enum."""

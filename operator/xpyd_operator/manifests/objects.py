@@ -238,7 +238,7 @@ def network_policies(fleet: InferenceFleet, placement: Placement) -> tuple[JsonO
     routers = {"podSelector": _pod_selector(fleet, names.ROUTER_APP)}
     scrapers = {"namespaceSelector": {"matchLabels": {names.LABEL_SCRAPE: "true"}}}
     to_engines = [
-        {"from": [engines], "ports": [_kv_ports(fleet)]},
+        _between_engines(fleet, engines),
         {"from": [routers, scrapers], "ports": [_port(HTTP_PORT)]},
         *_inside_instances(fleet),
     ]
@@ -262,6 +262,13 @@ def _pod_selector(fleet: InferenceFleet, app: str) -> JsonObject:
 
 def _port(number: int) -> JsonObject:
     return {"protocol": "TCP", "port": number}
+
+
+def _between_engines(fleet: InferenceFleet, engines: JsonObject) -> JsonObject:
+    """NIXL's data comes to ports that UCX chooses; its handshake to the KV port."""
+    if fleet.spec.engine.is_nixl:
+        return {"from": [engines]}
+    return {"from": [engines], "ports": [_kv_ports(fleet)]}
 
 
 def _kv_ports(fleet: InferenceFleet) -> JsonObject:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT, data_port
+from xpyd_operator.document.engine import NIXL_HOST, NIXL_PORT
 from xpyd_operator.document.engines import Pool
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests import names
@@ -39,6 +40,7 @@ from xpyd_operator.manifests.volumes import (
     socket_volume,
 )
 from xpyd_operator.plan.values import ROUTER, Probe, Workload, probes_of
+from xpyd_operator.plan.vllm import variables
 
 MERGE_KEYS = {
     "containers": "name",
@@ -133,7 +135,7 @@ def engine_pod(
     container: JsonObject = {
         "name": names.ENGINE_CONTAINER,
         **_program(workload, socket_args),
-        "env": _engine_env(fleet, workload, placement),
+        "env": _engine_env(fleet, pool, workload, placement),
         "resources": _engine_resources(fleet, pool),
         "volumeMounts": [
             *common_mounts(fleet),
@@ -171,7 +173,7 @@ def engine_pod(
 
 def _program(workload: Workload, socket_args: tuple[str, ...]) -> JsonObject:
     args = workload.template.args
-    if workload.template.beats:
+    if workload.template.is_vllm:
         return {"command": ["vllm", "serve"], "args": list(args)}
     return {"args": ["worker", *socket_args, *args]}
 
@@ -193,6 +195,9 @@ def engine_ports(fleet: InferenceFleet, pool: Pool) -> dict[str, int]:
     """What an instance's first pod listens on, by name. Its other pods have one template for all of
     them, which cannot say whose ranks listen where; a pod need not name its ports to use them."""
     kv_port, ranks = fleet.spec.kv_transfer.port, pool.parallelism.ranks
+    if fleet.spec.engine.is_nixl:
+        # Its scheduler answers for all ranks; where they take KV is UCX's to choose.
+        return {"http": HTTP_PORT, "kv": kv_port}
     # A rank of vLLM is another process than its scheduler also where it is alone.
     is_apart = ranks > 1 or fleet.spec.engine.type == "VLLM"
     here = ranks // pods_per_instance(pool) if is_apart else 0
@@ -327,13 +332,18 @@ def _instance_env(
 
 
 def _engine_env(
-    fleet: InferenceFleet, workload: Workload, placement: Placement
+    fleet: InferenceFleet, pool: Pool, workload: Workload, placement: Placement
 ) -> list[JsonObject]:
     model = fleet.spec.model
     env = _instance_env(fleet, workload, placement)
-    if workload.template.beats:
+    ours: dict[str, str] = {}
+    if workload.template.is_vllm:
         # Where its ranks meet; and torch asks for the user's name, which the image may not have.
         env |= {"VLLM_HOST_IP": _field("status.podIP"), "LOGNAME": {"value": "xpyd"}}
+        ours = variables(fleet.spec, pool)
+        if NIXL_PORT in ours:
+            env[NIXL_HOST] = _field("status.podIP")
+        env |= {name: {"value": value} for name, value in ours.items()}
     if model.uri.startswith("hf://"):
         env["HF_HOME"] = {"value": MODELS_FOLDER}
     if model.secret_ref is not None:
@@ -344,7 +354,7 @@ def _engine_env(
     for variable in fleet.spec.engine.env:
         env.pop(variable.name, None)
         if variable.value_from is None:
-            env[variable.name] = {"value": variable.value}
+            env[variable.name] = {"value": ours.get(variable.name, variable.value)}
         else:
             source = variable.value_from.model_dump(by_alias=True, exclude_none=True)
             env[variable.name] = {"valueFrom": source}

@@ -20,6 +20,7 @@ from xpyd_core import __version__
 from xpyd_core.errors import UserError
 from xpyd_core.pod_env import ROUTER_HTTP_PORT
 from xpyd_core.sizes import parse_bytes
+from xpyd_operator.document.engine import NIXL_HOST, NIXL_PORT, PLUGINS
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.pod_template import pod_mistakes
 from xpyd_operator.manifests import names
@@ -41,12 +42,14 @@ _LEAVE_OUT = "set by xpyd; leave it out"
 
 @dataclass(frozen=True)
 class _Ours:
-    """What is xpyd's in a template of this kind: the container's name, its ports and devices."""
+    """What is xpyd's in a template of this kind: the container's name, ports, devices and variables
+    (besides XPYD_*)."""
 
     container: str
     ports: Mapping[str, int]
     args: str = _LEAVE_OUT
     devices: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
 
 
 def template_problems(fleet: InferenceFleet) -> tuple[str, ...]:
@@ -63,6 +66,7 @@ def template_problems(fleet: InferenceFleet) -> tuple[str, ...]:
             engine_ports(fleet, pool),
             "set by xpyd; use spec.engine.args",
             (pool.resources.gpu_resource_name or names.DEFAULT_GPU_RESOURCE,),
+            (PLUGINS, NIXL_HOST, NIXL_PORT) if spec.engine.type == "VLLM" else (),
         )
         found += _problems(f"spec.pools[{index}].template", pool.template or {}, engine)
     return (*found, *_user_problems(fleet))
@@ -133,6 +137,8 @@ def _item_problems(path: str, container: JsonObject, ours: _Ours) -> Iterator[st
     for item, at in _items(container, "env", path):
         if str(item.get("name", "")).startswith("XPYD_"):
             yield f"{at}.name: XPYD_* is set by xpyd; leave it out"
+        elif item.get("name") in ours.variables:
+            yield f"{at}.name: set by xpyd; use spec.engine.env, which says what is allowed"
     for item, at in _items(container, "ports", path):
         # Compared, not looked up: a name may be anything, a list too.
         named = item.get("name") in tuple(ours.ports)

@@ -82,7 +82,7 @@ def given_sizes(fleet: InferenceFleet, pool: Pool) -> Sizes:
     args, kv = fleet.spec.engine.args, fleet.spec.kv_transfer
     ranks = pool.parallelism.ranks
     if fleet.spec.engine.type == "VLLM":
-        keeps = kv.keeps_kv(pool.role)
+        keeps = kv.keeps_kv(pool.role) and not fleet.spec.engine.is_nixl
         buffer = "0" if not keeps or kv.buffer_size.endswith("%") else kv.buffer_size
         size = None if kv.host_pool_size is None else parse_bytes(kv.host_pool_size)
         return Sizes(ranks, vllm_cache_bytes(fleet), buffer, size if keeps else 0)

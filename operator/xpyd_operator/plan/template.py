@@ -15,9 +15,10 @@ from pydantic import BaseModel
 
 from xpyd_core.parallel.checks import PIPELINE, TENSOR
 from xpyd_operator.document.engines import Parallelism, Pool
-from xpyd_operator.document.fleet import InferenceFleet, KvTransfer, Router
+from xpyd_operator.document.fleet import InferenceFleet, Router
+from xpyd_operator.document.transfer import KvTransfer
 from xpyd_operator.plan.values import MOST_REPLICAS, ROUTER, FleetWant, PoolWant, Template
-from xpyd_operator.plan.vllm import beats_args, serve_args
+from xpyd_operator.plan.vllm import beats_args, beats_itself, serve_args, variables
 
 INSECURE_FLAG = "--kv-insecure"
 """The argument of engines and routers of a fleet without a key."""
@@ -78,11 +79,12 @@ def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str, image: str
         return Template(
             pool.role,
             (*serve_args(spec, pool, model=model), *_parallel_args(pool), *spec.engine.args),
-            tuple(env),
+            tuple({**dict(env), **variables(spec, pool)}.items()),
             spec.engine.image,
-            # Its heartbeats come from the operator's own image.
-            _engine_pod(fleet, pool, beats_image=image),
-            beats_args(spec),
+            # Heartbeats beside it come from the operator's own image.
+            _engine_pod(fleet, pool, beats_image="" if beats_itself(spec, pool) else image),
+            beats_args(spec, pool),
+            is_vllm=True,
         )
     args = [f"--model={model}"]
     if spec.model.revision:

@@ -19,8 +19,8 @@ class Template:
 
     `image`: of its container, "" where there is none. `pod`: canonical JSON of what else the
     document says about the pod; only its equality matters here, xpyd_operator.manifests renders it.
-    `beats`: the flags of `xpyd vllm-beats` beside an engine of type VLLM, whose flags `args` are
-    then; () for xpyd's own programs, which send heartbeats themselves.
+    `is_vllm`: `args` are the flags of `vllm serve`. `beats`: those of `xpyd vllm-beats` beside it;
+    () where an engine sends its heartbeats itself.
     """
 
     role: PoolRole
@@ -29,6 +29,7 @@ class Template:
     image: str = ""
     pod: str = ""
     beats: tuple[str, ...] = ()
+    is_vllm: bool = False
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ def probes_of(template: Template) -> Probes:
     """The probes of an instance of a template."""
     if template.role == ROUTER:
         return ROUTER_PROBES
-    return VLLM_PROBES if template.beats else ENGINE_PROBES
+    return VLLM_PROBES if template.is_vllm else ENGINE_PROBES
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The command line of `vllm serve` for one pool, and that of the heartbeats beside it.
+"""The command line and the variables of `vllm serve` for one pool, and the heartbeats beside it.
 
 What only the pod knows is a variable that Kubernetes puts in: `$(XPYD_POD_IP)`. See docs/vllm.md
-and docs/adr/0050.
+and docs/adr/0050 and 0054.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 
 from xpyd_core.pod_env import HTTP_PORT
 from xpyd_core.sizes import parse_bytes
+from xpyd_operator.document.engine import NIXL_PORT, PLUGIN, PLUGINS
 from xpyd_operator.document.engines import Pool
-from xpyd_operator.document.fleet import KvTransfer, Spec
+from xpyd_operator.document.fleet import Spec
 
 POD_IP = "$(XPYD_POD_IP)"
 KEY_FILE = "$(XPYD_KV_KEY_FILE)"
@@ -36,24 +37,58 @@ def serve_args(spec: Spec, pool: Pool, *, model: str) -> list[str]:
         f"--shutdown-timeout={spec.drain.timeout_seconds}",
     ]
     if pool.role != "Aggregated":
-        config = json.dumps(_transfer(spec.kv_transfer, pool.role), separators=(",", ":"))
+        transfer = _of_nixl(spec, pool) if spec.engine.is_nixl else _of_xpyd(spec, pool.role)
+        config = json.dumps(transfer, separators=(",", ":"))
         args.append(f"--kv-transfer-config={config}")
     return args
 
 
-def beats_args(spec: Spec) -> tuple[str, ...]:
-    """The flags of `xpyd vllm-beats`."""
+def beats_itself(spec: Spec, pool: Pool) -> bool:
+    """Whether xpyd's plugin in vLLM's API server sends the heartbeats: it needs the connector."""
+    return spec.engine.connector == "Xpyd" and pool.role != "Aggregated"
+
+
+def variables(spec: Spec, pool: Pool) -> dict[str, str]:
+    """What the fleet sets in vLLM's environment; the document's own value of PLUGINS is in it."""
+    if pool.role == "Aggregated":
+        return {}
+    if spec.engine.is_nixl:
+        return {NIXL_PORT: str(spec.kv_transfer.port)}
+    given = next((item.value for item in spec.engine.env if item.name == PLUGINS), "")
+    return {PLUGINS: f"{given},{PLUGIN}" if given else PLUGIN}
+
+
+def beats_args(spec: Spec, pool: Pool) -> tuple[str, ...]:
+    """The flags of `xpyd vllm-beats`; () where it does not run."""
+    if beats_itself(spec, pool):
+        return ()
+    is_nixl = spec.engine.is_nixl and pool.role != "Aggregated"
     return (
         f"--heartbeat-period-ms={spec.heartbeat.interval_milliseconds}",
         f"--drain-timeout={spec.drain.timeout_seconds}",
+        *(("--dialect=nixl",) if is_nixl else ()),
         *(("--kv-insecure",) if spec.kv_transfer.insecure else ()),
     )
 
 
-def _transfer(kv: KvTransfer, role: str) -> dict[str, Any]:
+def _of_nixl(spec: Spec, pool: Pool) -> dict[str, Any]:
+    kv = spec.kv_transfer
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        # On a GPU it is vLLM's default.
+        **({} if pool.resources.gpus else {"kv_buffer_device": "cpu"}),
+        "kv_load_failure_policy": kv.on_failure.lower(),
+        "kv_connector_extra_config": {"kv_lease_duration": kv.lease_seconds},
+    }
+
+
+def _of_xpyd(spec: Spec, role: str) -> dict[str, Any]:
+    kv = spec.kv_transfer
     extra: dict[str, Any] = {"host": POD_IP}
     extra |= {"insecure": True} if kv.insecure else {"key_file": KEY_FILE}
     extra |= {"wait_s": kv.wait_seconds, "lease_s": kv.lease_seconds}
+    extra["heartbeat_period_s"] = spec.heartbeat.interval_milliseconds / 1000
     if kv.mode != "PutAsync" and role == "Prefill":  # D does what P says
         extra["mode"] = _MODES[kv.mode]
     if kv.keeps_kv(role):

@@ -76,9 +76,10 @@ def _with_gpus(index: int, pool: Pool) -> Iterator[str]:
 def _for_vllm(fleet: InferenceFleet, vllm: str) -> Iterator[str]:
     """vLLM is the user's own, and takes memory as its environment says, not as we choose."""
     if shutil.which(vllm) is None:
+        what = "NIXL" if fleet.spec.engine.is_nixl else "xpyd[vllm]"
         yield (
-            f"spec.engine.type: VLLM: no command {vllm}: install vLLM and xpyd[vllm] in an "
-            "environment of their own, and name its command with `xpyd up --vllm FOLDER/bin/vllm`"
+            f"spec.engine.type: VLLM: no command {vllm}: install vLLM and {what} in an "
+            "environment of its own, and name its command with `xpyd up --vllm FOLDER/bin/vllm`"
         )
     if vllm_cache_bytes(fleet) is None:
         yield (
@@ -86,7 +87,7 @@ def _for_vllm(fleet: InferenceFleet, vllm: str) -> Iterator[str]:
             f'{{name: {VLLM_CACHE}, value: "1"}}, whole GiB for the KV cache of each rank'
         )
     kv = fleet.spec.kv_transfer
-    keeps = any(kv.keeps_kv(pool.role) for pool in fleet.spec.pools)
+    keeps = not fleet.spec.engine.is_nixl and any(kv.keeps_kv(p.role) for p in fleet.spec.pools)
     if keeps and "host_pool_size" not in kv.model_fields_set:
         yield (
             "spec.kvTransfer.hostPoolSize: local mode chooses no memory for vLLM: write a size "

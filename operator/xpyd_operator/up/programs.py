@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
+from xpyd_operator.document.engine import NIXL_HOST
 from xpyd_operator.plan.template import INSECURE_FLAG
 from xpyd_operator.plan.values import ROUTER, Probes, Template, probes_of
 from xpyd_operator.up.folder import DISCOVERY_PORT
@@ -74,8 +75,11 @@ class Pod:
 
 
 def xpyd_program(pod: Pod) -> list[str]:
-    """This Python's own xpyd. -P ignores a folder of a module's name in the working folder."""
+    """This Python's own xpyd. -P ignores a folder of a module's name in the working folder. [] for
+    a vLLM that beats itself: pod_arguments has its command, too."""
     command = "router" if pod.template.role == ROUTER else "worker"
+    if pod.template.is_vllm and not pod.template.beats:
+        return []  # vLLM's, which only the settings name
     if pod.template.beats:
         command = "vllm-beats"
     return [sys.executable, "-P", "-m", "xpyd_core", command]
@@ -106,11 +110,13 @@ def pod_arguments(pod: Pod, settings: LocalSettings, listener: int | None = None
             # No load balancer needs time to notice the drain here.
             "--drain-seconds=0",
         ]
-    elif pod.template.beats:
+    elif pod.template.is_vllm:
         # vLLM's own log needs no flag; its arguments name what only the pod knows.
         known = pod_environment(pod, settings, {})
         given = [_with_variables(arg, known) for arg in pod.template.args]
-        return [*logging, *pod.template.beats, "--", settings.vllm, "serve", *given]
+        command = [settings.vllm, "serve", *given]
+        beats = pod.template.beats
+        return [*logging, *beats, "--", *command] if beats else command
     else:
         place = [f"--threads={settings.memory.threads}", *settings.memory.of(pod.pool).args]
         if pod.template.role != "Aggregated":
@@ -144,6 +150,6 @@ def pod_environment(
         environ["XPYD_KV_KEY_FILE"] = str(settings.key_file)
     if pod.template.role != ROUTER:
         environ["XPYD_ROLE"] = pod.template.role
-    if pod.template.beats:
-        environ["VLLM_HOST_IP"] = address
+    if pod.template.is_vllm:
+        environ |= {"VLLM_HOST_IP": address, NIXL_HOST: address}
     return environ | dict(pod.template.env)

@@ -6,24 +6,25 @@ what it answered, so that all else goes as with engines that beat (docs/router.m
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Literal, cast
 
 import msgspec
-import orjson
 
 from xpyd_core.errors import UserError
 from xpyd_core.messages import Heartbeat, InstanceType, SpokenDialect
 from xpyd_core.request_id import Address, parse_address
+from xpyd_core.vllm_answers import (
+    nixl_compatibility,
+    read_models,
+    read_version,
+    takes_prompt_ids,
+)
 
 MAX_LISTED = 256
 ListedDialect = Literal["nixl", "nixl-push", "pair-id"]
 _DIALECTS = ("nixl", "nixl-push", "pair-id")
 _FORM = "expected P|D|A=http://HOST:PORT[,dialect=nixl|nixl-push|pair-id][,kv=HOST:PORT]"
-_VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})")
-_TAKES_PROMPT_IDS = (0, 32)
-_MAX_NAME = 512
 
 
 class ListedInstance(msgspec.Struct, frozen=True):
@@ -91,10 +92,8 @@ def listed_beat(
     vLLM's own connectors work with each other only in one version, so this is their compatibility
     key; xpyd's compares what matters itself.
     """
-    names, length = _models(models)
-    said = _version(version)
-    numbers = _VERSION.match(said)
-    takes_ids = numbers is not None and (int(numbers[1]), int(numbers[2])) >= _TAKES_PROMPT_IDS
+    names, length = read_models(models)
+    said = read_version(version)
     spoken: SpokenDialect = one.dialect or ""
     return Heartbeat(
         type=one.type,
@@ -102,37 +101,8 @@ def listed_beat(
         zmq_address=one.kv or one.http,
         models=names,
         max_model_len=length,
-        compatibility=f"vllm {said}" if spoken in ("nixl", "nixl-push") else "",
+        compatibility=nixl_compatibility(said) if spoken in ("nixl", "nixl-push") else "",
         period_ms=round(period_s * 1000),
         dialect=spoken,
-        prompt_ids=1 if takes_ids and spoken else 0,
+        prompt_ids=1 if takes_prompt_ids(said) and spoken else 0,
     )
-
-
-class _Card(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Cards(msgspec.Struct):
-    data: list[_Card]
-
-
-def _models(body: bytes) -> tuple[tuple[str, ...], int]:
-    """The names, and the shortest context of them; 0 where none says one."""
-    try:
-        cards = msgspec.json.decode(body, type=_Cards).data
-    except msgspec.DecodeError:
-        return (), 0
-    names = dict.fromkeys(c.id for c in cards if 0 < len(c.id) <= _MAX_NAME and c.id.isprintable())
-    lengths = [card.max_model_len for card in cards if card.max_model_len]
-    return tuple(names)[:64], max(0, min(lengths, default=0))
-
-
-def _version(body: bytes) -> str:
-    try:
-        said = orjson.loads(body)["version"]
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return ""
-    is_fit = isinstance(said, str) and len(said) <= 64 and said.isprintable()
-    return cast(str, said) if is_fit else ""
