@@ -298,8 +298,8 @@ def test_portable_kv_goes_between_caches_of_which_some_have_k_transposed(
     )
     real = worker._layout_name
 
-    def layout_name(config, tensor):
-        return real(config, tensor) if role_of(config) in turned else HEAD_TOKEN_KV
+    def layout_name(config, tensor, *, on_gpu):
+        return real(config, tensor, on_gpu=on_gpu) if role_of(config) in turned else HEAD_TOKEN_KV
 
     monkeypatch.setattr(worker, "_layout_name", layout_name)
     with pair({**of_p, "mode": mode, "chunk": 30}, of_d) as (p, d):

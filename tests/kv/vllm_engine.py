@@ -35,6 +35,7 @@ from xpyd_core.blocks import blocks_for
 
 vllm_standin.install()
 
+from tests.kv.vllm_memory import CacheMemory, HostMemory  # noqa: E402
 from xpyd_kv.vllm.connector import XpydConnector  # noqa: E402
 from xpyd_kv.vllm.engine_api import KVConnectorRole  # noqa: E402
 
@@ -58,9 +59,13 @@ class FakeVllm:
         port: int | None = None,
         policy: str = "recompute",
         transposed: bool = False,
+        memory: Callable[[], CacheMemory] = HostMemory,
         **extra: Any,
     ) -> None:
-        """`transposed`: the model has K transposed in its blocks, as vLLM on a CPU."""
+        """`transposed`: the model has K transposed in its blocks, as vLLM on a CPU. `memory`: makes
+        a rank's."""
+        self._make_memory = memory
+        self.memories: list[CacheMemory] = []
         self.transposed = transposed
         self.port = next(_PORTS) if port is None else port
         self.block_size, self.chunk = block_size, chunk
@@ -106,15 +111,26 @@ class FakeVllm:
     ) -> None:
         shape = (blocks, HEADS // tp, self.block_size, 2 * HEAD_DIM)
         layers = range(LAYERS * stage // pp, LAYERS * (stage + 1) // pp)
+        memory = self._make_memory()
+        self.memories.append(memory)
+        # As vLLM: all layers are cut from one tensor.
+        size = torch.Size(shape).numel() * dtype.itemsize
+        flat = memory.allocate(len(layers) * size)
+        parts = flat.view(len(layers), size).unbind()
         caches = {
-            f"model.layers.{layer}.self_attn.attn": torch.zeros(shape, dtype=dtype)
-            for layer in layers
+            f"model.layers.{layer}.self_attn.attn": part.view(dtype).view(shape)
+            for layer, part in zip(layers, parts, strict=True)
         }
+
+        class Connector(XpydConnector):
+            _open_gpu = staticmethod(memory.open_gpu)
+
         token = vllm_standin.RANK.set((stage, place))
         try:
-            rank: Any = XpydConnector(self.config, KVConnectorRole.WORKER, self.groups)
-            self.ranks.append(((stage, place), rank))
-            rank.register_kv_caches(caches)
+            with memory.model():
+                rank: Any = Connector(self.config, KVConnectorRole.WORKER, self.groups)
+                self.ranks.append(((stage, place), rank))
+                rank.register_kv_caches(caches)
         finally:
             vllm_standin.RANK.reset(token)
         self.caches.append(caches)
@@ -124,6 +140,9 @@ class FakeVllm:
             self.scheduler.shutdown()
         for _, rank in self.ranks:
             rank.shutdown()
+        memories, self.memories = self.memories, []
+        for memory in memories:
+            memory.close()
 
     # --- the scheduler
 
@@ -318,17 +337,18 @@ class FakeVllm:
     def _execute(self, metadata: Any, chunks: list[tuple[FakeRequest, int]]) -> tuple[Any, Any]:
         reports: list[tuple[Any, Any]] = []
         for (_, place), rank in self.ranks:
-            caches = self.caches[len(reports)]
-            rank.bind_connector_metadata(metadata)
-            if chunks:
-                for name, cache in caches.items():
-                    for request, number in chunks:
-                        self._write(cache, name, place, request, number)
-                    rank.save_kv_layer(name, cache, None)
-            rank.start_load_kv(None)
-            rank.wait_for_save()
-            results = pickle.loads(pickle.dumps(rank.get_transfer_results(set())))
-            meta = pickle.loads(pickle.dumps(rank.build_connector_worker_meta()))
+            number = len(reports)
+            with self.memories[number].model():
+                rank.bind_connector_metadata(metadata)
+                if chunks:
+                    for name, cache in self.caches[number].items():
+                        for request, tokens in chunks:
+                            self._write(number, name, place, request, tokens)
+                        rank.save_kv_layer(name, cache, None)
+                rank.start_load_kv(None)
+                rank.wait_for_save()
+                results = pickle.loads(pickle.dumps(rank.get_transfer_results(set())))
+                meta = pickle.loads(pickle.dumps(rank.build_connector_worker_meta()))
             reports.append((results, meta))
         first, meta = reports[0]
         for results, other in reports[1:]:
@@ -336,19 +356,26 @@ class FakeVllm:
             meta = meta if other is None else meta.aggregate(other)
         return first, meta
 
-    def _write(
-        self, cache: torch.Tensor, name: str, place: int, request: FakeRequest, number: int
-    ) -> None:
+    def _write(self, rank: int, name: str, place: int, request: FakeRequest, number: int) -> None:
+        cache = self.caches[rank][name]
         layer, heads = int(name.split(".")[2]), cache.shape[1]
         kv = kv_of(request.prompt_token_ids)[layer, place * heads : (place + 1) * heads]
-        for at in range(request.computed, request.computed + number):
-            block, slot = request.blocks[at // self.block_size], at % self.block_size
-            row = kv[:, at].to(cache.dtype)
-            if self.transposed:
-                k, v = self._parts(cache)
-                k[block, :, :, slot], v[block, :, slot] = row.split(HEAD_DIM, dim=1)
-            else:
-                cache[block, :, slot] = row
+        kv = kv.to(cache.dtype).to(cache.device)
+        slots = [
+            (at, request.blocks[at // self.block_size], at % self.block_size)
+            for at in range(request.computed, request.computed + number)
+        ]
+
+        def write() -> None:
+            for at, block, slot in slots:
+                if self.transposed:
+                    k, v = self._parts(cache)
+                    k[block, :, :, slot], v[block, :, slot] = kv[:, at].split(HEAD_DIM, dim=1)
+                else:
+                    cache[block, :, slot] = kv[:, at]
+
+        blocks = [cache[block] for block in sorted({block for _, block, _ in slots})]
+        self.memories[rank].run(write, writes=blocks)
 
     def _parts(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K as [block, head, dim, token] and V as [block, head, token, dim]."""
@@ -359,13 +386,16 @@ class FakeVllm:
     def read(self, request: FakeRequest) -> torch.Tensor:
         """The KV of a prompt in all caches: [layer, head, token, 2 * head_dim]."""
         by_layer: dict[int, list[torch.Tensor]] = {}
-        for caches in self.caches:
+        for memory, caches in zip(self.memories, self.caches, strict=True):
+            blocks = [cache[block] for cache in caches.values() for block in request.blocks]
+            memory.run(lambda: None, reads=blocks)
+            memory.finish()
             for name, cache in caches.items():
                 rows = cache[request.blocks].transpose(0, 1)
                 if self.transposed:
                     k, v = (part[request.blocks] for part in self._parts(cache))
                     rows = torch.cat((k.transpose(2, 3), v), dim=3).transpose(0, 1)
-                flat = rows.reshape(cache.shape[1], -1, 2 * HEAD_DIM)
+                flat = rows.reshape(cache.shape[1], -1, 2 * HEAD_DIM).cpu()
                 by_layer.setdefault(int(name.split(".")[2]), []).append(flat)
         whole = torch.stack([torch.cat(by_layer[layer]) for layer in range(LAYERS)])
         return whole[:, :, : len(request.prompt_token_ids)]

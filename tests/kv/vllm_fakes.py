@@ -147,6 +147,8 @@ def config_of(
         served_model_name="demo-model",
         max_model_len=4096,
         use_mla=False,
+        enable_sleep_mode=False,
+        get_head_size=lambda: HEAD_DIM,
         get_vocab_size=lambda: 4096,
         get_total_num_kv_heads=lambda: HEADS,
         get_total_num_hidden_layers=lambda: LAYERS,
@@ -158,10 +160,15 @@ def config_of(
         prefill_context_parallel_size=1,
         decode_context_parallel_size=1,
         nnodes=1,
+        enable_dbo=False,
+        ubatch_size=0,
         distributed_executor_backend="mp",
     )
     cache = SimpleNamespace(
-        block_size=block_size, kv_cache_layout="LBHNC", enable_prefix_caching=True
+        block_size=block_size,
+        cache_dtype="auto",
+        kv_cache_layout="LBHNC",
+        enable_prefix_caching=True,
     )
     return SimpleNamespace(
         model_config=model, parallel_config=parallel, cache_config=cache, speculative_config=None,

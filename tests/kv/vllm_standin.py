@@ -96,6 +96,9 @@ _MODULES = {
         "KVConnectorStats": Stats,
         "KVConnectorPromMetrics": PromMetrics,
     },
+    "vllm.distributed.kv_transfer.kv_connector.utils": {
+        "get_current_attn_backends": lambda config: [SimpleNamespace(get_name=lambda: "FLASH_ATTN")]
+    },
     "vllm.model_executor.models.utils": {"extract_layer_index": _layer_index},
     "vllm.distributed.utils": {
         "get_pp_indices": lambda layers, stage, stages: (

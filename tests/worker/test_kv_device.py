@@ -16,10 +16,10 @@ from tests.worker.device_pair import cache_on
 from tests.worker.kv_pair import KEY
 from xpyd_core.errors import UserError, XpydError
 from xpyd_kv.memory.paged import PagedMemory
+from xpyd_kv.transport.devices import paths
 from xpyd_kv.transport.devices.nccl.library import NcclLimits
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.config import MIB, WorkerConfig
-from xpyd_worker.kv import transports
 from xpyd_worker.kv.cache import check, kv_overhead, open_cache, warm_up
 from xpyd_worker.kv.engine import HeldKv, Kv, KvParts, make_kv
 
@@ -188,7 +188,7 @@ def test_all_that_is_taken_at_start_is_given_back_at_the_end(kv_on, role, transp
 
 
 def test_nccl_is_offered_by_its_name_only(kv_on, monkeypatch):
-    monkeypatch.setattr(transports, "nixl_version", lambda: None)
+    monkeypatch.setattr(paths, "nixl_version", lambda: None)
     assert names(kv_on(Machine(), config(kv_transports=TRANSPORTS))) == ["cuda_ipc"]
     kv = kv_on(Machine(), config(kv_transports=("nccl",)))
     assert names(kv) == ["cuda_ipc", "nccl"]
@@ -202,8 +202,8 @@ def test_auto_goes_on_without_a_nixl_that_does_not_work_and_its_name_alone_does_
     def broken() -> None:
         raise UserError("KV transport nixl: cannot be loaded")
 
-    monkeypatch.setattr(transports, "nixl_version", lambda: "1.5.1")
-    monkeypatch.setattr(transports, "load_nixl", broken)
+    monkeypatch.setattr(paths, "nixl_version", lambda: "1.5.1")
+    monkeypatch.setattr(paths, "load_nixl", broken)
     with caplog.at_level(logging.WARNING):
         assert names(kv_on(Machine(), config(kv_transports=TRANSPORTS))) == ["cuda_ipc"]
     assert "goes without nixl" in caplog.text

@@ -33,6 +33,7 @@ _NON_BLOCKING = 1
 _LAZY_PEER_ACCESS = 1
 _DEFAULT_KIND = 4
 _NATIVE_ATOMICS = 3
+_DRIVER = "libcuda.so.1"
 
 
 class _MemHandle(ctypes.Structure):
@@ -49,6 +50,8 @@ class Cudart:
         name = f"libcudart.so.{version.partition('.')[0]}"
         try:
             self._lib = ctypes.CDLL(name)
+            # The runtime's library does not say what an address is part of; the driver's does.
+            self._driver = ctypes.CDLL(_DRIVER)
         except OSError as error:
             raise UserError(f"{name}, which torch should have loaded: {error}") from error
         self._lib.cudaGetErrorString.restype = ctypes.c_char_p
@@ -62,6 +65,14 @@ class Cudart:
 
     def free(self, address: int) -> None:
         self._call("cudaFree", c_void_p(address))
+
+    def range_of(self, address: int) -> tuple[int, int]:
+        """Where the allocation that this address is in begins, and its size."""
+        start, size = c_void_p(), c_size_t()
+        status = self._driver.cuMemGetAddressRange_v2(byref(start), byref(size), c_void_p(address))
+        if status:
+            raise DeviceError(f"cuMemGetAddressRange: error {status} of the driver")
+        return start.value or 0, size.value
 
     def host_alloc(self, size_bytes: int) -> int:
         """Address of new pinned memory, which all devices see at that address."""
@@ -283,6 +294,12 @@ class CudaDevice:
     def allocate(self, size_bytes: int) -> DeviceView:
         with self.current():
             return DeviceView(self._index, self.runtime.malloc(size_bytes), size_bytes)
+
+    def allocation_of(self, address: int) -> DeviceView:
+        """The allocation that this address is in, also one of torch's."""
+        with self.current():
+            start, size = self.runtime.range_of(address)
+        return DeviceView(self._index, start, size)
 
     def free(self, memory: DeviceView) -> None:
         exported = self._process.exported

@@ -28,6 +28,7 @@ from xpyd_kv.vllm.engine_api import (
     VllmConfig,
     check_engine,
 )
+from xpyd_kv.vllm.gpu import Gpu, open_gpu
 from xpyd_kv.vllm.options import check_config, read_options, role_of
 from xpyd_kv.vllm.prefill import HeldBlocks, PrefillHalf
 from xpyd_kv.vllm.stats import KvPrometheus, KvStats, StatsTaker
@@ -53,12 +54,15 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
         self._gpu_pool: GpuBlockPool | None = None
         self._stats: StatsTaker | None = None
         if role == KVConnectorRole.WORKER:
-            self._rank = RankHalf(vllm_config, options)
+            self._rank = RankHalf(vllm_config, options, open_gpu=self._open_gpu)
         else:
             half = PrefillHalf if role_of(vllm_config) == "P" else DecodeHalf
             self._half = half(vllm_config, options)
 
     # --- both
+
+    def _open_gpu(self, tensor: Tensor) -> Gpu | None:
+        return open_gpu(tensor)
 
     def shutdown(self) -> None:
         """End the threads of this process."""
@@ -75,6 +79,12 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
         """Return True: `save_kv_layer` is not called in full graphs."""
         return True
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: object) -> bool:
+        """Return False: KV may move while vLLM takes the cache's memory away. vLLM 0.33 asks, and
+        refuses to start with sleep mode; under 0.32 `check_config` does."""
+        return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvStats:

@@ -128,6 +128,12 @@ def cpu_isa(dtype: torch.dtype, block_size: int, head_size: int) -> str:
     )
 
 
+def attention_backends(config: VllmConfig) -> list[str]:
+    """Return the names of the attention backends of the model's layers. Each once."""
+    found = _in_engine("distributed.kv_transfer.kv_connector.utils", "get_current_attn_backends")
+    return [backend.get_name() for backend in found(config)]
+
+
 def load_chat_template(given: str) -> str | None:
     """Return the chat template that `--chat-template` names: a file, or the text itself."""
     return _in_engine("renderers.chat_utils", "load_chat_template")(given)
@@ -148,6 +154,10 @@ class ModelConfig(Protocol):
     @property
     def use_mla(self) -> bool: ...
 
+    enable_sleep_mode: bool
+
+    def get_head_size(self) -> int: ...
+
     def get_total_num_kv_heads(self) -> int: ...
 
     def get_total_num_hidden_layers(self) -> int: ...
@@ -164,6 +174,8 @@ class ParallelConfig(Protocol):
     prefill_context_parallel_size: int
     decode_context_parallel_size: int
     nnodes: int
+    enable_dbo: bool
+    ubatch_size: int
     distributed_executor_backend: object
 
 
@@ -171,6 +183,7 @@ class CacheConfig(Protocol):
     """vLLM's, as far as it is read."""
 
     block_size: int
+    cache_dtype: str
     kv_cache_layout: str | None
     enable_prefix_caching: bool | None
 

@@ -143,16 +143,12 @@ def incarnation_of(config: VllmConfig) -> str:
 
 def check_config(config: VllmConfig, caches: KvCacheConfig, options: Options) -> None:
     """UserError, with the reason, for what this connector does not serve."""
-    parallel, refusals = config.parallel_config, list[str]()
+    parallel, refusals = config.parallel_config, _model_refusals(config)
     if len(caches.kv_cache_groups) != 1:
         refusals.append(
             f"the model has {len(caches.kv_cache_groups)} KV cache groups (sliding window, Mamba "
             "or hybrid); one is supported"
         )
-    if config.model_config.use_mla:
-        refusals.append("MLA is not tested")
-    if config.speculative_config is not None:
-        refusals.append("speculative decoding is not tested")
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name) > 1:
             refusals.append(f"{name} must be 1")
@@ -167,12 +163,23 @@ def check_config(config: VllmConfig, caches: KvCacheConfig, options: Options) ->
             'requests would fail where their KV does not come: give "kv_load_failure_policy": '
             '"recompute", or fail_without_kv in kv_connector_extra_config'
         )
-    if not Path(config.model_config.model).is_dir():
-        refusals.append(
-            f"the model {config.model_config.model!r} must be given as the folder of its checkpoint"
-        )
     if refusals:
         raise UserError(f"XpydConnector: {'; '.join(refusals)}")
+
+
+def _model_refusals(config: VllmConfig) -> list[str]:
+    model, parallel, refusals = config.model_config, config.parallel_config, list[str]()
+    if not Path(model.model).is_dir():
+        refusals.append(f"the model {model.model!r} must be given as the folder of its checkpoint")
+    if model.use_mla:
+        refusals.append("MLA is not tested")
+    if config.speculative_config is not None:
+        refusals.append("speculative decoding is not tested")
+    if model.enable_sleep_mode:
+        refusals.append("enable_sleep_mode: KV may move while vLLM takes the cache's memory away")
+    if parallel.enable_dbo or parallel.ubatch_size > 1:
+        refusals.append("enable_dbo: layers of a step are computed on several streams at once")
+    return refusals
 
 
 def model_name(config: VllmConfig) -> str:

@@ -21,6 +21,8 @@ from xpyd_kv.ranks.engine import RankedEngine, RankedMemory, engine_wire_layout
 from xpyd_kv.session.probing import ProbeResult
 from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.endpoint import TcpEndpoint
+from xpyd_kv.transport.host.data_path import UnusedPath
+from xpyd_kv.transport.host.shared_memory import host_token
 from xpyd_kv.transport.settings import Identity
 from xpyd_kv.values import BlockPool
 from xpyd_kv.vllm import engine_api
@@ -29,6 +31,7 @@ from xpyd_kv.vllm.engine_api import Request, VllmConfig
 from xpyd_kv.vllm.link import EngineState, LinkServer
 from xpyd_kv.vllm.options import Options, incarnation_of, role_of
 from xpyd_kv.vllm.worker import RankFacts
+from xpyd_kv.wire.handshake import LENT
 
 _CLOSE_S = 2.0
 PROBE_S = 15.0
@@ -64,13 +67,22 @@ class SchedulerHalf:
             channels=self._channels,
             dtype=first.dtype,
             head_dim=first.head_dim,
+            on_device=bool(first.gpu),
         )
+        # The ranks move KV; where one transport was asked for by name, this side names it, too.
+        named = options.transports[0] if len(options.transports) == 1 else ""
         addresses = tuple(parse_address(rank.address) for rank in ranks if rank.address)
 
         def make_endpoint(handler: Handler) -> TcpEndpoint:
             return TcpEndpoint(
                 handler,
-                identity=Identity(transfer.engine_id, incarnation_of(config), role),
+                identity=Identity(
+                    transfer.engine_id,
+                    incarnation_of(config),
+                    role,
+                    host=host_token() if first.gpu else b"",
+                    gpu=first.gpu,
+                ),
                 layout=engine_wire_layout(
                     engine,
                     factors=first.factors,
@@ -83,6 +95,7 @@ class SchedulerHalf:
                 source_host=options.host,
                 transports=options.transports,
                 socket_dir=Path(options.socket_dir) if options.socket_dir else None,
+                paths=(UnusedPath(named),) if named in LENT else (),
             )
 
         self.connector = build(

@@ -8,19 +8,21 @@ metadata what the step computes, and which loads are over.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from xpyd_core.compat import HEAD_TOKEN_KV, compat_factors, transposed_k
-from xpyd_core.errors import UserError
+from xpyd_core.errors import UserError, XpydError
 from xpyd_core.request_id import Address
 from xpyd_kv.memory.paged import PagedMemory, TransposedMemory, turn
+from xpyd_kv.memory.space import OwnSpace
 from xpyd_kv.metrics import EndpointCounters
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.ranks.agent import StepSender
 from xpyd_kv.ranks.build import build_rank
 from xpyd_kv.transport.api import Handler
+from xpyd_kv.transport.devices.paths import Transports, transports_for_gpu
 from xpyd_kv.transport.endpoint import TcpEndpoint
 from xpyd_kv.transport.settings import Identity
 from xpyd_kv.vllm import engine_api
@@ -32,6 +34,16 @@ from xpyd_kv.vllm.engine_api import (
     KVConnectorWorkerMetadata,
     VllmConfig,
 )
+from xpyd_kv.vllm.gpu import (
+    Gpu,
+    OpenGpu,
+    VllmDeviceMemory,
+    check_transports,
+    device_memory,
+    lendable,
+    open_device,
+    open_gpu,
+)
 from xpyd_kv.vllm.options import Options, incarnation_of, model_name, role_of
 from xpyd_kv.wire.fit import wire_layout
 
@@ -40,6 +52,10 @@ if TYPE_CHECKING:
 
 _CLOSE_S = 2.0
 _HEAD_MAJOR = "LBHNC"
+_PLAIN = ("bfloat16", "float16", "float32")
+# In vLLM 0.32 and 0.33 these split what the shape says at the head's size into K and V, and write
+# through the strides of the two parts.
+_AS_THE_SHAPE_SAYS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"}
 
 
 @dataclass
@@ -57,6 +73,8 @@ class RankFacts(KVConnectorHandshakeMetadata):
     head_dim: int
     dtype: str
     factors: dict[str, str]
+    gpu: str = ""
+    """The uuid of the GPU that has the rank's cache; '' for one on a CPU."""
 
     @property
     def engine(self) -> EngineLayout:
@@ -103,9 +121,18 @@ class StepsDone(KVConnectorWorkerMetadata):
 class RankHalf:
     """What one rank has of the transfer, from `register_kv_caches` on."""
 
-    def __init__(self, config: VllmConfig, options: Options) -> None:
+    def __init__(
+        self, config: VllmConfig, options: Options, *, open_gpu: OpenGpu = open_gpu
+    ) -> None:
         self._config = config
         self._options = options
+        self._open_gpu = open_gpu
+        # Where the cache is on a GPU.
+        self._on_gpu: VllmDeviceMemory | None = None
+        self._transports: Transports | None = None
+        self._space: OwnSpace | None = None
+        # Why no step may follow.
+        self._failed_device = ""
         self._role: Literal["P", "D"] = role_of(config)
         self._finished: set[str] = set()
         self._failed: set[str] = set()
@@ -129,8 +156,17 @@ class RankHalf:
         names = sorted(caches, key=engine_api.extract_layer_index)
         indices = [engine_api.extract_layer_index(name) for name in names]
         tensors = [caches[name] for name in names]
-        layout_name = _layout_name(self._config, tensors[0])
-        memory = self._memory(tensors, indices, layout_name)
+        options = self._options
+        gpu = open_device(self._open_gpu, tensors[0])
+        check_transports(options.transports, on_gpu=gpu is not None, socket_dir=options.socket_dir)
+        layout_name = _layout_name(self._config, tensors[0], on_gpu=gpu is not None)
+        if gpu is None:
+            memory = self._memory(tensors, indices, layout_name)
+            transports = Transports(options.settings.frames)
+        else:
+            memory = self._on_gpu = device_memory(gpu, tensors, indices)
+            transports = self._gpu_transports(gpu, memory)
+        self._transports = transports
         layout, config = memory.layout, self._config
         engine = EngineLayout(
             kv_heads=config.model_config.get_total_num_kv_heads(),
@@ -147,7 +183,7 @@ class RankHalf:
             kv_dtype=layout.dtype,
             kv_layout=HEAD_TOKEN_KV if self._options.portable else layout_name,
         )
-        options, transfer = self._options, config.kv_transfer_config
+        transfer = config.kv_transfer_config
         listen = Address(options.host, transfer.kv_port + 1 + rank) if self._role == "D" else None
         counters = EndpointCounters()
 
@@ -156,12 +192,18 @@ class RankHalf:
                 handler,
                 counters=counters,
                 identity=Identity(
-                    transfer.engine_id, incarnation_of(config), self._role, rank=rank
+                    transfer.engine_id,
+                    incarnation_of(config),
+                    self._role,
+                    rank=rank,
+                    host=transports.host,
+                    gpu=transports.gpu,
                 ),
                 layout=wire_layout(
                     layout,
                     factors=factors,
                     max_tokens=memory.num_blocks * layout.block_size,
+                    max_data_bytes=transports.max_data_bytes,
                     engine=engine,
                 ),
                 keys=options.keys,
@@ -170,6 +212,8 @@ class RankHalf:
                 source_host=options.host,
                 transports=options.transports,
                 socket_dir=Path(options.socket_dir) if options.socket_dir else None,
+                paths=transports.paths,
+                staging=transports.staging,
             )
 
         part = build_rank(
@@ -178,10 +222,11 @@ class RankHalf:
             make_endpoint=make_endpoint,
             memory=memory,
             engine=engine,
-            settings=options.settings,
-            give_up=lambda reason: engine_api.log().error("the KV transfer has failed: %s", reason),
+            settings=replace(options.settings, frames=transports.frames),
+            give_up=self._give_up,
             counters=counters,
         )
+        self._space = part.space
         part.endpoint.start()
         assert isinstance(part.endpoint, TcpEndpoint)
         self._endpoint, self._sender = part.endpoint, part.sender
@@ -198,7 +243,26 @@ class RankHalf:
             layout.head_dim,
             layout.dtype,
             factors,
+            transports.gpu,
         )
+
+    def _gpu_transports(self, gpu: Gpu, memory: VllmDeviceMemory) -> Transports:
+        options, is_p = self._options, self._role == "P"
+        return transports_for_gpu(
+            options.transports,
+            memory,
+            is_p=is_p,
+            group_bytes=options.settings.frames.group_bytes,
+            lends=lendable(gpu, memory, options.transports) if is_p else None,
+            load_nccl=gpu.load_nccl,
+            landings=lambda: () if self._space is None else self._space.regions,
+            give_up=self._give_up,
+        )
+
+    def _give_up(self, reason: str) -> None:
+        """Any thread. What the GPU still writes to is not known any more: vLLM must end."""
+        engine_api.log().error("the KV transfer has failed: %s", reason)
+        self._failed_device = self._failed_device or reason
 
     def _memory(self, tensors: list[Tensor], layers: list[int], name: str) -> PagedMemory:
         """The caches as the transfer sees them. UserError where they should be portable, and it is
@@ -215,14 +279,22 @@ class RankHalf:
     def close(self) -> None:
         """End the I/O thread and the channel's."""
         if self._endpoint is not None:
-            self._endpoint.close(_CLOSE_S)
+            is_over = self._endpoint.close(_CLOSE_S)
+            if is_over and self._transports is not None:
+                self._transports.close(self._space, deadline_s=_CLOSE_S)
+            self._endpoint = None
         self._channel.close()
 
     # --- a step, on vLLM's thread
 
     def begin_step(self, metadata: KVConnectorMetadata) -> None:
-        """The step's metadata has come, before its forward."""
+        """The step's metadata has come, before its forward. XpydError when the GPU has failed:
+        vLLM ends with it."""
         assert isinstance(metadata, StepMetadata)
+        if self._failed_device:
+            raise XpydError(f"the KV transfer has failed: {self._failed_device}")
+        if self._on_gpu is not None:
+            self._on_gpu.follow()
         for loaded in metadata.landed:
             turn(self._to_turn, loaded.blocks)
             self._finished.add(loaded.request_id)
@@ -236,6 +308,9 @@ class RankHalf:
     def layer_done(self, name: str) -> None:
         """A layer of the forward is in the cache. Hot path."""
         if self._sender is not None and self._in_step:
+            if self._on_gpu is not None:
+                # The layer is enqueued, not computed: what is sent waits for an event behind it.
+                self._on_gpu.follow()
             self._sender.layer_done(self._layers[name])
 
     def end_step(self) -> None:
@@ -260,21 +335,45 @@ class RankHalf:
         return StepsDone(steps) if steps and self._sender is not None else None
 
 
-def _layout_name(config: VllmConfig, tensor: Tensor) -> str:
+def _layout_name(config: VllmConfig, tensor: Tensor, *, on_gpu: bool) -> str:
     """The name of what the bytes are. UserError for caches whose bytes are not known."""
-    if tensor.device.type != "cpu":
-        raise UserError(
-            f"XpydConnector: a KV cache on {tensor.device.type} is not supported; on a CPU it is"
-        )
     layout = config.cache_config.kv_cache_layout
     if layout != _HEAD_MAJOR:
         raise UserError(f"XpydConnector: KV cache layout {layout}; {_HEAD_MAJOR} is supported")
+    if on_gpu:
+        return _layout_on_gpu(config, tensor)
     _, _, block_size, width = tensor.shape
     isa = engine_api.cpu_isa(tensor.dtype, block_size, width // 2)
     if isa == "vec":
         return transposed_k(block_size)
     # Known to be read and written by the same kernels only.
     return f"vllm-{engine_api.vllm_version} {isa} {block_size}"
+
+
+def _layout_on_gpu(config: VllmConfig, tensor: Tensor) -> str:
+    cache, head_size = config.cache_config, config.model_config.get_head_size()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    _, _, block_size, width = tensor.shape
+    if dtype not in _PLAIN or cache.cache_dtype not in (*_PLAIN, "auto"):
+        raise UserError(
+            f"XpydConnector: --kv-cache-dtype {cache.cache_dtype} ({dtype}): the scales of such a "
+            "cache do not move with it; give auto, or the model's own dtype"
+        )
+    if width != 2 * head_size:
+        raise UserError(
+            f"XpydConnector: a KV cache of {width} numbers for each token of a head of {head_size};"
+            " K and V of the head's size are supported"
+        )
+    if block_size != cache.block_size:
+        raise UserError(
+            f"XpydConnector: vLLM's blocks of {cache.block_size} tokens are blocks of {block_size} "
+            f"to its kernels; give --block-size {block_size}"
+        )
+    backends = engine_api.attention_backends(config)
+    if set(backends) <= _AS_THE_SHAPE_SAYS:
+        return HEAD_TOKEN_KV
+    # Known to be read and written by the same kernels only.
+    return f"vllm-{engine_api.vllm_version} {'+'.join(sorted(backends))} {block_size}"
 
 
 def _stages(config: VllmConfig, own: list[int]) -> tuple[tuple[int, ...], ...]:

@@ -20,9 +20,10 @@ import torch
 
 from xpyd_core.errors import UserError, XpydError
 from xpyd_core.sizes import format_bytes
-from xpyd_kv.memory.device import Device, DeviceError, DeviceView
+from xpyd_kv.memory.device import Device, DeviceView
 from xpyd_kv.memory.paged import DevicePagedMemory, PagedMemory, paged_over
 from xpyd_kv.transport.devices.nccl.library import Nccl, NcclLimits
+from xpyd_kv.transport.devices.paths import warm_up
 from xpyd_kv.transport.host.shared_memory import SharedMemory
 from xpyd_kv.wire.messages import MAX_PROBE_BYTES
 from xpyd_worker.config import WorkerConfig
@@ -31,10 +32,6 @@ from xpyd_worker.runner.gpu_memory import GpuLimits
 from xpyd_worker.runner.kv_cache import host_memory
 
 _log = logging.getLogger(__name__)
-# More pieces than the copy engines get, so that they go through the kernel.
-_WARM_UP_PIECES = 8
-_WARM_UP_PIECE_BYTES = 64
-_WARM_UP_S = 60.0
 WHOLE = Fraction(1)
 """The share of an instance's cache that its only rank has."""
 
@@ -197,23 +194,3 @@ def paged(
     if gpu is None:
         return PagedMemory(tensors, layers=layers)
     return gpu.paged(tensors, layers=layers)
-
-
-def warm_up(device: Device) -> None:
-    """Compile what copies a frame's pieces now, not when the first frame waits for it and its
-    connection's PINGs with it. UserError when it does not run."""
-    size = _WARM_UP_PIECES * _WARM_UP_PIECE_BYTES
-    memory = device.allocate(2 * size)
-    try:
-        stream = device.stream()
-        pieces = [
-            memory[at : at + _WARM_UP_PIECE_BYTES] for at in range(0, size, _WARM_UP_PIECE_BYTES)
-        ]
-        stream.copy([memory[size:]], pieces[::-1])
-        has_run = stream.record().wait(_WARM_UP_S)
-        stream.close()
-    except DeviceError as error:
-        raise UserError(f"the GPU cannot copy KV: {error}") from error
-    if not has_run:
-        raise UserError(f"the GPU has not copied {size} bytes within {_WARM_UP_S:.0f} s")
-    device.free(memory)
