@@ -1,4 +1,5 @@
-"""Make the environment in which vLLM runs on this machine's CPU, and print its PYTHONPATH.
+"""Make the environment in which vLLM runs on this machine's CPU, and print its PYTHONPATH; with
+`sources`, the Python files of a vLLM that does not run here (0.33 exists for CUDA only).
 
 5.9 GB, in the cache outside the tree; the second call finds it there. `make bench-engine` uses the
 same one. xxhash, which our KV transfer needs and vLLM does not bring, is in a folder beside it, so
@@ -7,17 +8,22 @@ that the environment itself stays as vLLM's wheel wants it.
 
 from __future__ import annotations
 
+import shutil
 import sys
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.engine.peer import peer_environment  # noqa: E402
-from bench.environments import run, uv  # noqa: E402
+from bench.environments import cache, environment, run, uv  # noqa: E402
 
 _INSTALL_S = 120.0
 _NIXL = "1.5.1"
+_DOWNLOAD_S = 900.0
+READ_ONLY_VERSION = "0.33.0"
+"""The vLLM whose sources are compared with what our connector expects."""
 
 
 def vllm_environment() -> tuple[Path, str]:
@@ -52,5 +58,30 @@ def nixl_path() -> str:
     return f"{folder / 'alias'}:{nixl}"
 
 
+def sources_folder() -> Path:
+    """Where `vllm_sources` puts the package `vllm`."""
+    return cache() / "vllm-sources" / READ_ONLY_VERSION
+
+
+def vllm_sources() -> Path:
+    """`sources_folder`, filled: 340 MB are downloaded, 60 MB of Python files kept. NotHere."""
+    folder = sources_folder()
+    ready = folder / "ready"
+    if ready.exists():
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    # uv downloads no wheel without unpacking all of it.
+    python = environment(folder / "pip", "pip", timeout_s=_INSTALL_S) / "bin/python"
+    wanted = ["--no-deps", "--only-binary", ":all:", f"vllm=={READ_ONLY_VERSION}"]
+    run([str(python), "-m", "pip", "download", "-d", str(folder), *wanted], _DOWNLOAD_S)
+    (wheel,) = folder.glob("vllm-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder, [n for n in archive.namelist() if n.endswith(".py")])
+    wheel.unlink()
+    shutil.rmtree(folder / "pip")
+    ready.touch()
+    return folder
+
+
 if __name__ == "__main__":
-    print(vllm_environment()[1])
+    print(vllm_sources() if sys.argv[1:] == ["sources"] else vllm_environment()[1])

@@ -265,6 +265,46 @@ def test_what_vllm_does_not_load_after_all_is_forgotten():
         assert_all_is_back(p, d)
 
 
+@pytest.mark.parametrize("store", [{}, POOL], ids=["blocks", "pool"])
+def test_a_load_whose_blocks_vllm_names_later_runs_then(store):
+    with pair({}, {"defers_loads": True, **store}) as (p, d):
+        _, request = prefill(p, d, prompt(90))
+        d.add(request)
+        d.run(p, until=lambda: request.request_id in d.deferred)
+        for _ in range(20):
+            p.step()
+            d.step()
+        assert request.status is Status.WAITING_FOR_REMOTE_KVS
+        d.start_loads()
+        d.run(p, until=lambda: request.answer is not None)
+        assert (request.answer, request.external) == (alone(prompt(90)), 90)
+        assert d.recomputed == []
+        assert_all_is_back(p, d)
+
+
+@pytest.mark.parametrize("store", [{}, POOL], ids=["blocks", "pool"])
+def test_a_load_whose_blocks_vllm_never_names_leaves_nothing(store):
+    with pair({}, {"defers_loads": True, **store}) as (p, d):
+        _, request = prefill(p, d, prompt(90))
+        d.add(request)
+        d.run(p, until=lambda: request.request_id in d.deferred)
+        d.abort(request)
+        assert_all_is_back(p, d)
+
+
+def test_a_load_that_is_named_when_p_has_gone_is_computed():
+    with pair({}, {"defers_loads": True, "wait_s": 600.0}) as (p, d):
+        _, request = prefill(p, d, prompt(90))
+        d.add(request)
+        d.run(p, until=lambda: request.request_id in d.deferred)
+        p.close()
+        d.start_loads()
+        d.run(until=lambda: request.answer is not None)
+        assert request.answer == alone(prompt(90))
+        assert d.recomputed == [request.request_id]
+        assert d.pool.get_num_free_blocks() == d.pool.num_gpu_blocks - 1
+
+
 def test_blocks_of_different_sizes_go_together_where_one_can_be_cut(monkeypatch):
     # As on CUDA, where a block is K and V of each token.
     monkeypatch.setattr(worker, "transposed_k", lambda _: HEAD_TOKEN_KV)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from abc import ABC, abstractmethod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ import torch
 from tests.kv.vllm_engine import config_of
 from xpyd_core.errors import UserError
 from xpyd_kv.vllm import engine_api, worker
+from xpyd_kv.vllm.connector import XpydConnector
+from xpyd_kv.vllm.engine_api import check_engine
 from xpyd_kv.vllm.options import Options, check_config, incarnation_of, read_options, role_of
 from xpyd_kv.vllm.stats import COUNTERS
 
@@ -36,6 +39,8 @@ from xpyd_kv.vllm.stats import COUNTERS
             "kv_load_failure_policy",
         ),
         (lambda config, _: setattr(config.model_config, "model", "org/name"), "folder"),
+        (lambda config, _: setattr(config.model_config, "enable_sleep_mode", True), "sleep"),
+        (lambda config, _: setattr(config.parallel_config, "enable_dbo", True), "enable_dbo"),
     ],
 )
 def test_what_is_not_served_is_refused_at_start_with_the_reason(change, reason):
@@ -112,21 +117,34 @@ def test_other_kernels_mean_another_layout(monkeypatch):
     assert len(names) == 3
 
 
-def test_a_vllm_with_other_methods_is_refused_and_an_untested_version_is_warned_of(
-    monkeypatch, caplog
-):
-    engine_api.check_engine()
+def test_an_untested_version_is_warned_of_and_a_checked_one_is_not(monkeypatch, caplog):
+    check_engine(XpydConnector)
+    monkeypatch.setattr(engine_api, "vllm_version", "0.33.0")
+    check_engine(XpydConnector)
     assert not caplog.records
     monkeypatch.setattr(engine_api, "vllm_version", "0.99.0+cpu")
-    engine_api.check_engine()
+    check_engine(XpydConnector)
     assert "0.99.0" in caplog.text
 
+
+def test_a_vllm_with_other_methods_is_refused_when_it_makes_the_connector(monkeypatch):
     class Other(engine_api.KVConnectorBase_V1):
         def build_connector_meta(self, scheduler_output, more): ...
 
     monkeypatch.setattr(engine_api, "KVConnectorBase_V1", Other)
-    with pytest.raises(UserError, match="build_connector_meta"):
-        engine_api.check_engine()
+    with pytest.raises(UserError, match=r"build_connector_meta: \(scheduler_output, more\)"):
+        XpydConnector(config_of("kv_producer", port=24099), None, None)
+
+
+def test_a_vllm_that_requires_a_method_more_is_refused_when_it_makes_the_connector():
+    class Newer(ABC):
+        @abstractmethod
+        def warm_connector(self): ...
+
+    class OverNewer(XpydConnector, Newer): ...
+
+    with pytest.raises(UserError, match="warm_connector: not known to xpyd, and required"):
+        OverNewer(config_of("kv_producer", port=24099), None, None)
 
 
 def test_a_restart_is_another_incarnation():

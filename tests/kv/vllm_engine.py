@@ -60,10 +60,14 @@ class FakeVllm:
         policy: str = "recompute",
         transposed: bool = False,
         memory: Callable[[], CacheMemory] = HostMemory,
+        defers_loads: bool = False,
         **extra: Any,
     ) -> None:
         """`transposed`: the model has K transposed in its blocks, as vLLM on a CPU. `memory`: makes
-        a rank's."""
+        a rank's. `defers_loads`: as 0.33 may, say which blocks a load has when `start_loads` is
+        called, which never happens for a request that is aborted before."""
+        self.defers_loads = defers_loads
+        self.deferred: dict[str, tuple[FakeRequest, int]] = {}
         self._make_memory = memory
         self.memories: list[CacheMemory] = []
         self.transposed = transposed
@@ -155,7 +159,8 @@ class FakeVllm:
     def abort(self, request: FakeRequest) -> None:
         """As when the client has gone."""
         remote = request.status is Status.WAITING_FOR_REMOTE_KVS
-        delays = remote and request.request_id not in self.arrived
+        never = self.deferred.pop(request.request_id, None) is not None
+        delays = remote and request.request_id not in self.arrived and not never
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:
@@ -287,8 +292,10 @@ class FakeVllm:
             return False
         self.pool.touch([self.pool.blocks[block] for block in found])
         request.blocks = found + self.pool.take(more)
-        blocks = SimpleNamespace(get_block_ids=lambda: (list(request.blocks),))
-        self.scheduler.update_state_after_alloc(request, blocks, external)
+        if external and self.defers_loads:
+            self.deferred[request.request_id] = (request, external)
+        else:
+            self._allocated(request, external)
         request.computed = local + external
         if external:
             request.status = Status.WAITING_FOR_REMOTE_KVS
@@ -314,9 +321,18 @@ class FakeVllm:
     def _admit_again(self, request: FakeRequest) -> bool:
         """A prompt of one token is asked for again after its load."""
         assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-        blocks = SimpleNamespace(get_block_ids=lambda: (list(request.blocks),))
-        self.scheduler.update_state_after_alloc(request, blocks, 0)
+        self._allocated(request, 0)
         return True
+
+    def start_loads(self) -> None:
+        """As when the steps that were under way are over."""
+        deferred, self.deferred = self.deferred, {}
+        for request, external in deferred.values():
+            self._allocated(request, external)
+
+    def _allocated(self, request: FakeRequest, external: int) -> None:
+        blocks = SimpleNamespace(get_block_ids=lambda: (list(request.blocks),))
+        self.scheduler.update_state_after_alloc(request, blocks, external)
 
     def _give_back(self, request: FakeRequest) -> None:
         self.pool.free_blocks([self.pool.blocks[block] for block in reversed(request.blocks)])

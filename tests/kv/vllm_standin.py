@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import re
 import sys
+from abc import ABC, abstractmethod
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -46,13 +47,23 @@ class PromMetrics:
         (self._counter_cls,) = metric_types.values()
 
 
-class SupportsHMA: ...
+class SupportsHMA(ABC):
+    @abstractmethod
+    def request_finished_all_groups(self, request, block_ids): ...
 
 
 class Base:
     def __init__(self, vllm_config, role, kv_cache_config):
         self._vllm_config, self._role = vllm_config, role
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config): ...
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config): ...
+    @classmethod
+    def build_kv_connector_stats(cls, data=None): ...
+    @classmethod
+    def build_prom_metrics(cls, vllm_config, metric_types, labelnames, per_engine_labelvalues): ...
     def bind_connector_metadata(self, connector_metadata): ...
     def register_kv_caches(self, kv_caches): ...
     def get_handshake_metadata(self): ...

@@ -41,11 +41,18 @@ if TYPE_CHECKING:
 class XpydConnector(KVConnectorBase_V1, SupportsHMA):
     """See KVConnectorBase_V1 for what vLLM calls when, docs/vllm.md for the options."""
 
+    def __new__(
+        cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KvCacheConfig
+    ) -> XpydConnector:
+        """UserError for a vLLM whose connectors have other methods. Before Python refuses a class
+        that lacks one."""
+        check_engine(cls)
+        return super().__new__(cls)
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KvCacheConfig
     ) -> None:
-        """UserError, with the reason, for a vLLM, a model or options that are not served."""
-        check_engine()
+        """UserError, with the reason, for a model or options that are not served."""
         options = read_options(vllm_config)
         check_config(vllm_config, kv_cache_config, options)
         super().__init__(vllm_config, role, kv_cache_config)

@@ -18,6 +18,8 @@ from xpyd_core.errors import UserError
 
 TESTED_VERSIONS = ("0.32.0",)
 """The versions of vLLM that this connector has run in."""
+CHECKED_VERSIONS = ("0.33.0",)
+"""Those whose source was compared with what is used here, and in which it has not run."""
 
 if TYPE_CHECKING:
     import torch
@@ -284,6 +286,7 @@ class KvConnectorOutput(Protocol):
 
 
 _EXPECTED: Mapping[str, tuple[str, ...]] = {
+    "__init__": ("vllm_config", "role", "kv_cache_config"),
     "bind_connector_metadata": ("connector_metadata",),
     "register_kv_caches": ("kv_caches",),
     "get_handshake_metadata": (),
@@ -304,28 +307,66 @@ _EXPECTED: Mapping[str, tuple[str, ...]] = {
     "reset_cache": (),
     "get_kv_connector_stats": (),
     "shutdown": (),
+    "request_finished_all_groups": ("request", "block_ids"),
+    "get_required_kvcache_layout": ("vllm_config",),
+    "requires_piecewise_for_cudagraph": ("extra_config",),
+    "build_kv_connector_stats": ("data",),
+    "build_prom_metrics": (
+        "vllm_config",
+        "metric_types",
+        "labelnames",
+        "per_engine_labelvalues",
+    ),
 }
-"""The parameters, after self, of the methods that vLLM must call as this connector has them."""
+"""The parameters, after self or cls, of the methods that vLLM must call as this connector has
+them."""
+_SINCE_0_33: Mapping[str, tuple[str, ...]] = {
+    "supports_sleep_mode": ("kv_transfer_config",),
+    "unregister_kv_caches": (),
+    "restore_kv_caches": (),
+}
+"""The same, of methods that older versions do not have."""
 
 
-def check_engine() -> None:
-    """UserError for a vLLM whose connector has other methods; a warning for an untested version."""
+def check_engine(connector: type) -> None:
+    """UserError for a vLLM whose connector has other methods than `connector` has been written for;
+    a warning for an untested version."""
     log()
-    wrong: list[str] = []
-    for name, expected in _EXPECTED.items():
-        method = getattr(KVConnectorBase_V1, name, None)
-        found = None if method is None else tuple(inspect.signature(method).parameters)[1:]
-        if found != expected:
-            has = "missing" if found is None else f"({', '.join(found)})"
-            wrong.append(f"{name}: {has}, expected ({', '.join(expected)})")
+    wrong = misfits(connector)
     if wrong:
         raise UserError(
             f"vLLM {vllm_version}: its connector API is not the one that xpyd knows "
             f"({'; '.join(wrong)}); take vLLM {TESTED_VERSIONS[-1]}, or a newer xpyd"
         )
-    if vllm_version.partition("+")[0] not in TESTED_VERSIONS:
-        tested = ", ".join(TESTED_VERSIONS)
+    version, tested = vllm_version.partition("+")[0], ", ".join(TESTED_VERSIONS)
+    if version in CHECKED_VERSIONS:
+        log().info("vLLM %s: its connector API is the known one; tested: %s", version, tested)
+    elif version not in TESTED_VERSIONS:
         log().warning("vLLM %s is untested with this connector (tested: %s)", vllm_version, tested)
+
+
+def misfits(connector: type) -> list[str]:
+    """Say how vLLM's base classes of `connector` differ from what it is written for: other
+    parameters, a method that is missing, one more that a connector must have."""
+    wrong: list[str] = []
+    for name, expected in {**_EXPECTED, **_SINCE_0_33}.items():
+        found = _parameters(name)
+        if found == expected or (found is None and name in _SINCE_0_33):
+            continue
+        has = "missing" if found is None else f"({', '.join(found)})"
+        wrong.append(f"{name}: {has}, expected ({', '.join(expected)})")
+    abstract: frozenset[str] = getattr(connector, "__abstractmethods__", frozenset())
+    return wrong + [f"{name}: not known to xpyd, and required" for name in sorted(abstract)]
+
+
+def _parameters(name: str) -> tuple[str, ...] | None:
+    """The parameters of the base classes' method, after self or cls; None: it is missing."""
+    for base in (KVConnectorBase_V1, SupportsHMA):
+        method = inspect.getattr_static(base, name, None)
+        if method is not None:
+            plain = getattr(method, "__func__", method)
+            return tuple(inspect.signature(plain).parameters)[1:]
+    return None
 
 
 def log() -> logging.Logger:
