@@ -21,7 +21,7 @@ GPU_PYTHON ?= python3
 ON_GPU := PYTHONPATH=.:core:kv_transfer:worker_image $(GPU_PYTHON)
 # Where tests may be marked `cluster`: to collect the others takes half a minute.
 CLUSTER_TESTS := tests/cluster tests/crds tests/images
-GPU_TESTS := tests/gpu tests/kv/test_device_gpu.py tests/kv/test_transport_conformance.py
+GPU_TESTS := tests/gpu tests/kv/test_device_gpu.py tests/kv/test_transport_conformance.py tests/kv/test_vllm_gpu.py
 
 .PHONY: help setup fmt lint type imports generate verify test test-slow test-all collect test-gpu test-cluster test-vllm soak demo journeys mutate bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel bench-fleet cluster-build cluster-up cluster-down cluster-status images push constraints clean
 

@@ -47,6 +47,7 @@ def test_the_gpu_tests_and_the_benchmark_need_torch_triton_numpy_pytest_and_msgs
     assert done.returncode == 0, done.stdout + done.stderr
     assert "gpu-bfloat16" in done.stdout
     assert "test_device_gpu.py" in done.stdout
+    assert "test_vllm_gpu.py" in done.stdout
     assert "test_transport_conformance.py" in done.stdout
     assert "test_kv_pair.py" in done.stdout
 

@@ -34,7 +34,12 @@ def machine() -> Iterator[Machine]:
 def pair(request: Any, tmp_path: Any) -> Pair:
     """Makes a P and a D whose caches are on one GPU."""
     if request.param == "real":
-        memories: dict[str, Any] = {"p": RealGpuMemory, "d": RealGpuMemory}
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        from xpyd_kv.memory.cuda import CudaProcess
+
+        process = CudaProcess()
+        memories: dict[str, Any] = {name: lambda: RealGpuMemory(process) for name in "pd"}
     else:
         machine = request.getfixturevalue("machine")
         world = World(machine)

@@ -138,16 +138,17 @@ class FakeGpuMemory:
 
 
 class RealGpuMemory:
-    """A GPU of this machine. Not run on one yet."""
+    """A GPU of this machine. Not run on one yet. `process`: one for P and D, which are in one."""
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, process: Any, index: int = 0) -> None:
+        self._process = process
         self._stream = torch.cuda.Stream(torch.device("cuda", index))
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         return torch.zeros(size_bytes, dtype=torch.uint8, device=self._stream.device)
 
     def open_gpu(self, tensor: torch.Tensor) -> Gpu | None:
-        return open_gpu(tensor)
+        return open_gpu(tensor, self._process)
 
     @contextmanager
     def model(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from xpyd_kv.values import KvLayout
 from xpyd_kv.vllm import engine_api
 
 if TYPE_CHECKING:
+    from xpyd_kv.memory.cuda import CudaProcess
     from xpyd_kv.vllm.engine_api import Tensor
 
 # torch rounds a large tensor up to this; what is left behind it may be another small tensor's.
@@ -42,8 +43,8 @@ OpenGpu = Callable[["Tensor"], Gpu | None]
 """Returns the GPU that a cache is on; None for the host's memory. UserError for another device."""
 
 
-def open_gpu(tensor: Tensor) -> Gpu | None:
-    """See OpenGpu."""
+def open_gpu(tensor: Tensor, process: CudaProcess | None = None) -> Gpu | None:
+    """See OpenGpu. `process`: shared where several ranks are in one process."""
     if tensor.device.type == "cpu":
         return None
     if tensor.device.type != "cuda":
@@ -55,7 +56,7 @@ def open_gpu(tensor: Tensor) -> Gpu | None:
     from xpyd_kv.memory.cuda import CudaDevice
     from xpyd_kv.transport.devices.nccl.library import load
 
-    device = CudaDevice(tensor.device.index or 0)
+    device = CudaDevice(tensor.device.index or 0, process)
     return Gpu(
         device,
         "cuda",
