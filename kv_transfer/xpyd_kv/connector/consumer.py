@@ -17,8 +17,9 @@ from functools import partial
 
 from xpyd_core.blocks import blocks_for
 from xpyd_core.request_id import TransferKey
+from xpyd_kv.connector.contact import MAX_TOKENS, UNVERIFIED, Contacts
 from xpyd_kv.memory.api import Landing
-from xpyd_kv.memory.store import LandingStore
+from xpyd_kv.memory.store import LandingStore, StagedLanding
 from xpyd_kv.ranks.build import Parts
 from xpyd_kv.session import pairs
 from xpyd_kv.session.deadlines import Remembered
@@ -63,6 +64,8 @@ class OpenOffer:
     alignment_tokens: int
     # Mode get: room is taken when the request runs, not before.
     is_pulled: bool = False
+    # Of another engine's P that is not known yet: to be compared, not to be used.
+    is_contact: bool = False
     state: OfferState = OfferState.DEFERRED
     granted_at_s: float = 0.0
     token_ids: tuple[int, ...] = field(init=False)
@@ -127,6 +130,11 @@ class KvConsumer:
         self._pulled: set[TransferKey] = set()
         # Why offered KV is gone, for a request that comes later.
         self._lost: Remembered[TransferKey, str] = Remembered(context.settings.limits.tombstone_s)
+        self._contacts = Contacts(
+            context.settings.engine,
+            context.memory.layout.dtype,
+            can_compare=not context.on_device,
+        )
         self._polled_s = 0.0
 
     # --- the engine's calls
@@ -147,6 +155,7 @@ class KvConsumer:
                 case ReceiveQuiet():
                     self._free_held(event.key, event.epoch)
         self._polled_s = now
+        self._contacts.poll(now)
         self._store.poll()
         if now >= self._lost.due_s:
             self._lost.purge(now)
@@ -182,6 +191,8 @@ class KvConsumer:
             if tuple(token_ids[: len(offer.token_ids)]) != offer.token_ids:
                 return self._no_kv(key, "digest")
             expectation.is_verified = True
+        if offer.is_contact:
+            return self._computes(key)
         match offer.state:
             case OfferState.LANDED:
                 return self._adopt(offer)
@@ -195,6 +206,24 @@ class KvConsumer:
                 if now < since_s + expectation.wait_s:
                     return _WAIT
                 return self._no_kv(key, "timeout")
+
+    def is_compared(self, key: TransferKey, tokens: int = MAX_TOKENS) -> bool:
+        """Whether P's KV of this prompt, of which we have `tokens`, is to be compared with ours."""
+        contact = self._contacts.find(key)
+        return contact is not None and not contact.own and contact.tokens <= tokens
+
+    def computed(
+        self, key: TransferKey, block_ids: Sequence[int], release: Callable[[], None]
+    ) -> None:
+        """We have computed a prompt whose P is of another engine, into these blocks, which stay as
+        they are until `release` is called. Tokens behind the prompt's are not looked at."""
+        contact, offer = self._contacts.find(key), self._offers.get(key)
+        if contact is None or offer is None or contact.own:
+            release()
+            return
+        contact.own = tuple(block_ids[: blocks_for(contact.tokens, self._pool.block_size)])
+        contact.release = release
+        self._compare(offer)
 
     def forget(self, key: TransferKey) -> None:
         """No request expects this KV any more (aborted, refused or failed): free what has landed,
@@ -223,13 +252,16 @@ class KvConsumer:
                 times.append(expectation.since_s + expectation.wait_s)
             elif offer.state is OfferState.GRANTED:
                 times.append(max(expectation.since_s, offer.granted_at_s) + expectation.wait_s)
+        comparing = self._contacts.next_deadline()
+        if comparing is not None:
+            times.append(comparing)
         if any(held.landing.is_copying for held in self._held.values()):
             times.append(self._polled_s + _COPY_POLL_S)
         return min(times, default=None)
 
     def has_work(self) -> bool:
         """Whether granted KV is still here or on its way (a draining instance waits for it)."""
-        return bool(self._offers or self._held or self._events)
+        return bool(self._offers or self._held or self._events or self._contacts.is_comparing)
 
     def drain(self) -> None:
         """Refuse OFFERs from now on; what is under way finishes."""
@@ -260,6 +292,10 @@ class KvConsumer:
             self._forget_prompt(offer)
             self._lost.set(key, "too_long", now)
             return
+        refusal = self._contacts.refusal(event.engine, event.incarnation)
+        if refusal is not None:
+            self._on_foreign(event, offer, refusal, now)
+            return
         self._offers[key] = offer
         if offer.is_pulled:
             self._call(partial(self.session.defer, key, offer.epoch))
@@ -273,10 +309,45 @@ class KvConsumer:
         else:
             self._grant(offer, landing, prefix, now, where=landing.kind)
 
+    def _on_foreign(
+        self, event: ReceiveOffered, offer: OpenOffer, refusal: str, now: float
+    ) -> None:
+        """KV of a P of another engine, which is not known to be as ours: compare it, or none."""
+        key = offer.key
+        landing = self._contacts.begin(event, refusal, self._blocks_of(offer), self._store)
+        if landing is None:
+            self._finish_at_session(key, refusal)
+            self._forget_prompt(offer)
+            self._lost.set(key, refusal, now)
+            return
+        offer.is_contact = True
+        self._offers[key] = offer
+        self._grant(offer, landing, [], now, where=landing.kind)
+
+    def _computes(self, key: TransferKey) -> NoKv:
+        """The request computes its prompt; P's KV of it is compared with that."""
+        self._metrics.not_received[UNVERIFIED] += 1
+        self._expected.pop(key, None)
+        self._call(partial(self.session.unexpect, key))
+        return NoKv(UNVERIFIED)
+
+    def _compare(self, offer: OpenOffer) -> None:
+        """Compare, if both are there."""
+        contact = self._contacts.find(offer.key)
+        if contact is None or not contact.own or offer.state is not OfferState.LANDED:
+            return
+        landing = self._held.pop((offer.key, offer.epoch)).landing
+        assert isinstance(landing, StagedLanding)
+        self._contacts.compare(contact, landing, self._polled_s)
+        self._finish(offer.key, "compared")
+        self._wake()
+
     def _on_landed(self, event: ReceiveLanded) -> None:
         offer = self._offers.get(event.key)
         if offer is not None and offer.epoch == event.epoch:
             offer.state = OfferState.LANDED
+            if offer.is_contact:
+                self._compare(offer)
         else:
             # Given up while this was on its way: it is not adopted, and no write follows.
             self._free_held(event.key, event.epoch)
@@ -409,6 +480,7 @@ class KvConsumer:
         if offer is None:
             return
         self._pulled.discard(key)
+        self._contacts.abandon(key)
         self._forget_prompt(offer)
         if offer.state is OfferState.LANDED:
             self._free_held(key, offer.epoch)

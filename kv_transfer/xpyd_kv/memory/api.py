@@ -46,6 +46,28 @@ class KvMemory(Protocol):
         ...
 
 
+class Deviation(msgspec.Struct, frozen=True, array_like=True):
+    """How far KV is from our own where it is farthest: of a token's K or V of one head, as a part
+    of the length that such rows have. `layer`: its absolute index."""
+
+    layer: int = 0
+    part: Literal["K", "V"] = "K"
+    deviation: float = 0.0
+
+
+class Comparison(Protocol):
+    """KV beside the cache is being compared with blocks of the cache."""
+
+    def is_done(self) -> bool:
+        """Whether `worst` is known; both stay as they are until then."""
+        ...
+
+    @property
+    def worst(self) -> Deviation:
+        """The largest deviation of all layers and heads."""
+        ...
+
+
 Where = Literal["blocks", "buffer", "pool"]
 
 
@@ -100,6 +122,11 @@ class StagingRoom(Room, Protocol):
         """Begin to copy its blocks from `first_block` on, as many as are named, into these blocks,
         or these blocks to there; when that is through (None: it is). Until then both stay as they
         are. DeviceError when the device fails."""
+        ...
+
+    def compare(self, block_ids: Sequence[int], tokens: int) -> Comparison:
+        """Begin to compare the first `tokens` tokens with those of these blocks of the cache. Not
+        with caches on GPUs."""
         ...
 
 

@@ -11,6 +11,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from xpyd_core.errors import XpydError
+from xpyd_kv.memory.api import Deviation
 from xpyd_kv.memory.device import Device, DeviceView, Event
 from xpyd_kv.spans import join
 from xpyd_kv.values import KvLayout
@@ -55,16 +56,53 @@ class PagedMemory(_Paged[memoryview]):
 
     Each tensor is [num_blocks, kv_heads, block_size, 2 * head_dim], all alike; `layers` are their
     absolute layer indices. The tensors must live as long as this object; it keeps them.
+    `is_transposed`: their bytes are those of TransposedMemory; `lands_transposed`: so are those
+    that land.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, layers: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        *,
+        layers: Sequence[int],
+        is_transposed: bool = False,
+        lands_transposed: bool = False,
+    ) -> None:
         layout = layout_of(tensors, layers=layers, device_type="cpu")
         super().__init__([_bytes_of(tensor) for tensor in tensors], layout)
         self.device = None
         self._tensors = tuple(tensors)
+        self._is_transposed = is_transposed
+        self._lands_transposed = lands_transposed
 
     def written(self) -> None:
         """Return None: the calls of a CPU model have returned when it has written."""
+
+    def deviation(
+        self, layer: int, block_ids: Sequence[int], landed: Sequence[memoryview], *, tokens: int
+    ) -> Deviation:
+        """How far KV that has landed is from these blocks of a layer, in the first `tokens`."""
+        import torch
+
+        own = self._tensors[layer][list(block_ids)]
+        raw = torch.frombuffer(bytearray(b"".join(landed)), dtype=torch.uint8)
+        theirs = raw.view(own.dtype).view(own.shape)
+        own = _by_token(own) if self._is_transposed else own
+        theirs = _by_token(theirs) if self._lands_transposed else theirs
+        # [head, token, K|V]
+        rows, expected = (
+            blocks.transpose(0, 1).flatten(1, 2)[:, :tokens].double() for blocks in (theirs, own)
+        )
+        width = self.layout.head_dim
+        found: list[float] = []
+        for part in (slice(0, width), slice(width, None)):
+            apart = ((rows - expected)[..., part] ** 2).sum(dim=2) ** 0.5
+            usual = (expected[..., part] ** 2).sum(dim=2).mean(dim=1, keepdim=True) ** 0.5
+            # What is 0 on both sides agrees.
+            ratios = torch.where(apart == 0, 0.0, apart / usual)
+            found.append(float(ratios.max()))
+        at = self.layout.layers[layer]
+        return farthest([Deviation(at, "K", found[0]), Deviation(at, "V", found[1])])
 
 
 class TransposedMemory(PagedMemory):
@@ -83,6 +121,11 @@ class TransposedMemory(PagedMemory):
     def views(self, layers: Sequence[int], block_ids: Sequence[int]) -> list[memoryview]:
         """Copies, one for each layer."""
         return [_bytes_of(_by_token(self._tensors[layer][list(block_ids)])) for layer in layers]
+
+
+def farthest(found: Sequence[Deviation]) -> Deviation:
+    """The largest; one that is no number is larger than all."""
+    return max(found, key=lambda one: (one.deviation != one.deviation, one.deviation))
 
 
 def turn(tensors: Sequence[torch.Tensor], block_ids: Sequence[int]) -> None:

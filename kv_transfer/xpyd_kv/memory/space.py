@@ -14,9 +14,10 @@ import msgspec
 
 from xpyd_core.errors import UserError, XpydError
 from xpyd_core.sizes import format_bytes
-from xpyd_kv.memory.api import KvMemory, Place, Room, SpillKind
+from xpyd_kv.memory.api import Deviation, KvMemory, Place, Room, SpillKind
 from xpyd_kv.memory.buddy import Extent
 from xpyd_kv.memory.device import Device, DeviceView, Event, View, on_host
+from xpyd_kv.memory.paged import PagedMemory, farthest
 from xpyd_kv.memory.store import StoreLimits
 
 
@@ -109,6 +110,17 @@ class BlockRoom(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
+class Compared:
+    """See Comparison: one that is over."""
+
+    worst: Deviation
+
+    def is_done(self) -> bool:
+        """See Comparison."""
+        return True
+
+
+@dataclass(frozen=True)
 class ExtentMemory:
     """Memory of `num_blocks` blocks of all layers: layer after layer, its blocks side by side."""
 
@@ -147,6 +159,16 @@ class ExtentRoom:
         if into_cache:
             return self.copier.copy(blocks, here)
         return self.copier.copy(self._in_blocks(here), blocks)
+
+    def compare(self, block_ids: Sequence[int], tokens: int) -> Compared:
+        """See StagingRoom."""
+        if not isinstance(self.memory, PagedMemory):
+            raise XpydError("KV is compared on CPUs only")
+        found: list[Deviation] = []
+        for layer in range(len(self.memory.layout.layers)):
+            landed = on_host(self._layer_views(layer, 0, len(block_ids)))
+            found.append(self.memory.deviation(layer, block_ids, landed, tokens=tokens))
+        return Compared(farthest(found))
 
     def _in_blocks(self, views: Sequence[View]) -> list[View]:
         """Cut the views into one for each block."""
@@ -219,6 +241,10 @@ class OwnSpace:
         that is through (None: it is). DeviceError."""
         room = self._staging_room(place)
         return room.copy(block_ids, into_cache=into_cache, first_block=first_block)
+
+    def compare(self, place: Place, block_ids: Sequence[int], tokens: int) -> Deviation:
+        """Compare the place with blocks of the cache: see StagingRoom."""
+        return self._staging_room(place).compare(block_ids, tokens).worst
 
     @property
     def regions(self) -> Sequence[View]:

@@ -16,6 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.memory.api import (
+    Comparison,
     Landing,
     LandingKind,
     Room,
@@ -190,6 +191,10 @@ class StagedLanding(_Lease[StagingRoom]):
         back. DeviceError when the device fails."""
         self._filling = self.room.copy(block_ids, into_cache=False)
         return self._filling
+
+    def compare(self, block_ids: Sequence[int], tokens: int) -> Comparison:
+        """See StagingRoom."""
+        return self.room.compare(block_ids, tokens)
 
     def free(self) -> None:
         """Give the memory back to the buffer or the host pool."""

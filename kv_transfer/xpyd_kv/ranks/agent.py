@@ -48,6 +48,10 @@ class RankAgent:
         """Handle a message of the engine."""
         if isinstance(message, pairs.Copy):
             self._copy(message)
+        elif isinstance(message, pairs.Compare):
+            place, tokens = message.place, message.tokens
+            worst = self._space.compare(place, message.block_ids, tokens)
+            self._post(pairs.Compared(number=message.number, worst=worst))
         else:
             self._half.do(message)
 

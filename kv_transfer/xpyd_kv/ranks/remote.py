@@ -14,9 +14,10 @@ from functools import partial
 import msgspec
 
 from xpyd_core.errors import XpydError
-from xpyd_kv.memory.api import Place, Room, SpillKind
+from xpyd_kv.memory.api import Deviation, Place, Room, SpillKind
 from xpyd_kv.memory.buddy import Extent
 from xpyd_kv.memory.device import View
+from xpyd_kv.memory.paged import farthest
 from xpyd_kv.memory.store import DirectLanding, StagedLanding
 from xpyd_kv.ranks.engine import Channel
 from xpyd_kv.session import pairs
@@ -67,14 +68,14 @@ def post_to(channel: Channel) -> pairs.Post:
 def listen(
     channels: Sequence[Channel],
     hear: Callable[[int, pairs.FromRank], None],
-    on_copied: Callable[[pairs.Copied], None],
+    on_copied: Callable[[pairs.Copied | pairs.Compared], None],
 ) -> None:
-    """Pass on each message of each rank, on its Channel's thread: Copied to `on_copied`, all others
-    to `hear` with the rank's number."""
+    """Pass on each message of each rank, on its Channel's thread: Copied and Compared to
+    `on_copied`, all others to `hear` with the rank's number."""
 
     def receive(rank: int, encoded: bytes) -> None:
         message = _FROM_RANK.decode(encoded)
-        if isinstance(message, pairs.Copied):
+        if isinstance(message, pairs.Copied | pairs.Compared):
             on_copied(message)
         else:
             hear(rank, message)
@@ -87,16 +88,19 @@ def listen(
 
 
 class _Ticket:
-    """An Event: one copy on all ranks."""
+    """An Event: one copy on all ranks; or a Comparison on all of them."""
 
     def __init__(self, ranks: int) -> None:
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._left = ranks
+        self._found: list[Deviation] = []
 
-    def one_done(self) -> None:
+    def one_done(self, found: Deviation | None = None) -> None:
         """Any thread: one rank is through."""
         with self._lock:
+            if found is not None:
+                self._found.append(found)
             self._left -= 1
             if not self._left:
                 self._done.set()
@@ -108,6 +112,11 @@ class _Ticket:
     def wait(self, timeout_s: float) -> bool:
         """See Event."""
         return self._done.wait(timeout_s)
+
+    @property
+    def worst(self) -> Deviation:
+        """See Comparison."""
+        return farthest(self._found)
 
 
 class RankedCopies:
@@ -125,7 +134,6 @@ class RankedCopies:
     ) -> _Ticket:
         """Engine thread. What is copied stays as it is until the ticket is done."""
         self._number += 1
-        ticket = self._tickets[self._number] = _Ticket(len(self._posts))
         copy = pairs.Copy(
             number=self._number,
             place=place,
@@ -133,17 +141,29 @@ class RankedCopies:
             into_cache=into_cache,
             first_block=first_block,
         )
+        return self._post(copy)
+
+    def compare(self, place: Place, block_ids: Sequence[int], tokens: int) -> _Ticket:
+        """Engine thread: see StagingRoom."""
+        self._number += 1
+        compare = pairs.Compare(
+            number=self._number, place=place, block_ids=tuple(block_ids), tokens=tokens
+        )
+        return self._post(compare)
+
+    def _post(self, message: pairs.Copy | pairs.Compare) -> _Ticket:
+        ticket = self._tickets[message.number] = _Ticket(len(self._posts))
         for post in self._posts:
-            post(copy)
+            post(message)
         # Those that are through were taken by those who waited for them.
         self._tickets = {n: t for n, t in self._tickets.items() if not t.is_done()}
         return ticket
 
-    def on_copied(self, copied: pairs.Copied) -> None:
+    def on_copied(self, message: pairs.Copied | pairs.Compared) -> None:
         """Any thread: a rank is through."""
-        ticket = self._tickets.get(copied.number)
+        ticket = self._tickets.get(message.number)
         if ticket is not None:
-            ticket.one_done()
+            ticket.one_done(message.worst if isinstance(message, pairs.Compared) else None)
             self._wake()
 
 
@@ -165,6 +185,10 @@ class _RankedRoom:
         return self._copies.begin(
             self.place, block_ids, into_cache=into_cache, first_block=first_block
         )
+
+    def compare(self, block_ids: Sequence[int], tokens: int) -> _Ticket:
+        """See StagingRoom."""
+        return self._copies.compare(self.place, block_ids, tokens)
 
 
 class RankedSpace:

@@ -57,12 +57,15 @@ SendEvent = SendGranted | SendDeferred | SendFlushed | SendSpilled | SendEnded
 
 class ReceiveOffered(_OfTransfer, frozen=True):
     """P announced a prompt: grant, defer or finish it. With mode get: defer, and grant when its
-    request runs. What a grant skips is a multiple of `alignment_tokens`."""
+    request runs. What a grant skips is a multiple of `alignment_tokens`. `engine` and `incarnation`
+    are P's."""
 
     prompt: OfferedPrompt
     salt: bytes
     alignment_tokens: int
     mode: Mode = "put_async"
+    engine: str = ""
+    incarnation: str = ""
 
 
 class ReceiveLanded(_OfTransfer, frozen=True):

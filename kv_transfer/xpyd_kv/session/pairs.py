@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.memory.api import Place, Room
+from xpyd_kv.memory.api import Deviation, Place, Room
 from xpyd_kv.metrics import Counts
 from xpyd_kv.session.outgoing import ReadyArea
 from xpyd_kv.session.probing import ProbeResult
@@ -123,7 +123,17 @@ class Copy(_Message, frozen=True, kw_only=True):
     first_block: int = 0
 
 
-ToRank = Send | Ready | Complete | Cancel | Forget | Probe | Open | Stop | Copy
+class Compare(_Message, frozen=True, kw_only=True):
+    """Compare the first `tokens` tokens of a place outside the cache with those of blocks of the
+    cache; Compared follows, with the number."""
+
+    number: int
+    place: Place
+    block_ids: tuple[int, ...]
+    tokens: int
+
+
+ToRank = Send | Ready | Complete | Cancel | Forget | Probe | Open | Stop | Copy | Compare
 Post = Callable[[ToRank], None]
 """Gives a message to one rank."""
 
@@ -192,6 +202,13 @@ class Copied(_Message, frozen=True, kw_only=True):
     number: int
 
 
+class Compared(_Message, frozen=True, kw_only=True):
+    """The result of the Compare of that number."""
+
+    number: int
+    worst: Deviation
+
+
 class Counted(_Message, frozen=True, kw_only=True):
     """The counts of the rank and its endpoint since the last report. It is sent before each message
     that ends a pair, and once a second."""
@@ -201,7 +218,7 @@ class Counted(_Message, frozen=True, kw_only=True):
 
 
 PairReport = Flushed | Ended | Opened | Landed | Lost | Quiet
-FromRank = PairReport | Probed | Copied | Counted
+FromRank = PairReport | Probed | Copied | Compared | Counted
 Report = Callable[[FromRank], None]
 """Gives a rank's message to its engine."""
 

@@ -121,6 +121,14 @@ class ReceiveSession(Handler):
             transfer.expected = True
             self._arrivals.arm(transfer)
 
+    def unexpect(self, key: TransferKey) -> None:
+        """No request waits for this key any more; its KV is still wanted, until its lease ends."""
+        self._expected.discard(key)
+        transfer = self._arrivals.live.get(key)
+        if transfer is not None:
+            transfer.expected = False
+            self._arrivals.touch(transfer)
+
     def finish(self, key: TransferKey, reason: str) -> None:
         """End the transfer of a key that the engine has adopted, aborted or given up."""
         now = self._clock()
@@ -321,7 +329,18 @@ class ReceiveSession(Handler):
         self._arrivals.add(transfer)
         prompt = OfferedPrompt(token_ids_of(body), offer.prompt_tokens)
         alignment = origin.alignment_tokens
-        self._report(ReceiveOffered(key, offer.epoch, prompt, offer.salt, alignment, offer.mode))
+        self._report(
+            ReceiveOffered(
+                key,
+                offer.epoch,
+                prompt,
+                offer.salt,
+                alignment,
+                offer.mode,
+                peer.hello.engine,
+                peer.hello.incarnation,
+            )
+        )
 
     def _origin(self, peer: Peer) -> Origin:
         origin = self._origins.get(peer)

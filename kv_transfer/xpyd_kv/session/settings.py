@@ -59,6 +59,8 @@ class KvSettings:
     store: StoreLimits = field(default_factory=StoreLimits)
     mode: wire.Mode = "put_async"
     """P's. D does what P says."""
+    engine: str = ""
+    """HELLO's `engine`."""
 
 
 @dataclass(frozen=True, kw_only=True)

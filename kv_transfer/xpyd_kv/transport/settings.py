@@ -68,6 +68,8 @@ class Identity:
     """xpyd_kv.transport.host.shared_memory.host_token()."""
     gpu: str = ""
     """The uuid of the GPU that holds the cache."""
+    engine: str = ""
+    """HELLO's."""
 
     def hello(
         self, nonce: bytes, transports: tuple[str, ...] = ("tcp",), *, data: bool = False
@@ -79,6 +81,7 @@ class Identity:
             minor=MINOR,
             engine_id=self.engine_id,
             incarnation=self.incarnation,
+            engine=self.engine,
             role=self.role,
             nonce=nonce,
             rank=self.rank,

@@ -205,7 +205,8 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Never delay the free: a P holds blocks by references of its own."""
-        return False, self._scheduler.finished(request)
+        (blocks,) = block_ids
+        return False, self._scheduler.finished(request, blocks)
 
     def has_pending_push_work(self) -> bool:
         """Return whether vLLM's loop must go on."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,12 @@ from xpyd_core.errors import XpydError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.build import Connector
 from xpyd_kv.connector.consumer import KvConsumer
+from xpyd_kv.connector.contact import UNVERIFIED
 from xpyd_kv.values import BlockPool, Landed, NoKv
 from xpyd_kv.vllm import engine_api
 from xpyd_kv.vllm.engine_api import GpuBlockPool, Request, SchedulerOutput, VllmConfig
 from xpyd_kv.vllm.options import Options
-from xpyd_kv.vllm.scheduler import SchedulerHalf, params_of
+from xpyd_kv.vllm.scheduler import PREFILLED, SchedulerHalf, params_of
 from xpyd_kv.vllm.worker import Loaded, RankFacts, StepMetadata
 
 _CLOSE_S = 2.0
@@ -63,6 +65,8 @@ class GivenBlocks:
         self.block_size = block_size
         self._now: Loading | None = None
         self._taken: dict[int, Loading] = {}
+        self._kept = 0
+        self._to_free: deque[list[Any]] = deque()
 
     @property
     def num_blocks(self) -> int:
@@ -98,6 +102,25 @@ class GivenBlocks:
         loading.is_taken = True
         self._taken[rest[0]] = loading
         return list(rest)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether references of our own are held."""
+        return self._kept > 0
+
+    def keep(self, block_ids: Sequence[int]) -> Callable[[], None]:
+        """Hold references of our own until the call that is returned, on any thread, and the next
+        `free_kept`. vLLM's thread."""
+        blocks = [self._pool.blocks[block] for block in block_ids]
+        self._pool.touch(blocks)
+        self._kept += 1
+        return lambda: self._to_free.append(blocks)
+
+    def free_kept(self) -> None:
+        """Give back what need not be held any more. vLLM's thread."""
+        while self._to_free:
+            self._pool.free_blocks(self._to_free.popleft())
+            self._kept -= 1
 
     def retain(self, block_ids: Sequence[int]) -> None:
         """Do nothing: vLLM's request holds them."""
@@ -176,7 +199,7 @@ class DecodeHalf(SchedulerHalf):
             now = time.monotonic()
             self._consumer.poll(now)
             offered = self._consumer.offered(loading.key)
-            if offered is not None:
+            if offered is not None and not self._consumer.is_compared(loading.key):
                 loading.offered = len(offered.token_ids)
                 if loading.tokens[: loading.offered] == offered.token_ids:
                     return self._external(loading, computed)
@@ -209,6 +232,8 @@ class DecodeHalf(SchedulerHalf):
         self._turns.give(is_moving=is_moving)
         with self._lock:
             self._consumer.poll(time.monotonic())
+        assert self._pool is not None
+        self._pool.free_kept()
         metadata = StepMetadata(b"" if step.total_num_scheduled_tokens else None, is_moving)
         still: list[Loading] = []
         for loading in self._open:
@@ -226,16 +251,25 @@ class DecodeHalf(SchedulerHalf):
     def reported(self, meta: object) -> None:
         """Do nothing: the ranks of a D report landings on their Channel."""
 
-    def finished(self, request: Request) -> dict[str, Any] | None:
-        """The request is over; vLLM frees its blocks when their load is reported as over."""
+    def finished(self, request: Request, blocks: Sequence[int]) -> dict[str, Any] | None:
+        """The request is over; vLLM frees its blocks when their load is reported as over. What it
+        has computed of a prompt whose KV is to be compared stays until that is done."""
         loading = self._loadings.pop(request.request_id, None)
-        if loading is not None and not loading.is_over:
+        if loading is None:
+            return None
+        if not loading.is_over:
             self._forget(loading, "aborted")
+        elif loading.lost == UNVERIFIED and request.status.name in PREFILLED:
+            assert self._pool is not None
+            with self._lock:
+                if self._consumer.is_compared(loading.key, len(loading.tokens)):
+                    release = self._pool.keep(blocks)
+                    self._consumer.computed(loading.key, blocks, release)
         return None
 
     def has_work(self) -> bool:
-        """Whether vLLM's loop must go on, so that loads are reported."""
-        return bool(self._open)
+        """Whether vLLM's loop must go on, so that loads are reported and blocks come back."""
+        return bool(self._open) or (self._pool is not None and self._pool.keeps)
 
     def reset(self) -> None:
         """Drop all KV that has come and is not a request's yet."""

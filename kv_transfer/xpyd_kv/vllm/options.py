@@ -94,7 +94,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             # vLLM gives the blocks that KV may land in when its request runs, none before.
             store=StoreLimits(1.0, self.buffer_bytes, self.pool_bytes),
             mode=self.mode,
+            engine=engine_name(),
         )
+
+
+def engine_name() -> str:
+    """HELLO's `engine`: another version may have other kernels."""
+    return f"vllm {engine_api.vllm_version}"
 
 
 def read_options(config: VllmConfig) -> Options:

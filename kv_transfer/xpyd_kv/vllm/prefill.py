@@ -15,12 +15,11 @@ from xpyd_kv.connector.producer import KvProducer
 from xpyd_kv.vllm import engine_api
 from xpyd_kv.vllm.engine_api import GpuBlockPool, Request, SchedulerOutput, VllmConfig
 from xpyd_kv.vllm.options import Options
-from xpyd_kv.vllm.scheduler import SchedulerHalf
+from xpyd_kv.vllm.scheduler import PREFILLED, SchedulerHalf
 from xpyd_kv.vllm.worker import StepMetadata, StepsDone
 
 # So often an answer to a step that waits for D is looked for, where no event wakes it (put).
 _HOLD_POLL_S = 0.05
-_PREFILLED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 
 
 class HeldBlocks:
@@ -140,14 +139,14 @@ class PrefillHalf(SchedulerHalf):
                 self._hold()
         self._producer.poll(time.monotonic())
 
-    def finished(self, request: Request) -> dict[str, Any] | None:
+    def finished(self, request: Request, blocks: Sequence[int]) -> dict[str, Any] | None:
         """The request is over here: what D is to know of its KV, for P's answer."""
         sending = self._sendings.pop(request.request_id, None)
         if sending is None:
             return None
         if not sending.is_offered:
             return _transfer("none", "not_sent")
-        if request.status.name not in _PREFILLED or not sending.is_staged:
+        if request.status.name not in PREFILLED or not sending.is_staged:
             self._producer.cancel(sending.key, "aborted")
         status = self._producer.status(sending.key)
         return _transfer(status.state, status.reason, status.decode_incarnation)

@@ -29,13 +29,15 @@ from xpyd_kv.vllm import engine_api
 from xpyd_kv.vllm.channel import SchedulerChannel, Turns
 from xpyd_kv.vllm.engine_api import Request, VllmConfig
 from xpyd_kv.vllm.link import EngineState, LinkServer
-from xpyd_kv.vllm.options import Options, incarnation_of, role_of
+from xpyd_kv.vllm.options import Options, engine_name, incarnation_of, role_of
 from xpyd_kv.vllm.worker import RankFacts
 from xpyd_kv.wire.handshake import LENT
 
 _CLOSE_S = 2.0
 PROBE_S = 15.0
 """Over a probe's own deadline: only a process that is stuck needs so long."""
+PREFILLED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
+"""How a request ends whose prompt was computed."""
 
 
 class SchedulerHalf:
@@ -82,6 +84,7 @@ class SchedulerHalf:
                     role,
                     host=host_token() if first.gpu else b"",
                     gpu=first.gpu,
+                    engine=engine_name(),
                 ),
                 layout=engine_wire_layout(
                     engine,

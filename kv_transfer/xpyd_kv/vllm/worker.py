@@ -268,13 +268,14 @@ class RankHalf:
         """The caches as the transfer sees them. UserError where they should be portable, and it is
         not known how."""
         if not self._options.portable or name == HEAD_TOKEN_KV:
-            return PagedMemory(tensors, layers=layers)
+            kept = name == transposed_k(tensors[0].shape[2])
+            return PagedMemory(tensors, layers=layers, is_transposed=kept, lands_transposed=kept)
         if name != transposed_k(tensors[0].shape[2]):
             raise UserError(f"XpydConnector: portable: caches of layout {name!r} are not known")
         if self._role == "P":
             return TransposedMemory(tensors, layers=layers)
         self._to_turn = tensors
-        return PagedMemory(tensors, layers=layers)
+        return PagedMemory(tensors, layers=layers, is_transposed=True)
 
     def close(self) -> None:
         """End the I/O thread and the channel's."""

@@ -16,6 +16,7 @@ from enum import Enum, auto
 
 from xpyd_core.kv_outcome import header_of
 from xpyd_kv.connector.consumer import KvConsumer
+from xpyd_kv.connector.contact import UNVERIFIED
 from xpyd_kv.values import Landed, Wait
 from xpyd_worker.engine.executor import StepOutput
 from xpyd_worker.engine.request import (
@@ -140,6 +141,14 @@ class OpenRequests:
         if state.expects_kv and self._consumer is not None and state.receive is not None:
             state.expects_kv = False
             self._consumer.forget(state.receive.key)
+
+    def compare_kv(self, sequence: Sequence) -> None:
+        """D: tokens of the sequence are computed; P's KV of its prompt may wait to be compared."""
+        state, consumer = sequence.state, self._consumer
+        if state.recomputed != UNVERIFIED or consumer is None or state.receive is None:
+            return
+        if consumer.is_compared(state.receive.key, sequence.num_computed):
+            consumer.computed(state.receive.key, sequence.blocks, self._tables.keep(sequence))
 
     def count_start(self, state: RequestState, *, asked: int, cached: int) -> None:
         """The request starts for the first time: `cached` of `asked` tokens, those looked up in
@@ -411,12 +420,13 @@ class SequenceAdmission:
     def goes_on_without_kv(self, state: RequestState, reason: str) -> bool:
         """The request's KV will not arrive: compute the prompt here, or fail the request
         (False)."""
-        if self._recompute_without_kv:
+        computes = self._recompute_without_kv or reason == UNVERIFIED
+        if computes:
             self._requests.recomputes(state, reason)
         else:
             message, kv = f"the prompt's KV did not come: {reason}", header_of(reason, fails=True)
             self._requests.fail(state, "kv_failed", message, kv=kv)
-        return self._recompute_without_kv
+        return computes
 
     def _adopt(self, sequence: Sequence, landed: Landed) -> None:
         state = sequence.state

@@ -254,6 +254,7 @@ class Scheduler:
         self._tables.copied(sequence)
         self._tables.register_computed(sequence)
         sequence.state.computed(sequence.num_computed)
+        self._requests.compare_kv(sequence)
         self._requests.take_prompt_logprobs(sequence, count, result)
         if sequence.num_computed == len(sequence.tokens):
             room = self._config.max_num_seqs - len(self._running)

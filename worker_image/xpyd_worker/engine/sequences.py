@@ -9,7 +9,9 @@ owner of these values; the block manager knows blocks only, and never a sequence
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from xpyd_core.blocks import blocks_for, extend_block_hashes
 from xpyd_core.kv_outcome import MOVED, header_of
@@ -248,6 +250,12 @@ class BlockTables:
         sequence.num_computed = len(hits) * self._block_size
         sequence.num_registered = len(hits)
         return True
+
+    def keep(self, sequence: Sequence) -> Callable[[], None]:
+        """Take a reference more on its blocks; return the call that gives them back."""
+        blocks = list(sequence.blocks)
+        self._pool.retain(blocks)
+        return partial(self._pool.release, blocks)
 
     def need(self, sequence: Sequence) -> int:
         """How many free blocks `start` would take."""

@@ -1,0 +1,187 @@
+"""The first contact of D with a P of another engine, in fakes of vLLM's engine over real sockets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kv.pods import until
+from tests.kv.test_vllm_connector import POOL, assert_all_is_back, prefill, prompt, serve
+from tests.kv.vllm_engine import FakeVllm
+from xpyd_core.compat import HEAD_TOKEN_KV
+from xpyd_kv.vllm import engine_api, worker
+from xpyd_kv.vllm.options import role_of
+
+
+@pytest.fixture
+def mixed(monkeypatch) -> Callable[..., Any]:
+    """Makes a D, and a P of another version of vLLM: another engine to each other."""
+
+    @contextmanager
+    def make(p: dict | None = None, d: dict | None = None) -> Iterator[tuple[FakeVllm, FakeVllm]]:
+        at_d = FakeVllm("consumer", **(POOL if d is None else d))
+        monkeypatch.setattr(engine_api, "vllm_version", "0.99.0")
+        try:
+            at_p = FakeVllm("producer", **(p or {}))
+            try:
+                yield at_p, at_d
+            finally:
+                at_p.close()
+        finally:
+            at_d.close()
+
+    return make
+
+
+def reasons(d: FakeVllm) -> dict[str, int]:
+    """Why requests of D got no KV."""
+    return dict(d.scheduler._half.connector.metrics.not_received)
+
+
+def contact(p: FakeVllm, d: FakeVllm, tokens: list[int]) -> None:
+    """A pair's first prompt, which D computes; until both have nothing of it any more."""
+    assert serve(p, d, tokens).external == 0
+    assert_all_is_back(p, d)
+
+
+@pytest.mark.parametrize("mode", ["put_async", "put", "get"])
+@pytest.mark.parametrize(("of_p", "of_d"), [({}, {}), ({"tp": 2}, {}), ({"pp": 2}, {"tp": 2})])
+def test_kv_of_another_engine_is_used_once_a_prompt_has_been_compared(mixed, mode, of_p, of_d):
+    with mixed({"mode": mode, "chunk": 30, **of_p}, {**POOL, **of_d}) as (p, d):
+        contact(p, d, prompt(70))
+        assert reasons(d) == {"unverified": 1}
+        for number in range(1, 4):
+            assert serve(p, d, prompt(60 + number, number)).external == 60 + number
+        assert reasons(d) == {"unverified": 1}
+        assert_all_is_back(p, d)
+
+
+def test_d_without_a_prefix_cache_compares_too(mixed):
+    with mixed({"caches": False}, {"caches": False, **POOL}) as (p, d):
+        contact(p, d, prompt(70))
+        assert serve(p, d, prompt(70)).external == 70
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (16, 8), (8, 16)])
+@pytest.mark.parametrize("turned", ["P", "D", "PD"])
+def test_portable_kv_is_compared_token_by_token(mixed, sizes, turned, monkeypatch):
+    real = worker._layout_name
+
+    def layout_name(config, tensor):
+        return real(config, tensor) if role_of(config) in turned else HEAD_TOKEN_KV
+
+    monkeypatch.setattr(worker, "_layout_name", layout_name)
+    of_p, of_d = (
+        {"block_size": size, "transposed": letter in turned, "portable": True, **POOL}
+        for letter, size in zip("PD", sizes, strict=True)
+    )
+    with mixed(of_p, of_d) as (p, d):
+        contact(p, d, prompt(100))
+        assert serve(p, d, prompt(90, 1)).external == 90
+
+
+@pytest.mark.parametrize("liar", ["P", "D"])
+@pytest.mark.parametrize("of_d", [{}, {"tp": 2}])
+def test_a_connector_that_lies_about_its_layout_is_caught(mixed, liar, of_d, monkeypatch, caplog):
+    """K is transposed in its blocks, and it says that it is not."""
+    monkeypatch.setattr(worker, "_layout_name", lambda *_: HEAD_TOKEN_KV)
+    of_p, of_d = (
+        {"transposed": letter == liar, "portable": True, **more}
+        for letter, more in (("P", {}), ("D", {**POOL, **of_d}))
+    )
+    with mixed(of_p, of_d) as (p, d):
+        contact(p, d, prompt(70))
+        for number in range(1, 4):
+            contact(p, d, prompt(70, number))
+        refused = reasons(d)
+        assert refused.pop("unverified") == 1
+        assert sum(refused.values()) == 3
+    (line,) = [r.getMessage() for r in caplog.records if "first contact" in r.getMessage()]
+    assert "is not ours, and is never used; worst: K of layer" in line
+
+
+@pytest.mark.parametrize(("by", "is_used"), [(1.0001, True), (1.01, False), (float("nan"), False)])
+def test_values_within_the_tolerance_pass_and_others_do_not(mixed, by, is_used):
+    with mixed({"caches": False}, {"caches": False, **POOL}) as (p, d):
+        spoiled = list(p.caches[0].values())[-1]
+        real = p._write
+
+        def write(cache: torch.Tensor, name: str, place: int, request: Any, number: int) -> None:
+            real(cache, name, place, request, number)
+            if cache is spoiled:
+                cache[:, -1, :, -1] *= by
+
+        p._write = write
+        tokens = prompt(70)
+        first, second = prefill_anyhow(p, d, tokens)
+        d.add(second)
+        d.run(p, until=lambda: second.answer is not None)
+        assert_all_is_back(p, d)
+        assert d.scheduler._half._consumer._contacts._verdicts.popitem()[1] == (
+            "" if is_used else "incompatible:kv_values"
+        )
+
+
+def prefill_anyhow(p: FakeVllm, d: FakeVllm, tokens: list[int]) -> tuple[Any, Any]:
+    from tests.kv.vllm_fakes import FakeRequest, ids
+
+    of_p, of_d = ids(p, d)
+    first = p.add(FakeRequest(of_p, tokens))
+    p.run(d, until=lambda: first.answer is not None)
+    return first, FakeRequest(of_d, tokens, first.said)
+
+
+def test_another_start_of_p_is_compared_again(mixed):
+    with mixed() as (p, d):
+        contact(p, d, prompt(70))
+        assert serve(p, d, prompt(70, 1)).external == 70
+        again = FakeVllm("producer")
+        try:
+            again.config.instance_id = "another"
+            contact(again, d, prompt(70, 2))
+            assert serve(again, d, prompt(70, 3)).external == 70
+        finally:
+            again.close()
+        assert reasons(d) == {"unverified": 2}
+
+
+def test_a_d_without_room_beside_the_cache_computes_and_says_so(mixed, caplog):
+    with mixed(d={}) as (p, d):
+        for number in range(3):
+            contact(p, d, prompt(70, number))
+    assert "need a device buffer or a host pool" in caplog.text
+
+
+def test_a_client_that_leaves_before_the_comparison_leaves_nothing(mixed):
+    with mixed(d={**POOL, "lease_s": 0.5}) as (p, d):
+        _, second = prefill(p, d, prompt(70))
+        d.add(second)
+        until(lambda: d.step() or second.blocks, "D's blocks")
+        d.abort(second)
+        until(lambda: d.step() or not d.scheduler._half.connector.store.metrics().leases, "lease")
+        assert_all_is_back(p, d)
+        contact(p, d, prompt(70, 1))
+        assert serve(p, d, prompt(70, 2)).external == 70
+
+
+def test_prompts_that_say_too_little_are_computed_and_not_compared(mixed):
+    with mixed() as (p, d):
+        for number in range(3):
+            contact(p, d, prompt(15, number))
+        contact(p, d, prompt(16))
+        assert serve(p, d, prompt(70, 2)).external == 70
+
+
+def test_equal_engines_are_not_compared():
+    from tests.kv.vllm_engine import pair
+
+    with pair({}, POOL) as (p, d):
+        began = time.monotonic()
+        assert serve(p, d, prompt(70)).external == 70
+        assert reasons(d) == {}
+        assert time.monotonic() >= began
