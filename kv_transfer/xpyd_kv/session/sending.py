@@ -291,7 +291,7 @@ class SendSession(Handler):
         if transfer.state is not SendState.CANCELLING:
             transfer.peer_quiet = True
             # The peer's word, if it is one: it goes into log lines.
-            is_word = message.reason.isidentifier()
+            is_word = message.reason.replace(":", "", 1).isidentifier()
             transfer.reason = message.reason if is_word else "cancelled_by_peer"
             self._departures.begin_cancelling(transfer)
         self._departures.settle(transfer)

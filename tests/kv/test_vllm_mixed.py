@@ -1,0 +1,125 @@
+"""A vLLM on this machine's CPU and an engine of our own, one P and one D, behind our router.
+
+Soak: see test_vllm_real.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.kv.vllm_kit import (
+    DISCOVERY_PORT,
+    KV_PORT,
+    MODEL,
+    PORT,
+    ROUTER,
+    D,
+    P,
+    Vllm,
+    by_router,
+    post,
+    prompt,
+    router,
+    until_routed,
+)
+
+pytestmark = pytest.mark.soak
+LENGTHS = (1, 5, 60, 127, 128, 129, 300, 513, 900, 1500)
+PORTABLE = {"portable": True, "pool_bytes": 1 << 28}
+
+
+@contextmanager
+def worker(role: str, host: str, folder: Path) -> Iterator[Path]:
+    """One `xpyd worker`; its log."""
+    argv = [sys.executable, "-m", "xpyd_core", "worker", "--model", str(MODEL)]
+    argv += ["--served-model-name", "demo-model", "--role", role, "--host", host]
+    argv += ["--port", str(PORT), "--kv-port", str(KV_PORT), "--dtype", "float32"]
+    argv += ["--kv-key-file", str(folder / "kv.key"), "--kv-cache-memory", "256Mi"]
+    argv += ["--discovery", f"{ROUTER}:{DISCOVERY_PORT}", "--heartbeat-period-ms", "500"]
+    argv += ["--device", "cpu", "--threads", "1", "--no-enable-prefix-caching"]
+    log = folder / f"{role}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(argv, stdout=file, stderr=file)
+    try:
+        yield log
+    finally:
+        process.terminate()
+        process.wait(30.0)
+
+
+def metric(host: str, name: str) -> float:
+    with urllib.request.urlopen(f"http://{host}:{PORT}/metrics", timeout=20) as answer:
+        found = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", answer.read().decode(), re.M)
+    return sum(map(float, found))
+
+
+def texts(ids: list[int]) -> tuple[str, str]:
+    """What the pair answers, and what its P does alone."""
+    both = json.loads(by_router(prompt=ids, max_tokens=8))
+    body = {"model": "demo-model", "temperature": 0, "ignore_eos": True}
+    alone = json.loads(post(P, PORT, "/v1/completions", {**body, "prompt": ids, "max_tokens": 8}))
+    return both["choices"][0]["text"], alone["choices"][0]["text"]
+
+
+def until_verified(log: Path, what: str) -> str:
+    """Send prompts until D has judged; the line of its log."""
+    deadline = time.monotonic() + 60.0
+    while True:
+        both, alone = texts(prompt(200, 77))
+        assert both == alone
+        found = re.search(r".*first contact.*", log.read_text())
+        if found is not None:
+            assert what in found[0]
+            return found[0]
+        assert time.monotonic() < deadline
+
+
+def assert_answers_as_one(name: str) -> None:
+    before = metric(D, name)
+    for seed, length in enumerate(LENGTHS):
+        both, alone = texts(prompt(length, seed))
+        assert both == alone, length
+    assert metric(D, name) == before + len(LENGTHS)
+
+
+def key(folder: Path) -> None:
+    (folder / "kv.key").write_text("a secret of the whole fleet\n")
+
+
+def test_kv_of_a_vllm_goes_to_an_engine_of_ours(tmp_path):
+    key(tmp_path)
+    with router(tmp_path), worker("Decode", D, tmp_path) as log:
+        p = Vllm.of_ours("kv_producer", P, tmp_path / "p.log", portable=True)
+        try:
+            p.wait()
+            until_routed()
+            until_verified(log, "is ours, and is used")
+            assert_answers_as_one("xpyd_kv_transfers_total")
+        finally:
+            p.stop()
+
+
+def test_kv_of_an_engine_of_ours_goes_to_a_vllm(tmp_path):
+    key(tmp_path)
+    with router(tmp_path), worker("Prefill", P, tmp_path):
+        log = tmp_path / "d.log"
+        flags = ["--no-enable-prefix-caching"]
+        d = Vllm.of_ours("kv_consumer", D, log, flags=flags, **PORTABLE)
+        try:
+            d.wait()
+            until_routed()
+            until_verified(log, "is ours, and is used")
+            assert_answers_as_one("xpyd_kv_transfers_total")
+            assert d.metric("vllm:kv_cache_usage_perc") == 0
+        finally:
+            d.stop()
