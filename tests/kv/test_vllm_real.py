@@ -1,5 +1,6 @@
 """Two vLLM on this machine's CPU with our connector and plugin: one P, one D, behind our router.
 
+Their command lines are those of docs/vllm.md, which `vllm_kit` reads.
 `make test-vllm` runs one pair, `make soak` one more for each other mode. Two vLLM start in one to
 four minutes on two cores.
 """

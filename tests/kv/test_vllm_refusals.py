@@ -1,5 +1,6 @@
 """What our connector in vLLM refuses at start, its options, and the page about them."""
 
+import importlib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -11,11 +12,19 @@ import pytest
 import torch
 
 from tests.kv.vllm_engine import config_of
+from tests.kv.vllm_kit import PAGE, shown
 from xpyd_core.errors import UserError
 from xpyd_kv.vllm import engine_api, worker
 from xpyd_kv.vllm.connector import XpydConnector
 from xpyd_kv.vllm.engine_api import check_engine
-from xpyd_kv.vllm.options import Options, check_config, incarnation_of, read_options, role_of
+from xpyd_kv.vllm.options import (
+    CONNECTOR,
+    Options,
+    check_config,
+    incarnation_of,
+    read_options,
+    role_of,
+)
 from xpyd_kv.vllm.stats import COUNTERS
 
 
@@ -83,11 +92,37 @@ def test_policy_fail_is_allowed_where_it_is_asked_for():
 
 
 def test_the_page_has_every_option_with_its_default_and_every_metric():
-    page = (Path(__file__).parents[2] / "docs/vllm.md").read_text()
+    page = PAGE.read_text()
     options = [(field.name, json.dumps(field.default)) for field in msgspec.structs.fields(Options)]
     assert re.findall(r"^\| `((?!xpyd_)\w+)` \| `(.+?)` \|", page, re.M) == options
     rows = re.findall(r"^\| `xpyd_kv_(\w+)_total` \| (?:`(\w+)` )?\| (.+) \|$", page, re.M)
     assert {name: (label, text) for name, label, text in rows} == dict(COUNTERS)
+
+
+@pytest.mark.parametrize(("role", "letter"), [("kv_producer", "P"), ("kv_consumer", "D")])
+def test_the_command_lines_of_the_page_have_all_that_a_pair_needs(role, letter, tmp_path):
+    """test_vllm_real runs them."""
+    page = shown(role)
+    assert page.environment == {"VLLM_PLUGINS": "xpyd"}
+    assert page.transfer["kv_connector"] == CONNECTOR
+    assert hasattr(importlib.import_module(page.transfer["kv_connector_module_path"]), CONNECTOR)
+    given = page.transfer["kv_connector_extra_config"]
+    assert given["host"] == page.flags["--host"], "routers reach what heartbeats say"
+    key = tmp_path / "kv.key"
+    key.write_text("a secret of the whole fleet\n")
+    config = config_of(
+        role, port=page.transfer["kv_port"], policy=page.transfer["kv_load_failure_policy"]
+    )
+    config.kv_transfer_config.kv_connector_extra_config = {**given, "key_file": str(key)}
+    options = read_options(config)
+    check_config(config, SimpleNamespace(kv_cache_groups=[object()]), options)
+    assert role_of(config) == letter
+    assert given["key_file"]
+    assert options.keys
+    assert not options.accept_unsigned_pairs
+    assert options.discovery
+    assert (options.pool_bytes > 0) == (letter == "D")
+    assert int(page.flags["--shutdown-timeout"]) > 0, "0 cuts all requests at SIGTERM"
 
 
 def test_an_instance_is_p_or_d():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,12 +15,13 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scripts.vllm_environment import ROOT, nixl_path, vllm_environment
 
 START_S = 400.0
 MODEL = ROOT / "examples/demo-model"
+PAGE = ROOT / "docs/vllm.md"
 ROUTER, P, D = "127.0.62.9", "127.0.62.1", "127.0.62.2"
 ROUTER_PORT, DISCOVERY_PORT = 10001, 30001
 PORT, KV_PORT = 23000, 24201
@@ -32,6 +34,32 @@ Json = Mapping[str, object]
 Options = Mapping[str, Any]
 
 
+class Shown(NamedTuple):
+    """A `vllm serve` of docs/vllm.md."""
+
+    environment: dict[str, str]
+    model: str
+    flags: dict[str, str]
+    """But for `transfer`."""
+    transfer: dict[str, Any]
+    """`--kv-transfer-config`."""
+
+
+def shown(role: str) -> Shown:
+    """The command line that the page shows for a `kv_role`."""
+    for code in re.findall(r"^```sh[^\n]*\n(.*?)^```$", PAGE.read_text(), re.M | re.S):
+        words = shlex.split(code, comments=True)
+        if "serve" not in words or f'"kv_role": "{role}"' not in code:
+            continue
+        at = words.index("serve")
+        assert words[at - 1] == "vllm", code
+        environment = dict(word.split("=", 1) for word in words[: at - 1])
+        flags = dict(zip(words[at + 2 :: 2], words[at + 3 :: 2], strict=True))
+        transfer = json.loads(flags.pop("--kv-transfer-config"))
+        return Shown(environment, words[at + 1], flags, transfer)
+    raise AssertionError(f"{PAGE} has no `vllm serve` with kv_role {role}")
+
+
 class Vllm:
     """One `vllm serve`."""
 
@@ -39,7 +67,7 @@ class Vllm:
         self,
         host: str,
         log: Path,
-        transfer: Json,
+        command: Sequence[str],
         environment: Mapping[str, str],
         *,
         cores: str = "",
@@ -47,13 +75,11 @@ class Vllm:
     ) -> None:
         self.host, self.log = host, log
         folder, _ = vllm_environment()
-        argv = [str(folder / "bin/vllm"), "serve", str(MODEL)]
-        argv += ["--served-model-name", "demo-model", "--host", host, "--port", str(PORT)]
+        argv = [str(folder / "bin/vllm"), "serve", str(MODEL), *command]
         argv += ["--max-model-len", "4096", "--dtype", "float32", "--enforce-eager"]
         # The model was made for 2,048: its weights are random, so one length is like another.
         argv += ["--hf-overrides", json.dumps({"max_position_embeddings": 4096})]
-        argv += ["--max-num-batched-tokens", "512", "--shutdown-timeout", "20"]
-        argv += ["--kv-transfer-config", json.dumps(transfer), *flags]
+        argv += ["--max-num-batched-tokens", "512", *flags]
         whole = {
             **os.environ,
             **environment,
@@ -88,25 +114,28 @@ class Vllm:
         flags: Sequence[str] = (),
         **extra: object,
     ) -> Vllm:
-        """With our connector and plugin."""
+        """As docs/vllm.md shows it, with this machine's addresses, and `extra` options of a
+        test. The room for KV is the test's own, too: the page's is for larger machines."""
+        page = shown(role)
         given = {
+            **page.transfer["kv_connector_extra_config"],
             "host": host,
             "key_file": str(log.parent / "kv.key"),
             "accept_unsigned_pairs": True,
             "discovery": f"{ROUTER}:{DISCOVERY_PORT}",
             "heartbeat_period_s": 0.5,
-            **extra,
         }
+        given.pop("pool_bytes", None)
         transfer = {
-            "kv_connector": "XpydConnector",
-            "kv_connector_module_path": "xpyd_kv.vllm.connector",
-            "kv_role": role,
+            **page.transfer,
             "kv_port": KV_PORT,
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": given,
+            "kv_connector_extra_config": {**given, **extra},
         }
-        environment = {"PYTHONPATH": vllm_environment()[1], "VLLM_PLUGINS": "xpyd"}
-        return cls(host, log, transfer, environment, cores=cores, flags=flags)
+        changed = {**page.flags, "--host": host, "--port": str(PORT)}
+        command = [word for flag in changed.items() for word in flag]
+        command += ["--kv-transfer-config", json.dumps(transfer)]
+        environment = {**page.environment, "PYTHONPATH": vllm_environment()[1]}
+        return cls(host, log, command, environment, cores=cores, flags=flags)
 
     @classmethod
     def of_nixl(cls, host: str, log: Path) -> Vllm:
@@ -117,12 +146,14 @@ class Vllm:
             "kv_buffer_device": "cpu",
             "kv_load_failure_policy": "recompute",
         }
+        command = ["--served-model-name", "demo-model", "--host", host, "--port", str(PORT)]
+        command += ["--shutdown-timeout", "20", "--kv-transfer-config", json.dumps(transfer)]
         environment = {
             "PYTHONPATH": nixl_path(),
             "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": "5600",
         }
-        return cls(host, log, transfer, environment)
+        return cls(host, log, command, environment)
 
     def wait(self) -> None:
         deadline = time.monotonic() + START_S
@@ -139,7 +170,7 @@ class Vllm:
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 self.signal(number)
-                self.process.wait(20.0)
+                self.process.wait(40.0)
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 continue
 
