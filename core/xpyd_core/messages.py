@@ -43,7 +43,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `dialect`: how P's KV is named to D where that is not as between xpyd's own engines: by the pair
     id alone, or by the `kv_transfer_params` of a vLLM connector; empty where `continuation` says
     it. `prompt_ids` 1: the engine takes a prompt's ids, also of a chat, as vLLM does from 0.32 on
-    (docs/adr/0053).
+    (docs/adr/0053). `block_tokens`: tokens of each of `total_blocks`; 0: as many as our engine's
+    blocks have by default.
     """
 
     type: InstanceType
@@ -71,6 +72,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_peers: Annotated[tuple[KvPeer, ...], msgspec.Meta(max_length=MAX_PEERS)] = ()
     dialect: SpokenDialect = ""
     prompt_ids: Literal[0, 1] = 0
+    block_tokens: _Count = 0
 
     @property
     def http(self) -> Address:

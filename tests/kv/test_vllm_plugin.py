@@ -161,6 +161,7 @@ async def test_an_instance_is_ready_when_its_http_server_is_healthy(signed, monk
     assert (found.fleet, found.pool, found.instance) == ("demo", "prefill", "demo-prefill-0")
     assert found.incarnation == incarnation_of(p.config)
     assert (found.total_blocks, found.free_blocks, found.max_model_len) == (64, 63, 4096)
+    assert found.block_tokens == 8
     assert len(found.compatibility) == 16
     assert (found.dialect, found.prompt_ids) == ("pair-id", 1)
 

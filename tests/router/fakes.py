@@ -348,10 +348,13 @@ class Fleet:
     def base(self) -> str:
         return f"http://127.0.0.1:{self.router.http_port}"
 
-    async def engine(self, kind: str, *, is_ours: bool = True, **beat: Any) -> HttpEngine:
+    async def engine(
+        self, kind: str, *, is_ours: bool = True, files: bytes | None = None, **beat: Any
+    ) -> HttpEngine:
         """Start an engine of `kind` P, D or A and let it beat once."""
         number = next(_instance_numbers)
         engine = HttpEngine(Heartbeat(type=kind, http_address="x:1", zmq_address="x:1"), 0)
+        engine.files = files  # an engine that has none when it is asked is not asked again
         await engine.start()
         self.stack.push_async_callback(engine.stop)
         ours = {

@@ -169,6 +169,19 @@ def test_a_cache_holds_no_more_than_the_instance_has_blocks() -> None:
     assert bench.policy.placed(Alone(small), ask("a" * 8)) == 800
 
 
+def test_blocks_have_as_many_tokens_as_the_instance_says() -> None:
+    """vLLM's have 128 on a CPU."""
+    bench = Bench(1, 1, "PrefixAware")
+    only = bench.snapshot.any_model.groups[0].prefill[0]
+    said = replace(only.beat, total_blocks=13, block_tokens=128)  # 1,664 tokens
+    small = dataclasses.replace(only, beat=said)
+    for letter in "abc":
+        bench.policy.placed(Alone(small), ask(letter * 8))
+    assert bench.policy.placed(Alone(small), ask("c" * 8)) == 1
+    assert bench.policy.placed(Alone(small), ask("b" * 8)) == 1
+    assert bench.policy.placed(Alone(small), ask("a" * 8)) == 800
+
+
 def test_a_prompt_that_was_used_again_outlives_others() -> None:
     cache = prefix_aware._Cache()  # pyright: ignore[reportPrivateUsage] - its order is the rule
     cache.use(marks("a" * 4, 400))

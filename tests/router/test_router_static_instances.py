@@ -162,3 +162,24 @@ async def test_two_versions_are_no_pair() -> None:
         view: Fleet = fleet_
         await until(lambda: len(view.router.state.fleet.instances) == 2)
         assert not view.router.state.fleet.has_pair
+
+
+async def test_what_an_engine_said_of_itself_holds_while_it_is_too_busy_to_say_it_again() -> None:
+    """Without its version it would have no partner, and without its models get every name."""
+    async with listed_fleet("0.32.0", "0.32.0") as (fleet_, p, _):
+        view: Fleet = fleet_
+        await until(lambda: view.router.state.fleet.has_pair)
+        pages, p.pages = p.pages, {}
+        asked = p.probes
+        await until(lambda: p.probes > asked + 2)
+        said = {one.key.http: one.beat for one in view.router.state.fleet.instances}
+        beat = said[f"127.0.0.1:{p.port}"]
+        assert (beat.compatibility, beat.models) == ("vllm 0.32.0", ("m",))
+        p.health_status = 503
+        await until(lambda: not view.router.state.fleet.has_pair)
+        p.health_status, p.pages = 200, {**pages, "/version": {"version": "0.33.0"}}
+        await until(
+            lambda: "vllm 0.33.0"
+            in {one.beat.compatibility for one in view.router.state.fleet.instances}
+        )
+        assert not view.router.state.fleet.has_pair

@@ -38,8 +38,7 @@ async def served(made: Fleet, prompt: Any) -> int:
 async def counting(made: Fleet, kinds: str, tokenizer: Tokenizer) -> None:
     """Engines with files, which the router has read."""
     for kind in kinds:
-        engine = await made.engine(kind)
-        engine.files = encode_tokenizer_files(files_of(tokenizer))
+        await made.engine(kind, files=encode_tokenizer_files(files_of(tokenizer)))
     async with asyncio.timeout(60):
         while not made.metric("xpyd_router_token_counts_total", result="exact"):
             await made.json(prompt="x")

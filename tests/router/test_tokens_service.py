@@ -26,7 +26,7 @@ from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.request.client_request import InferenceRequest, parse_request
 from xpyd_router.tokens.process import ChildLimits, TokenChild
-from xpyd_router.tokens.service import FetchFailed, Prompted, Tokens, fetch
+from xpyd_router.tokens.service import FetchFailed, NoFiles, Prompted, Tokens, fetch
 from xpyd_worker.runner.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("uv_loop")
@@ -155,7 +155,7 @@ async def test_what_cannot_be_counted_is_estimated_and_the_reason_counted() -> N
 
 async def test_an_engine_that_does_not_give_its_files_is_passed_over_for_the_next() -> None:
     async with fleet() as made:
-        made.beat(1, FetchFailed("status 404"))
+        made.beat(1, FetchFailed("status 503"))
         await until(lambda: made.fetched == [1])
         made.beat(2, demo_files(tokenizer="{}"))
         made.beat(3, demo_files())
@@ -163,6 +163,30 @@ async def test_an_engine_that_does_not_give_its_files_is_passed_over_for_the_nex
         assert made.fetched == [1, 2, 3]
         results = [made.loads(r) for r in ("fetch", "unreadable", "loaded")]
         assert results == [1, 1, 1]
+
+
+@pytest.mark.parametrize("is_asked", [True, False], ids=["status 404", "no incarnation"])
+async def test_engines_without_files_are_estimated_and_one_line_says_so(
+    is_asked: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with fleet() as made:
+        more = {} if is_asked else {"incarnation": ""}
+        for port in (1, 2):
+            made.beat(port, NoFiles("status 404"), **more)
+        if is_asked:
+            await until(lambda: made.fetched == [1, 2])
+        await until(lambda: "--exact-prefixes" in caplog.text)
+        for _ in range(5):
+            made.clock[0] += 1000
+            made.beat(3, NoFiles("status 404"), "")  # wakes it
+            assert await made.count(ask()) == Prompted(8, (), False)
+            await asyncio.sleep(0)
+        assert made.fetched == ([1, 2] if is_asked else [])
+        assert made.loads("absent") == len(made.fetched)
+        (record,) = caplog.records
+        assert "127.0.0.1:1" in record.getMessage() or not is_asked
+        made.beat(4, demo_files(), "of ours")
+        assert (await made.exact(ask())).is_exact
 
 
 async def test_files_are_fetched_anew_when_their_engine_has_restarted(tmp_path: Path) -> None:
@@ -238,6 +262,7 @@ async def test_fetch_takes_a_200_of_bounded_length_and_nothing_else() -> None:
             with pytest.raises(FetchFailed) as failed:
                 await fetch(to, path, max_bytes=limit, local_host="127.0.0.1")
             assert "127.0.0.1" not in str(failed.value)
+            assert isinstance(failed.value, NoFiles) == (path == "/none")
         await runner.cleanup()
         with pytest.raises(FetchFailed):
             await fetch(to, "/big", max_bytes=1000, local_host="127.0.0.1")

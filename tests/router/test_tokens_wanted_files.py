@@ -49,6 +49,29 @@ def test_engines_that_are_not_ready_or_name_no_key_are_not_asked() -> None:
     assert wished(wanted, 0) is None
 
 
+def test_an_engine_that_has_no_files_is_not_asked_again() -> None:
+    wanted = WantedFiles()
+    engines = [engine(1), engine(2)]
+    wanted.see(engines)
+    wanted.lacks(expect(wanted, 0))
+    assert wished(wanted, 0) == ("k", "10.0.0.2:20001"), "the other is asked at once"
+    wanted.lacks(expect(wanted, 0))
+    wanted.see(engines)
+    assert wanted.is_empty, "no child is kept for it"
+    assert wished(wanted, 1e9) is None
+    wanted.see([engine(1, incarnation="another"), engine(2)])
+    assert wished(wanted, 1e9) == ("k", "10.0.0.1:20001")
+
+
+def test_engines_that_cannot_be_asked_are_noticed() -> None:
+    wanted = WantedFiles()
+    wanted.see([engine(1), engine(2, "", state="Starting")])
+    assert wanted.without is None
+    wanted.see([engine(2, "vllm 0.32.0", incarnation="")])
+    assert wanted.without == ("10.0.0.2:20001", "")
+    assert wanted.is_empty
+
+
 def test_after_a_failure_another_engine_is_asked_later_and_later() -> None:
     wanted = WantedFiles()
     wanted.see([engine(1), engine(2)])

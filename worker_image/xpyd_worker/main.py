@@ -336,6 +336,7 @@ class _Worker:
             waiting=stats.waiting,
             free_blocks=stats.blocks_free,
             total_blocks=stats.blocks_total,
+            block_tokens=config.block_size,
             kv_peers=loaded.kv.peers.latest(),
         )
 

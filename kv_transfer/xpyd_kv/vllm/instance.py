@@ -275,6 +275,7 @@ class Instance:
             waiting=waiting,
             free_blocks=engine.free_blocks,
             total_blocks=engine.total_blocks,
+            block_tokens=config.cache_config.block_size,
             kv_peers=engine.kv_peers,
             dialect="pair-id",
             prompt_ids=1,

@@ -19,6 +19,7 @@ from xpyd_router.fleet.view import FleetView
 from xpyd_router.upstream.client import UpstreamClient
 
 logger = logging.getLogger(__name__)
+_MODELS, _VERSION = "/v1/models", "/version"
 _TIMEOUT_S = 2.0
 _TAKEN = frozenset({"new", "refreshed", "replaced"})
 _MAX_ANSWER_BYTES = 1024 * 1024
@@ -52,9 +53,10 @@ class Asker:
 
     async def _keep(self, upstream: UpstreamClient, one: ListedInstance) -> None:
         before = ""
+        said: dict[str, bytes] = {}
         while True:
             try:
-                complaint = await self._ask(upstream, one)
+                complaint = await self._ask(upstream, one, said)
             except ProtocolError as error:
                 complaint = str(error)
             except Exception:  # the task's edge: the instance must be asked again
@@ -65,14 +67,19 @@ class Asker:
             before = complaint
             await asyncio.sleep(self._period_s)
 
-    async def _ask(self, upstream: UpstreamClient, one: ListedInstance) -> str:
-        """Give the fleet a beat of the engine; why there is none, or nothing."""
+    async def _ask(
+        self, upstream: UpstreamClient, one: ListedInstance, said: dict[str, bytes]
+    ) -> str:
+        """Give the fleet a beat of the engine; why there is none, or nothing. `said`: its answers
+        by path, which hold where one is missing: without its version an engine that is busy would
+        have no partner, and without its models get requests for every name."""
         to = one.address
         if await self._get(upstream, to, "/health") is None:
+            said.clear()  # it may be another one that answers next
             return "no 2xx for GET /health"
-        models = await self._get(upstream, to, "/v1/models") or b""
-        version = await self._get(upstream, to, "/version") or b""
-        beat = listed_beat(one, models, version, period_s=self._period_s)
+        for path in (_MODELS, _VERSION):
+            said[path] = await self._get(upstream, to, path) or said.get(path, b"")
+        beat = listed_beat(one, said[_MODELS], said[_VERSION], period_s=self._period_s)
         outcome = self._fleet.apply(beat)
         return "" if outcome in _TAKEN else f"the registry does not take it: {outcome}"
 

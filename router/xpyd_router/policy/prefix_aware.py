@@ -118,8 +118,9 @@ class PrefixAware(SidePolicy):
             cache = self._caches[instance.key] = _Cache()
             self._share_out()
         cache.use(want.marks)
-        blocks = instance.beat.total_blocks
-        cache.trim(self._most_marks, blocks * DEFAULT_BLOCK_SIZE if blocks else None)
+        beat = instance.beat
+        room = beat.total_blocks * (beat.block_tokens or DEFAULT_BLOCK_SIZE)
+        cache.trim(self._most_marks, room or None)
 
     def cached_tokens(self, key: InstanceKey, want: Want) -> int:
         """Tokens of the longest mark that the instance has."""

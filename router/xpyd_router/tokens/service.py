@@ -18,7 +18,7 @@ import msgspec
 from xpyd_core.bodies import PromptShape
 from xpyd_core.request_id import Address
 from xpyd_core.tokenizer_files import MAX_BYTES, PATH
-from xpyd_router.fleet.instances import ModelInstances
+from xpyd_router.fleet.instances import InstanceKey, ModelInstances
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.tokens.process import ChildEnded, ChildLimits, TokenChild, Uncounted
@@ -41,10 +41,14 @@ class FetchFailed(Exception):
     """An engine did not give its files; the message says why, without its address."""
 
 
+class NoFiles(FetchFailed):
+    """An engine has none to give: it does not know the path, or its tokenizer has no such form."""
+
+
 async def fetch(to: Address, path: str, *, max_bytes: int, local_host: str | None = None) -> bytes:
-    """GET from an engine: the body of a 200. FetchFailed for anything else, and for one longer than
-    `max_bytes`, of which no more than that is read. The deadline is the caller's. On a connection
-    of its own, for there are few; `local_host` as of source_for.
+    """GET from an engine: the body of a 200. NoFiles for a 404, FetchFailed for anything else, and
+    for one longer than `max_bytes`, of which no more than that is read. The deadline is the
+    caller's. On a connection of its own, for there are few; `local_host` as of source_for.
     """
     import aiohttp  # some megabytes that routers without a tokenizer do without
 
@@ -56,6 +60,8 @@ async def fetch(to: Address, path: str, *, max_bytes: int, local_host: str | Non
             aiohttp.ClientSession(connector=connector) as http,
             http.get(f"http://{to}{path}", allow_redirects=False) as response,
         ):
+            if response.status == 404:
+                raise NoFiles("status 404")
             if response.status != 200:
                 raise FetchFailed(f"status {response.status}")
             async for part in response.content.iter_chunked(_PIECE_BYTES):
@@ -102,6 +108,7 @@ class Tokens:
         self._limits = limits or ChildLimits()
         self._clock = clock
         self._wanted = WantedFiles()
+        self._says_who_has_none = True
         self._child: TokenChild | None = None
         self._start_not_before_s = 0.0
         self._start_backoff_s = 1.0
@@ -121,6 +128,8 @@ class Tokens:
             for key in self._wanted.see(self._fleet.instances):
                 if self._child is not None:
                     self._child.forget(key)
+            if self._wanted.without is not None:
+                self._tell_of(self._wanted.without)
             child = await self._living_child()
             fetch = self._wanted.next_fetch(self._clock()) if child is not None else None
             if child is not None and fetch is not None:
@@ -155,6 +164,10 @@ class Tokens:
             async with asyncio.timeout(_FETCH_S):
                 body = await self._fetch(fetch.source.http, PATH, max_bytes=MAX_BYTES)
             error = await child.load(fetch.key, body)
+        except NoFiles:
+            self._wanted.lacks(fetch)
+            self._loads.labels("absent").inc()
+            self._tell_of(fetch.source.instance)
         except (FetchFailed, TimeoutError) as failure:
             self._failed(fetch, "fetch", str(failure) or "no answer in time")
         except ChildEnded:
@@ -167,6 +180,17 @@ class Tokens:
             self._start_backoff_s = 1.0
             self._loads.labels("loaded").inc()
             logger.info("tokenizer files loaded", extra={"compatibility": fetch.key})
+
+    def _tell_of(self, instance: InstanceKey) -> None:
+        """Say once for this router that an engine has no files: it may be one of hundreds."""
+        if self._says_who_has_none:
+            self._says_who_has_none = False
+            logger.warning(
+                "--exact-prefixes: %s gives no tokenizer files; prompts for such engines are "
+                "compared as text, and a quarter of their bytes is taken for their tokens "
+                "(others are not named)",
+                instance.http,
+            )
 
     def _failed(self, fetch: NextFetch, result: str, why: str) -> None:
         self._wanted.failed(fetch, self._clock())

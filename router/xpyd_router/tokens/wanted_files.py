@@ -2,7 +2,8 @@
 
 Files are known by the compatibility key, which names the checkpoint. They come from an engine that
 is Ready; when it leaves (a restart may bring another chat template or block size) they are fetched
-again from one that lives, and used meanwhile. `service` does what this says.
+again from one that lives, and used meanwhile. `service` does what this says. Engines without files
+are known by a 404, or are not asked (docs/adr/0057).
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ class WantedFiles:
 
     max_kept: int = MAX_KEPT
     _entries: dict[str, _Entry] = field(default_factory=dict[str, _Entry])
+    _lacking: set[InstanceKey] = field(default_factory=set[InstanceKey])
+    """Engines that said that they have no files. A restart is another key."""
+    without: InstanceKey | None = None
+    """An engine that cannot be asked for files: it says neither compatibility nor incarnation."""
 
     def see(self, instances: Iterable[Instance]) -> list[str]:
         """Take notice of the instances in the fleet; the keys to be forgotten for want of room.
@@ -65,12 +70,19 @@ class WantedFiles:
         Checkpoints beyond `max_kept` wait until one has no engine any more.
         """
         sources: dict[str, list[Source]] = {}
+        present: set[InstanceKey] = set()
         for instance in instances:
             beat = instance.beat
-            # Engines of vLLM that do not beat have no files to give, and no incarnation.
-            if beat.compatibility and instance.key.incarnation and beat.state == "Ready":
+            present.add(instance.key)
+            if beat.state != "Ready" or instance.key in self._lacking:
+                continue
+            # Engines that do not beat have a version for compatibility, whatever their model.
+            if not beat.compatibility or not instance.key.incarnation:
+                self.without = instance.key
+            else:
                 source = Source(instance.key, instance.http)
                 sources.setdefault(beat.compatibility, []).append(source)
+        self._lacking &= present
         for key, entry in self._entries.items():
             entry.sources = tuple(sources.pop(key, ()))
         forgotten: list[str] = []
@@ -113,6 +125,12 @@ class WantedFiles:
         if entry := self._entries.get(fetch.key):
             entry.not_before_s = now + _backoff_s(entry.failures)
             entry.failures += 1
+
+    def lacks(self, fetch: NextFetch) -> None:
+        """The engine has no files: it is not asked again."""
+        self._lacking.add(fetch.source.instance)
+        if entry := self._entries.get(fetch.key):
+            entry.sources = tuple(s for s in entry.sources if s != fetch.source)
 
     def lost(self, blamed: str | None, now: float) -> None:
         """The child ended, with all it had, in work for `blamed`: that waits 1, 2, 4, ... 512 s."""

@@ -1,0 +1,141 @@
+"""Fleets of several vLLM behind this router: prefixes, drains, new versions, for each dialect."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.router.chat_templates import DEMO_MODEL, files_of
+from tests.router.fakes import Fleet, HttpEngine, fleet, text_of, until
+from tests.router.test_router_dialects import Pinned, expected
+from tests.router.vllm_engines import Vllm, silent_vllm, vllm_engine
+from xpyd_core.tokenizer_files import TokenizerFiles, encode_tokenizer_files
+from xpyd_router.fleet.listed import parse_listed
+from xpyd_worker.runner.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.usefixtures("uv_loop")
+DIALECTS = ("nixl", "nixl-push", "pair-id")
+
+
+@dataclass
+class Vllms:
+    """A router, and vLLMs that beat to it or are in its list."""
+
+    fleet: Fleet
+    p: list[HttpEngine]
+    d: list[HttpEngine]
+    pinned: Pinned
+    models: list[Vllm] = field(default_factory=list[Vllm])
+
+    async def completes(self, prompt: str, **body: Any) -> None:
+        """Ask for a stream; the answer must be what one vLLM alone says."""
+        events = await self.fleet.events(prompt=prompt, max_tokens=4, **body)
+        assert events[-1] == "[DONE]", events[-1]
+        assert text_of(events) == expected(prompt, 4)
+
+    async def goes_to(self, prompt: str) -> int:
+        """Which P gets it."""
+        before = [len(one.calls) for one in self.p]
+        await self.completes(prompt)
+        (index,) = (i for i, one in enumerate(self.p) if len(one.calls) > before[i])
+        return index
+
+
+@contextlib.asynccontextmanager
+async def listed_vllms(dialect: str, ps: int, ds: int, **config: Any) -> AsyncGenerator[Vllms]:
+    """In a list: they send no heartbeats."""
+    async with contextlib.AsyncExitStack() as stack:
+        pinned, texts = Pinned(), list[str]()
+        engines: dict[str, list[HttpEngine]] = {"P": [], "D": []}
+        models: list[Vllm] = []
+        for number, kind in enumerate("P" * ps + "D" * ds):
+            engine, model = await silent_vllm(stack, kind, pinned)
+            model.pushes = dialect == "nixl-push"
+            models.append(model)
+            engines[kind].append(engine)
+            kv = f",kv=127.0.0.1:{31001 + number}" if dialect == "pair-id" else ""
+            texts.append(f"{kind}=http://127.0.0.1:{engine.port},dialect={dialect}{kv}")
+        config = {"heartbeat_interval_s": 0.2, "pair_wait_s": 60.0, **config}
+        made = await stack.enter_async_context(
+            fleet(static_instances=parse_listed(texts), **config)
+        )
+        await until(lambda: len(made.router.state.fleet.instances) == ps + ds)
+        yield Vllms(made, engines["P"], engines["D"], pinned, models)
+
+
+@contextlib.asynccontextmanager
+async def beating_vllms(
+    dialect: str, ps: int, ds: int, files: bytes | None = None, **config: Any
+) -> AsyncGenerator[Vllms]:
+    """With heartbeats, as our plugin sends them."""
+    async with fleet(**{"pair_wait_s": 60.0, **config}) as made:
+        pinned, models = Pinned(), list[Vllm]()
+        engines: dict[str, list[HttpEngine]] = {"P": [], "D": []}
+        for number, kind in enumerate("P" * ps + "D" * ds):
+            said = {"incarnation": f"i{number}", "compatibility": "k", "period_ms": 60_000}
+            blocks = {"total_blocks": 64, "block_tokens": 128}
+            engine, model = await vllm_engine(
+                made, kind, pinned, dialect=dialect, files=files, **said, **blocks
+            )
+            models.append(model)
+            engines[kind].append(engine)
+        yield Vllms(made, engines["P"], engines["D"], pinned, models)
+
+
+Vllms_ = Callable[..., contextlib.AbstractAsyncContextManager[Vllms]]
+every_fleet = pytest.mark.parametrize("dialect", DIALECTS)
+found = pytest.mark.parametrize("vllms", [listed_vllms, beating_vllms], ids=["listed", "beating"])
+
+
+@every_fleet
+@found
+@pytest.mark.parametrize("is_exact", [False, True], ids=["text", "exact"])
+async def test_prompts_that_begin_alike_go_to_the_p_that_has_their_beginning(
+    dialect: str, vllms: Vllms_, is_exact: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With --exact-prefixes, too: none of these engines has files to give."""
+    config = {"policy": "PrefixAware", "exact_prefixes": is_exact}
+    async with vllms(dialect, 2, 1, **config) as made:
+        first, other = "a long story of one fox " * 12, "another one, of a dog. " * 12
+        homes = [await made.goes_to(first), await made.goes_to(other)]
+        assert sorted(homes) == [0, 1]
+        for turn in ("first", "second", "third"):
+            assert await made.goes_to(first + turn) == homes[0]
+            assert await made.goes_to(other + turn) == homes[1]
+        if is_exact:
+            await until(lambda: "--exact-prefixes" in caplog.text)
+        said = [one for one in caplog.records if "tokenizer files" in one.getMessage()]
+        assert len(said) == is_exact
+
+
+async def test_a_vllm_with_our_plugin_has_its_prefixes_compared_by_blocks_of_its_own() -> None:
+    """A prompt as ids goes where its text went, also in the blocks of 128 that vLLM has on a CPU.
+
+    The fakes' answers are by bytes, not by ids of this tokenizer: here only the way counts.
+    """
+    tokenizer = Tokenizer.load(DEMO_MODEL)
+    document: TokenizerFiles = files_of(tokenizer, block_size=128)
+    files = encode_tokenizer_files(document)
+    config = {"policy": "PrefixAware", "exact_prefixes": True}
+    async with beating_vllms("pair-id", 2, 1, files, **config) as made:
+        while not made.fleet.metric("xpyd_router_token_counts_total", result="exact"):
+            await made.fleet.json(prompt="x", max_tokens=2)
+            await asyncio.sleep(0.05)
+
+        async def home(prompt: Any) -> int:
+            before = [len(one.calls) for one in made.p]
+            async with await made.fleet.post(prompt=prompt, max_tokens=2) as response:
+                await response.read()
+            (index,) = (i for i, one in enumerate(made.p) if len(one.calls) > before[i])
+            return index
+
+        texts = [f"Story {n}: the quick brown fox jumps over it. " * 25 for n in range(6)]
+        homes = [await home(text) for text in texts]
+        assert set(homes) == {0, 1}
+        for text, at in zip(reversed(texts), reversed(homes), strict=True):
+            assert await home(tokenizer.encode(text, add_special_tokens=True)) == at
