@@ -179,7 +179,9 @@ async def test_what_an_engine_said_of_itself_holds_while_it_is_too_busy_to_say_i
         await until(lambda: not view.router.state.fleet.has_pair)
         p.health_status, p.pages = 200, {**pages, "/version": {"version": "0.33.0"}}
         await until(
-            lambda: "vllm 0.33.0"
-            in {one.beat.compatibility for one in view.router.state.fleet.instances}
+            lambda: (
+                "vllm 0.33.0"
+                in {one.beat.compatibility for one in view.router.state.fleet.instances}
+            )
         )
         assert not view.router.state.fleet.has_pair

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tests.router.chat_templates import DEMO_MODEL, files_of
 from tests.router.fakes import Fleet, HttpEngine, fleet, text_of, until
@@ -139,3 +140,120 @@ async def test_a_vllm_with_our_plugin_has_its_prefixes_compared_by_blocks_of_its
         assert set(homes) == {0, 1}
         for text, at in zip(reversed(texts), reversed(homes), strict=True):
             assert await home(tokenizer.encode(text, add_special_tokens=True)) == at
+
+
+class Load:
+    """Streams that come at a pace of their own, whatever became of those before."""
+
+    def __init__(self, made: Vllms) -> None:
+        self.made = made
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def send(self, count: int) -> None:
+        for _ in range(count):
+            prompt = f"prompt number {len(self.tasks)}, of a length that no other one has"
+            self.tasks.append(asyncio.create_task(self.made.completes(prompt)))
+            await asyncio.sleep(0.005)
+
+
+def view_of(made: Vllms) -> Any:
+    return made.fleet.router.state.fleet
+
+
+def instance_at(made: Vllms, engine: HttpEngine) -> Any:
+    address = f"127.0.0.1:{engine.port}"
+    return next(one for one in view_of(made).instances if one.key.http == address)
+
+
+@every_fleet
+@found
+async def test_an_instance_is_cordoned_and_comes_back_under_load(
+    dialect: str, vllms: Vllms_
+) -> None:
+    async with vllms(dialect, 2, 2) as made:
+        load = Load(made)
+        await load.send(10)
+        for engine in (made.p[0], made.d[1]):
+            view_of(made).cordon(instance_at(made, engine).key, is_cordoned=True)
+        await asyncio.gather(*load.tasks)
+        before = made.p[0].served, made.d[1].served
+        await load.send(20)
+        await asyncio.gather(*load.tasks)
+        assert (made.p[0].served, made.d[1].served) == before
+        for engine in (made.p[0], made.d[1]):
+            view_of(made).cordon(instance_at(made, engine).key, is_cordoned=False)
+        await load.send(20)
+        await asyncio.gather(*load.tasks)
+        assert made.p[0].served > before[0]
+        assert made.d[1].served > before[1]
+        assert made.pinned == {}
+
+
+@every_fleet
+@found
+@pytest.mark.parametrize("kind", ["P", "D"])
+async def test_an_instance_that_is_taken_away_under_load_loses_no_request(
+    dialect: str, vllms: Vllms_, kind: str
+) -> None:
+    """It finishes what it has and takes nothing new, as vLLM does with --shutdown-timeout."""
+    async with vllms(dialect, 2, 2) as made:
+        load = Load(made)
+        await load.send(20)
+        leaving = (made.p if kind == "P" else made.d)[0]
+
+        async def refuse(*_: Any) -> web.Response:
+            return web.json_response({"error": {"message": "shutting down"}}, status=503)
+
+        leaving.script = refuse
+        if leaving.beat.incarnation:
+            await made.fleet.beat(leaving, state="Draining")
+        await load.send(20)
+        if leaving.beat.incarnation:
+            await made.fleet.beat(leaving, state="Gone")
+        await leaving.stop()
+        await load.send(20)
+        await asyncio.gather(*load.tasks)
+        assert leaving.served > 0
+
+
+@pytest.mark.parametrize("dialect", ["nixl", "nixl-push"])
+@found
+async def test_while_a_rollout_changes_vllms_version_only_equal_ones_are_pairs(
+    dialect: str, vllms: Vllms_
+) -> None:
+    """First D restarts with another version, then P. In between a pair of the old one serves, and
+    where there is none requests wait."""
+    async with vllms(dialect, 2, 2) as made:
+
+        async def restart(engine: HttpEngine, version: str) -> None:
+            engine.pages["/version"] = {"version": version}
+            if engine.beat.incarnation:
+                said = {"incarnation": f"{engine.beat.incarnation}x", "compatibility": version}
+                await made.fleet.beat(engine, **said)
+            await until(lambda: version in instance_at(made, engine).beat.compatibility)
+
+        new = "0.33.0"
+        load = Load(made)
+        await load.send(10)
+        await asyncio.gather(*load.tasks)
+        await restart(made.d[0], new)
+        before = made.d[0].served
+        await load.send(10)
+        await asyncio.gather(*load.tasks)
+        assert made.d[0].served == before, "no P has its version"
+        await restart(made.p[0], new)
+        await load.send(20)
+        await asyncio.gather(*load.tasks)
+        assert made.d[0].served > before
+        old_pair = made.p[1].served
+        await restart(made.d[1], new)  # the old P has no partner left
+        await load.send(10)
+        await asyncio.gather(*load.tasks)
+        assert made.p[1].served == old_pair
+        await restart(made.p[0], "0.34.0")  # now there is no pair at all
+        await load.send(5)
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in load.tasks[-5:])
+        await restart(made.p[1], new)
+        await asyncio.gather(*load.tasks)
+        assert made.pinned == {}
