@@ -127,8 +127,15 @@ async def test_a_push_p_is_not_asked_for_blocks() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [{"prompt": ["one", "two"]}, {"n": 2}, {"use_beam_search": True}],
-    ids=["two prompts", "two choices", "beams"],
+    [
+        {"prompt": ["one", "two"]},
+        {"prompt": [[1, 2], [3]]},
+        {"n": 2},
+        {"use_beam_search": True},
+        {"prompt_embeds": "two"},
+        {"prompt": None, "prompt_embeds": ["one", "two"]},
+    ],
+    ids=["two prompts", "two of ids", "two choices", "beams", "and embeddings", "two embeddings"],
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_has_several_sequences_runs_on_d_alone(
@@ -140,12 +147,56 @@ async def test_what_has_several_sequences_runs_on_d_alone(
             assert response.status == 200
             text = await response.text()
         assert (p.calls, len(d.calls), pinned) == ([], 1, {})
-        if body.get("prompt") and not stream:
+        if body.get("prompt") == ["one", "two"] and not stream:
             texts = [choice["text"] for choice in orjson.loads(text)["choices"]]
             assert texts == [expected("one", 3), expected("two", 3)]
         assert fleet_.metric("xpyd_router_releases_total", result="leased") == 0
         counted = {"prefill": "", "decode": d.beat.http_address, "outcome": "alone"}
         assert fleet_.metric("xpyd_router_kv_outcomes_total", cause="several", **counted) == 1
+
+
+@kinds
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "prompt", [["a list of one"], [list(b"a list of one")]], ids=["text", "ids"]
+)
+async def test_a_list_of_one_prompt_is_one_prompt(
+    beat: dict[str, Any], stream: bool, prompt: Any
+) -> None:
+    async with fleet() as fleet_:
+        (p, _), (_, decode), pinned = await nixl_pair(fleet_, **beat)
+        if stream:
+            text = text_of(await fleet_.events(prompt=prompt, max_tokens=3))
+        else:
+            text = (await fleet_.json(prompt=prompt, max_tokens=3))["choices"][0]["text"]
+        assert text == expected("a list of one", 3)
+        assert (len(p.calls), pinned, decode.external_tokens) == (1, {}, [13])
+
+
+@pytest.mark.parametrize("dialect", ["nixl", "nixl-push", "pair-id"])
+@pytest.mark.parametrize(
+    ("body", "of_p"),
+    [
+        ({"echo": True}, 0),
+        ({"prompt_logprobs": 1}, 0),
+        ({"logprobs": 2}, 1),
+        ({"best_of": 2}, 1),
+        ({"prompt_embeds": "AA"}, 0),
+        ({"n": 2}, 0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_needs_the_prompt_computed_by_one_engine_runs_on_d(
+    dialect: str, body: dict[str, Any], of_p: int, stream: bool
+) -> None:
+    """vLLM's completions know no best_of: a field that is ignored."""
+    async with fleet() as fleet_:
+        (p, _), (d, _), pinned = await nixl_pair(fleet_, dialect=dialect)
+        async with await fleet_.post(max_tokens=3, stream=stream, **body) as response:
+            assert response.status == 200
+            await response.read()
+        assert (len(p.calls), len(d.calls), pinned) == (of_p, 1, {})
 
 
 @pytest.mark.parametrize(

@@ -102,12 +102,14 @@ class Vllm:
         if "messages" in call.body:
             texts = (f"{m['role']}: {m['content']}\n" for m in call.body["messages"])
             return [params.get("prompt_token_ids") or list("".join(texts).encode())]
-        prompt = call.body["prompt"]
-        if isinstance(prompt, str):
-            return [list(prompt.encode())]
-        if isinstance(prompt[0], int):
-            return [prompt]
-        return [list(one.encode()) for one in prompt]
+        prompt = call.body.get("prompt") or []
+        embeddings = call.body.get("prompt_embeds") or []
+        embeddings = [embeddings] if isinstance(embeddings, str) else embeddings
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            prompt = [prompt]
+        return [
+            one if isinstance(one, list) else list(one.encode()) for one in (*embeddings, *prompt)
+        ]
 
     @staticmethod
     def _limit(body: dict[str, Any]) -> int:

@@ -105,6 +105,12 @@ class _Xpyd:
 _OF_XPYD = ("transfer", "decode_incarnation", "prompt_digest")
 
 
+def _has_embeddings(request: InferenceRequest) -> bool:
+    """Whether prompts are given as embeddings: these are further ones beside `prompt`, and may be
+    several. A text that has the word costs a transfer, no answer."""
+    return request.raw.find(b'"prompt_embeds"') >= 0
+
+
 class _PairId:
     """The id in X-Request-Id names the KV; nothing else is needed. What a P of ours says of the
     transfer goes to D, so that D does not wait for KV that does not come."""
@@ -113,7 +119,7 @@ class _PairId:
 
     def is_for_decode_alone(self, request: InferenceRequest) -> bool:
         """See Dialect: vLLM makes an id of its own for each of several choices."""
-        return (request.members.n or 1) > 1
+        return (request.members.n or 1) > 1 or _has_embeddings(request)
 
     def prefill_body(self, state: RequestState, pair: Pair, pair_mac: str) -> Body:
         """See Dialect."""
@@ -157,7 +163,8 @@ class _Nixl:
     def is_for_decode_alone(self, request: InferenceRequest) -> bool:
         """See Dialect: P's answer names the KV of the first prompt, and D frees it when the first
         of several choices has read it."""
-        return request.choices > 1 or request.raw.find(b'"use_beam_search"') >= 0
+        is_beam = request.raw.find(b'"use_beam_search"') >= 0
+        return request.choices > 1 or is_beam or _has_embeddings(request)
 
     def prefill_body(self, state: RequestState, pair: Pair, pair_mac: str) -> Body:
         """See Dialect."""
