@@ -20,7 +20,7 @@ from bench.engine.peer import peer_environment  # noqa: E402
 from bench.environments import cache, environment, run, uv  # noqa: E402
 
 _INSTALL_S = 120.0
-_NIXL = "1.5.1"
+NIXL = "1.5.1"
 _DOWNLOAD_S = 900.0
 READ_ONLY_VERSION = "0.33.0"
 """The vLLM whose sources are compared with what our connector expects."""
@@ -53,7 +53,7 @@ def nixl_path() -> str:
         python = str(folder / "bin/python")
         names = ("nixl", "nixl-cu12", "nixl-cu13")
         install = [uv(), "pip", "install", "--quiet", "--python", python, "--no-deps"]
-        wanted = [f"{name}=={_NIXL}" for name in names]
+        wanted = [f"{name}=={NIXL}" for name in names]
         run([*install, "--target", str(nixl), *wanted], _INSTALL_S)
     return f"{folder / 'alias'}:{nixl}"
 

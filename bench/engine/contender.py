@@ -70,7 +70,7 @@ class Server(Processes):
     ) -> None:
         super().__init__(process, log)
         self._recipe = recipe
-        self._port = port
+        self.port = port
         self.start_s = 0.0
         """From the process' start to the first 200 of /health."""
 
@@ -86,7 +86,7 @@ class Server(Processes):
 
     def _is_ready(self) -> bool:
         try:
-            url = f"http://127.0.0.1:{self._port}/health"
+            url = f"http://127.0.0.1:{self.port}/health"
             with _DIRECT.open(url, timeout=5) as answer:
                 return answer.status == 200
         except (OSError, urllib.error.URLError):
@@ -103,7 +103,7 @@ class Server(Processes):
         )
         members = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
         target = Target(
-            "127.0.0.1", self._port, False, "/v1/completions", "bench", members, _REQUEST_S
+            "127.0.0.1", self.port, False, "/v1/completions", "bench", members, _REQUEST_S
         )
         load = run_load(target, requests, [0.0] * len(requests), max_concurrency=case.concurrency)
         samples = asyncio.run(load)

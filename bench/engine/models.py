@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from bench.engine.shape import MAX_MODEL_LEN, MODELS
 from scripts.train_demo_model.random_checkpoint import make_checkpoint
@@ -32,10 +34,12 @@ def cache() -> Path:
     return folder
 
 
-def model(name: str, root: Path | None = None) -> Model:
+def model(
+    name: str, root: Path | None = None, shapes: Mapping[str, Mapping[str, Any]] = MODELS
+) -> Model:
     """The checkpoint of this name, made if it is not there or other than it should be."""
     folder = (cache() if root is None else root) / "models" / name
-    wanted = json.dumps(MODELS[name] | {"dtype": "bfloat16", "max_len": MAX_MODEL_LEN})
+    wanted = json.dumps({**shapes[name], "dtype": "bfloat16", "max_len": MAX_MODEL_LEN})
     made_of = folder / "made-of.json"
     if not made_of.exists() or made_of.read_text() != wanted:
         shutil.rmtree(folder, ignore_errors=True)
