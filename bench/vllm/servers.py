@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine.contender import ContenderFailed, Recipe, Server, served
+from bench.engine.peer import peer_environment
 from bench.engine.shape import MAX_MODEL_LEN, Case
 from bench.process import free_port
 from scripts.vllm_environment import nixl_path, vllm_environment
@@ -27,7 +28,8 @@ from scripts.vllm_environment import nixl_path, vllm_environment
 OURS, NIXL, ALONE = "xpyd", "NixlConnector", "recompute"
 CHUNK_TOKENS = 512
 _HOST = "127.0.0.1"
-_KV_PORT = 24301
+# A router takes a KV address from one instance only. The ranks of D listen behind its port.
+_KV_PORTS = {"kv_producer": 24301, "kv_consumer": 24311}
 _POOL_BYTES = 512 << 20
 _CACHE_GIB = "1"
 _ROUTED_S = 60.0
@@ -109,7 +111,9 @@ class Contender:
                 if not self.is_pair or loaded >= WARM_UP.input_tokens - 1:
                     return
             if time.monotonic() > deadline:
-                raise ContenderFailed(f"{self.name} does not go on: {failure}")
+                raise ContenderFailed(
+                    f"{self.name} does not go on: {failure}\n{self.front.complaint()}"
+                )
             seed += 1_000_000  # another prompt
             time.sleep(0.2)
 
@@ -122,7 +126,11 @@ def external(before: Counts, after: Counts) -> float:
 def start_pair(stack: ExitStack, name: str, model: Path, folder: Path, cores: str) -> Contender:
     """P and D of this connector, and their router; all end with the stack. ContenderFailed."""
     discovery = free_port()
-    recipes = _ours(model, folder, discovery) if name == OURS else _nixl(model)
+    if name == OURS:
+        vllm, path = vllm_environment()
+        recipes = our_recipes(vllm, path, model, folder, discovery)
+    else:
+        recipes = nixl_recipes(peer_environment(), nixl_path(), model)
     p, d = _start(stack, recipes, folder, cores)
     flags = ["--discovery-host", _HOST, "--discovery-port", str(discovery)]
     if name == NIXL:
@@ -135,7 +143,8 @@ def start_pair(stack: ExitStack, name: str, model: Path, folder: Path, cores: st
 
 def start_alone(stack: ExitStack, model: Path, folder: Path, cores: str) -> Contender:
     """One vLLM without a connector; it ends with the stack. ContenderFailed."""
-    recipe = vllm_recipe(ALONE, model, 1, None, {"PYTHONPATH": vllm_environment()[1]})
+    vllm = peer_environment()
+    recipe = vllm_recipe(vllm, ALONE, model, 1, None, {"PYTHONPATH": str(vllm / "alias")})
     (one,) = _start(stack, [recipe], folder, cores)
     return Contender(ALONE, one, one, one)
 
@@ -157,11 +166,11 @@ def router_recipe(name: str, folder: Path, flags: Sequence[str]) -> Recipe:
     return Recipe(f"{name}-router", argv, {})
 
 
-def _ours(model: Path, folder: Path, discovery: int) -> list[Recipe]:
-    _, path = vllm_environment()
+def our_recipes(vllm: Path, path: str, model: Path, folder: Path, discovery: int) -> list[Recipe]:
+    """P and D with our connector and plugin, which `path` leads to."""
     environment = {"PYTHONPATH": path, "VLLM_PLUGINS": "xpyd"}
     made: list[Recipe] = []
-    for core, role in enumerate(("kv_producer", "kv_consumer")):
+    for core, (role, kv_port) in enumerate(_KV_PORTS.items()):
         extra: dict[str, Any] = {
             "host": _HOST,
             "key_file": str(key_file(folder)),
@@ -175,25 +184,25 @@ def _ours(model: Path, folder: Path, discovery: int) -> list[Recipe]:
             "kv_connector": "XpydConnector",
             "kv_connector_module_path": "xpyd_kv.vllm.connector",
             "kv_role": role,
-            "kv_port": _KV_PORT,
+            "kv_port": kv_port,
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra,
         }
-        made.append(vllm_recipe(f"{OURS}-{role}", model, core, transfer, environment))
+        made.append(vllm_recipe(vllm, f"{OURS}-{role}", model, core, transfer, environment))
     return made
 
 
-def _nixl(model: Path) -> list[Recipe]:
-    """As vLLM's users run it, with nothing of ours."""
+def nixl_recipes(vllm: Path, path: str, model: Path) -> list[Recipe]:
+    """P and D as vLLM's users run them, with nothing of ours."""
     transfer = {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_both",
         "kv_buffer_device": "cpu",
         "kv_load_failure_policy": "recompute",
     }
-    path = nixl_path()
     return [
         vllm_recipe(
+            vllm,
             f"{NIXL}-{who}",
             model,
             core,
@@ -209,6 +218,7 @@ def _nixl(model: Path) -> list[Recipe]:
 
 
 def vllm_recipe(
+    vllm: Path,
     name: str,
     model: Path,
     core: int,
@@ -216,8 +226,7 @@ def vllm_recipe(
     environment: Mapping[str, str],
 ) -> Recipe:
     """`vllm serve`, computing on one core, with this KV transfer."""
-    folder, _ = vllm_environment()
-    argv = [str(folder / "bin/vllm"), "serve", str(model), "--served-model-name", "bench"]
+    argv = [str(vllm / "bin/vllm"), "serve", str(model), "--served-model-name", "bench"]
     argv += ["--host", _HOST, "--port", "{port}", "--dtype", "bfloat16", "--enforce-eager"]
     argv += ["--max-model-len", str(MAX_MODEL_LEN), "--no-enable-prefix-caching"]
     argv += ["--max-num-batched-tokens", str(CHUNK_TOKENS), "--shutdown-timeout", "5"]
@@ -231,7 +240,7 @@ def vllm_recipe(
             "VLLM_CPU_KVCACHE_SPACE": _CACHE_GIB,
             "VLLM_CPU_OMP_THREADS_BIND": str(core),
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CACHE_ROOT": str(folder / "compiled"),
+            "VLLM_CACHE_ROOT": str(vllm / "compiled"),
             "HF_HUB_OFFLINE": "1",
         },
     )

@@ -19,7 +19,17 @@ from bench.report import END
 from bench.vllm.report import BEGIN, broken, report, with_measured
 from bench.vllm.rounds import CASES, KV_TOKEN_BYTES, MODEL, SHAPES, Found, Plan, Turn, rotated
 from bench.vllm.rounds import take_turn as ask
-from bench.vllm.servers import ALONE, NIXL, OURS, Contender, Counts, external
+from bench.vllm.servers import (
+    ALONE,
+    NIXL,
+    OURS,
+    Contender,
+    Counts,
+    external,
+    nixl_recipes,
+    our_recipes,
+    vllm_recipe,
+)
 from xpyd_tools.bench.summary import Sample
 
 _MODEL = Model(MODEL, Path("/models/kv"), 25_000_000, 1)
@@ -132,6 +142,43 @@ def test_the_kv_of_a_token_is_what_the_shape_says():
     shape = SHAPES[MODEL]
     assert shape["layers"] * 2 * shape["kv_heads"] * shape["head_dim"] * 2 == KV_TOKEN_BYTES
     assert all(case.input_tokens + case.output_tokens <= 2048 for case in CASES.values())
+
+
+def _flag(recipe: Recipe, name: str) -> str:
+    return recipe.argv[recipe.argv.index(name) + 1]
+
+
+def test_p_and_d_of_a_pair_share_nothing_but_the_model(tmp_path: Path):
+    """A router takes a KV address from one instance only."""
+    for recipes in (
+        our_recipes(tmp_path, "path", _MODEL.folder, tmp_path, 1234),
+        nixl_recipes(tmp_path, "path", _MODEL.folder),
+    ):
+        p, d = recipes
+        assert p.name != d.name
+        bound = "VLLM_CPU_OMP_THREADS_BIND"
+        assert (p.env[bound], d.env[bound]) == ("0", "1")
+        transfers = [json.loads(_flag(one, "--kv-transfer-config")) for one in recipes]
+        ports = {
+            transfer.get("kv_port", one.env.get("VLLM_NIXL_SIDE_CHANNEL_PORT"))
+            for transfer, one in zip(transfers, recipes, strict=True)
+        }
+        assert len(ports) == 2
+
+
+def test_contenders_compute_alike(tmp_path: Path):
+    recipes = [
+        *our_recipes(tmp_path, "path", _MODEL.folder, tmp_path, 1234),
+        *nixl_recipes(tmp_path, "path", _MODEL.folder),
+        vllm_recipe(tmp_path, ALONE, _MODEL.folder, 1, None, {}),
+    ]
+    plain = list(recipes[-1].argv)
+    for one in recipes:
+        argv = list(one.argv)
+        if "--kv-transfer-config" in argv:
+            at = argv.index("--kv-transfer-config")
+            del argv[at : at + 2]
+        assert argv == plain
 
 
 class _Vllm:
