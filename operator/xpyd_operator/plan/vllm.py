@@ -1,7 +1,7 @@
 """The command line and the variables of `vllm serve` for one pool, and the heartbeats beside it.
 
-What only the pod knows is a variable that Kubernetes puts in: `$(XPYD_POD_IP)`. See docs/vllm.md
-and docs/adr/0050 and 0054.
+What only the pod knows is a variable that Kubernetes puts in: `$(XPYD_POD_IP)`. See docs/vllm.md,
+docs/adr/0050 and docs/adr/0054.
 """
 
 from __future__ import annotations
