@@ -421,3 +421,22 @@ def test_sigterm_ends_the_operator_in_seconds(plane: Cluster, no_operator: None)
         assert found.http("/healthz") == 200
         assert found.stop() == 0
         assert "Traceback" not in found.log()
+
+
+@pytest.mark.parametrize("connector", ["Xpyd", "Nixl"])
+def test_pools_of_vllm_become_ready_scale_and_take_another_image(
+    operator: OperatorProcess, chat: FleetClient, connector: str
+) -> None:
+    engine = {"type": "VLLM", "connector": connector, "image": "vllm:1"}
+    chat.apply(fake_fleet(engine=engine))
+    chat.wait_ready()
+    chat.scale("decode", 2)
+    chat.wait_pool("decode", 2)
+    chat.apply(fake_fleet(engine=engine | {"image": "vllm:2"}))
+
+    def images() -> set[str]:
+        pods = [*chat.pods("prefill"), *chat.pods("decode")]
+        return {pod["spec"]["containers"][0]["image"] for pod in pods}
+
+    wait_for(lambda: images() == {"vllm:2"}, READY_S, "P and D of vllm:2", explain=chat.explain)
+    chat.wait_ready()
