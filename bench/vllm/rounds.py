@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bench.engine.contender import ContenderFailed
@@ -124,7 +125,7 @@ def measure(
                 continue
             one.go_on(seed=1)
             for case in plan.cases:  # the first prompts of a length pay for compiled kernels
-                one.front.run(case, seed=2)
+                say(f"warm-up, {said(take_turn(one, case, seed=2))}")
             found.pss_gib[name] = one.d.pss_gib()
             one.stop()
             up.append(one)
@@ -147,12 +148,22 @@ def _round(
     for case in plan.cases:
         turn = take_turn(one, case, seed=1000 + number)
         found.turns.append(turn)
-        ttft_s = sorted(sample.ttft_s for sample in turn.samples)[len(turn.samples) // 2]
-        say(
-            f"round {number + 1}, {case.name} tokens, {one.name}: TTFT {ttft_s * 1e3:.0f} ms, "
-            f"P's prefill {turn.prefill_s * 1e3:.0f} ms"
-        )
+        say(f"round {number + 1}, {said(turn)}")
     one.stop()
+
+
+def said(turn: Turn) -> str:
+    """The turn for people who wait, in milliseconds."""
+    figures = {
+        "TTFT": median(sample.ttft_s for sample in turn.samples),
+        "second token": median(sample.ttft_s + sample.gaps_s[0] for sample in turn.samples),
+        "P's prefill": turn.prefill_s,
+        "without transfer": turn.without_s,
+        "D waited": turn.waited_s,
+        "NIXL moved": turn.moved_s,
+    }
+    known = (f"{name} {value * 1e3:.0f}" for name, value in figures.items() if value is not None)
+    return f"{turn.case.name} tokens, {turn.contender}: {', '.join(known)} ms"
 
 
 def take_turn(one: Contender, case: Case, seed: int) -> Turn:

@@ -17,7 +17,7 @@ from bench.engine.models import Model
 from bench.engine.shape import Case
 from bench.report import END
 from bench.vllm.report import BEGIN, broken, report, with_measured
-from bench.vllm.rounds import CASES, KV_TOKEN_BYTES, MODEL, SHAPES, Found, Plan, Turn, rotated
+from bench.vllm.rounds import CASES, KV_TOKEN_BYTES, MODEL, SHAPES, Found, Plan, Turn, rotated, said
 from bench.vllm.rounds import take_turn as ask
 from bench.vllm.servers import (
     ALONE,
@@ -136,6 +136,13 @@ def test_another_contender_is_first_in_each_round():
     names = ["a", "b", "c"]
     orders = [rotated(names, number) for number in range(4)]  # type: ignore[arg-type]
     assert [order[0] for order in orders] == ["a", "b", "c", "a"]
+
+
+def test_who_waits_sees_only_figures_that_the_contender_has():
+    assert said(_turn(ALONE, 1.0)) == (
+        "1500 tokens, recompute: TTFT 1000, second token 1200, P's prefill 900 ms"
+    )
+    assert said(_turn(NIXL, 1.0)).endswith("without transfer 600, D waited 100, NIXL moved 50 ms")
 
 
 def test_the_kv_of_a_token_is_what_the_shape_says():
