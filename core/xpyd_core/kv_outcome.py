@@ -49,6 +49,8 @@ _CAUSES: dict[str, LostCause] = {
     "corrupt": "broken",
     "digest": "broken",
     "refused:quarantine": "broken",
+    # For as long as D has no room to compare, none of this P's KV is used.
+    "unverified": "incompatible",
     "too_long": "no_room",
     "prefix_evicted": "no_room",
     "pressure": "no_room",

@@ -72,8 +72,8 @@ def test_d_without_a_prefix_cache_compares_too(mixed):
 def test_portable_kv_is_compared_token_by_token(mixed, sizes, turned, monkeypatch):
     real = worker._layout_name
 
-    def layout_name(config, tensor):
-        return real(config, tensor) if role_of(config) in turned else HEAD_TOKEN_KV
+    def layout_name(config, tensor, *, on_gpu):
+        return real(config, tensor, on_gpu=on_gpu) if role_of(config) in turned else HEAD_TOKEN_KV
 
     monkeypatch.setattr(worker, "_layout_name", layout_name)
     of_p, of_d = (
@@ -89,7 +89,7 @@ def test_portable_kv_is_compared_token_by_token(mixed, sizes, turned, monkeypatc
 @pytest.mark.parametrize("of_d", [{}, {"tp": 2}])
 def test_a_connector_that_lies_about_its_layout_is_caught(mixed, liar, of_d, monkeypatch, caplog):
     """K is transposed in its blocks, and it says that it is not."""
-    monkeypatch.setattr(worker, "_layout_name", lambda *_: HEAD_TOKEN_KV)
+    monkeypatch.setattr(worker, "_layout_name", lambda *_, **__: HEAD_TOKEN_KV)
     of_p, of_d = (
         {"transposed": letter == liar, "portable": True, **more}
         for letter, more in (("P", {}), ("D", {**POOL, **of_d}))

@@ -142,6 +142,12 @@ def test_backends_whose_bytes_are_as_the_shape_says_go_with_our_engine_and_other
     assert layout_name() == f"vllm-{engine_api.vllm_version} B12X+FLASH_ATTN 8"
 
 
+def test_a_cache_of_another_backend_on_a_gpu_cannot_be_portable(pair, monkeypatch):
+    monkeypatch.setattr(engine_api, "attention_backends", lambda _: ["B12X"])
+    with pytest.raises(UserError, match=r"portable.* B12X "), pair({"portable": True}, {}):
+        pytest.fail("it has started")
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -4,7 +4,6 @@ import importlib
 import json
 import re
 from abc import ABC, abstractmethod
-from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec

@@ -160,6 +160,8 @@ class RankHalf:
         gpu = open_device(self._open_gpu, tensors[0])
         check_transports(options.transports, on_gpu=gpu is not None, socket_dir=options.socket_dir)
         layout_name = _layout_name(self._config, tensors[0], on_gpu=gpu is not None)
+        if gpu is not None and options.portable and layout_name != HEAD_TOKEN_KV:
+            raise UserError(f"XpydConnector: portable: caches of layout {layout_name!r} on a GPU")
         if gpu is None:
             memory = self._memory(tensors, indices, layout_name)
             transports = Transports(options.settings.frames)

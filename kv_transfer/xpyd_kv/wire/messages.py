@@ -63,7 +63,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     data: bool = False
     """The connection is between two ranks: it carries what follows GRANT."""
     engine: Annotated[str, msgspec.Meta(pattern=r"^[ -~]*\Z", max_length=64)] = ""
-    """The program, where it is not xpyd's own. A D compares KV of another one with its own first."""
+    """The program, where it is not xpyd's own. A D compares another one's KV with its own first."""
 
 
 class Auth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
