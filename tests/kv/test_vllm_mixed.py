@@ -64,10 +64,10 @@ def metric(host: str, name: str) -> float:
 
 
 def texts(ids: list[int]) -> tuple[str, str]:
-    """What the pair answers, and what its P does alone."""
+    """What the pair answers, and what its D does alone. Engines write broken characters apart."""
     both = json.loads(by_router(prompt=ids, max_tokens=8))
     body = {"model": "demo-model", "temperature": 0, "ignore_eos": True}
-    alone = json.loads(post(P, PORT, "/v1/completions", {**body, "prompt": ids, "max_tokens": 8}))
+    alone = json.loads(post(D, PORT, "/v1/completions", {**body, "prompt": ids, "max_tokens": 8}))
     return both["choices"][0]["text"], alone["choices"][0]["text"]
 
 
