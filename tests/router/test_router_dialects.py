@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any, cast
 
 import orjson
 import pytest
+from aiohttp import web
 
-from tests.router.fakes import Fleet, HttpEngine, answer, fleet, text_of
+from tests.router.fakes import (
+    Fleet,
+    HttpEngine,
+    answer,
+    begin_and_hang,
+    fleet,
+    hang,
+    text_of,
+    until,
+)
 from tests.router.vllm_engines import ASKED_OF_P, Vllm, generated_id, text_of_ids, vllm_engine
 
 PROMPTS = ["a", "San Francisco is a", "x" * 15, "x" * 16, "x" * 17, "y" * 300]
@@ -334,3 +346,92 @@ async def test_an_engine_may_say_that_the_pair_id_is_all_it_needs() -> None:
         await fleet_.json(max_tokens=3, prompt=["one", "two"])
         params = d.calls[2].body["kv_transfer_params"]
         assert set(params) == {"decode_incarnation", "pair_mac"}, "P speaks of the first one"
+
+
+def nothing_is_open(fleet_: Fleet) -> bool:
+    view = fleet_.router.state.fleet
+    return all(view.load(one.key).own.requests == 0 for one in view.instances)
+
+
+def params_of(text: str) -> Any:
+    """A P that answers with these kv_transfer_params."""
+
+    async def script(*_: Any) -> web.Response:
+        body = '{"choices": [], "kv_transfer_params": ' + text + "}"
+        return web.Response(text=body, content_type="application/json")
+
+    return script
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[1]", '"text"', "7", "NaN"),
+        '{"remote_block_ids": ' + "[" * 400 + "]" * 400 + "}",
+        '{"remote_block_ids": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"remote_engine_id": "' + "x" * (1 << 20) + '"}',
+    ],
+    ids=["list", "string", "number", "no JSON", "nested", "nested deeper", "long"],
+)
+@pytest.mark.parametrize("dialect", ["nixl", "pair-id"])
+async def test_what_p_says_and_d_could_not_read_is_ps_fault_and_another_p_serves(
+    dialect: str, text: str, stream: bool
+) -> None:
+    async with fleet() as fleet_:
+        (bad, _), (d, _), pinned = await nixl_pair(fleet_, dialect=dialect)
+        is_named = dialect == "pair-id" and text.startswith("{")
+        bad.script = params_of('{"transfer": ' + text + "}" if is_named else text)
+        await vllm_engine(fleet_, "P", pinned, dialect=dialect)
+        for _ in range(2):
+            if stream:
+                said = text_of(await fleet_.events(prompt="one", max_tokens=3))
+            else:
+                said = (await fleet_.json(prompt="one", max_tokens=3))["choices"][0]["text"]
+            assert said == expected("one", 3)
+        assert (len(bad.calls), len(d.calls)) == (1, 2)
+        assert nothing_is_open(fleet_)
+        assert pinned == {}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status", [500, 503, 429])
+async def test_a_d_that_fails_behind_p_leaves_p_its_lease_and_another_d_serves(
+    status: int, stream: bool
+) -> None:
+    async with fleet() as fleet_:
+        _, (bad, _), pinned = await nixl_pair(fleet_)
+        bad.script = answer(status, {"error": {"message": "no"}})
+        await vllm_engine(fleet_, "D", pinned)
+        statuses: list[int] = []
+        for _ in range(2):
+            async with await fleet_.post(prompt="one", max_tokens=3, stream=stream) as response:
+                statuses.append(response.status)
+                await response.read()
+        # 429 is an answer: the client is to come again later. In a stream it comes as an event
+        # behind P's token.
+        assert sorted(statuses) == [200, 429 if status == 429 and not stream else 200]
+        assert len(pinned) == len(bad.calls) == 1
+        assert fleet_.metric("xpyd_router_releases_total", result="leased") == 1
+        assert nothing_is_open(fleet_)
+
+
+@kinds
+@pytest.mark.parametrize("state", ["prefill", "decode", "stream"])
+async def test_a_client_that_leaves_ends_both_calls_and_no_work_stays(
+    beat: dict[str, Any], state: str
+) -> None:
+    async with fleet() as fleet_:
+        (p, _), (d, _), pinned = await nixl_pair(fleet_, **beat)
+        waits = p if state == "prefill" else d
+        waits.script = begin_and_hang if state == "stream" else hang
+        request = asyncio.create_task(fleet_.events(prompt="one", max_tokens=3))
+        await until(lambda: bool(waits.calls))
+        request.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await request
+        await until(lambda: waits.calls[0].is_closed and nothing_is_open(fleet_))
+        assert len(pinned) == (state != "prefill")
+        # A D that has begun to answer has read P's KV; this fake has not.
+        leased = fleet_.metric("xpyd_router_releases_total", result="leased")
+        assert leased == (state == "decode")

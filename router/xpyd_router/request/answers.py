@@ -37,6 +37,8 @@ def tokens_in(body: bytes) -> tuple[int | None, int | None]:
 
 DONE = b"data: [DONE]\n\n"
 MAX_EVENT_BYTES = 16 * 1024 * 1024
+_MAX_PARAMS_BYTES = 1024 * 1024
+"""Of what P says for D. Block ids of a prompt of a million tokens take 0.4 MiB."""
 
 
 class EventSplitter:
@@ -205,6 +207,7 @@ def parse_params_answer(
     transfer, usage = cast(Json, said), document.get("usage")
     if names is not None:
         transfer = {name: transfer[name] for name in names if name in transfer}
+    _check_passable(transfer)
     return PrefillAnswer(
         document=document,
         model=str(document.get("model") or request.model),
@@ -213,6 +216,16 @@ def parse_params_answer(
         transfer=transfer,
         not_sent=_not_sent(cast(Json, said)),
     )
+
+
+def _check_passable(transfer: Json) -> None:
+    """ProtocolError for what could not be written into D's body, or would make D refuse it: P is at
+    fault then, not the request."""
+    try:
+        size_bytes = len(orjson.dumps({"kv_transfer_params": transfer}))
+    except orjson.JSONEncodeError as error:
+        raise ProtocolError("prefill answer: kv_transfer_params is nested too deep") from error
+    _require(size_bytes <= _MAX_PARAMS_BYTES, "kv_transfer_params is too long")
 
 
 def parse_vllm_choice(
