@@ -3,7 +3,7 @@
 J1: a streamed chat of three tokens through the router's process; its engines are fakes.
 J2: one KV block from P to D over TCP, both connectors in this process, over fake memory.
 J3: an edit of a fleet from one decode replica to three, until the fake API server has the
-Deployment.
+Deployment and a status that says so.
 J4: one token in the worker, from the model's logits to the chunk of the stream that a client reads.
 """
 
@@ -63,10 +63,14 @@ def kv_block() -> list[Calls]:
 def edit() -> list[Calls]:
     """J3."""
     from tests.operator.kube_fakes import FakeApi, until
-    from tests.operator.kube_operating import fleet, fleet_ready, ready, replicas, run
+    from tests.operator.kube_operating import condition, fleet, fleet_ready, ready, replicas, run
     from xpyd_operator.controller.decision.kinds import FLEET
 
     trace, found = Trace(), list[Calls]()
+
+    def is_reported(api: FakeApi, decode: int) -> bool:
+        is_ready = condition(api, "Ready").get("status") == "True"
+        return replicas(api, "decode") == [decode] and (decode == 1 or not is_ready)
 
     async def edits(api: FakeApi) -> None:
         api.add(fleet())
@@ -76,9 +80,7 @@ def edit() -> list[Calls]:
                     if decode == 3:
                         trace.start()
                     api.change(FLEET, "ns", "chat", {"spec": fleet(decode=decode)["spec"]})
-                    await until(
-                        lambda decode=decode: replicas(api, "decode") == [decode], what="applied"
-                    )
+                    await until(lambda decode=decode: is_reported(api, decode), what="applied")
                     if decode == 3:
                         found.append(trace.stop())
                     await ready(api)

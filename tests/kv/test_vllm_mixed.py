@@ -123,3 +123,20 @@ def test_kv_of_an_engine_of_ours_goes_to_a_vllm(tmp_path):
             assert d.metric("vllm:kv_cache_usage_perc") == 0
         finally:
             d.stop()
+
+
+def test_a_vllm_that_lies_about_its_layout_is_caught_and_d_answers_alone(tmp_path):
+    key(tmp_path)
+    with router(tmp_path), worker("Decode", D, tmp_path) as log:
+        p = Vllm.of_ours("kv_producer", P, tmp_path / "p.log", module="vllm_liar")
+        try:
+            p.wait()
+            until_routed()
+            said = until_verified(log, "is not ours, and is never used")
+            assert "worst: K of layer" in said
+            for seed, length in enumerate((60, 300, 900)):
+                both, alone = texts(prompt(length, 400 + seed))
+                assert both == alone, length
+            assert metric(D, "xpyd_kv_not_received_total") >= 4
+        finally:
+            p.stop()

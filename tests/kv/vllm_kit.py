@@ -112,10 +112,12 @@ class Vllm:
         *,
         cores: str = "",
         flags: Sequence[str] = (),
+        module: str = "",
         **extra: object,
     ) -> Vllm:
         """As docs/vllm.md shows it, with this machine's addresses, and `extra` options of a
-        test. The room for KV is the test's own, too: the page's is for larger machines."""
+        test. The room for KV is the test's own, too: the page's is for larger machines. `module`,
+        of this folder, has the connector in place of the product's."""
         page = shown(role)
         given = {
             **page.transfer["kv_connector_extra_config"],
@@ -131,10 +133,14 @@ class Vllm:
             "kv_port": KV_PORT,
             "kv_connector_extra_config": {**given, **extra},
         }
+        path = vllm_environment()[1]
+        if module:
+            transfer["kv_connector_module_path"] = module
+            path = f"{path}:{Path(__file__).parent}"
         changed = {**page.flags, "--host": host, "--port": str(PORT)}
         command = [word for flag in changed.items() for word in flag]
         command += ["--kv-transfer-config", json.dumps(transfer)]
-        environment = {**page.environment, "PYTHONPATH": vllm_environment()[1]}
+        environment = {**page.environment, "PYTHONPATH": path}
         return cls(host, log, command, environment, cores=cores, flags=flags)
 
     @classmethod

@@ -22,10 +22,10 @@ PATH = "/v1/completions"
 
 
 @contextmanager
-def started(tmp_path: Path) -> Iterator[Worker]:
+def started(tmp_path: Path, told: str = "none") -> Iterator[Worker]:
     """A worker whose process is there; its HTTP may not be yet."""
     fault = tmp_path / FAULT
-    fault.write_text("none")
+    fault.write_text(told)
     program = ("tests.worker.dying_worker", str(fault))
     with loading(tmp_path, "--kv-cache-memory", "32Mi", program=program) as found:
         yield found
@@ -74,7 +74,7 @@ def test_post_drain_finishes_the_rest_and_exits_0(worker: Worker, sigterm: bool)
 
 
 def test_a_worker_that_is_asked_to_drain_while_it_loads_ends_at_once(tmp_path: Path) -> None:
-    with started(tmp_path) as worker:
+    with started(tmp_path, "load") as worker:
         wait_for(worker, lambda: _is_ok(worker, "/live"))
         assert worker.client.post("/drain").json()["state"] in ("Starting", "Draining")
         assert worker.process.wait(WAIT_S) == 0
