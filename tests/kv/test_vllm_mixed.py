@@ -133,10 +133,14 @@ def test_a_vllm_that_lies_about_its_layout_is_caught_and_d_answers_alone(tmp_pat
             p.wait()
             until_routed()
             said = until_verified(log, "is not ours, and is never used")
-            assert "worst: K of layer" in said
+            found = re.search(r"deviates by (\S+), allowed in float32", said)
+            assert found is not None
+            assert float(found[1]) > 1
+            landed = metric(D, "xpyd_kv_landings_total")
+            assert landed > 0
             for seed, length in enumerate((60, 300, 900)):
                 both, alone = texts(prompt(length, 400 + seed))
                 assert both == alone, length
-            assert metric(D, "xpyd_kv_not_received_total") >= 4
+            assert metric(D, "xpyd_kv_landings_total") == landed
         finally:
             p.stop()
