@@ -41,15 +41,8 @@ def main(argv: list[str]) -> int:
     if options.quick:
         plan = _QUICK
     output = options.output
-    if (
-        output is None
-        and not options.quick
-        and (plan.cases, plan.contenders)
-        == (
-            list(CASES.values()),
-            (OURS, NIXL, ALONE),
-        )
-    ):
+    is_whole = (plan.cases, plan.contenders) == (list(CASES.values()), (OURS, NIXL, ALONE))
+    if output is None and is_whole:
         output = ROOT / "docs/benchmarks/vllm.json"
     cores = f"0-{max(1, (os.cpu_count() or 2) - 1)}"
     say(f"{MODEL}: checkpoint")

@@ -96,7 +96,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked of whom."""
+    """The cases and the contenders of one run, and its number of rounds."""
 
     cases: Sequence[Case] = tuple(CASES.values())
     rounds: int = 3

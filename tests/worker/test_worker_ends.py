@@ -22,11 +22,11 @@ PATH = "/v1/completions"
 
 
 @contextmanager
-def started(tmp_path: Path, told: str = "none") -> Iterator[Worker]:
+def started(tmp_path: Path, fault: str = "none") -> Iterator[Worker]:
     """A worker whose process is there; its HTTP may not be yet."""
-    fault = tmp_path / FAULT
-    fault.write_text(told)
-    program = ("tests.worker.dying_worker", str(fault))
+    file = tmp_path / FAULT
+    file.write_text(fault)
+    program = ("tests.worker.dying_worker", str(file))
     with loading(tmp_path, "--kv-cache-memory", "32Mi", program=program) as found:
         yield found
 
