@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -84,6 +85,12 @@ def free_port() -> int:
         if port not in _given:
             _given.add(port)
             return port
+
+
+def end_at_sigterm() -> None:
+    """Let SIGTERM end this process as an exception does: its servers have sessions of their own,
+    and would be left."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def tree(pid: int) -> list[int]:

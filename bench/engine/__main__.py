@@ -22,6 +22,7 @@ from bench.engine.report import report
 from bench.engine.rounds import PEER, Found, Plan, measure
 from bench.engine.shape import CASES, MODELS
 from bench.environments import NotHere
+from bench.process import end_at_sigterm
 from bench.report import say, write_report
 
 _QUICK_CASES = ("c1", "c8")
@@ -99,4 +100,5 @@ def _plan(options: argparse.Namespace, absent: dict[str, str]) -> Plan:
 
 
 if __name__ == "__main__":
+    end_at_sigterm()
     sys.exit(main(sys.argv[1:]))

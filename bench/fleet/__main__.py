@@ -17,6 +17,7 @@ from bench.engine.models import model
 from bench.fleet.plot import plot
 from bench.fleet.report import report, with_measured
 from bench.fleet.rounds import AGGREGATED, APART, LAYOUTS, Load, measure
+from bench.process import end_at_sigterm
 from bench.report import say, write_report
 
 _QUICK = Load(prompt_tokens=(128,), output_tokens=16, shares=(0.2, 0.4), seconds=3.0)
@@ -54,4 +55,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_at_sigterm()
     sys.exit(main(sys.argv[1:]))

@@ -32,6 +32,7 @@ from bench.kv.page import with_measured
 from bench.kv.pair import ROOT, SideFailed, pair
 from bench.kv.report import broken, report
 from bench.kv.shape import BLOCK_TOKENS, PROMPTS, SPARE_BLOCKS
+from bench.process import end_at_sigterm
 from bench.report import say, write_report
 
 _QUICK = Plan(prompts=(128,), rounds=2, turn_s=0.05, most=5, control_count=10)
@@ -115,4 +116,5 @@ def _write(made: dict[str, Any], moves: Moves, output: Path) -> None:
 
 
 if __name__ == "__main__":
+    end_at_sigterm()
     sys.exit(main(sys.argv[1:]))

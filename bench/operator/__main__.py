@@ -17,6 +17,7 @@ from typing import Any
 from bench.operator.inside import add_size_arguments, size_arguments
 from bench.operator.page import with_measured
 from bench.operator.report import broken, report
+from bench.process import end_at_sigterm
 from tests.cluster.harness import Cluster, availability, up
 
 ROOT = Path(__file__).parents[2]
@@ -79,4 +80,5 @@ def _measure(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    end_at_sigterm()
     sys.exit(main(sys.argv[1:]))

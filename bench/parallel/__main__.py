@@ -18,6 +18,7 @@ from bench.parallel import all_reduce, engines, gpu_all_reduce
 from bench.parallel.engines import LAYOUTS, Layout, Turn
 from bench.parallel.page import with_measured
 from bench.parallel.report import report
+from bench.process import end_at_sigterm
 from bench.report import say, write_report
 
 MODELS = ("tiny", "small")
@@ -70,4 +71,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_at_sigterm()
     sys.exit(main(sys.argv[1:]))

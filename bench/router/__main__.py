@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.environments import NotHere
+from bench.process import end_at_sigterm
 from bench.report import say, write_report
 from bench.router.page import tables, with_measured
 from bench.router.programs import programs
@@ -144,4 +145,5 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 
 
 if __name__ == "__main__":
+    end_at_sigterm()
     sys.exit(main(sys.argv[1:]))

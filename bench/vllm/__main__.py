@@ -17,6 +17,7 @@ from pathlib import Path
 from bench.engine.contender import ROOT, ContenderFailed
 from bench.engine.models import model
 from bench.environments import NotHere
+from bench.process import end_at_sigterm
 from bench.report import say, write_report
 from bench.vllm.report import broken, report, with_measured
 from bench.vllm.rounds import CASES, MODEL, SHAPES, Plan, measure
@@ -88,4 +89,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    end_at_sigterm()
     sys.exit(main(sys.argv[1:]))

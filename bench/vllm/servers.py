@@ -1,20 +1,22 @@
 """The contenders: pairs of `vllm serve` behind our router, and one vLLM alone; and their metrics.
 
 Each vLLM computes with one thread, P on core 0, D and the one alone on core 1. Their other threads,
-the routers and the client run where there is room. A pair that is not asked is stopped (SIGSTOP),
-router and all: vLLM's loops take processor time also at rest.
+the routers and the client run where there is room. NixlConnector on a CPU moves the thread that
+computes to the machine's last core; it gets back its own, or P and D would share one. A pair that
+is not asked is stopped (SIGSTOP), router and all: vLLM's loops take processor time also at rest.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from typing import Any
 from bench.engine.contender import ContenderFailed, Recipe, Server, served
 from bench.engine.peer import peer_environment
 from bench.engine.shape import MAX_MODEL_LEN, Case
-from bench.process import free_port
+from bench.process import free_port, tree
 from scripts.vllm_environment import nixl_path, vllm_environment
 
 OURS, NIXL, ALONE = "xpyd", "NixlConnector", "recompute"
@@ -132,6 +134,9 @@ def start_pair(stack: ExitStack, name: str, model: Path, folder: Path, cores: st
     else:
         recipes = nixl_recipes(peer_environment(), nixl_path(), model)
     p, d = _start(stack, recipes, folder, cores)
+    if name == NIXL:
+        for core, one in enumerate((p, d)):
+            bind(one, core)
     flags = ["--discovery-host", _HOST, "--discovery-port", str(discovery)]
     if name == NIXL:
         for kind, one in (("P", p), ("D", d)):
@@ -157,6 +162,18 @@ def _start(stack: ExitStack, recipes: Sequence[Recipe], folder: Path, cores: str
 
     with ThreadPoolExecutor(len(recipes)) as pool:
         return list(pool.map(start, recipes))
+
+
+def bind(server: Server, core: int) -> None:
+    """Have its workers compute on `core`, and their other threads anywhere."""
+    everywhere = os.sched_getaffinity(0)
+    for pid in tree(server.process.pid):
+        if "Worker" not in Path(f"/proc/{pid}/comm").read_text():
+            continue
+        for entry in Path(f"/proc/{pid}/task").iterdir():
+            thread = int(entry.name)
+            with suppress(ProcessLookupError):  # it ended meanwhile
+                os.sched_setaffinity(thread, {core} if thread == pid else everywhere)
 
 
 def router_recipe(name: str, folder: Path, flags: Sequence[str]) -> Recipe:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +27,7 @@ from bench.vllm.servers import (
     OURS,
     Contender,
     Counts,
+    bind,
     external,
     nixl_recipes,
     our_recipes,
@@ -265,3 +268,55 @@ def test_a_p_that_computed_nothing_is_a_failure(pair: Contender):
     stranger = replace(pair, front=pair.d)
     with pytest.raises(ContenderFailed, match="P has computed no prompt"):
         ask(stranger, _CASE, seed=1)
+
+
+_A_WORKER = """
+import os, threading, time
+open("/proc/self/comm", "w").write("VLLM::Worker")
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_worker_computes_on_its_core_and_its_other_threads_run_anywhere(tmp_path: Path) -> None:
+    everywhere = os.sched_getaffinity(0)
+    core, last = min(everywhere), max(everywhere)
+    argv = ["taskset", "-c", str(last), sys.executable, "-c", _A_WORKER]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"up\n"
+            bind(Server(Recipe("a", [], {}), process, tmp_path / "log", 1), core)
+            threads = [int(one.name) for one in Path(f"/proc/{process.pid}/task").iterdir()]
+            found = {thread: os.sched_getaffinity(thread) for thread in threads}
+        finally:
+            process.kill()
+    assert len(found) == 2
+    assert found.pop(process.pid) == {core}
+    assert list(found.values()) == [everywhere]
+
+
+_A_BENCHMARK = """
+import subprocess, sys, time
+from bench.process import Processes, end_at_sigterm
+from pathlib import Path
+end_at_sigterm()
+server = subprocess.Popen(["sleep", "60"], start_new_session=True)
+try:
+    print(server.pid, flush=True)
+    time.sleep(60)
+finally:
+    Processes(server, Path("log")).end()
+"""
+
+
+def test_sigterm_to_a_benchmark_ends_its_servers() -> None:
+    root = Path(__file__).parents[2]
+    argv = [sys.executable, "-c", _A_BENCHMARK]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=root) as process:
+        assert process.stdout is not None
+        server = int(process.stdout.readline())
+        process.terminate()
+        assert process.wait(30) == 128 + 15
+    assert not Path(f"/proc/{server}").exists()
