@@ -293,7 +293,7 @@ def check_step(want: FleetWant, seen: FleetSeen, before: dict[Key, Running], wor
     """What every single plan must keep, applied to `before`."""
     wanted = {pool.name: pool for pool in want.pools}
     if want.stopping:
-        check_router_is_last(before, world)
+        check_router_is_first(before, world)
         return
     sizes = {pool.name: pool.replicas for pool in pools_wanted(want, seen.pools)}
     for name, pool in wanted.items():
@@ -372,10 +372,9 @@ def serves(instances: Counter[str]) -> bool:
     return bool(instances["Aggregated"] or (instances["Prefill"] and instances["Decode"]))
 
 
-def check_router_is_last(before: dict[Key, Running], world: World) -> None:
-    """The router carries the engines' last answers."""
-    engines = any(o.alive for (name, _), o in before.items() if name != ROUTER)
-    if engines:
+def check_router_is_first(before: dict[Key, Running], world: World) -> None:
+    """The router finishes its requests while all engines serve."""
+    if any(o.alive for (name, _), o in before.items() if name == ROUTER):
         for key, one in before.items():
-            if key[0] == ROUTER:
+            if key[0] != ROUTER:
                 assert world.running[key].workload.replicas == one.workload.replicas

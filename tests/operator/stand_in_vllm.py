@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """`vllm serve` without vLLM: its flags, its HTTP paths, its end on SIGTERM, and the heartbeats of
-xpyd's plugin where the environment names it. Both roles note beside the model what they are asked.
+xpyd's plugin where the environment names it. Both roles note beside the model what they are asked;
+a P whose prompt is `hold` answers when a file `go` is there.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -47,6 +49,11 @@ class Answers(BaseHTTPRequestHandler):
         }
         with NOTES.open("a") as file:
             file.write(json.dumps(note) + "\n")
+        end = time.monotonic() + 30
+        while body["prompt"] == "hold" and body["max_tokens"] == 1 and time.monotonic() < end:
+            if NOTES.with_name("go").exists():
+                break
+            time.sleep(0.05)
         choice = {"index": 0, "text": TRANSFER["kv_role"], "finish_reason": "length"}
         usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
         if note["params"].get("do_remote_decode"):

@@ -342,14 +342,14 @@ async def gone(api: FakeApi) -> None:
     await until(is_gone, what="the fleet is gone")
 
 
-def test_a_deleted_fleet_drains_engines_first_and_leaves_nothing() -> None:
+def test_a_deleted_fleet_drains_routers_first_and_leaves_nothing() -> None:
     async def test(api: FakeApi) -> None:
         api.add(fleet(decode=2))
         async with fleet_ready(api):
             api.drop(FLEET, "ns", "chat")
-            await until(lambda: replicas(api, "decode") == [0], what="engines drain")
-            # Their pods still end: the router serves on.
-            assert replicas(api, "router") == [2]
+            await until(lambda: replicas(api, "router") == [0], what="routers drain")
+            # Their pods still end: the engines serve them.
+            assert replicas(api, "decode") == [2]
             await gone(api)
             assert left(api) == {}
             ends = [call.body for call in api.writes if "finalizers" in str(call.body)]

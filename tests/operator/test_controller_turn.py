@@ -328,16 +328,37 @@ def test_a_pool_object_of_another_role_is_made_anew() -> None:
     assert writes(decide(look(children))) == [DeleteObject(POOL, "chat-decode", "uid-chat-decode")]
 
 
+def scaled(children: Children, found: Obj, **more: Any) -> set[tuple[str, int]]:
+    done = writes(decide(look(children, found, **more)))
+    return {(w.name.split("-")[1], w.replicas) for w in done if isinstance(w, Scale)}
+
+
+def drop_pods(children: Children, pool: str) -> None:
+    for name, pod in list(children[POD].items()):
+        if pod["metadata"]["labels"]["xpyd.dev/pool"] == pool:
+            del children[POD][name]
+
+
+def test_engines_do_not_wait_for_a_router_on_a_lost_node() -> None:
+    children, going = settled(), document(deletionTimestamp=NOW)
+    for deployment in children[DEPLOYMENT].values():
+        add_pods(children, deployment)
+    for pod in children[POD].values():
+        if pod["metadata"]["labels"]["xpyd.dev/pool"] == "router":
+            more = {"deletionTimestamp": NOW, "deletionGracePeriodSeconds": 330, "uid": "lost"}
+            pod["metadata"] |= more
+    assert ("decode", 0) not in scaled(children, going, ages={"lost": 300.0})
+    assert ("decode", 0) in scaled(children, going, ages={"lost": 400.0})
+
+
 def test_deletion_takes_workloads_down_and_lets_go_when_all_are_gone() -> None:
     children = settled()
     for deployment in children[DEPLOYMENT].values():
         add_pods(children, deployment)
     going = document(deletionTimestamp=NOW, finalizers=["xpyd.dev/fleet", "other"])
-    scaled = writes(decide(look(children, going)))
-    assert {(w.name.split("-")[1], w.replicas) for w in scaled if isinstance(w, Scale)} == {
-        ("decode", 0),
-        ("prefill", 0),
-    }
+    assert scaled(children, going) == {("router", 0)}
+    drop_pods(children, "router")
+    assert scaled(children, going) == {("router", 0), ("decode", 0), ("prefill", 0)}
     del children[DEPLOYMENT], children[POD]
     assert writes(decide(look(children, going))) == [SetFinalizers(("other",), "5")]
     going["metadata"]["finalizers"] = ["other"]

@@ -168,7 +168,7 @@ def _end(cluster: Cluster, story: Story) -> None:
     story.tell("deleted")
     cluster.wait(20)
     cluster.end_leaving()
-    story.tell("engines are gone")
+    story.tell("routers are gone")
     cluster.wait(6)
     cluster.end_leaving()
     story.tell("all is gone")

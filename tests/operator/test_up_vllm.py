@@ -8,6 +8,7 @@ import signal
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,8 @@ def view(folder: Path) -> FleetView:
     return found
 
 
-def complete(folder: Path) -> Any:
-    body = json.dumps({"model": "model", "prompt": "a b", "max_tokens": 5}).encode()
+def complete(folder: Path, prompt: str = "a b") -> Any:
+    body = json.dumps({"model": "model", "prompt": prompt, "max_tokens": 5}).encode()
     request = urllib.request.Request(
         f"{view(folder).endpoint}/v1/completions",
         data=body,
@@ -110,6 +111,24 @@ def test_p_and_d_of_vllm_serve_through_the_fleets_router(folder: Path) -> None:
     for note in notes(folder):
         with pytest.raises(ProcessLookupError):
             os.kill(note["pid"], 0)
+
+
+@pytest.mark.parametrize("connector", ["Xpyd", "Nixl"])
+def test_a_request_between_p_and_d_is_finished_when_the_fleet_is_taken_down(
+    folder: Path, connector: str
+) -> None:
+    engine = ENGINE | {"connector": connector}
+    transfer = {"hostPoolSize": "1Mi"} if connector == "Xpyd" else {}
+    assert run_up(write(folder, engine=engine, kvTransfer=transfer), detach=True) == 0
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(complete, folder, "hold")
+        until((folder / "model/notes").exists, 30)
+        down = threads.submit(take_fleet_down, "v", 30.0)
+        until(lambda: "Draining" in {pod.state for pod in view(folder).pods}, 30)
+        # vLLM refuses what comes after its SIGTERM, as the stand-in does.
+        (folder / "model/go").touch()
+        assert answer.result(30)["choices"][0]["text"] == notes(folder)[1]["role"]
+        assert down.result(30) == 0
 
 
 def test_p_and_d_with_nixl_serve_through_the_fleets_router(folder: Path) -> None:

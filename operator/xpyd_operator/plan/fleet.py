@@ -206,9 +206,10 @@ def _pool_actions(pool: _Pool, share: Fraction) -> list[Action]:
 
 
 def _stop(leaving: Sequence[WorkloadSeen]) -> list[Action]:
-    """Everything leaves, the router last: it still carries the engines' answers."""
-    engines = [w for w in leaving if w.workload.pool != ROUTER]
-    return _leave(engines if any(w.alive for w in engines) else leaving)
+    """Everything leaves, the router first: it finishes what it has while all engines serve, and a
+    request that P has computed still finds its D. See docs/adr/0061."""
+    routers = [w for w in leaving if w.workload.pool == ROUTER]
+    return _leave(routers if any(w.alive for w in routers) else leaving)
 
 
 def _leave(leaving: Sequence[WorkloadSeen]) -> list[Action]:

@@ -68,7 +68,7 @@ class PoolWant:
 
 @dataclass(frozen=True)
 class FleetWant:
-    """One fleet. `stopping`: everything is to be drained and deleted, the router last."""
+    """One fleet. `stopping`: everything is to be drained and deleted, the router first."""
 
     name: str
     pools: tuple[PoolWant, ...]

@@ -98,6 +98,11 @@ def camel(reason: str, otherwise: str) -> str:
     return reason if _REASON.fullmatch(reason) else otherwise
 
 
+def is_overdue(pod: Raw, age_s: float) -> bool:
+    """Whether a pod that is being deleted should have been gone. `age_s`: as in leaving()."""
+    return age_s - STUCK_S > count(pod, "metadata", "deletionGracePeriodSeconds")
+
+
 def leaving(pod: Raw, age_s: float, *, grouped: bool = False) -> Finding:
     """The state of a pod that is being deleted. deletionTimestamp is the deadline, not the start.
 
@@ -105,7 +110,7 @@ def leaving(pod: Raw, age_s: float, *, grouped: bool = False) -> Finding:
     go together.
     """
     deadline = text(pod, "metadata", "deletionTimestamp")
-    if age_s - STUCK_S > count(pod, "metadata", "deletionGracePeriodSeconds"):
+    if is_overdue(pod, age_s):
         what = f"should have been gone by {clock(deadline)}"
         cause = f"its node {_node(pod)} does not answer, or a finalizer holds it"
         return Finding("Degraded", "StuckTerminating", what, cause)

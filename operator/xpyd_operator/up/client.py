@@ -233,10 +233,10 @@ def take_fleet_down(name: str | None, timeout_s: float | None) -> int:
 
 
 def _end_orphans(orphans: Sequence[PodRecord], timeout_s: float) -> None:
-    """Engines first: the router still carries their answers."""
+    """The router first: it finishes what it has while all engines serve."""
     routers = [pod for pod in orphans if "-router-" in pod.name]
     engines = [pod for pod in orphans if pod not in routers]
-    for group in (engines, routers):
+    for group in (routers, engines):
         for pod in group:
             pod.process.signal(signal.SIGTERM)
         with Progress() as progress:

@@ -197,7 +197,7 @@ class Supervisor:
         return self._want.stopping
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Drain everything, the router last. `timeout_s`: kill what is left of a pod by then."""
+        """Drain everything, the router first. `timeout_s`: kill what is left of a pod by then."""
         self._want = replace(self._want, stopping=True)
         if timeout_s is not None:
             self._drain_timeout_s = timeout_s - KILL_GRACE_S

@@ -120,7 +120,7 @@ def _stop(state: FleetState, finalizers: tuple[str, ...]) -> Turn:
     if not state.seen.workloads:
         left = tuple(name for name in finalizers if name != FINALIZER)
         return Turn(((SetFinalizers(left, state.document["metadata"]["resourceVersion"]),),))
-    made = plan(want, state.seen, 0.0)
+    made = plan(want, state.seen_leaving, 0.0)
     scales, removals = _from_plan(made, frozenset(), _Workloads(state.own))
     stages, problems = _uncontested(state, (scales, removals))
     return Turn(stages, problems, recheck_after=_UNSETTLED_RECHECK_S)

@@ -8,8 +8,9 @@ See docs/adr/0008.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from xpyd_core.errors import UserError
@@ -28,7 +29,7 @@ from xpyd_operator.controller.decision.kinds import (
 )
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import parse_object
-from xpyd_operator.manifests.names import LABEL_POOL, Placement, Settings
+from xpyd_operator.manifests.names import LABEL_POOL, LABEL_REVISION, Placement, Settings
 from xpyd_operator.manifests.refusals import (
     engine_args_problems,
     runs_this_version,
@@ -37,8 +38,18 @@ from xpyd_operator.manifests.refusals import (
 from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.fleet import as_it_runs
 from xpyd_operator.plan.template import fleet_want
-from xpyd_operator.plan.values import FleetSeen, FleetWant
-from xpyd_operator.status.children import Children, Raw, count, fields, fleet_seen, rows, text
+from xpyd_operator.plan.values import ROUTER, FleetSeen, FleetWant
+from xpyd_operator.status.children import (
+    Children,
+    Raw,
+    count,
+    fields,
+    fleet_seen,
+    is_leaving,
+    rows,
+    text,
+)
+from xpyd_operator.status.problems import is_overdue
 from xpyd_operator.status.verified import NOT_LOOKED, KvVerdict
 
 
@@ -240,6 +251,25 @@ class FleetState:
     def seen(self) -> FleetSeen:
         """What plan() looks at."""
         return fleet_seen(self.own, fields(self.document, "status"))
+
+    @property
+    def seen_leaving(self) -> FleetSeen:
+        """The same of a fleet that is being deleted, without routers' pods that should have been
+        gone: where a node is lost, engines do not wait for it, and give their GPUs back."""
+        overdue = Counter(
+            text(pod, "metadata", "labels", LABEL_REVISION)
+            for pod in self.own.pods
+            if text(pod, "metadata", "labels", LABEL_POOL) == ROUTER
+            and is_leaving(pod)
+            and is_overdue(pod, self.ages.get(text(pod, "metadata", "uid"), 0.0))
+        )
+        found = (
+            replace(one, alive=max(0, one.alive - overdue[one.workload.revision]))
+            if one.workload.pool == ROUTER
+            else one
+            for one in self.seen.workloads
+        )
+        return replace(self.seen, workloads=tuple(found))
 
     @cached_property
     def want(self) -> FleetWant:
