@@ -86,6 +86,7 @@ EXPECTED = {
     "cpu": {"router": 2, "all": 1},
     "pvc": {"router": 2, "all": 1},
     "vllm": {"router": 2, "prefill": 1, "decode": 2},
+    "vllm-gpu": {"router": 2, "prefill": 1, "decode": 2},
     "vllm-nixl": {"router": 2, "prefill": 1, "decode": 2},
     # A folder of the node is against "restricted".
     "dra": {"router": 2},

@@ -36,6 +36,7 @@ VLLM_EDITS: list[tuple[str, Any]] = [
     ("kvTransfer", {"insecure": True}), ("kvTransfer.mode", "Get"), ("kvTransfer.port", 22001),
     ("kvTransfer.hostPoolSize", "1Gi"), ("kvTransfer.bufferSize", "1Gi"),
     ("kvTransfer.keySecretRef", {"name": "other"}), ("heartbeat.intervalMilliseconds", 1000),
+    ("kvTransfer.sameHostPath", "/run/xpyd"),
     ("heartbeat.missedBeats", 5), ("drain.timeoutSeconds", 60), ("router.discoveryPort", 30002),
     ("pools.1.parallelism", {"pipeline": 2}), ("pools.0.resources.sharedMemory", "1Gi"),
     ("pools.0.template", {"spec": {"hostPID": True}}), ("pools.0.replicas", 3),

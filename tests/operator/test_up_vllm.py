@@ -83,7 +83,8 @@ def notes(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_p_and_d_of_vllm_serve_through_the_fleets_router(folder: Path) -> None:
-    assert run_up(write(folder), detach=True) == 0
+    transfer = {"hostPoolSize": "1Mi", "transport": "UDS"}
+    assert run_up(write(folder, kvTransfer=transfer), detach=True) == 0
     assert complete(folder)["choices"][0]["text"] == "kv_consumer"
     prefill, decode = notes(folder)
     assert (prefill["role"], prefill["max_tokens"]) == ("kv_producer", 1)
@@ -97,6 +98,7 @@ def test_p_and_d_of_vllm_serve_through_the_fleets_router(folder: Path) -> None:
         extra = note["transfer"]["kv_connector_extra_config"]
         assert extra["host"] == pods[pool].address
         assert Path(extra["key_file"]).is_file()
+        assert Path(extra["socket_dir"]).is_dir()
         assert f"{pods[pool].address}:21001" in note["id"]
 
     # A vLLM that dies is another instance, and serves again.

@@ -21,6 +21,8 @@ from xpyd_operator.plan.values import ROUTER, Template
 vllm_standin.install()
 options = importlib.import_module("xpyd_kv.vllm.options")
 """The connector's own reading of its options: it imports vLLM, or the stand-in."""
+gpu = importlib.import_module("xpyd_kv.vllm.gpu")
+"""What it says of transports."""
 ENGINE = {"type": "VLLM", "connector": "Xpyd", "image": "vllm:1"}
 MODEL = {"uri": "file:///models/chat"}
 
@@ -46,9 +48,10 @@ def transfer_of(template: Template, **variables: str) -> dict[str, Any]:
     return json.loads(text)
 
 
-def options_of(template: Template, key: Path) -> Any:
+def options_of(template: Template, key: Path, sockets: str = "") -> Any:
     """As the connector reads them, with what Kubernetes puts in."""
-    given = transfer_of(template, XPYD_POD_IP="10.0.0.5", XPYD_KV_KEY_FILE=str(key))
+    known = {"XPYD_POD_IP": "10.0.0.5", "XPYD_KV_KEY_FILE": str(key)}
+    given = transfer_of(template, **known, XPYD_KV_SOCKET_DIR=sockets)
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(**given))
     assert options.role_of(config) == template.role[0]
     return options.read_options(config)
@@ -92,6 +95,48 @@ def test_the_least_document_says_what_the_connector_needs(tmp_path: Path) -> Non
     assert found["decode"].args[:3] == ("/models/chat", "--served-model-name", "chat")
     insecure = templates(kvTransfer={"insecure": True})["decode"]
     assert options_of(insecure, key).insecure
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+@pytest.mark.parametrize(
+    ("transfer", "on_cpu", "on_gpu"),
+    [
+        ({}, ["tcp"], ["cuda_ipc", "tcp"]),
+        ({"sameHostPath": "/run/x"}, ["uds", "tcp"], ["cuda_ipc", "uds", "tcp"]),
+        ({"transport": "TCP"}, ["tcp"], ["tcp"]),
+        ({"transport": "TCP", "sameHostPath": "/run/x"}, ["tcp"], ["tcp"]),
+        ({"transport": "UDS", "sameHostPath": "/run/x"}, ["uds"], ["uds"]),
+    ],
+)
+def test_the_connector_gets_the_transports_that_it_takes_on_that_device(
+    tmp_path: Path, transfer: dict[str, Any], on_cpu: list[str], on_gpu: list[str], gpus: int
+) -> None:
+    pools = prefill_and_decode(resources={"gpus": gpus})
+    found = templates(pools=pools, kvTransfer=transfer)
+    pods = pods_of(pools=pools, kvTransfer=transfer)
+    for pool in ("prefill", "decode"):
+        variables = variables_of(pods[pool]["engine"])
+        read = options_of(found[pool], tmp_path / "key", variables.get("XPYD_KV_SOCKET_DIR", ""))
+        assert list(read.transports) == (on_gpu if gpus else on_cpu)
+        gpu.check_transports(read.transports, on_gpu=gpus > 0, socket_dir=read.socket_dir)
+        mounted = {one["mountPath"] for one in pods[pool]["engine"]["volumeMounts"]}
+        assert ("uds" in read.transports) == bool(read.socket_dir) == (read.socket_dir in mounted)
+
+
+def test_a_pod_on_gpus_has_them_and_kv_that_comes_early_has_room_on_the_device(
+    tmp_path: Path,
+) -> None:
+    pools = prefill_and_decode(resources={"gpus": 2}, parallelism={"tensor": 2})
+    spec = {"pools": pools, "kvTransfer": {"bufferSize": "2Gi"}}
+    for pool, pod in pods_of(**spec).items():
+        assert pod.keys() == {"engine"}, "the plugin beats, in vLLM's own process"
+        assert pod["engine"]["resources"]["limits"]["nvidia.com/gpu"] == "2"
+        ports = [port["containerPort"] for port in pod["engine"]["ports"]]
+        assert ports == [20001, 21001, 21002, 21003], "one for each rank"
+        read = options_of(templates(**spec)[pool], tmp_path / "key")
+        sizes = (read.buffer_bytes, read.pool_bytes)
+        assert sizes == ((2 << 30, 4 << 30) if pool == "decode" else (0, 0))
+        assert not read.portable, "P and D on GPUs have the same bytes"
 
 
 def test_an_aggregated_vllm_moves_no_kv_and_may_take_its_model_from_the_hub() -> None:

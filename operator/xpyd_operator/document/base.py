@@ -204,6 +204,12 @@ class Check(_SchemaRule):
         return value
 
 
+def other_port(taken: int, who: str) -> Check:
+    """A port that is not `taken`; `who` listens there."""
+    message = f"must not be {taken}: {who}"
+    return Check(f"self != {taken}", message, lambda port: port != taken, kind="integer")
+
+
 @dataclass(frozen=True)
 class ListCheck(_SchemaRule):
     """As Check, over a whole list, reported together with the mistakes of its items.

@@ -30,6 +30,7 @@ from xpyd_operator.document.base import (
     Size,
     Unique,
     matching,
+    other_port,
     rule,
 )
 from xpyd_operator.document.engine import Engine
@@ -123,12 +124,7 @@ class Router(ApiModel):
     discovery_port: Annotated[
         int,
         Field(ge=1024, le=65535),
-        Check(
-            f"self != {ROUTER_HTTP_PORT}",
-            f"must not be {ROUTER_HTTP_PORT}: the router serves HTTP there",
-            lambda port: port != ROUTER_HTTP_PORT,
-            kind="integer",
-        ),
+        other_port(ROUTER_HTTP_PORT, "the router serves HTTP there"),
     ] = DISCOVERY_PORT
     """Port on which a router receives the engines' heartbeats."""
     service: Service = Service()
@@ -234,26 +230,17 @@ def _shares_a_gpu(spec: Spec) -> tuple[str | int, ...]:
     return ()
 
 
-def _pool_rule(
-    cel: str, message: str, field: str, broken: Callable[[Pool], bool], *, of_nixl: bool = True
-) -> Rule[Spec]:
-    """A rule for the pools of a fleet of type VLLM, whose message names the first that breaks it.
+_IS_SPLIT = (
+    "p.resources.gpus > 0 && p.resources.gpus < p.parallelism.tensor * p.parallelism.pipeline"
+)
 
-    `cel` is true of a pool `p` that does. Not `of_nixl`: the connector Nixl may break it.
-    """
 
-    def holds(spec: Spec) -> bool:
-        is_free = spec.engine.type != "VLLM" or (spec.engine.is_nixl and not of_nixl)
-        return is_free or not any(map(broken, spec.pools))
-
-    def first(spec: Spec) -> tuple[str | int, ...]:
-        return next((p.name,) for p in spec.pools if broken(p))
-
-    name = f"self.pools.filter(p, {cel})[0].name"
-    numbers = Numbers("pool %s", name, first)
-    other = "" if of_nixl else f"{_IS_NIXL} || "
-    whole = f"self.engine.type != 'VLLM' || {other}self.pools.all(p, !({cel}))"
-    return rule(whole, message, field=field, numbers=numbers)(holds)
+def _split(spec: Spec) -> tuple[str | int, ...]:
+    """The first pool whose instances would be several pods; () for none."""
+    for pool in spec.pools if spec.engine.type == "VLLM" else ():
+        if 0 < pool.resources.gpus < pool.parallelism.ranks:
+            return (pool.name,)
+    return ()
 
 
 def _unused_by_nixl(name: str, cel: str, used: Callable[[KvTransfer], bool]) -> Rule[Spec]:
@@ -351,31 +338,24 @@ class Spec(ApiModel):
         is_fine = self.engine.is_nixl or self.model.uri.startswith("file://")
         return self.engine.type != "VLLM" or is_fine or is_whole
 
-    _moves_kv_of_cpus = _pool_rule(
-        "p.role != 'Aggregated' && p.resources.gpus > 0",
-        "xpyd's connector for vLLM moves KV of a CPU's memory only: set resources.gpus of Prefill "
-        "and Decode pools to 0",
-        field="engine.connector",
-        broken=lambda pool: pool.role != "Aggregated" and pool.resources.gpus > 0,
-        of_nixl=False,
-    )
-    _is_one_pod = _pool_rule(
-        "p.resources.gpus > 0 && p.resources.gpus < p.parallelism.tensor * p.parallelism.pipeline",
+    @rule(
+        f"self.engine.type != 'VLLM' || self.pools.all(p, !({_IS_SPLIT}))",
         "an instance of vLLM is one pod: set resources.gpus to parallelism.tensor * pipeline",
         field="engine.type",
-        broken=lambda pool: 0 < pool.resources.gpus < pool.parallelism.ranks,
+        numbers=Numbers("pool %s", f"self.pools.filter(p, {_IS_SPLIT})[0].name", _split),
     )
+    def _is_one_pod(self) -> bool:
+        return not _split(self)
 
     @rule(
-        f"self.engine.type != 'VLLM' || {_IS_NIXL} || "
-        "(self.kvTransfer.transport in ['Auto', 'TCP'] && !has(self.kvTransfer.sameHostPath))",
-        "xpyd's connector for vLLM moves KV over TCP alone: leave transport and sameHostPath out",
-        field="kvTransfer",
+        f"self.engine.type != 'VLLM' || {_IS_NIXL} || self.kvTransfer.transport != 'SharedMemory'",
+        "vLLM allocates its KV cache itself, not in memory that engines share: "
+        "set Auto, TCP or UDS",
+        field="kvTransfer.transport",
     )
     def _has_transport_of_vllm(self) -> bool:
-        kv = self.kv_transfer
-        is_tcp = kv.transport in ("Auto", "TCP") and not kv.same_host_path
-        return self.engine.type != "VLLM" or self.engine.is_nixl or is_tcp
+        is_free = self.engine.type != "VLLM" or self.engine.is_nixl
+        return is_free or self.kv_transfer.transport != "SharedMemory"
 
     @rule(
         f"self.engine.type != 'VLLM' || {_IS_NIXL} || type(self.kvTransfer.bufferSize) == int || "
@@ -413,14 +393,14 @@ class Spec(ApiModel):
     )
 
     @rule(
-        f"!{_IS_NIXL} || !({_ON_GPUS} && {_ON_CPUS})",
-        "NIXL moves no KV between a GPU and a CPU: set resources.gpus of all Prefill and Decode "
-        "pools, or 0 in all",
+        f"self.engine.type != 'VLLM' || !({_ON_GPUS} && {_ON_CPUS})",
+        "between vLLMs no KV moves from a GPU to a CPU or back: set resources.gpus of all Prefill "
+        "and Decode pools, or 0 in all",
         field="engine.connector",
     )
     def _has_one_kind_of_device(self) -> bool:
         kinds = {pool.resources.gpus > 0 for pool in self.pools if pool.role != "Aggregated"}
-        return not self.engine.is_nixl or len(kinds) < 2
+        return self.engine.type != "VLLM" or len(kinds) < 2
 
     @rule(
         f"!{_IS_NIXL} || self.networkPolicy.enabled || self.kvTransfer.insecure",

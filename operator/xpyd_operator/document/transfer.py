@@ -9,12 +9,12 @@ from pydantic import Field
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
 from xpyd_operator.document.base import (
     ApiModel,
-    Check,
     DnsName,
     HostPath,
     KeyName,
     Size,
     SizeOrPercent,
+    other_port,
     rule,
 )
 
@@ -43,12 +43,7 @@ class KvTransfer(ApiModel):
     port: Annotated[
         int,
         Field(ge=1024, le=65535),
-        Check(
-            f"self != {HTTP_PORT}",
-            f"must not be {HTTP_PORT}: engines serve HTTP there",
-            lambda port: port != HTTP_PORT,
-            kind="integer",
-        ),
+        other_port(HTTP_PORT, "engines serve HTTP there"),
     ] = KV_PORT
     """The KV port of each engine."""
     buffer_size: SizeOrPercent = "10%"

@@ -40,7 +40,7 @@ from xpyd_operator.manifests.volumes import (
     socket_volume,
 )
 from xpyd_operator.plan.values import ROUTER, Probe, Workload, probes_of
-from xpyd_operator.plan.vllm import variables
+from xpyd_operator.plan.vllm import SOCKET_VARIABLE, variables
 
 MERGE_KEYS = {
     "containers": "name",
@@ -131,10 +131,9 @@ def engine_pod(
     a stuck rank in another pod ends it. Ranks count through the pods in their order.
     """
     shares = shares_sockets(fleet, pool)
-    socket_args = (f"--kv-socket-dir={names.SOCKET_FOLDER}",) if shares else ()
     container: JsonObject = {
         "name": names.ENGINE_CONTAINER,
-        **_program(workload, socket_args),
+        **_program(workload, shares=shares),
         "env": _engine_env(fleet, pool, workload, placement),
         "resources": _engine_resources(fleet, pool),
         "volumeMounts": [
@@ -171,11 +170,12 @@ def engine_pod(
     return merged(pod, pool.template or {})
 
 
-def _program(workload: Workload, socket_args: tuple[str, ...]) -> JsonObject:
+def _program(workload: Workload, *, shares: bool) -> JsonObject:
     args = workload.template.args
-    if workload.template.is_vllm:
+    if workload.template.is_vllm:  # to it the folder is a variable: _engine_env
         return {"command": ["vllm", "serve"], "args": list(args)}
-    return {"args": ["worker", *socket_args, *args]}
+    folder = [f"--kv-socket-dir={names.SOCKET_FOLDER}"] if shares else []
+    return {"args": ["worker", *folder, *args]}
 
 
 def _beats_container(fleet: InferenceFleet, workload: Workload, placement: Placement) -> JsonObject:
@@ -341,6 +341,8 @@ def _engine_env(
         # Where its ranks meet; and torch asks for the user's name, which the image may not have.
         env |= {"VLLM_HOST_IP": _field("status.podIP"), "LOGNAME": {"value": "xpyd"}}
         ours = variables(fleet.spec, pool)
+        if shares_sockets(fleet, pool):
+            env[SOCKET_VARIABLE] = {"value": names.SOCKET_FOLDER}
         if NIXL_PORT in ours:
             env[NIXL_HOST] = _field("status.podIP")
         env |= {name: {"value": value} for name, value in ours.items()}

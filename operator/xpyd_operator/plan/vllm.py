@@ -14,9 +14,12 @@ from xpyd_core.sizes import parse_bytes
 from xpyd_operator.document.engine import NIXL_PORT, PLUGIN, PLUGINS
 from xpyd_operator.document.engines import Pool
 from xpyd_operator.document.fleet import Spec
+from xpyd_operator.document.transfer import KvTransfer
 
 POD_IP = "$(XPYD_POD_IP)"
 KEY_FILE = "$(XPYD_KV_KEY_FILE)"
+SOCKET_VARIABLE = "XPYD_KV_SOCKET_DIR"
+SOCKET_DIR = f"$({SOCKET_VARIABLE})"
 _POOL_BYTES = 4 << 30
 _MODES = {"PutAsync": "put_async", "Put": "put", "Get": "get"}
 _ROLES = {"Prefill": "kv_producer", "Decode": "kv_consumer"}
@@ -37,7 +40,7 @@ def serve_args(spec: Spec, pool: Pool, *, model: str) -> list[str]:
         f"--shutdown-timeout={spec.drain.timeout_seconds}",
     ]
     if pool.role != "Aggregated":
-        transfer = _of_nixl(spec, pool) if spec.engine.is_nixl else _of_xpyd(spec, pool.role)
+        transfer = _of_nixl(spec, pool) if spec.engine.is_nixl else _of_xpyd(spec, pool)
         config = json.dumps(transfer, separators=(",", ":"))
         args.append(f"--kv-transfer-config={config}")
     return args
@@ -83,12 +86,30 @@ def _of_nixl(spec: Spec, pool: Pool) -> dict[str, Any]:
     }
 
 
-def _of_xpyd(spec: Spec, role: str) -> dict[str, Any]:
-    kv = spec.kv_transfer
+def _transports(kv: KvTransfer, *, on_gpu: bool) -> dict[str, Any]:
+    """The connector's options; none: TCP alone. A pod of a cluster has a folder for sockets only
+    where the document names one."""
+    if kv.transport == "UDS":
+        return {"transports": ["uds"], "socket_dir": SOCKET_DIR}
+    if kv.transport == "TCP":
+        return {}
+    # cuda_ipc is tried only in one IPC namespace, which pods share with hostIPC alone.
+    names = [
+        *(["cuda_ipc"] if on_gpu else []),
+        *(["uds"] if kv.socket_folder else []),
+        "tcp",
+    ]
+    folder = {"socket_dir": SOCKET_DIR} if kv.socket_folder else {}
+    return {"transports": names, **folder} if len(names) > 1 else {}
+
+
+def _of_xpyd(spec: Spec, pool: Pool) -> dict[str, Any]:
+    kv, role = spec.kv_transfer, pool.role
     extra: dict[str, Any] = {"host": POD_IP}
     extra |= {"insecure": True} if kv.insecure else {"key_file": KEY_FILE}
     extra |= {"wait_s": kv.wait_seconds, "lease_s": kv.lease_seconds}
     extra["heartbeat_period_s"] = spec.heartbeat.interval_milliseconds / 1000
+    extra |= _transports(kv, on_gpu=pool.resources.gpus > 0)
     if kv.mode != "PutAsync" and role == "Prefill":  # D does what P says
         extra["mode"] = _MODES[kv.mode]
     if kv.keeps_kv(role):

@@ -16,6 +16,7 @@ from xpyd_core.pod_env import HTTP_PORT, KV_PORT
 from xpyd_operator.document.engine import NIXL_HOST
 from xpyd_operator.plan.template import INSECURE_FLAG
 from xpyd_operator.plan.values import ROUTER, Probes, Template, probes_of
+from xpyd_operator.plan.vllm import SOCKET_VARIABLE
 from xpyd_operator.up.folder import DISCOVERY_PORT
 from xpyd_operator.up.logs import LogLimit
 from xpyd_operator.up.memory import MemoryPlan
@@ -152,4 +153,5 @@ def pod_environment(
         environ["XPYD_ROLE"] = pod.template.role
     if pod.template.is_vllm:
         environ |= {"VLLM_HOST_IP": address, NIXL_HOST: address}
+        environ[SOCKET_VARIABLE] = str(settings.socket_folder)
     return environ | dict(pod.template.env)
