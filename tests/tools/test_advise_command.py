@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import subprocess
@@ -15,6 +17,7 @@ import yaml
 from tests.tools.advice import MODELS, advice, devices, facts
 from xpyd_core.cli import build_parser, main
 from xpyd_operator.document.load import parse_fleet
+from xpyd_tools.advise.engines import Engine, unmoved
 from xpyd_tools.advise.fit import Division, memory_of
 from xpyd_tools.advise.report import notes_of, snippet
 
@@ -143,6 +146,13 @@ def test_roles_say_what_their_steps_send_and_what_moving_kv_takes(
             "nor into any number of them; try a smaller --concurrency, a shorter --context or",
         ),
         (("--gpus", "8", "--revision", "main"), "only hf:// models have revisions"),
+        (("--gpus", "8", "--engine", "VLLM"), "--engine VLLM: say which --image has vLLM"),
+        (("--gpus", "8", "--connector", "Nixl"), "--connector: xpyd's own engine has none"),
+        (("--gpus", "8", "--image", "a b"), "--image: 'a b'; expected one such as"),
+        (
+            ("--gpus", "4", "--gpus-per-node", "1", "--engine", "VLLM", "--image", "v"),
+            "an instance of vLLM is one pod, and PP 3 takes 3 nodes of 1; try",
+        ),
     ],
 )
 def test_wrong_input_is_refused_with_its_flag(
@@ -184,6 +194,92 @@ def test_the_fleet_document_is_accepted(name: str, role: str) -> None:
     assert accepted.parallelism.tensor == found.layout.tensor == pool["parallelism"]["tensor"]
     assert accepted.parallelism.pipeline == found.layout.pipeline
     assert (accepted.resources.gpus, accepted.replicas) == (found.pod_gpus, found.layout.data)
+
+
+def advised(role: str, *words: str) -> dict[str, Any]:
+    """`spec` of a fleet of both roles, each as it is advised on its own."""
+    specs: list[dict[str, Any]] = []
+    for each in ("Prefill", "Decode") if role != "Aggregated" else (role,):
+        buffer = io.StringIO()
+        with contextlib.redirect_stdout(buffer):
+            assert main(["advise", str(MODELS / "llama-70b"), "--role", each, *words]) == 0
+        text = buffer.getvalue().partition("for the fleet document:\n")[2]
+        specs.append(yaml.safe_load(text)["spec"])
+    first = specs[0]
+    assert all(one["engine"] == first["engine"] for one in specs), "a fleet has one engine"
+    return first | {"pools": [pool for one in specs for pool in one["pools"]]}
+
+
+@pytest.mark.parametrize("connector", ["Xpyd", "Nixl"])
+@pytest.mark.parametrize("role", ["Aggregated", "Decode"])
+@pytest.mark.parametrize("gpus", [("--gpus", "3x80G"), ("--gpus", "16x40G", "--throughput")])
+def test_the_document_of_a_vllm_is_what_the_operator_takes(
+    connector: str, role: str, gpus: tuple[str, ...]
+) -> None:
+    more = () if role == "Aggregated" else ("--connector", connector)
+    spec = advised(role, *gpus, "--engine", "VLLM", "--image", "registry.example/v:1", *more)
+    uri = "file:///models/m" if connector == "Xpyd" else "hf://org/name"
+    spec["model"] = {"uri": uri}
+    document = {
+        "apiVersion": "xpyd.dev/v1alpha1",
+        "kind": "InferenceFleet",
+        "metadata": {"name": "advised"},
+        "spec": spec,
+    }
+    fleet = parse_fleet(yaml.safe_dump(document).encode(), source="advice")
+    assert (fleet.spec.engine.type, fleet.spec.engine.image) == ("VLLM", "registry.example/v:1")
+    assert fleet.spec.engine.connector == (None if role == "Aggregated" else connector)
+    assert "--gpu-memory-utilization=0.9" in fleet.spec.engine.args
+    for pool in fleet.spec.pools:
+        assert pool.resources.gpus == pool.parallelism.ranks, "one pod"
+
+
+def test_pools_of_vllm_that_move_kv_get_our_connector_where_none_is_named() -> None:
+    spec = advised("Decode", "--gpus", "8", "--engine", "VLLM", "--image", "v")
+    assert spec["engine"]["connector"] == "Xpyd"
+
+
+def test_experts_of_a_vllm_are_dealt_out_by_its_own_flag() -> None:
+    found = advice(facts("mixtral-8x7b"), devices(1, 8), engine=Engine("VLLM", None, "v"))
+    assert "--enable-expert-parallel" in snippet(found)
+    assert "this engine does not deal" not in "\n".join(notes_of(found))
+    assert "--enable-expert-parallel" not in snippet(advice(facts("mixtral-8x7b"), devices(1, 8)))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"layer_types": ["linear_attention"] * 2, "sliding_window": 9}, "layer_types"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank"),
+        ({"mamba_d_state": 128}, "mamba_d_state"),
+        ({"attention_chunk_size": 8192}, "attention_chunk_size"),
+        ({"text_config": {"sliding_window": 1024}}, "sliding_window"),
+        ({"sliding_window": None}, None),
+        ({"sliding_window": 4096, "use_sliding_window": False}, None),
+        ({"sliding_window": 4096, "layer_types": ["full_attention"] * 2}, None),
+    ],
+)
+def test_models_whose_kv_our_connector_does_not_move_are_known_by_their_field(
+    change: dict[str, Any], field: str | None
+) -> None:
+    config = json.loads((MODELS / "llama-8b/config.json").read_text())
+    reason = unmoved(config | change)
+    assert (reason or "").partition(":")[0] == (field or "")
+
+
+def test_a_model_that_our_connector_refuses_is_not_advised_for_it_and_is_for_nixl(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [str(MODELS / "deepseek-v3"), "--gpus", "8x141G", "--role", "Prefill"]
+    words += ["--engine", "VLLM", "--image", "v"]
+    assert main(["advise", *words]) == 2
+    assert "--connector Xpyd: config.json: kv_lora_rank" in capsys.readouterr().err
+    text = run(capsys, *words, "--connector", "Nixl")
+    assert "connector: Nixl" in text
+    assert "note: this engine does not serve" not in text, "which models vLLM serves it knows"
+    assert "NCCL" not in text, "a fleet of vLLM moves no KV over it"
 
 
 def test_its_engine_flags_are_the_workers() -> None:

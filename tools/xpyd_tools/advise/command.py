@@ -20,6 +20,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.json_fields import Json
 from xpyd_core.sizes import parse_bytes
 from xpyd_tools.advise.arithmetic import BETWEEN, WITHIN
+from xpyd_tools.advise.engines import CONNECTORS, OWN, TYPES, VLLM, Engine, unmoved
 from xpyd_tools.advise.facts import DTYPE_BYTES, QUANTIZATIONS, ModelFacts, Overrides, read_facts
 from xpyd_tools.advise.fit import Hardware
 from xpyd_tools.advise.layout import Wishes, advise
@@ -34,12 +35,14 @@ MAX_GPUS = 1024
 MAX_NODE_GPUS = 16
 """Devices of a pod in a fleet document."""
 _GPU_MEMORY = "80G"
+_IMAGE = re.compile(r"[^ \x00-\x1f]{1,512}")
 _GPUS = re.compile(r"([1-9][0-9]{0,3})(?:x(.+))?")
 _EPILOG = """examples:
   xpyd advise hf://Qwen/Qwen3-8B --gpus 4
   xpyd advise ./config.json --gpus 16x80G --context 8192 --utilization 0.92
   xpyd advise hf://Qwen/Qwen3-32B --gpus 8 --gpu-memory 24G --within pcie --quantization fp8
   xpyd advise hf://Qwen/Qwen3-8B --gpus 4 --role Decode --peers 2 --throughput --output json
+  xpyd advise ./chat --gpus 4 --role Decode --engine VLLM --image registry.example/vllm-xpyd:0.32.0
 """
 
 
@@ -51,6 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     _add_devices(parser)
     _add_wishes(parser)
+    _add_engine(parser)
     parser.add_argument(
         "--output", choices=("text", "json"), default="text", help="json: one object"
     )
@@ -125,12 +129,30 @@ def _add_wishes(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("what serves it").add_argument
+    add("--engine", choices=TYPES, default=OWN, help="xpyd's own engine, or vLLM")
+    add(
+        "--connector",
+        choices=CONNECTORS,
+        help="what moves KV between vLLMs (default: Xpyd for --role Prefill and Decode)",
+    )
+    add("--image", metavar="IMAGE", help="of the engines; vLLM needs one, e.g. vllm-xpyd:0.32.0")
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the advice."""
+    engine = _engine(args)
     found = describe(args.model, args.revision)
+    reason = unmoved(found.config) if engine.has_our_connector else None
+    if reason:
+        raise UserError(
+            f"--connector Xpyd: config.json: {reason}; that connector moves KV of full attention in "
+            "all layers. Try --connector Nixl"
+        )
     facts = read_facts(found.config, files_bytes=found.files_bytes, overrides=_overrides(args))
-    advice = advise(facts, _hardware(args), _wishes(args, facts))
-    reason = _not_served(found.config, args.quantization)
+    advice = advise(facts, _hardware(args), _wishes(args, facts, engine))
+    reason = None if engine.is_vllm else _not_served(found.config, args.quantization)
     if args.output == "json":
         text = json.dumps(json_of(found.name, advice, not_served=reason), indent=2) + "\n"
     else:
@@ -184,7 +206,20 @@ def _gpus_per_node(gpus: int, args: argparse.Namespace) -> int:
     return gpus // args.nodes
 
 
-def _wishes(args: argparse.Namespace, facts: ModelFacts) -> Wishes:
+def _engine(args: argparse.Namespace) -> Engine:
+    if args.image is not None and not _IMAGE.fullmatch(args.image):
+        raise UserError(f"--image: {args.image!r}; expected one such as registry.example/vllm:1.0")
+    if args.engine == OWN:
+        if args.connector is not None:
+            raise UserError("--connector: xpyd's own engine has none; say --engine VLLM")
+        return Engine(image=args.image or "")
+    if args.image is None:
+        raise UserError("--engine VLLM: say which --image has vLLM")
+    moves = args.role != ROLES[0]
+    return Engine(VLLM, args.connector or (CONNECTORS[0] if moves else None), args.image)
+
+
+def _wishes(args: argparse.Namespace, facts: ModelFacts, engine: Engine) -> Wishes:
     _positive(args, "context", "concurrency", "prefill_tokens", "peers")
     if not 0 < args.utilization <= 1:
         raise UserError(f"--utilization: {args.utilization:g}; expected a share of 1")
@@ -201,6 +236,7 @@ def _wishes(args: argparse.Namespace, facts: ModelFacts) -> Wishes:
         peers=args.peers,
         high_availability=args.high_availability,
         throughput=args.throughput,
+        engine=engine,
     )
 
 

@@ -24,6 +24,7 @@ from xpyd_tools.advise.arithmetic import (
     ring_factor,
     transfer_s,
 )
+from xpyd_tools.advise.engines import OWN_ENGINE, Engine
 from xpyd_tools.advise.facts import ModelFacts
 from xpyd_tools.advise.fit import (
     Division,
@@ -114,11 +115,12 @@ class Moves:
     nccl_bytes: tuple[tuple[int, int], ...]
 
 
-def moves_of(prompt_bytes: int, hardware: Hardware, peers: int) -> Moves:
+def moves_of(prompt_bytes: int, hardware: Hardware, peers: int, *, over_nccl: bool = True) -> Moves:
     """A device has a communicator with the rank at its own place in each of `peers` instances, if
-    both sides are divided alike."""
+    both sides are divided alike. Not `over_nccl`: a fleet of vLLM has none."""
     link = LINKS[hardware.between]
-    memory = tuple((channels, peers * communicator_bytes(channels)) for channels in CHANNELS)
+    channels = CHANNELS if over_nccl else ()
+    memory = tuple((each, peers * communicator_bytes(each)) for each in channels)
     return Moves(prompt_bytes, _s(prompt_bytes, link), link, peers, memory)
 
 
@@ -128,7 +130,8 @@ def moves_of(prompt_bytes: int, hardware: Hardware, peers: int) -> Moves:
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
     """What the layout is for. `role`: of a fleet's pool. `utilization`: share of a device's memory;
-    `reserve_bytes` of it are for activations, graphs and NCCL. `prefill_tokens`: of one step."""
+    `reserve_bytes` of it are for activations, graphs and NCCL. `prefill_tokens`: of one step.
+    `engine`: what serves."""
 
     role: str
     context: int
@@ -139,6 +142,7 @@ class Wishes:
     peers: int
     high_availability: bool = False
     throughput: bool = False
+    engine: Engine = OWN_ENGINE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +194,13 @@ def advise(facts: ModelFacts, hardware: Hardware, wishes: Wishes) -> Advice:
     layout = decision.layout
     division = Division(layout.tensor, layout.pipeline, layout.expert)
     token = kv_bytes_per_token(len(facts.layers), facts.kv_numbers, facts.element_bytes)
+    pods = nodes_of(hardware, layout.tensor, layout.pipeline)
+    if wishes.engine.is_vllm and pods > 1:
+        raise UserError(
+            f"--engine VLLM: an instance of vLLM is one pod, and {layout} takes {pods} nodes of "
+            f"{hardware.gpus_per_node}; try a smaller --concurrency, a shorter --context, "
+            "--quantization, or devices with more memory"
+        )
     return Advice(
         facts=facts,
         hardware=hardware,
@@ -198,11 +209,16 @@ def advise(facts: ModelFacts, hardware: Hardware, wishes: Wishes) -> Advice:
         memory=memory_of(facts, division, budget),
         kv_token_bytes=token,
         pod_gpus=layout.tensor * stages_of_a_pod(hardware, layout.tensor, layout.pipeline),
-        pods=nodes_of(hardware, layout.tensor, layout.pipeline),
+        pods=pods,
         steps=tuple(step_of(facts, layout, hardware, tokens) for tokens in _step_tokens(wishes)),
         moves=None
         if wishes.role == "Aggregated"
-        else moves_of(token * wishes.context, hardware, wishes.peers),
+        else moves_of(
+            token * wishes.context,
+            hardware,
+            wishes.peers,
+            over_nccl=not wishes.engine.is_vllm,
+        ),
     )
 
 

@@ -5,6 +5,7 @@ A note says what the numbers of a layout do not: what the engine cannot do yet, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,7 +122,8 @@ def _more(advice: Advice) -> Iterator[str]:
             f"{_size(size)} with {channels} channels" for channels, size in moves.nccl_bytes
         )
         peers = f"{moves.peers} peer{'s' if moves.peers > 1 else ''}"
-        yield f"KV over NCCL to {peers} takes of a device: {memory}"
+        if memory:
+            yield f"KV over NCCL to {peers} takes of a device: {memory}"
 
 
 def _notes(advice: Advice, not_served: str | None) -> tuple[str, ...]:
@@ -209,19 +211,22 @@ def _moves_json(moves: Moves) -> dict[str, Any]:
 
 def notes_of(advice: Advice) -> list[str]:
     """One sentence for each note, those of the decision first."""
-    layout, facts = advice.layout, advice.facts
-    found = list(advice.decision.notes)
+    layout, facts, engine = advice.layout, advice.facts, advice.wishes.engine
+    found = [*advice.decision.notes, *(_of_vllm(advice) if engine.is_vllm else ())]
     if layout.expert > 1:
-        found.append(
-            "this engine does not deal experts out yet (EP): each rank holds a share of every "
-            "expert, which takes the same memory and an all-reduce instead of all-to-alls"
-        )
+        if not engine.is_vllm:
+            found.append(
+                "this engine does not deal experts out yet (EP): each rank holds a share of every "
+                "expert, which takes the same memory and an all-reduce instead of all-to-alls"
+            )
         if layout.pipeline > 1:
             found.append("elastic EP (ranks that come and go) excludes PP")
     if layout.data > 1:
+        none = "a fleet of vLLM has no" if engine.is_vllm else "this engine has no"
+        yet = "" if engine.is_vllm else " yet"
         found.append(
             f"DP {layout.data} is {layout.data} replicas of the pool, between which the router "
-            "chooses; this engine has no DP inside of an instance yet"
+            f"chooses; {none} DP inside of an instance{yet}"
         )
     if facts.kv_heads and layout.tensor > facts.kv_heads:
         found.append(
@@ -236,6 +241,22 @@ def notes_of(advice: Advice) -> list[str]:
     if advice.idle_gpus:
         found.append(_of_idle(advice))
     return found
+
+
+def _of_vllm(advice: Advice) -> Iterator[str]:
+    wishes = advice.wishes
+    yield "which models vLLM serves, and in which quantization, is not checked"
+    if not wishes.engine.has_our_connector:
+        return
+    yield (
+        "xpyd's connector in vLLM was not run on a GPU yet; it reads the checkpoint's folder: "
+        "spec.model.uri must be file://FOLDER"
+    )
+    if wishes.role == "Decode":
+        yield (
+            "KV that comes before its request waits in spec.kvTransfer.hostPoolSize (4Gi) of the "
+            "pod's memory; a bufferSize is memory of the GPU beside --gpu-memory-utilization"
+        )
 
 
 def _of_idle(advice: Advice) -> str:
@@ -253,12 +274,19 @@ def _of_idle(advice: Advice) -> str:
 def snippet(advice: Advice) -> str:
     """`spec` of an InferenceFleet, without the model."""
     wishes, layout = advice.wishes, advice.layout
+    engine = wishes.engine
+    lines = [f"    type: {engine.type}"] if engine.is_vllm else []
+    lines += [f"    connector: {engine.connector}"] if engine.connector else []
+    lines += [f"    image: {json.dumps(engine.image)}"] if engine.image else []
+    # vLLM has the same flags, and one for experts, which our engine has not.
+    experts = ", --enable-expert-parallel" if engine.is_vllm and layout.expert > 1 else ""
     return "\n".join(
         (
             "spec:",
             "  engine:",
+            *lines,
             f"    args: [--max-model-len={wishes.context}, --max-num-seqs={wishes.concurrency}, "
-            f"--gpu-memory-utilization={wishes.utilization:g}]",
+            f"--gpu-memory-utilization={wishes.utilization:g}{experts}]",
             "  pools:",
             f"  - name: {wishes.role.lower()}",
             f"    role: {wishes.role}",
