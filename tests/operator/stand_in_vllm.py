@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""`vllm serve` without vLLM: its flags, its HTTP paths, its end on SIGTERM, and the heartbeats of
+"""`vllm serve` without vLLM: its flags, its HTTP paths, its drain on SIGTERM, and the heartbeats of
 xpyd's plugin where the environment names it. Both roles note beside the model what they are asked;
-a P whose prompt is `hold` answers when a file `go` is there.
+a P whose prompt is `hold` answers when a file `go` is there. From SIGTERM on it refuses what is new
+and finishes what it has.
 """
 
 import asyncio
@@ -27,6 +28,11 @@ TRANSFER = json.loads(FLAGS["kv-transfer-config"])
 NOTES = Path(sys.argv[2]) / "notes"
 
 
+DRAINS = threading.Event()
+OPEN = threading.Semaphore(0)
+"""A permit for each answer under way."""
+
+
 class Answers(BaseHTTPRequestHandler):
     def do_GET(self):
         models = {"object": "list", "data": [{"id": NAME, "max_model_len": 64}]}
@@ -38,6 +44,15 @@ class Answers(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path != "/v1/completions":
             return self.answer(404, b"{}")
+        OPEN.release()
+        try:
+            if DRAINS.is_set():
+                return self.answer(503, b'{"error": {"message": "shutting down"}}')
+            self.complete(body)
+        finally:
+            OPEN.acquire()
+
+    def complete(self, body):
         note = {
             "role": TRANSFER["kv_role"],
             "id": self.headers["X-Request-Id"],
@@ -100,6 +115,7 @@ async def beat():
             pool=pod.pool,
             revision=pod.revision,
             models=(NAME,),
+            state="Draining" if DRAINS.is_set() else "Ready",
             compatibility="plugin",
             dialect="pair-id",
             prompt_ids=1,
@@ -107,11 +123,27 @@ async def beat():
         key=fleet_keys(Path(extra["key_file"]), insecure=False)[0],
     )
     sender.start()
+    await asyncio.to_thread(DRAINS.wait)
+    sender.beat_now()
     await asyncio.Event().wait()
 
 
+def drain(*_):
+    DRAINS.set()
+    threading.Thread(target=end).start()
+
+
+def end():
+    """Also what came before this process knew of the signal is answered."""
+    time.sleep(0.2)
+    while OPEN.acquire(blocking=False):
+        OPEN.release()
+        time.sleep(0.02)
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, drain)
     server = ThreadingHTTPServer((FLAGS["host"], int(FLAGS["port"])), Answers)
     if "xpyd" in os.environ.get("VLLM_PLUGINS", "").split(","):
         threading.Thread(target=lambda: asyncio.run(beat()), daemon=True).start()

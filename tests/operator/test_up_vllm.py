@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
+import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.operator.fleets import document, prefill_and_decode
 from tests.operator.local_fleet import until
 from xpyd_core.errors import UserError
 from xpyd_operator.document.load import load_fleet
+from xpyd_operator.up import control
 from xpyd_operator.up.checks import check_local
 from xpyd_operator.up.client import read_view, take_fleet_down
 from xpyd_operator.up.control import FleetView
@@ -67,10 +71,10 @@ def view(folder: Path) -> FleetView:
     return found
 
 
-def complete(folder: Path, prompt: str = "a b") -> Any:
+def complete(folder: Path, prompt: str = "a b", *, endpoint: str = "") -> Any:
     body = json.dumps({"model": "model", "prompt": prompt, "max_tokens": 5}).encode()
     request = urllib.request.Request(
-        f"{view(folder).endpoint}/v1/completions",
+        f"{endpoint or view(folder).endpoint}/v1/completions",
         data=body,
         headers={"Content-Type": "application/json"},
     )
@@ -113,6 +117,99 @@ def test_p_and_d_of_vllm_serve_through_the_fleets_router(folder: Path) -> None:
     for note in notes(folder):
         with pytest.raises(ProcessLookupError):
             os.kill(note["pid"], 0)
+
+
+@contextlib.contextmanager
+def load(folder: Path) -> Generator[list[str]]:
+    """Clients that ask again and again, and who answered them; HTTPError at the end for one that
+    was refused."""
+    done, texts = threading.Event(), list[str]()
+
+    def ask() -> None:
+        endpoint = view(folder).endpoint
+        while not done.is_set():
+            texts.append(complete(folder, endpoint=endpoint)["choices"][0]["text"])
+
+    with ThreadPoolExecutor(4) as threads:
+        clients = [threads.submit(ask) for _ in range(4)]
+        try:
+            yield texts
+        finally:
+            done.set()
+        for client in clients:
+            client.result(30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("connector", ["Xpyd", "Nixl"])
+def test_pools_of_vllm_scale_and_change_under_load_without_a_lost_request(
+    folder: Path, connector: str
+) -> None:
+    engine = ENGINE | {"connector": connector}
+    spec: dict[str, Any] = {
+        "engine": engine,
+        "pools": prefill_and_decode(prefill=2, decode=2),
+        "kvTransfer": {"hostPoolSize": "1Mi"} if connector == "Xpyd" else {},
+    }
+    assert run_up(write(folder, **spec), detach=True) == 0
+
+    def answered(more: int) -> None:
+        most = len(texts) + more
+        until(lambda: len(texts) > most, 30)
+
+    with load(folder) as texts:
+        answered(20)
+        state = FleetFolder(folder / "state/xpyd/v")
+        for pool in ("prefill", "decode"):
+            control.send_request(state.socket, control.ScaleRequest(pool, 1))
+            until(lambda pool=pool: sum(p.pool == pool for p in view(folder).pods) == 1, 30)
+            answered(20)
+        before = len(notes(folder))
+        answered(20)
+        first = {note["pid"] for note in notes(folder)[before:]}
+        assert len(first) == 2
+        # A change of the image in a cluster is one of the arguments here: another revision.
+        changed = write(folder, **spec | {"engine": engine | {"args": ["--seed=3"]}})
+        assert run_up(changed, detach=True) == 0
+        answered(20)
+        before = len(notes(folder))
+        answered(20)
+        assert not first & {note["pid"] for note in notes(folder)[before:]}
+
+
+def test_a_changed_document_goes_to_a_running_fleet_with_and_without_its_command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_up(write(folder), detach=True) == 0
+    changed = write(folder, engine=ENGINE | {"args": ["--seed=3"]})
+    monkeypatch.setenv(
+        "PATH", "/nowhere"
+    )  # no `vllm` there, which the supervisor need not look for
+    assert run_up(replace(changed, vllm=None), detach=True) == 0
+    assert "pool decode: revision" in capsys.readouterr().out
+    assert run_up(changed, detach=True) == 0
+    assert "nothing changed" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--vllm: other: fleet v runs "):
+        run_up(replace(changed, vllm="other"), detach=True)
+
+
+@pytest.mark.parametrize("connector", ["Xpyd", "Nixl"])
+def test_prompts_of_one_beginning_go_to_one_p_of_a_vllm_fleet(folder: Path, connector: str) -> None:
+    spec: dict[str, Any] = {
+        "engine": ENGINE | {"connector": connector},
+        "pools": prefill_and_decode(prefill=2),
+        "kvTransfer": {"hostPoolSize": "1Mi"} if connector == "Xpyd" else {},
+        "router": {"policy": "PrefixAware"},
+    }
+    assert run_up(write(folder, **spec), detach=True) == 0
+    stories = ["a long story of one fox " * 20, "another one, of a dog " * 20]
+    order = (0, 1, 1, 0, 0, 1)
+    for turn, story in enumerate(order):
+        complete(folder, stories[story] + f"and then {turn}")
+    pids = [note["pid"] for note in notes(folder) if note["max_tokens"] == 1]
+    homes = dict(zip(order, pids, strict=False))
+    assert pids == [homes[story] for story in order]
+    assert homes[0] != homes[1]
 
 
 @pytest.mark.parametrize("connector", ["Xpyd", "Nixl"])

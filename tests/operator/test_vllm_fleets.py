@@ -285,6 +285,23 @@ def test_a_vllm_pod_answers_probes_with_what_vllm_has(engine: dict[str, Any]) ->
             assert not any(entry["name"].startswith("VLLM") for entry in beats["env"])
 
 
+@pytest.mark.parametrize("engine", [ENGINE, NIXL])
+@pytest.mark.parametrize("timeout_s", [0, 120])
+def test_a_vllm_pod_has_time_for_its_own_drain(engine: dict[str, Any], timeout_s: int) -> None:
+    fleet = parsed(
+        pools=prefill_and_decode(), model=MODEL, engine=engine, drain={"timeoutSeconds": timeout_s}
+    )
+    specs = [
+        obj["spec"]["template"]["spec"]
+        for obj in objects_of(fleet)
+        if obj["kind"] == "Deployment" and "router" not in obj["metadata"]["name"]
+    ]
+    assert len(specs) == 2
+    for spec in specs:
+        assert f"--shutdown-timeout={timeout_s}" in spec["containers"][0]["args"]
+        assert spec["terminationGracePeriodSeconds"] == timeout_s + 30
+
+
 def test_vllms_only_rank_has_a_port_that_others_may_reach() -> None:
     fleet = parsed(pools=prefill_and_decode(), model=MODEL, engine=ENGINE)
     (policy,) = (

@@ -76,10 +76,11 @@ def _with_gpus(index: int, pool: Pool) -> Iterator[str]:
 def _for_vllm(fleet: InferenceFleet, vllm: str) -> Iterator[str]:
     """vLLM is the user's own, and takes memory as its environment says, not as we choose."""
     if shutil.which(vllm) is None:
-        what = "NIXL" if fleet.spec.engine.is_nixl else "xpyd[vllm]"
+        more = {"Nixl": " and NIXL", "Xpyd": " and xpyd[vllm]"}
         yield (
-            f"spec.engine.type: VLLM: no command {vllm}: install vLLM and {what} in an "
-            "environment of its own, and name its command with `xpyd up --vllm FOLDER/bin/vllm`"
+            f"spec.engine.type: VLLM: no command {vllm}: install vLLM"
+            f"{more.get(fleet.spec.engine.connector or '', '')} in an environment of its own, "
+            "and name its command with `xpyd up --vllm FOLDER/bin/vllm`"
         )
     if vllm_cache_bytes(fleet) is None:
         yield (

@@ -49,7 +49,8 @@ def _run_up(args: argparse.Namespace) -> int:
         log_max_bytes=log_max_bytes,
         log_max_files=args.log_max_files,
         timeout_s=args.timeout,
-        vllm=args.vllm,
+        # A path is where this command was given, wherever the fleet's document is handed over.
+        vllm=os.path.abspath(args.vllm) if "/" in (args.vllm or "") else args.vllm,
     )
     return run_up(options, detach=args.detach)
 

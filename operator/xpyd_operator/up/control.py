@@ -168,11 +168,13 @@ class ScaleRequest(msgspec.Struct, frozen=True, tag="scale"):
 
 
 class ApplyRequest(msgspec.Struct, frozen=True, tag="apply"):
-    """Take a changed document; `folder` is where its relative paths begin."""
+    """Take a changed document; `folder` is where its relative paths begin. `vllm`: the command of
+    vLLM that the user named; it cannot change."""
 
     document: str
     source: str
     folder: str
+    vllm: str | None = None
 
 
 class DownRequest(msgspec.Struct, frozen=True, tag="down"):

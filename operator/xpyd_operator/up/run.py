@@ -75,9 +75,15 @@ def handle(supervisor: Supervisor, ask: ControlRequest, now: float) -> ControlRe
             return ControlResponse(view=view_of(supervisor, now))
         case ScaleRequest(pool, replicas):
             return ControlResponse(lines=(supervisor.scale(pool, replicas),))
-        case ApplyRequest(document, source, folder):
+        case ApplyRequest(document, source, folder, vllm):
+            runs = supervisor.pods.settings.vllm
+            if vllm not in (None, runs):
+                raise UserError(
+                    f"--vllm: {vllm}: fleet {supervisor.fleet.name} runs {runs}; take it down to"
+                    " change it"
+                )
             fleet = parse_fleet(document.encode(), source=source, local=True)
-            check_local(fleet, source=source, vllm=supervisor.pods.settings.vllm)
+            check_local(fleet, source=source, vllm=runs)
             if fleet.name != supervisor.fleet.name:
                 raise UserError(f"{source}: metadata.name is not {supervisor.fleet.name!r}")
             return ControlResponse(lines=tuple(supervisor.apply(fleet, Path(folder))))
@@ -213,11 +219,14 @@ def run_up(
     daemon: tuple[str, ...] = DAEMON,
 ) -> int:
     """The command; tests replace `programs` and `daemon` by fakes."""
-    fleet = _load(options)
+    fleet = load_fleet(Path(options.file), local=True)
+    state = FleetFolder(state_root() / fleet.name)
+    is_running = state.is_supervised()
+    if not is_running:  # a supervisor knows its vLLM, and checks what it is handed
+        _check(fleet, options)
     if line := cluster_only(fleet):
         sys.stdout.write(line + "\n")
-    state = FleetFolder(state_root() / fleet.name)
-    if state.is_supervised():
+    if is_running:
         return _apply_to_running(options, state)
     if orphans := state.orphans():
         raise UserError(
@@ -236,10 +245,8 @@ def run_up(
     return supervise(options, programs=programs, stream=True)
 
 
-def _load(options: UpOptions) -> InferenceFleet:
-    fleet = load_fleet(Path(options.file), local=True)
+def _check(fleet: InferenceFleet, options: UpOptions) -> None:
     check_local(fleet, source=options.file, vllm=options.vllm_command)
-    return fleet
 
 
 def plan_fleet_memory(fleet: InferenceFleet, folder: Path) -> MemoryPlan:
@@ -254,7 +261,8 @@ def plan_fleet_memory(fleet: InferenceFleet, folder: Path) -> MemoryPlan:
 def supervise(options: UpOptions, *, programs: Programs = _OURS, stream: bool) -> int:
     """Be the supervisor until the fleet is down. `stream`: pods' lines go to standard output."""
     set_up_logging(options.log_level, options.log_format)
-    fleet = _load(options)
+    fleet = load_fleet(Path(options.file), local=True)
+    _check(fleet, options)
     state = FleetFolder(state_root() / fleet.name)
     with _locked(state), _claimed(state) as claim, _listening(options.port) as listener:
         state.clear()
@@ -416,15 +424,15 @@ def _end(supervisor: subprocess.Popen[bytes]) -> None:
 def _apply_to_running(options: UpOptions, state: FleetFolder) -> int:
     if options.port is not None:
         raise UserError(f"--port: fleet {state.fleet} is running; take it down to move it")
-    if options.vllm is not None:
-        raise UserError(f"--vllm: fleet {state.fleet} is running; take it down to change it")
     if (options.log_max_bytes, options.log_max_files) != (None, None):
         raise UserError(
             f"--log-max-size, --log-max-files: fleet {state.fleet} is running; take it down to"
             " change how much of its logs is kept"
         )
     document = Path(options.file).read_text(encoding="utf-8")
-    ask = control.ApplyRequest(document, source=options.file, folder=str(options.folder))
+    ask = control.ApplyRequest(
+        document, source=options.file, folder=str(options.folder), vllm=options.vllm
+    )
     answer = control.send_request(state.socket, ask)
     sys.stdout.write(f"fleet {state.fleet} is running; the document was handed over\n")
     sys.stdout.writelines(f"  {line}\n" for line in answer.lines)
