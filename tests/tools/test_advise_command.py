@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.operator.object_samples import pod_templates
 from tests.tools.advice import MODELS, advice, devices, facts
 from xpyd_core.cli import build_parser, main
+from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import parse_fleet
+from xpyd_operator.manifests.refusals import template_problems
 from xpyd_tools.advise.engines import Engine, unmoved
 from xpyd_tools.advise.fit import Division, memory_of
 from xpyd_tools.advise.report import notes_of, snippet
@@ -149,6 +152,15 @@ def test_roles_say_what_their_steps_send_and_what_moving_kv_takes(
         (("--gpus", "8", "--engine", "VLLM"), "--engine VLLM: say which --image has vLLM"),
         (("--gpus", "8", "--connector", "Nixl"), "--connector: xpyd's own engine has none"),
         (("--gpus", "8", "--image", "a b"), "--image: 'a b'; expected one such as"),
+        (("--cpu-pods", "2x8G"), "--cpu-pods: for --engine VLLM"),
+        (
+            ("--cpu-pods", "8G", "--engine", "VLLM", "--image", "v"),
+            "--cpu-pods: '8G'; expected 1 to 1024, e.g. 4x32G",
+        ),
+        (
+            ("--cpu-pods", "2x8G", "--nodes", "2", "--engine", "VLLM", "--image", "v"),
+            "--cpu-pods: leave --gpu-memory, --gpus-per-node and --nodes out",
+        ),
         (
             ("--gpus", "4", "--gpus-per-node", "1", "--engine", "VLLM", "--image", "v"),
             "an instance of vLLM is one pod, and PP 3 takes 3 nodes of 1; try",
@@ -232,6 +244,42 @@ def test_the_document_of_a_vllm_is_what_the_operator_takes(
     assert "--gpu-memory-utilization=0.9" in fleet.spec.engine.args
     for pool in fleet.spec.pools:
         assert pool.resources.gpus == pool.parallelism.ranks, "one pod"
+
+
+def test_a_vllm_on_cpus_gets_its_memory_by_its_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--engine", "VLLM", "--image", "v", "--cpu-pods", "2x300G", "--concurrency", "4"]
+    spec = advised("Decode", *words)
+    # 4 requests of 8192 tokens, 327,680 bytes each.
+    env = [{"name": "VLLM_CPU_KVCACHE_SPACE", "value": "10"}]
+    assert spec["engine"]["env"] == env
+    assert not any("gpu" in arg for arg in spec["engine"]["args"])
+    spec["model"] = {"uri": "file:///models/m"}
+    document = {
+        "apiVersion": "xpyd.dev/v1alpha1",
+        "kind": "InferenceFleet",
+        "metadata": {"name": "advised"},
+        "spec": spec,
+    }
+    fleet = parse_fleet(yaml.safe_dump(document).encode(), source="advice")
+    assert template_problems(fleet) == ()
+    for pool in fleet.spec.pools:
+        assert (pool.resources.gpus, pool.replicas) == (0, 2)
+        sizes = engine_pod_memory(fleet, pool.name)
+        assert sizes["requests"]["memory"] == "286103Mi"
+    small = ["--cpu-pods", "2x154G", *words[:4], "--concurrency", "1", "--reserve", "0"]
+    model = str(MODELS / "llama-70b")
+    more = ["--utilization", "0.95"]
+    assert main(["advise", model, *small, *more, "--role", "Prefill"]) == 0
+    assert main(["advise", model, *small, *more, "--role", "Decode"]) == 2, "its pool has no room"
+    assert "an instance of vLLM is one pod" in capsys.readouterr().err
+
+
+def engine_pod_memory(fleet: InferenceFleet, pool: str) -> dict[str, Any]:
+    (template,) = pod_templates(fleet)[pool]
+    (engine,) = (
+        one for one in template["template"]["spec"]["containers"] if one["name"] == "engine"
+    )
+    return engine["resources"]
 
 
 def test_pools_of_vllm_that_move_kv_get_our_connector_where_none_is_named() -> None:

@@ -35,6 +35,7 @@ MAX_GPUS = 1024
 MAX_NODE_GPUS = 16
 """Devices of a pod in a fleet document."""
 _GPU_MEMORY = "80G"
+_CPU_PODS = re.compile(r"([1-9][0-9]{0,3})x(.+)")
 _IMAGE = re.compile(r"[^ \x00-\x1f]{1,512}")
 _GPUS = re.compile(r"([1-9][0-9]{0,3})(?:x(.+))?")
 _EPILOG = """examples:
@@ -73,12 +74,17 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_devices(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("devices").add_argument
-    add(
+    group = parser.add_argument_group("devices")
+    add, what = group.add_argument, group.add_mutually_exclusive_group(required=True)
+    what.add_argument(
         "--gpus",
-        required=True,
         metavar="N[xMEMORY]",
         help="devices in all, perhaps with the memory of each: 8, 16x80G, 8x141G",
+    )
+    what.add_argument(
+        "--cpu-pods",
+        metavar="NxMEMORY",
+        help="instead, for vLLM: pods on CPUs, with the memory of each: 4x32G",
     )
     add("--gpu-memory", metavar="SIZE", help=f"memory of each (default: {_GPU_MEMORY})")
     add("--gpus-per-node", type=int, metavar="N", help="default: 8, or all where there are fewer")
@@ -147,8 +153,8 @@ def run(args: argparse.Namespace) -> int:
     reason = unmoved(found.config) if engine.has_our_connector else None
     if reason:
         raise UserError(
-            f"--connector Xpyd: config.json: {reason}; that connector moves KV of full attention in "
-            "all layers. Try --connector Nixl"
+            f"--connector Xpyd: config.json: {reason}; that connector moves KV of full attention "
+            "in all layers. Try --connector Nixl"
         )
     facts = read_facts(found.config, files_bytes=found.files_bytes, overrides=_overrides(args))
     advice = advise(facts, _hardware(args), _wishes(args, facts, engine))
@@ -167,7 +173,32 @@ def _overrides(args: argparse.Namespace) -> Overrides:
     return Overrides(dtype=args.dtype, quantization=args.quantization, params=args.params)
 
 
+def _cpu_pods(args: argparse.Namespace) -> Hardware:
+    if args.engine != VLLM:
+        raise UserError(
+            "--cpu-pods: for --engine VLLM; xpyd's own engine on a CPU takes what "
+            "--kv-cache-memory says"
+        )
+    if args.gpu_memory or args.gpus_per_node or args.nodes:
+        raise UserError("--cpu-pods: leave --gpu-memory, --gpus-per-node and --nodes out")
+    match = _CPU_PODS.fullmatch(args.cpu_pods)
+    if match is None or int(match[1]) > MAX_GPUS:
+        raise UserError(f"--cpu-pods: {args.cpu_pods!r}; expected 1 to {MAX_GPUS}, e.g. 4x32G")
+    size = parse_flag("--cpu-pods", parse_bytes, match[2])
+    if not size:
+        raise UserError(f"--cpu-pods: {match[2]!r}; expected a memory above 0 bytes")
+    return Hardware(
+        nodes=int(match[1]),
+        gpus_per_node=1,
+        memory_bytes=size,
+        between=args.between,
+        on_cpus=True,
+    )
+
+
 def _hardware(args: argparse.Namespace) -> Hardware:
+    if args.cpu_pods is not None:
+        return _cpu_pods(args)
     match = _GPUS.fullmatch(args.gpus)
     if match is None or int(match[1]) > MAX_GPUS:
         raise UserError(f"--gpus: {args.gpus!r}; expected 1 to {MAX_GPUS}, e.g. 8 or 16x80G")

@@ -18,13 +18,15 @@ MAX_STAGES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Devices, all alike. `within` and `between` nodes: names of arithmetic.LINKS."""
+    """Devices, all alike. `within` and `between` nodes: names of arithmetic.LINKS. `on_cpus`: each
+    is a pod on a CPU, with its memory."""
 
     nodes: int
     gpus_per_node: int
     memory_bytes: int
     within: str = "nvlink"
     between: str = "ib"
+    on_cpus: bool = False
 
     @property
     def gpus(self) -> int:

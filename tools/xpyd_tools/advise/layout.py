@@ -43,6 +43,10 @@ CHANNELS = (16, NcclLimits().channels)
 """Channels of a communicator: NCCL's usual number, and what engines ask for."""
 
 
+HOST_POOL_BYTES = 4 << 30
+"""spec.kvTransfer.hostPoolSize of a D, where a document says none."""
+
+
 @dataclass(frozen=True)
 class Messages:
     """Messages of one kind in one step: how many, the bytes that a rank gives to each, the bytes
@@ -171,6 +175,11 @@ class Advice:
         return self.memory.blocks // -(-self.wishes.context // DEFAULT_BLOCK_SIZE)
 
     @property
+    def needed_kv_bytes(self) -> int:
+        """KV of all requests that were asked for."""
+        return self.wishes.concurrency * self.wishes.context * self.kv_token_bytes
+
+    @property
     def idle_gpus(self) -> int:
         """Devices that the layout has no use for."""
         return self.hardware.gpus - self.layout.data * self.layout.tensor * self.layout.pipeline
@@ -179,6 +188,8 @@ class Advice:
 def advise(facts: ModelFacts, hardware: Hardware, wishes: Wishes) -> Advice:
     """The layout to take. UserError, with the numbers, where no layout holds the model."""
     budget = int(hardware.memory_bytes * wishes.utilization) - wishes.reserve_bytes
+    if hardware.on_cpus and wishes.engine.has_our_connector and wishes.role == "Decode":
+        budget -= HOST_POOL_BYTES
     if budget <= 0:
         raise UserError(
             f"--reserve: {wishes.reserve_bytes} bytes leave nothing of a device's "
@@ -234,8 +245,9 @@ def _step_tokens(wishes: Wishes) -> tuple[int, ...]:
 def _too_small(facts: ModelFacts, hardware: Hardware, need: Need) -> str:
     kv = kv_bytes_per_token(len(facts.layers), facts.kv_numbers, facts.element_bytes)
     tokens = need.blocks * DEFAULT_BLOCK_SIZE
+    flag = "--cpu-pods" if hardware.on_cpus else "--gpus"
     text = (
-        f"--gpus: {facts.weights_bytes / 1e9:.1f} GB of weights and {kv * tokens / 1e9:.1f} GB of "
+        f"{flag}: {facts.weights_bytes / 1e9:.1f} GB of weights and {kv * tokens / 1e9:.1f} GB of "
         f"KV ({need.concurrency} requests of {need.context} tokens) do not fit into "
         f"{hardware.gpus} x {hardware.memory_bytes / 1e9:g} GB, of each "
         f"{need.budget_bytes / 1e9:.1f} GB to use"

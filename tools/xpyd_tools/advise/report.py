@@ -15,6 +15,7 @@ from xpyd_tools.advise.arithmetic import LINKS
 from xpyd_tools.advise.layout import Advice, Messages, Moves, Step, bubbles
 from xpyd_tools.advise.trees import Answer, Layout
 
+MIB, GIB = 1 << 20, 1 << 30
 _KINDS = (
     ("all-reduces (TP)", "all_reduces"),
     ("to the next stage (PP)", "boundaries"),
@@ -44,6 +45,9 @@ def _head(name: str, advice: Advice) -> Iterator[str]:
         f"{name}: {facts.architecture}, {len(facts.layers)} layers{more}, "
         f"{_parameters(facts.parameters)} parameters in {facts.weights.label}"
     )
+    if hardware.on_cpus:
+        yield f"{hardware.nodes} pods on CPUs, each of {_size(hardware.memory_bytes)}"
+        return
     between = f", {LINKS[hardware.between].label} between" if hardware.nodes > 1 else ""
     yield (
         f"{hardware.gpus} devices of {_size(hardware.memory_bytes)}, {hardware.nodes} "
@@ -248,14 +252,18 @@ def _of_vllm(advice: Advice) -> Iterator[str]:
     yield "which models vLLM serves, and in which quantization, is not checked"
     if not wishes.engine.has_our_connector:
         return
-    yield (
-        "xpyd's connector in vLLM was not run on a GPU yet; it reads the checkpoint's folder: "
-        "spec.model.uri must be file://FOLDER"
-    )
+    if not advice.hardware.on_cpus:
+        yield "xpyd's connector in vLLM was not run on a GPU yet"
+    yield "xpyd's connector reads the checkpoint's folder: spec.model.uri must be file://FOLDER"
     if wishes.role == "Decode":
+        beside = (
+            ""
+            if advice.hardware.on_cpus
+            else ("; a bufferSize is memory of the GPU beside --gpu-memory-utilization")
+        )
         yield (
             "KV that comes before its request waits in spec.kvTransfer.hostPoolSize (4Gi) of the "
-            "pod's memory; a bufferSize is memory of the GPU beside --gpu-memory-utilization"
+            f"pod's memory{beside}"
         )
 
 
@@ -278,21 +286,29 @@ def snippet(advice: Advice) -> str:
     lines = [f"    type: {engine.type}"] if engine.is_vllm else []
     lines += [f"    connector: {engine.connector}"] if engine.connector else []
     lines += [f"    image: {json.dumps(engine.image)}"] if engine.image else []
+    args = [f"--max-model-len={wishes.context}", f"--max-num-seqs={wishes.concurrency}"]
+    on_cpus = advice.hardware.on_cpus
     # vLLM has the same flags, and one for experts, which our engine has not.
-    experts = ", --enable-expert-parallel" if engine.is_vllm and layout.expert > 1 else ""
+    args += [] if on_cpus else [f"--gpu-memory-utilization={wishes.utilization:g}"]
+    args += ["--enable-expert-parallel"] if engine.is_vllm and layout.expert > 1 else []
+    lines.append(f"    args: [{', '.join(args)}]")
+    memory = f"{{requests: {{memory: {-(-advice.hardware.memory_bytes // MIB)}Mi}}}}"
+    template = f"{{spec: {{containers: [{{name: engine, resources: {memory}}}]}}}}"
+    if on_cpus:
+        space = f'"{-(-advice.needed_kv_bytes // GIB)}"'
+        lines += ["    env:", f"    - {{name: VLLM_CPU_KVCACHE_SPACE, value: {space}}}"]
     return "\n".join(
         (
             "spec:",
             "  engine:",
             *lines,
-            f"    args: [--max-model-len={wishes.context}, --max-num-seqs={wishes.concurrency}, "
-            f"--gpu-memory-utilization={wishes.utilization:g}{experts}]",
             "  pools:",
             f"  - name: {wishes.role.lower()}",
             f"    role: {wishes.role}",
             f"    replicas: {layout.data}",
             f"    parallelism: {{tensor: {layout.tensor}, pipeline: {layout.pipeline}}}",
-            f"    resources: {{gpus: {advice.pod_gpus}}}",
+            f"    resources: {{gpus: {0 if on_cpus else advice.pod_gpus}}}",
+            *([f"    template: {template}"] if on_cpus else []),
             "",
         )
     )
