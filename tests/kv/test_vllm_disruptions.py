@@ -30,6 +30,8 @@ from tests.kv.vllm_kit import (
     fleet,
     pair,
     prompt,
+    text_of,
+    until_free,
 )
 from xpyd_core.request_id import pair_id_text
 
@@ -121,14 +123,7 @@ def body(ids: list[int], *, stream: bool) -> dict[str, object]:
 
 def ask(ids: list[int], *, stream: bool) -> str:
     """The text; ValueError for a stream that breaks."""
-    answer = by_router(**body(ids, stream=stream))
-    if not stream:
-        return json.loads(answer)["choices"][0]["text"]
-    if not answer.endswith(b"data: [DONE]\n\n"):
-        raise ValueError(f"the stream broke: {answer[-300:]!r}")
-    lines = [line[6:] for line in answer.split(b"\n\n") if line.startswith(b"data: {")]
-    parts = list(map(json.loads, lines))
-    return "".join(part["choices"][0]["text"] for part in parts if part["choices"])
+    return text_of(by_router(**body(ids, stream=stream)))
 
 
 @contextmanager
@@ -178,17 +173,6 @@ def test_under_load_nothing_hangs_and_every_answer_is_right(engines):
     assert load.right == REQUESTS * 4 // 5
     for one in (*some_p, *some_d):
         until_free(one)
-
-
-def until_free(one: Vllm) -> None:
-    """Until it holds no block. It says so in a step, so a small request makes it take one."""
-    deadline = time.monotonic() + 60.0
-    while True:
-        one.complete(uuid4().hex, prompt=[5, 6, 7], max_tokens=1)
-        if one.metric("vllm:kv_cache_usage_perc") == 0:
-            return
-        assert time.monotonic() < deadline, one.metric("vllm:kv_cache_usage_perc")
-        time.sleep(0.5)
 
 
 def test_d_does_not_wait_its_deadline_for_a_p_that_was_killed(tmp_path):

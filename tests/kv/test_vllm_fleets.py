@@ -8,13 +8,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from uuid import uuid4
 
 import pytest
 
 from bench.engine.models import cache
 from bench.engine.peer import VERSION
-from tests.kv.vllm_kit import LENGTHS, Vllm, by_router, fleet, prompt
+from tests.kv.vllm_kit import (
+    PromptTokens,
+    Vllm,
+    assert_d_got,
+    by_router,
+    chats,
+    fleet,
+    prompt,
+    prompts,
+    text_of,
+    until_free,
+)
 
 pytestmark = pytest.mark.soak
 ON_P, ON_D = {"cores": "0"}, {"cores": "1", "pool_bytes": 1 << 28}
@@ -40,42 +50,40 @@ def total(every: list[Vllm], name: str) -> float:
     return sum(one.metric(name) for one in every)
 
 
-def test_a_fleet_answers_as_one_vllm(engines):
+def test_a_fleet_answers_as_one_vllm_and_d_computes_one_token_of_each_prompt(engines):
     some_p, some_d = engines
-    prompts = [prompt(length, 800 + seed) for seed, length in enumerate(LENGTHS)]
-    prompts += [[*prompt(640, 899), *prompt(50 + tail, 900 + tail)] for tail in range(4)]
-    before = total(some_d, "xpyd_kv_transfers_total")
+    asked = prompts(800)
+    before, transfers = PromptTokens.of(some_d), total(some_d, "xpyd_kv_transfers_total")
 
     def ask(at: int) -> str:
-        body = {"prompt": prompts[at], "max_tokens": 8}
-        if at % 2 == 0:
-            return json.loads(by_router(**body))["choices"][0]["text"]
-        lines = by_router(stream=True, **body).split(b"\n\n")
-        parts = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
-        return "".join(part["choices"][0]["text"] for part in parts if part["choices"])
+        return text_of(by_router(prompt=asked[at], max_tokens=8, stream=at % 2 == 1))
 
     with ThreadPoolExecutor(4) as threads:
-        answers = list(threads.map(ask, range(len(prompts))))
-    for ids, answer in zip(prompts, answers, strict=True):
-        alone = some_p[0].complete(uuid4().hex, prompt=ids, max_tokens=8)
-        assert answer == alone["choices"][0]["text"], len(ids)
-    assert total(some_d, "xpyd_kv_transfers_total") == before + len(prompts)
+        answers = list(threads.map(ask, range(len(asked))))
+    for ids, answer in zip(asked, answers, strict=True):
+        assert answer == some_p[0].text(prompt=ids, max_tokens=8), len(ids)
+    assert_d_got(before, some_d, asked)
+    assert total(some_d, "xpyd_kv_transfers_total") == transfers + len(asked)
     assert total(some_d, "xpyd_kv_recomputed_tokens_total") == 0
     assert all(one.metric("vllm:prompt_tokens_total") > 0 for one in (*some_p, *some_d))
     for one in (*some_p, *some_d):
-        assert one.metric("vllm:kv_cache_usage_perc") == 0
+        until_free(one)
 
 
-def test_a_fleet_answers_chats_as_one_vllm(engines):
+def test_a_fleet_answers_chats_as_one_vllm_streamed_and_not(engines):
     some_p, _ = engines
-    for count in (1, 30, 120):
-        messages = [{"role": "user", "content": "tell me of rivers " * count}]
-        body = {"messages": messages, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        apart = json.loads(some_p[0].post("/v1/chat/completions", {"model": "demo-model", **body}))
-        answer = json.loads(by_router("/v1/chat/completions", **body))
-        lines = by_router("/v1/chat/completions", stream=True, **body).split(b"\n\n")
-        parts = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
-        deltas = [part["choices"][0]["delta"] for part in parts if part["choices"]]
-        text = apart["choices"][0]["message"]["content"]
-        assert answer["choices"][0]["message"]["content"] == text
-        assert "".join(delta.get("content") or "" for delta in deltas) == text
+    path = "/v1/chat/completions"
+    for body in chats():
+        alone = some_p[0].text(path, **body)
+        for stream in (False, True):
+            assert text_of(by_router(path, stream=stream, **body)) == alone
+
+
+def test_two_prompts_in_one_body_answer_as_apart(engines):
+    some_p, some_d = engines
+    both = [prompt(200, 950), prompt(333, 951)]
+    before = total(some_d, "xpyd_kv_transfers_total")
+    choices = json.loads(by_router(prompt=both, max_tokens=8))["choices"]
+    apart = [some_p[0].text(prompt=ids, max_tokens=8) for ids in both]
+    assert [choice["text"] for choice in choices] == apart
+    assert total(some_d, "xpyd_kv_transfers_total") == before + len(both)

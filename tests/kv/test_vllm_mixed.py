@@ -1,16 +1,15 @@
-"""A vLLM on this machine's CPU and an engine of our own, one P and one D, behind our router.
+"""A vLLM on this machine's CPU and an engine of our own, one P and one D, behind our router; and
+connectors with a defect, by which the other tests would be wrong.
 
 Soak: see test_vllm_real.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,14 +26,19 @@ from tests.kv.vllm_kit import (
     P,
     Vllm,
     by_router,
+    greedy,
+    metric,
+    pair,
     post,
     prompt,
     router,
+    text_of,
     until_routed,
 )
 
 pytestmark = pytest.mark.soak
 LENGTHS = (1, 5, 60, 127, 128, 129, 300, 513, 900, 1500)
+LANDINGS = "xpyd_kv_landings_total"
 PORTABLE = {"portable": True, "pool_bytes": 1 << 28}
 
 
@@ -57,18 +61,10 @@ def worker(role: str, host: str, folder: Path) -> Iterator[Path]:
         process.wait(30.0)
 
 
-def metric(host: str, name: str) -> float:
-    with urllib.request.urlopen(f"http://{host}:{PORT}/metrics", timeout=20) as answer:
-        found = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", answer.read().decode(), re.M)
-    return sum(map(float, found))
-
-
 def texts(ids: list[int]) -> tuple[str, str]:
     """What the pair answers, and what its D does alone. Engines write broken characters apart."""
-    both = json.loads(by_router(prompt=ids, max_tokens=8))
-    body = {"model": "demo-model", "temperature": 0, "ignore_eos": True}
-    alone = json.loads(post(D, PORT, "/v1/completions", {**body, "prompt": ids, "max_tokens": 8}))
-    return both["choices"][0]["text"], alone["choices"][0]["text"]
+    body = {"prompt": ids, "max_tokens": 8}
+    return text_of(by_router(**body)), text_of(post(D, PORT, "/v1/completions", greedy(body)))
 
 
 def until_verified(log: Path, what: str) -> str:
@@ -85,11 +81,11 @@ def until_verified(log: Path, what: str) -> str:
 
 
 def assert_answers_as_one(name: str) -> None:
-    before = metric(D, name)
+    before = metric(D, PORT, name)
     for seed, length in enumerate(LENGTHS):
         both, alone = texts(prompt(length, seed))
         assert both == alone, length
-    assert metric(D, name) == before + len(LENGTHS)
+    assert metric(D, PORT, name) == before + len(LENGTHS)
 
 
 def key(folder: Path) -> None:
@@ -128,7 +124,7 @@ def test_kv_of_an_engine_of_ours_goes_to_a_vllm(tmp_path):
 def test_a_vllm_that_lies_about_its_layout_is_caught_and_d_answers_alone(tmp_path):
     key(tmp_path)
     with router(tmp_path), worker("Decode", D, tmp_path) as log:
-        p = Vllm.of_ours("kv_producer", P, tmp_path / "p.log", module="vllm_liar")
+        p = Vllm.of_ours("kv_producer", P, tmp_path / "p.log", module="vllm_defects")
         try:
             p.wait()
             until_routed()
@@ -136,11 +132,32 @@ def test_a_vllm_that_lies_about_its_layout_is_caught_and_d_answers_alone(tmp_pat
             found = re.search(r"deviates by (\S+), allowed in float32", said)
             assert found is not None
             assert float(found[1]) > 1
-            landed = metric(D, "xpyd_kv_landings_total")
+            landed = metric(D, PORT, LANDINGS)
             assert landed > 0
             for seed, length in enumerate((60, 300, 900)):
                 both, alone = texts(prompt(length, 400 + seed))
                 assert both == alone, length
-            assert metric(D, "xpyd_kv_landings_total") == landed
+            assert metric(D, PORT, LANDINGS) == landed
         finally:
             p.stop()
+
+
+def test_zeros_in_place_of_the_kv_change_the_answer(tmp_path):
+    """So equal answers of a pair prove that D used P's KV."""
+    of_d = {
+        "module": "vllm_defects",
+        "pool_bytes": 1 << 28,
+        "flags": ["--no-enable-prefix-caching"],
+    }
+    with pair(tmp_path, {}, of_d) as (p, d):
+        transfers = d.metric("xpyd_kv_transfers_total")
+        some = [prompt(length, 500 + length) for length in (60, 300, 900)]
+        for ids in some:
+            both, alone = texts(ids)
+            assert alone == p.text(prompt=ids, max_tokens=8)
+            assert both != alone, len(ids)
+        # D computes the last token of a prompt: of one that has no other nothing is used.
+        both, alone = texts(prompt(1, 500))
+        assert both == alone
+        assert d.metric("xpyd_kv_transfers_total") == transfers + len(some) + 1
+        assert d.metric("xpyd_kv_recomputed_tokens_total") == 0

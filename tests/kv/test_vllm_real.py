@@ -25,24 +25,20 @@ from tests.kv.vllm_kit import (
     LENGTHS,
     D,
     P,
+    PromptTokens,
     Vllm,
+    assert_d_got,
     by_router,
+    chats,
     pair,
     prompt,
+    prompts,
+    text_of,
+    until_free,
 )
 from xpyd_core.request_id import pair_id_text
 
 pytestmark = pytest.mark.vllm
-
-
-def texts(p: Vllm, d: Vllm, tokens: list[int]) -> tuple[str, str]:
-    """What the pair answers, and what one vLLM does."""
-    name = pair_id_text(f"{P}:{KV_PORT}", f"{D}:{KV_PORT}", uuid4().hex)
-    first = p.complete(name, prompt=tokens, max_tokens=1)
-    said = first["kv_transfer_params"]
-    answer = d.complete(name, prompt=tokens, max_tokens=8, kv_transfer_params=said)
-    alone = p.complete(uuid4().hex, prompt=tokens, max_tokens=8)
-    return answer["choices"][0]["text"], alone["choices"][0]["text"]
 
 
 OPTIONS = {
@@ -61,56 +57,56 @@ def engines(request, tmp_path_factory) -> Iterator[tuple[Vllm, Vllm]]:
         yield both
 
 
-def test_a_pair_answers_as_one_vllm_and_d_computes_no_prompt(engines):
+def test_a_pair_answers_as_one_vllm_and_d_computes_one_token_of_each_prompt(engines):
     p, d = engines
-    before = d.metric("xpyd_kv_transfers_total")
-    for seed, length in enumerate(LENGTHS):
-        answer, alone = texts(p, d, prompt(length, seed))
-        assert answer == alone, length
+    before, transfers = PromptTokens.of([d]), d.metric("xpyd_kv_transfers_total")
+    asked = prompts(0)
+    for ids in asked:
+        answer = text_of(by_router(prompt=ids, max_tokens=8))
+        assert answer == p.text(prompt=ids, max_tokens=8), len(ids)
+    assert_d_got(before, [d], asked)
     assert d.metric("xpyd_kv_recomputed_tokens_total") == 0
-    assert d.metric("xpyd_kv_transfers_total") == before + len(LENGTHS)
-    shared = prompt(640, 99)
-    for tail in range(3):
-        answer, alone = texts(p, d, [*shared, *prompt(50 + tail, tail)])
-        assert answer == alone
-    assert d.metric("xpyd_kv_recomputed_tokens_total") == 0
+    assert d.metric("xpyd_kv_transfers_total") == transfers + len(asked)
     for one in engines:
-        assert one.metric("vllm:kv_cache_usage_perc") == 0
+        until_free(one)
 
 
-def test_the_router_finds_the_pair_by_its_heartbeats(engines):
+def test_a_pair_answers_eight_at_once_as_one_vllm(engines):
     p, d = engines
     before = d.metric("xpyd_kv_transfers_total")
-    tokens = [prompt(40 + 97 * seed, 50 + seed) for seed in range(16)]
+    tokens = [prompt(40 + 97 * seed, 150 + seed) for seed in range(16)]
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(lambda ids: by_router(prompt=ids, max_tokens=8), tokens))
     for ids, answer in zip(tokens, answers, strict=True):
-        alone = p.complete(uuid4().hex, prompt=ids, max_tokens=8)
-        assert json.loads(answer)["choices"][0]["text"] == alone["choices"][0]["text"]
+        assert text_of(answer) == p.text(prompt=ids, max_tokens=8)
     assert d.metric("xpyd_kv_transfers_total") == before + len(tokens)
     assert d.metric("xpyd_kv_recomputed_tokens_total") == 0
-    said = {"messages": [{"role": "user", "content": "Tell me of San Francisco."}], "max_tokens": 8}
-    whole = json.loads(by_router("/v1/chat/completions", **said))["choices"][0]["message"]
-    lines = by_router("/v1/chat/completions", stream=True, **said).split(b"\n\n")
-    parts = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
-    deltas = [part["choices"][0]["delta"].get("content") or "" for part in parts if part["choices"]]
-    assert "".join(deltas) == whole["content"]
-    assert d.metric("xpyd_kv_transfers_total") == before + len(tokens) + 2
+
+
+def test_a_pair_answers_chats_as_one_vllm_streamed_and_not(engines):
+    p, d = engines
+    path, before = "/v1/chat/completions", d.metric("xpyd_kv_transfers_total")
+    for body in chats():
+        alone = p.text(path, **body)
+        for stream in (False, True):
+            assert text_of(by_router(path, stream=stream, **body)) == alone
+    assert d.metric("xpyd_kv_transfers_total") == before + 2 * len(chats())
+    assert d.metric("xpyd_kv_recomputed_tokens_total") == 0
 
 
 def test_a_stream_begins_with_the_token_of_p_and_goes_on_as_one_vllm_would(engines):
     p, d = engines
-    for seed, length in enumerate((1, 60, 127, 128, 129, 300, 700)):
-        ids = prompt(length, 200 + seed)
+    tokens = PromptTokens.of([d])
+    asked = [prompt(length, 200 + seed) for seed, length in enumerate(LENGTHS)]
+    for ids in asked:
         before = d.metric("vllm:generation_tokens_total")
-        lines = by_router(prompt=ids, max_tokens=8, stream=True).split(b"\n\n")
-        parts = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
-        text = "".join(part["choices"][0]["text"] for part in parts if part["choices"])
-        alone = p.complete(uuid4().hex, prompt=ids, max_tokens=8)
-        assert text == alone["choices"][0]["text"], length
+        text = text_of(by_router(prompt=ids, max_tokens=8, stream=True))
+        alone = p.text(prompt=ids, max_tokens=8)
+        assert text == alone, len(ids)
         # P's token may be half a character: then D makes all of them.
         made = d.metric("vllm:generation_tokens_total") - before
-        assert made == 7 or (made == 8 and not alone["choices"][0]["text"].isascii()), length
+        assert made == 7 or (made == 8 and not alone.isascii()), len(ids)
+    assert_d_got(tokens, [d], asked)
     assert d.metric("xpyd_kv_recomputed_tokens_total") == 0
 
 
@@ -120,9 +116,9 @@ def test_what_one_engine_can_do_better_is_not_paired(engines):
     before = d.metric("xpyd_kv_transfers_total")
     drawn = {"prompt": ids, "max_tokens": 8, "n": 2, "temperature": 1.0, "seed": 7}
     several = json.loads(by_router(**drawn))["choices"]
-    first = json.loads(by_router(prompt=ids, max_tokens=1))["choices"][0]["text"]
+    first = text_of(by_router(prompt=ids, max_tokens=1))
     assert d.metric("xpyd_kv_transfers_total") == before
-    alone = p.complete(uuid4().hex, prompt=ids, max_tokens=8)["choices"][0]["text"]
+    alone = p.text(prompt=ids, max_tokens=8)
     both = p.complete(uuid4().hex, **drawn)["choices"]
     assert [choice["text"] for choice in several] == [choice["text"] for choice in both]
     assert first
@@ -137,8 +133,7 @@ def test_what_p_will_not_send_is_computed_at_once(engines):
     said = {"transfer": ["none"], "reason": ["auth"], "decode_incarnation": ""}
     answer = d.complete(name, prompt=tokens, max_tokens=8, kv_transfer_params=said)
     assert time.monotonic() - began < 10.0
-    alone = p.complete(uuid4().hex, prompt=tokens, max_tokens=8)
-    assert answer["choices"][0]["text"] == alone["choices"][0]["text"]
+    assert answer["choices"][0]["text"] == p.text(prompt=tokens, max_tokens=8)
 
 
 def test_a_drained_d_takes_no_more_and_ends(engines):

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from scripts.vllm_environment import ROOT, nixl_path, vllm_environment
 
@@ -30,6 +31,9 @@ LENGTHS = (
     *(300, 511, 512, 513, 700, 900, 1200, 1500, 1900, 3000),
 )
 """Of prompts: around a block (128 tokens), a chunk (512), and several of both."""
+SHARED_TOKENS = 640
+FREE_S = 60.0
+"""Over the 30 s of a lease."""
 Json = Mapping[str, object]
 Options = Mapping[str, Any]
 
@@ -182,19 +186,43 @@ class Vllm:
 
     def complete(self, request_id: str, **body: object) -> dict:
         """POST /v1/completions, greedy."""
-        whole = {"model": "demo-model", "temperature": 0, "ignore_eos": True, **body}
-        return json.loads(post(self.host, PORT, "/v1/completions", whole, request_id))
+        return json.loads(post(self.host, PORT, "/v1/completions", greedy(body), request_id))
 
-    def post(self, path: str, body: object) -> bytes:
-        """The body of the answer."""
-        return post(self.host, PORT, path, body)
+    def text(self, path: str = "/v1/completions", **body: object) -> str:
+        """What this vLLM answers alone, greedy."""
+        return text_of(post(self.host, PORT, path, greedy(body)))
 
-    def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
-        with urllib.request.urlopen(f"http://{self.host}:{PORT}/metrics", timeout=20) as answer:
-            text = answer.read().decode()
-        found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.M)
-        return sum(map(float, found))
+    def metric(self, name: str, label: str = "") -> float:
+        """See `metric`."""
+        return metric(self.host, PORT, name, label)
+
+
+def metric(host: str, port: int, name: str, label: str = "") -> float:
+    """The sum of a metric's samples; of those with `label`, as `source="x"`."""
+    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=20) as answer:
+        text = answer.read().decode()
+    found = re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", text, re.M)
+    return sum(float(value) for labels, value in found if label in labels)
+
+
+def greedy(body: Json) -> Json:
+    return {"model": "demo-model", "temperature": 0, "ignore_eos": True, **body}
+
+
+def text_of(answer: bytes) -> str:
+    """The text of a completion's or a chat's one choice, whole or streamed. ValueError for a stream
+    that breaks."""
+    if not answer.startswith(b"data: "):
+        parts = [json.loads(answer)]
+    elif answer.endswith(b"data: [DONE]\n\n"):
+        parts = [json.loads(one[6:]) for one in answer.split(b"\n\n") if one.startswith(b"data: {")]
+    else:
+        raise ValueError(f"the stream broke: {answer[-300:]!r}")
+    choices = [choice for part in parts for choice in part["choices"]]
+    said = [
+        one.get("message") or one.get("delta") or {"content": one.get("text")} for one in choices
+    ]
+    return "".join(one.get("content") or "" for one in said)
 
 
 def cores_of(host: str) -> str:
@@ -239,8 +267,7 @@ def router(folder: Path, *flags: str) -> Iterator[None]:
 
 def by_router(path: str = "/v1/completions", **body: object) -> bytes:
     """What the router's client gets, greedy."""
-    whole = {"model": "demo-model", "temperature": 0, "ignore_eos": True, **body}
-    return post(ROUTER, ROUTER_PORT, path, whole)
+    return post(ROUTER, ROUTER_PORT, path, greedy(body))
 
 
 @contextmanager
@@ -286,5 +313,56 @@ def until_routed() -> None:
             return
 
 
+def until_free(one: Vllm) -> None:
+    """Until it holds no block. It says so in a step, so a small request makes it take one."""
+    deadline = time.monotonic() + FREE_S
+    while True:
+        one.complete(uuid4().hex, prompt=[5, 6, 7], max_tokens=1)
+        if one.metric("vllm:kv_cache_usage_perc") == 0:
+            return
+        assert time.monotonic() < deadline, one.metric("vllm:kv_cache_usage_perc")
+        time.sleep(0.5)
+
+
 def prompt(length: int, seed: int) -> list[int]:
     return [(at * 7 + seed * 131 + 5) % 1500 + 3 for at in range(length)]
+
+
+def prompts(seed: int) -> list[list[int]]:
+    """Of all LENGTHS, and four more that share their first 640 tokens."""
+    shared = prompt(SHARED_TOKENS, seed + 99)
+    more = ([*shared, *prompt(50 + tail, seed + 60 + tail)] for tail in range(4))
+    return [*(prompt(length, seed + at) for at, length in enumerate(LENGTHS)), *more]
+
+
+def chats() -> list[Json]:
+    """The bodies of three chats, short and long."""
+    words = ("tell me of rivers " * count for count in (1, 30, 120))
+    return [{"messages": [{"role": "user", "content": said}], "max_tokens": 8} for said in words]
+
+
+class PromptTokens(NamedTuple):
+    """Prompt tokens of several vLLM, by vLLM's own metrics. The last token of a prompt is external
+    where the whole prompt was: D computes it again."""
+
+    computed: float
+    cached: float
+    external: float
+
+    @classmethod
+    def of(cls, some: Sequence[Vllm]) -> PromptTokens:
+        """As of now."""
+        names = ("local_compute", "local_cache_hit", "external_kv_transfer")
+        of = "vllm:prompt_tokens_by_source_total"
+        return cls(*(sum(one.metric(of, f'source="{name}"') for one in some) for name in names))
+
+
+def assert_d_got(before: PromptTokens, some_d: Sequence[Vllm], asked: Sequence[list[int]]) -> None:
+    """Of each prompt that was `asked` D computed one token and got the rest; what prompts shared
+    may have been in its prefix cache."""
+    computed, cached, external = (
+        now - then for now, then in zip(PromptTokens.of(some_d), before, strict=True)
+    )
+    assert computed <= len(asked)
+    assert cached <= 3 * SHARED_TOKENS
+    assert external >= sum(map(len, asked)) - len(asked) - cached
