@@ -292,9 +292,9 @@ class KvConsumer:
             self._forget_prompt(offer)
             self._lost.set(key, "too_long", now)
             return
-        refusal = self._contacts.refusal(event.engine, event.incarnation)
-        if refusal is not None:
-            self._on_foreign(event, offer, refusal, now)
+        met = self._contacts.meet(event, self._blocks_of(offer), self._store)
+        if met is not None:
+            self._on_foreign(offer, met, now)
             return
         self._offers[key] = offer
         if offer.is_pulled:
@@ -309,20 +309,17 @@ class KvConsumer:
         else:
             self._grant(offer, landing, prefix, now, where=landing.kind)
 
-    def _on_foreign(
-        self, event: ReceiveOffered, offer: OpenOffer, refusal: str, now: float
-    ) -> None:
-        """KV of a P of another engine, which is not known to be as ours: compare it, or none."""
+    def _on_foreign(self, offer: OpenOffer, met: StagedLanding | str, now: float) -> None:
+        """KV of a P of another engine that is not used: see Contacts.meet."""
         key = offer.key
-        landing = self._contacts.begin(event, refusal, self._blocks_of(offer), self._store)
-        if landing is None:
-            self._finish_at_session(key, refusal)
+        if isinstance(met, str):
+            self._finish_at_session(key, met)
             self._forget_prompt(offer)
-            self._lost.set(key, refusal, now)
+            self._lost.set(key, met, now)
             return
         offer.is_contact = True
         self._offers[key] = offer
-        self._grant(offer, landing, [], now, where=landing.kind)
+        self._grant(offer, met, [], now, where=met.kind)
 
     def _computes(self, key: TransferKey) -> NoKv:
         """The request computes its prompt; P's KV of it is compared with that."""

@@ -64,27 +64,29 @@ class Contacts:
     def is_comparing(self) -> bool:
         return any(contact.comparison for contact in self._open.values())
 
-    def refusal(self, engine: str, incarnation: str) -> str | None:
-        """Why KV of this P is not used; None: it is."""
-        if engine == self._engine:
+    def meet(
+        self, offered: ReceiveOffered, num_blocks: int, store: LandingStore
+    ) -> StagedLanding | str | None:
+        """What to do with KV that a P offers. None: it is used. Else D computes the prompt: a
+        landing is where the KV goes to be compared, a text says why it is not even that."""
+        if offered.engine == self._engine:
             return None
+        engine = offered.engine or "xpyd"
         if not self._can_compare:
-            return NOT_COMPARED
-        verdict = self._verdicts.pop(incarnation, UNVERIFIED)
-        if verdict == UNVERIFIED:
-            return UNVERIFIED
-        self._verdicts[incarnation] = verdict
-        return verdict or None
-
-    def begin(
-        self, offered: ReceiveOffered, refusal: str, num_blocks: int, store: LandingStore
-    ) -> StagedLanding | None:
-        """Where KV of this prompt lands to be compared; None: it is not, and D computes."""
-        key, engine, tokens = offered.key, offered.engine or "xpyd", len(offered.prompt.token_ids)
-        if refusal == NOT_COMPARED:
             _log.warning("KV of a P of engine %r is not used: it is compared on CPUs only", engine)
+            return NOT_COMPARED
+        verdict = self._verdicts.pop(offered.incarnation, None)
+        if verdict is not None:
+            self._verdicts[offered.incarnation] = verdict
+            return verdict or None
+        return self._begin(offered, engine, num_blocks, store) or UNVERIFIED
+
+    def _begin(
+        self, offered: ReceiveOffered, engine: str, num_blocks: int, store: LandingStore
+    ) -> StagedLanding | None:
+        key, tokens = offered.key, len(offered.prompt.token_ids)
         is_busy = any(one.incarnation == offered.incarnation for one in self._open.values())
-        if refusal != UNVERIFIED or is_busy or key in self._open or tokens < MIN_TOKENS:
+        if is_busy or key in self._open or tokens < MIN_TOKENS:
             return None
         landing = store.take_staged(key, num_blocks)
         if landing is None:
@@ -113,7 +115,12 @@ class Contacts:
     def compare(self, contact: Contact, landing: StagedLanding, now: float) -> None:
         """Both are there. The landing is the contact's from now on."""
         contact.landing, contact.until_s = landing, now + _COMPARE_S
-        contact.comparison = landing.compare(contact.own, contact.tokens)
+        try:
+            contact.comparison = landing.compare(contact.own, contact.tokens)
+        except Exception:
+            # A defect. What the engine serves goes on without it: D computes, as before.
+            _log.exception("KV of a P of engine %r could not be compared", contact.engine)
+            self._end(contact, landing)
 
     def poll(self, now: float) -> None:
         """Take in what comparisons have found."""
@@ -124,16 +131,21 @@ class Contacts:
             is_done = comparison.is_done()
             if not is_done and now < contact.until_s:
                 continue
-            del self._open[contact.key]
-            contact.release()
-            landing.free()
+            self._end(contact, landing)
             if is_done:
                 self._judge(contact, comparison)
+            else:
+                _log.error("KV of a P of engine %r was not compared in time", contact.engine)
 
     def next_deadline(self) -> float | None:
         """When `poll` must be called even if nothing happens."""
         times = [contact.until_s for contact in self._open.values() if contact.comparison]
         return min(times, default=None)
+
+    def _end(self, contact: Contact, landing: StagedLanding) -> None:
+        del self._open[contact.key]
+        contact.release()
+        landing.free()
 
     def _judge(self, contact: Contact, comparison: Comparison) -> None:
         found = comparison.worst

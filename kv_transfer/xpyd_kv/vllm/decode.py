@@ -23,7 +23,7 @@ from xpyd_kv.values import BlockPool, Landed, NoKv
 from xpyd_kv.vllm import engine_api
 from xpyd_kv.vllm.engine_api import GpuBlockPool, Request, SchedulerOutput, VllmConfig
 from xpyd_kv.vllm.options import Options
-from xpyd_kv.vllm.scheduler import PREFILLED, SchedulerHalf, params_of
+from xpyd_kv.vllm.scheduler import PREFILLED, EngineBlocks, SchedulerHalf, params_of
 from xpyd_kv.vllm.worker import Loaded, RankFacts, StepMetadata
 
 _CLOSE_S = 2.0
@@ -56,25 +56,16 @@ class Loading:
     is_over: bool = False
 
 
-class GivenBlocks:
+class GivenBlocks(EngineBlocks):
     """A BlockPool for D that holds what vLLM has given to the request that is served now, and
-    nothing else: vLLM alone takes and frees blocks."""
+    nothing else: vLLM alone takes and frees blocks. Own references keep what is to be compared."""
 
     def __init__(self, pool: GpuBlockPool, block_size: int) -> None:
-        self._pool = pool
-        self.block_size = block_size
+        super().__init__(pool, block_size)
         self._now: Loading | None = None
         self._taken: dict[int, Loading] = {}
         self._kept = 0
-        self._to_free: deque[list[Any]] = deque()
-
-    @property
-    def num_blocks(self) -> int:
-        return self._pool.num_gpu_blocks
-
-    @property
-    def num_free(self) -> int:
-        return self._pool.get_num_free_blocks()
+        self._to_free: deque[Sequence[int]] = deque()
 
     def serve(self, loading: Loading | None) -> None:
         """Give the blocks of this request, if any are asked for."""
@@ -111,15 +102,14 @@ class GivenBlocks:
     def keep(self, block_ids: Sequence[int]) -> Callable[[], None]:
         """Hold references of our own until the call that is returned, on any thread, and the next
         `free_kept`. vLLM's thread."""
-        blocks = [self._pool.blocks[block] for block in block_ids]
-        self._pool.touch(blocks)
+        self.hold(block_ids)
         self._kept += 1
-        return lambda: self._to_free.append(blocks)
+        return lambda: self._to_free.append(block_ids)
 
     def free_kept(self) -> None:
         """Give back what need not be held any more. vLLM's thread."""
         while self._to_free:
-            self._pool.free_blocks(self._to_free.popleft())
+            self.give_back(self._to_free.popleft())
             self._kept -= 1
 
     def retain(self, block_ids: Sequence[int]) -> None:
@@ -263,7 +253,7 @@ class DecodeHalf(SchedulerHalf):
             assert self._pool is not None
             with self._lock:
                 if self._consumer.is_compared(loading.key, len(loading.tokens)):
-                    release = self._pool.keep(blocks)
+                    release = self._pool.keep(tuple(blocks))
                     self._consumer.computed(loading.key, blocks, release)
         return None
 

@@ -13,29 +13,17 @@ from typing import Any
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.producer import KvProducer
 from xpyd_kv.vllm import engine_api
-from xpyd_kv.vllm.engine_api import GpuBlockPool, Request, SchedulerOutput, VllmConfig
+from xpyd_kv.vllm.engine_api import Request, SchedulerOutput, VllmConfig
 from xpyd_kv.vllm.options import Options
-from xpyd_kv.vllm.scheduler import PREFILLED, SchedulerHalf
+from xpyd_kv.vllm.scheduler import PREFILLED, EngineBlocks, SchedulerHalf
 from xpyd_kv.vllm.worker import StepMetadata, StepsDone
 
 # So often an answer to a step that waits for D is looked for, where no event wakes it (put).
 _HOLD_POLL_S = 0.05
 
 
-class HeldBlocks:
+class HeldBlocks(EngineBlocks):
     """A BlockPool over vLLM's, for P: references of its own keep blocks until they are sent."""
-
-    def __init__(self, pool: GpuBlockPool, block_size: int) -> None:
-        self._pool = pool
-        self.block_size = block_size
-
-    @property
-    def num_blocks(self) -> int:
-        return self._pool.num_gpu_blocks
-
-    @property
-    def num_free(self) -> int:
-        return self._pool.get_num_free_blocks()
 
     def match_prefix(self, token_ids: Sequence[int], *, salt: bytes, max_tokens: int) -> list[int]:
         """Return no block: a P takes none."""
@@ -46,11 +34,12 @@ class HeldBlocks:
         return None
 
     def retain(self, block_ids: Sequence[int]) -> None:
-        self._pool.touch([self._pool.blocks[block] for block in block_ids])
+        """Keep blocks that are to be sent."""
+        self.hold(block_ids)
 
     def release(self, block_ids: Sequence[int]) -> None:
-        # The tail is evicted first, as vLLM does.
-        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(block_ids)])
+        """Let go what was sent, or is not to be."""
+        self.give_back(block_ids)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from xpyd_kv.transport.settings import Identity
 from xpyd_kv.values import BlockPool
 from xpyd_kv.vllm import engine_api
 from xpyd_kv.vllm.channel import SchedulerChannel, Turns
-from xpyd_kv.vllm.engine_api import Request, VllmConfig
+from xpyd_kv.vllm.engine_api import GpuBlockPool, Request, VllmConfig
 from xpyd_kv.vllm.link import EngineState, LinkServer
 from xpyd_kv.vllm.options import Options, engine_name, incarnation_of, role_of
 from xpyd_kv.vllm.worker import RankFacts
@@ -38,6 +38,31 @@ PROBE_S = 15.0
 """Over a probe's own deadline: only a process that is stuck needs so long."""
 PREFILLED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 """How a request ends whose prompt was computed."""
+
+
+class EngineBlocks:
+    """vLLM's block pool, and references of our own on its blocks. vLLM's thread."""
+
+    def __init__(self, pool: GpuBlockPool, block_size: int) -> None:
+        self._pool = pool
+        self.block_size = block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_gpu_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.get_num_free_blocks()
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Take a reference on each."""
+        self._pool.touch([self._pool.blocks[block] for block in block_ids])
+
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        """Drop a reference of each."""
+        # The tail is evicted first, as vLLM does.
+        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(block_ids)])
 
 
 class SchedulerHalf:

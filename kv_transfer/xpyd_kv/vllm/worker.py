@@ -160,8 +160,8 @@ class RankHalf:
         gpu = open_device(self._open_gpu, tensors[0])
         check_transports(options.transports, on_gpu=gpu is not None, socket_dir=options.socket_dir)
         layout_name = _layout_name(self._config, tensors[0], on_gpu=gpu is not None)
-        if gpu is not None and options.portable and layout_name != HEAD_TOKEN_KV:
-            raise UserError(f"XpydConnector: portable: caches of layout {layout_name!r} on a GPU")
+        if options.portable:
+            _check_portable(layout_name, tensors[0].shape[2], on_gpu=gpu is not None)
         if gpu is None:
             memory = self._memory(tensors, indices, layout_name)
             transports = Transports(options.settings.frames)
@@ -267,13 +267,10 @@ class RankHalf:
         self._failed_device = self._failed_device or reason
 
     def _memory(self, tensors: list[Tensor], layers: list[int], name: str) -> PagedMemory:
-        """The caches as the transfer sees them. UserError where they should be portable, and it is
-        not known how."""
+        """The caches, which are on a CPU, as the transfer sees them."""
         if not self._options.portable or name == HEAD_TOKEN_KV:
             kept = name == transposed_k(tensors[0].shape[2])
             return PagedMemory(tensors, layers=layers, is_transposed=kept, lands_transposed=kept)
-        if name != transposed_k(tensors[0].shape[2]):
-            raise UserError(f"XpydConnector: portable: caches of layout {name!r} are not known")
         if self._role == "P":
             return TransposedMemory(tensors, layers=layers)
         self._to_turn = tensors
@@ -351,6 +348,18 @@ def _layout_name(config: VllmConfig, tensor: Tensor, *, on_gpu: bool) -> str:
         return transposed_k(block_size)
     # Known to be read and written by the same kernels only.
     return f"vllm-{engine_api.vllm_version} {isa} {block_size}"
+
+
+def _check_portable(layout_name: str, block_size: int, *, on_gpu: bool) -> None:
+    """UserError for caches whose KV cannot be sent token by token: it is not known how, or on a GPU
+    nothing turns it."""
+    if layout_name == HEAD_TOKEN_KV or (not on_gpu and layout_name == transposed_k(block_size)):
+        return
+    where = "a GPU" if on_gpu else "a CPU"
+    raise UserError(
+        f"XpydConnector: portable: not with a KV cache of layout {layout_name!r} on {where}; "
+        "leave portable out"
+    )
 
 
 def _layout_on_gpu(config: VllmConfig, tensor: Tensor) -> str:
