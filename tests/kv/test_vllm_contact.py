@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,11 @@ import pytest
 from tests.kv.pods import until
 from tests.kv.test_vllm_connector import POOL, assert_all_is_back, prefill, prompt, serve
 from tests.kv.vllm_engine import FakeVllm
+from tests.kv.vllm_fakes import FakeRequest, ids, kv_of
 from xpyd_core.compat import HEAD_TOKEN_KV
+from xpyd_core.request_id import TransferKey
+from xpyd_kv.connector.contact import REFUSED, UNVERIFIED, Contacts
+from xpyd_kv.memory.api import Deviation
 from xpyd_kv.vllm import engine_api, worker
 from xpyd_kv.vllm.options import role_of
 
@@ -108,7 +115,7 @@ def test_a_connector_that_lies_about_its_layout_is_caught(mixed, liar, of_d, mon
     assert "is not ours, and is never used; worst: K of layer" in line
 
 
-@pytest.mark.parametrize(("by", "is_used"), [(1.0001, True), (1.01, False)])
+@pytest.mark.parametrize(("by", "is_used"), [(1.0001, True), (1.01, False), (math.nan, False)])
 def test_values_within_the_tolerance_pass_and_others_do_not(mixed, by, is_used):
     with mixed({"caches": False}, {"caches": False, **POOL}) as (p, d):
         spoiled = list(p.caches[0])[-1]
@@ -120,6 +127,7 @@ def test_values_within_the_tolerance_pass_and_others_do_not(mixed, by, is_used):
                 p.caches[rank][name][:, -1, :, -1] *= by
 
         p._write = write
+        p.read = lambda request: kv_of(request.prompt_token_ids)  # its own answer is not looked at
         tokens = prompt(70)
         second = prefill_anyhow(p, d, tokens)
         d.add(second)
@@ -131,8 +139,6 @@ def test_values_within_the_tolerance_pass_and_others_do_not(mixed, by, is_used):
 
 
 def prefill_anyhow(p: FakeVllm, d: FakeVllm, tokens: list[int]) -> Any:
-    from tests.kv.vllm_fakes import FakeRequest, ids
-
     of_p, of_d = ids(p, d)
     first = p.add(FakeRequest(of_p, tokens))
     p.run(d, until=lambda: first.answer is not None)
@@ -158,6 +164,27 @@ def test_a_d_without_room_beside_the_cache_computes_and_says_so(mixed, caplog):
         for number in range(3):
             contact(p, d, prompt(70, number))
     assert "need a device buffer or a host pool" in caplog.text
+
+
+def test_a_pool_that_is_full_for_a_time_leaves_the_comparison_to_a_later_prompt(
+    mixed, monkeypatch, caplog
+):
+    version = engine_api.vllm_version
+    # 16 blocks of 8 tokens of all layers and heads.
+    with mixed(d={"pool_bytes": 16 * 8192}) as (p, d):
+        monkeypatch.setattr(engine_api, "vllm_version", version)
+        other = FakeVllm("producer")
+        try:
+            _, waiting = prefill(other, d, prompt(100, 1))
+            assert serve(p, d, prompt(70, 2)).external == 0
+            assert "no room beside the cache" in caplog.text
+            d.add(waiting)
+            d.run(other, until=lambda: waiting.answer is not None)
+            assert waiting.external == 100
+            contact(p, d, prompt(70, 3))
+            assert serve(p, d, prompt(70, 4)).external == 70
+        finally:
+            other.close()
 
 
 def test_a_client_that_leaves_before_the_comparison_leaves_nothing(mixed):
@@ -188,3 +215,73 @@ def test_equal_engines_are_not_compared():
         assert serve(p, d, prompt(70)).external == 70
         assert reasons(d) == {}
         assert time.monotonic() >= began
+
+
+@dataclass(eq=False)
+class FakeLanding:
+    """KV beside the cache: `found` is what a comparison raises, or the deviation that it finds as
+    soon as it `is_over`."""
+
+    found: Exception | float
+    is_over: bool = False
+    is_free: bool = False
+    compared: list[tuple[Any, int]] = field(default_factory=list)
+
+    def compare(self, block_ids: Any, tokens: int) -> Any:
+        self.compared.append((block_ids, tokens))
+        if isinstance(self.found, Exception):
+            raise self.found
+        worst = Deviation(deviation=self.found)
+        return SimpleNamespace(is_done=lambda: self.is_over, worst=worst)
+
+    def free(self) -> None:
+        self.is_free = True
+
+
+def meet(contacts: Contacts, seed: int, landing: FakeLanding) -> Any:
+    """What the contacts say of a prompt of one P, where there is room for it."""
+    key, prompt = TransferKey(f"{seed:032x}", 0), SimpleNamespace(token_ids=range(70))
+    offered: Any = SimpleNamespace(key=key, engine="other", incarnation="one", prompt=prompt)
+    store: Any = SimpleNamespace(take_staged=lambda *_: landing)
+    return contacts.meet(offered, 9, store)
+
+
+def begin(contacts: Contacts, seed: int, landing: FakeLanding, now: float) -> list[str]:
+    """Compare this prompt; what has been given back of D's blocks."""
+    released: list[str] = []
+    assert meet(contacts, seed, landing) is landing
+    found = contacts.find(TransferKey(f"{seed:032x}", 0))
+    assert found is not None
+    found.own, found.release = (4, 5), lambda: released.append("own")
+    compared: Any = landing
+    contacts.compare(found, compared, now)
+    assert landing.compared == [((4, 5), 70)]
+    return released
+
+
+def test_a_comparison_that_fails_leaves_nothing_and_decides_nothing(caplog):
+    contacts, landing = Contacts("", "float32", can_compare=True), FakeLanding(RuntimeError("no"))
+    assert begin(contacts, 1, landing, 0.0) == ["own"]
+    assert landing.is_free
+    assert not contacts.is_comparing
+    assert "could not be compared" in caplog.text
+    begin(contacts, 2, FakeLanding(1e-5, is_over=True), 1.0)
+    contacts.poll(1.0)
+    assert meet(contacts, 3, FakeLanding(0.0)) is None
+
+
+def test_a_comparison_that_does_not_end_is_given_up_at_its_deadline(caplog):
+    contacts, landing = Contacts("", "float32", can_compare=True), FakeLanding(1e-5)
+    released = begin(contacts, 1, landing, 100.0)
+    until_s = contacts.next_deadline()
+    assert until_s is not None
+    contacts.poll(until_s - 0.1)
+    assert (contacts.is_comparing, landing.is_free, released) == (True, False, [])
+    assert meet(contacts, 2, FakeLanding(0.0)) == UNVERIFIED
+    contacts.poll(until_s)
+    assert (contacts.is_comparing, landing.is_free, released) == (False, True, ["own"])
+    assert contacts.next_deadline() is None
+    assert "was not compared in time" in caplog.text
+    begin(contacts, 3, FakeLanding(2.0, is_over=True), until_s)
+    contacts.poll(until_s)
+    assert meet(contacts, 4, FakeLanding(0.0)) == REFUSED

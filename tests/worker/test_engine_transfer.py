@@ -14,9 +14,10 @@ from tests.worker.engine_driver import (
     prompt_of,
     prompt_that_draws,
 )
-from tests.worker.engine_fakes import BLOCK, EOS
+from tests.worker.engine_fakes import BLOCK, EOS, kv_of
 from tests.worker.transfer_fakes import FakeConsumer, FakeProducer
 from xpyd_core.request_id import Address, TransferKey
+from xpyd_kv.connector.contact import UNVERIFIED
 from xpyd_worker.engine.request import EngineRequest, ReceiveFrom, SendTo
 
 KEY = TransferKey("a" * 32, 0)
@@ -311,6 +312,27 @@ def test_d_computes_the_prompt_itself_when_the_kv_is_late():
     assert driver.core.stats().kv_recomputed_tokens == {"late": 9}
     driver.assert_as_alone("a")
     assert not consumer.expected
+
+
+@pytest.mark.parametrize(
+    ("reason", "recompute"), [(UNVERIFIED, True), (UNVERIFIED, False), ("died", True)]
+)
+def test_d_keeps_what_it_computed_of_a_prompt_until_that_is_compared(reason: str, recompute: bool):
+    driver, consumer = receiving(recompute=recompute, seqs=4, budget=4)
+    consumer.compares[KEY] = 9
+    consumer.arrive(KEY, prompt_of(9), "buffer")
+    consumer.fail(KEY, reason)
+    driver.submit(to_receive("a", prompt_of(9)))
+    driver.run()
+    driver.assert_as_alone("a")
+    if reason == UNVERIFIED:
+        [(blocks, release)] = consumer.computed_blocks.values()
+        kept = [driver.executor.slot(blocks, position) for position in range(9)]
+        assert kept == kv_of(prompt_of(9))
+        assert driver.pool.num_free == driver.pool.num_blocks - len(blocks)
+        release()
+    assert bool(consumer.computed_blocks) == (reason == UNVERIFIED)
+    driver.assert_all_blocks_free()
 
 
 def test_d_may_be_told_to_fail_instead_of_recomputing():

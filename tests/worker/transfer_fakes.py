@@ -161,6 +161,9 @@ class FakeConsumer:
         # How many seats each question named; keys that would be pulled and find no blocks.
         self.seats: list[tuple[TransferKey, int]] = []
         self.crowded: set[TransferKey] = set()
+        # Of how many tokens KV is to be compared; what was computed of it, and how it is let go.
+        self.compares: dict[TransferKey, int] = {}
+        self.computed_blocks: dict[TransferKey, tuple[list[int], Callable[[], None]]] = {}
         self._pool, self._executor = pool, executor
         self._dead: list[Arrival] = []
 
@@ -237,6 +240,14 @@ class FakeConsumer:
         self.calls.append(("forget", key))
         del self.expected[key]
         self._end(self.arrivals.pop(key, None))
+
+    def is_compared(self, key: TransferKey, tokens: int) -> bool:
+        return key not in self.computed_blocks and tokens >= self.compares.get(key, tokens + 1)
+
+    def computed(
+        self, key: TransferKey, block_ids: Sequence[int], release: Callable[[], None]
+    ) -> None:
+        self.computed_blocks[key] = list(block_ids), release
 
     def release(self, uuid: str, now: float) -> None:
         for key, arrival in self.arrivals.items():
