@@ -48,27 +48,36 @@ def transposed_k(block_size: int) -> str:
 
 
 def compat_factors(
-    folder: Path, *, model: str, revision: str, kv_dtype: str, kv_layout: str = HEAD_TOKEN_KV
+    folder: Path,
+    *,
+    model: str,
+    revision: str,
+    kv_dtype: str,
+    kv_layout: str = HEAD_TOKEN_KV,
+    overrides: Mapping[str, Any] | None = None,
+    tokenizer: Path | None = None,
 ) -> dict[str, str]:
     """Factor name -> value, from the checkpoint in `folder` (config.json, tokenizer files).
 
     `model` and `revision` name the checkpoint; for a local folder `revision` may be empty, then the
     fingerprint of the weight files takes its place. `kv_layout` names what the bytes of a block
-    are: the shape that an engine gives its cache may not say it.
+    are: the shape that an engine gives its cache may not say it. `overrides` are members of
+    config.json that the engine was told to read otherwise, `tokenizer` the folder of a tokenizer
+    that is not the checkpoint's. See docs/adr/0060.
     """
     raw = (folder / "config.json").read_bytes()
-    config: Mapping[str, Any] = json.loads(raw)
+    config: Mapping[str, Any] = {**json.loads(raw), **(overrides or {})}
     factors = {"protocol": str(PROTOCOL_MAJOR), "kv_layout": kv_layout, "kv_dtype": kv_dtype}
     factors["model"] = model
     factors["revision"] = revision or _weights_fingerprint(folder)
     for name in _CONFIG_FACTORS:
         if config.get(name) is not None:
             factors[name] = json.dumps(config[name], sort_keys=True)
-    tokenizer = sha256()
-    for name in _TOKENIZER_FILES:
-        if (folder / name).exists():
-            tokenizer.update(name.encode() + (folder / name).read_bytes())
-    factors["tokenizer"] = tokenizer.hexdigest()[:16]
+    digest = sha256()
+    for path in ((tokenizer or folder) / name for name in _TOKENIZER_FILES):
+        if path.exists():
+            digest.update(path.name.encode() + path.read_bytes())
+    factors["tokenizer"] = digest.hexdigest()[:16]
     return factors
 
 

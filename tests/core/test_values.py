@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -222,7 +223,7 @@ def _checkpoint(folder: Path, **config: object) -> Path:
 
 
 def test_equal_checkpoints_share_a_key_and_each_factor_counts(tmp_path: Path) -> None:
-    def factors(folder: Path, **more: str) -> dict[str, str]:
+    def factors(folder: Path, **more: Any) -> dict[str, str]:
         values = {"model": "demo", "revision": "", "kv_dtype": "float32", **more}
         return compat.compat_factors(folder, **values)
 
@@ -235,6 +236,8 @@ def test_equal_checkpoints_share_a_key_and_each_factor_counts(tmp_path: Path) ->
         (factors(one, kv_dtype="bfloat16"), ["kv_dtype"]),
         (factors(one, kv_layout=compat.transposed_k(128)), ["kv_layout"]),
         (factors(_checkpoint(tmp_path / "rope", rope_theta=1e6)), ["rope_theta"]),
+        (factors(one, overrides={"rope_theta": 1e6, "max_position_embeddings": 9}), ["rope_theta"]),
+        (factors(one, tokenizer=tmp_path), ["tokenizer"]),
         (factors(_checkpoint(tmp_path / "window", max_window_layers=1)), ["max_window_layers"]),
         (
             factors(_checkpoint(tmp_path / "experts", num_experts_per_tok=1)),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +39,7 @@ class Pod:
         *,
         layout: KvLayout = LAYOUT,
         shared: SharedMemory | None = None,
+        factors: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         self.memory = FakeKvMemory(blocks, layout, shared.buffer if shared is not None else None)
@@ -50,7 +51,9 @@ class Pod:
             return TcpEndpoint(
                 _Watched(handler, self.lost),  # pyright: ignore[reportArgumentType]
                 identity=Identity(name, f"incarnation-{role}", role),
-                layout=wire_layout(layout, factors={"model": "m"}, max_tokens=MAX_TOKENS),
+                layout=wire_layout(
+                    layout, factors=dict(factors or {"model": "m"}), max_tokens=MAX_TOKENS
+                ),
                 listen=Address("127.0.0.1", 0) if role == "D" else None,
                 paths=(SharedMemoryPath(shared),),
                 **{"keys": (KEY,), **options},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -11,15 +12,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from tests.kv.pods import until
+from tests.kv.pods import pod, until
 from tests.kv.test_vllm_connector import POOL, assert_all_is_back, prefill, prompt, serve
 from tests.kv.vllm_engine import FakeVllm
-from tests.kv.vllm_fakes import FakeRequest, ids, kv_of
-from xpyd_core.compat import HEAD_TOKEN_KV
-from xpyd_core.request_id import TransferKey
+from tests.kv.vllm_fakes import (
+    HEAD_DIM,
+    HEADS,
+    HOST,
+    LAYERS,
+    MODEL,
+    FakeRequest,
+    ids,
+    kv_of,
+)
+from xpyd_core.compat import HEAD_TOKEN_KV, compat_factors
+from xpyd_core.keys import fleet_keys
+from xpyd_core.request_id import Address, TransferKey, pair_id_text
 from xpyd_kv.connector.contact import REFUSED, UNVERIFIED, Contacts
 from xpyd_kv.memory.api import Deviation
+from xpyd_kv.values import KvLayout
 from xpyd_kv.vllm import engine_api, worker
 from xpyd_kv.vllm.options import role_of
 
@@ -205,6 +218,66 @@ def test_prompts_that_say_too_little_are_computed_and_not_compared(mixed):
             contact(p, d, prompt(15, number))
         contact(p, d, prompt(16))
         assert serve(p, d, prompt(70, 9)).external == 70
+
+
+ROPE = {"rope_theta": 500_000.0}
+DIFFERENT = {
+    "kv_layout": {"portable": False},
+    "kv_dtype": {"dtype": torch.bfloat16},
+    "rope_theta": {"overrides": ROPE},
+    "rope_parameters": {"config": {"rope_parameters": {"rope_type": "default", **ROPE}}},
+    "tokenizer": {"tokenizer": '{"model": {}}'},
+}
+"""Of a vLLM, beside an engine of ours. By the factor."""
+SMALL = KvLayout(tuple(range(LAYERS)), HEADS, HEAD_DIM, 8, "float32", HEADS * 8 * 2 * HEAD_DIM * 4)
+
+
+def changed(folder: Any, config: Any = None, tokenizer: str = "", **of_vllm: Any) -> dict[str, Any]:
+    """What makes a fake vLLM whose checkpoint is ours, in the folder, but for this."""
+    for file in MODEL.iterdir():
+        (folder / file.name).symlink_to(file)
+    own = {**json.loads((MODEL / "config.json").read_text()), **(config or {})}
+    texts = {"config.json": json.dumps(own), "tokenizer.json": tokenizer}
+    for name, text in texts.items():
+        if text:
+            (folder / name).unlink()
+            (folder / name).write_text(text)
+    return {"portable": True, "transposed": True, "model": folder, **of_vllm}
+
+
+@pytest.fixture
+def ours() -> Callable[[str], Any]:
+    """Makes an engine of ours, as a P or a D, with the factors of `xpyd worker`."""
+    factors = compat_factors(MODEL, model="demo-model", revision="", kv_dtype="float32")
+    keys = fleet_keys(None, insecure=True)
+    return lambda role: pod(role, layout=SMALL, factors=factors, keys=keys)
+
+
+@pytest.mark.parametrize("factor", DIFFERENT)
+def test_a_p_of_vllm_and_our_d_refuse_each_other_by_the_factor_s_name(factor, ours, tmp_path):
+    p = FakeVllm("producer", chunk=1, **changed(tmp_path, **DIFFERENT[factor]))
+    try:
+        with ours("D") as d:
+            name = pair_id_text(f"{HOST}:{p.port}", str(d.address), f"{7:032x}")
+            first = p.add(FakeRequest(f"cmpl-{name}-0-1a2b3c4d", prompt(60)))
+            p.run(until=lambda: first.answer is not None)
+            assert first.said["reason"] == [f"incompatible:{factor}"]
+    finally:
+        p.close()
+
+
+@pytest.mark.parametrize("factor", DIFFERENT)
+def test_our_p_and_a_d_of_vllm_refuse_each_other_by_the_factor_s_name(factor, ours, tmp_path):
+    d = FakeVllm("consumer", **POOL, **changed(tmp_path, **DIFFERENT[factor]))
+    try:
+        with ours("P") as p:
+            producer, key, ids = p.kv.producer, TransferKey(f"{7:032x}", 0), tuple(prompt(60))
+            to = Address(HOST, d.port)
+            producer.offer(key, to, ids, prompt_tokens=60, salt=b"", now=time.monotonic())
+            until(lambda: producer.poll(time.monotonic()) or producer.status(key).reason)
+            assert producer.status(key).reason == f"incompatible:{factor}"
+    finally:
+        d.close()
 
 
 def test_equal_engines_are_not_compared():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -124,9 +125,11 @@ def config_of(
     pp: int = 1,
     block_size: int = 8,
     policy: str = "recompute",
+    model: Path = MODEL,
+    overrides: Mapping[str, Any] | None = None,
     **extra: Any,
 ) -> Any:
-    """What vLLM gives to a connector."""
+    """What vLLM gives to a connector. `overrides`: its `--hf-overrides`."""
     given = {
         "host": HOST,
         "insecure": True,
@@ -142,8 +145,11 @@ def config_of(
         kv_load_failure_policy=policy,
         kv_connector_extra_config=given,
     )
-    model = SimpleNamespace(
-        model=str(MODEL),
+    model_config = SimpleNamespace(
+        model=str(model),
+        tokenizer=str(model),
+        hf_config_path=None,
+        hf_overrides=overrides or {},
         served_model_name="demo-model",
         max_model_len=4096,
         use_mla=False,
@@ -171,8 +177,9 @@ def config_of(
         enable_prefix_caching=True,
     )
     return SimpleNamespace(
-        model_config=model, parallel_config=parallel, cache_config=cache, speculative_config=None,
-        kv_transfer_config=transfer, instance_id="12345", shutdown_timeout=30.0,
+        model_config=model_config, parallel_config=parallel, cache_config=cache,
+        speculative_config=None, kv_transfer_config=transfer, instance_id="12345",
+        shutdown_timeout=30.0,
     )  # fmt: skip
 
 

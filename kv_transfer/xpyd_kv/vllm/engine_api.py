@@ -150,6 +150,10 @@ class ModelConfig(Protocol):
     """vLLM's, as far as it is read."""
 
     model: str
+    tokenizer: str
+    hf_config_path: str | None
+    hf_overrides: Mapping[str, Any]
+    """`vllm serve` takes nothing but an object of JSON."""
     served_model_name: str | Sequence[str]
     max_model_len: int
 

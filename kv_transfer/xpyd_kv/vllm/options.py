@@ -177,6 +177,10 @@ def _model_refusals(config: VllmConfig) -> list[str]:
     model, parallel, refusals = config.model_config, config.parallel_config, list[str]()
     if not Path(model.model).is_dir():
         refusals.append(f"the model {model.model!r} must be given as the folder of its checkpoint")
+    if not Path(model.tokenizer).is_dir():
+        refusals.append(f"the tokenizer {model.tokenizer!r} must be given as a folder")
+    if model.hf_config_path:
+        refusals.append("hf_config_path: config.json must be the one in the model's folder")
     if model.use_mla:
         refusals.append("MLA is not tested")
     if config.speculative_config is not None:

@@ -184,6 +184,8 @@ class RankHalf:
             revision="",
             kv_dtype=layout.dtype,
             kv_layout=HEAD_TOKEN_KV if self._options.portable else layout_name,
+            overrides=config.model_config.hf_overrides,
+            tokenizer=Path(config.model_config.tokenizer),
         )
         transfer = config.kv_transfer_config
         listen = Address(options.host, transfer.kv_port + 1 + rank) if self._role == "D" else None
