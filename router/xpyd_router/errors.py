@@ -21,6 +21,8 @@ FailureCause = Literal[
 BROKEN: frozenset[str] = frozenset({"connect", "reset", "incomplete", "lost"})
 """Causes after which an engine that is well may serve the same request: only the connection broke.
 """
+TAKES_NO_MORE = frozenset({429, 503})
+"""The statuses of an engine that drains or is full: another one may take the request."""
 TRANSFER_FAILED = "kv_transfer_failed"
 """The code of a D to which the KV did not come: the pair's fault, of either of the two."""
 
@@ -49,7 +51,7 @@ class CallFailed(XpydError):
 
 
 class EngineRefused(XpydError):
-    """An engine's 4xx: the request is at fault, so the answer goes to the client as it is."""
+    """An engine's 4xx that is no 429: the request is at fault, so the client gets the answer."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(f"engine answered {answer.status}")

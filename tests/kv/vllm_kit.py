@@ -360,9 +360,8 @@ class PromptTokens(NamedTuple):
 def assert_d_got(before: PromptTokens, some_d: Sequence[Vllm], asked: Sequence[list[int]]) -> None:
     """Of each prompt that was `asked` D computed one token and got the rest; what prompts shared
     may have been in its prefix cache."""
-    computed, cached, external = (
-        now - then for now, then in zip(PromptTokens.of(some_d), before, strict=True)
-    )
-    assert computed <= len(asked)
-    assert cached <= 3 * SHARED_TOKENS
-    assert external >= sum(map(len, asked)) - len(asked) - cached
+    now = zip(PromptTokens.of(some_d), before, strict=True)
+    got = PromptTokens(*(after - then for after, then in now))
+    assert got.computed <= len(asked), got
+    assert got.cached <= 3 * SHARED_TOKENS, got
+    assert got.external >= sum(map(len, asked)) - len(asked) - got.cached, got

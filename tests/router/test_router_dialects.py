@@ -408,9 +408,7 @@ async def test_a_d_that_fails_behind_p_leaves_p_its_lease_and_another_d_serves(
             async with await fleet_.post(prompt="one", max_tokens=3, stream=stream) as response:
                 statuses.append(response.status)
                 await response.read()
-        # 429 is an answer: the client is to come again later. In a stream it comes as an event
-        # behind P's token.
-        assert sorted(statuses) == [200, 429 if status == 429 and not stream else 200]
+        assert statuses == [200, 200]
         assert len(pinned) == len(bad.calls) == 1
         assert fleet_.metric("xpyd_router_releases_total", result="leased") == 1
         assert nothing_is_open(fleet_)

@@ -20,7 +20,14 @@ from xpyd_core.bodies import BodyBudget, BodyCharge, check_text, read, refuse
 from xpyd_core.errors import ApiError
 from xpyd_core.openai import MAX_NAME_CHARACTERS
 from xpyd_router.app_state import AppState
-from xpyd_router.errors import BROKEN, Answer, CallFailed, EngineRefused, unknown_model
+from xpyd_router.errors import (
+    BROKEN,
+    TAKES_NO_MORE,
+    Answer,
+    CallFailed,
+    EngineRefused,
+    unknown_model,
+)
 from xpyd_router.fleet.instances import Instance, Snapshot
 from xpyd_router.http.asgi import (
     AsgiApp,
@@ -169,8 +176,10 @@ class TextCalls:
             self._upstream.end(exchange)
         if answer.status < 300:
             return answer
+        if answer.status in TAKES_NO_MORE:
+            raise CallFailed("refused")
         if not 400 <= answer.status < 500:
-            raise CallFailed("refused" if answer.status == 503 else "status")
+            raise CallFailed("status")
         addresses = [str(one).encode() for one in (instance.http, instance.kv)]
         raise EngineRefused(answer._replace(body=scrub(answer.body, addresses, b"engine")))
 

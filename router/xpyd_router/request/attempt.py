@@ -26,6 +26,7 @@ from xpyd_router.access_log import Trace
 from xpyd_router.app_state import AppState
 from xpyd_router.errors import (
     BROKEN,
+    TAKES_NO_MORE,
     TRANSFER_FAILED,
     Answer,
     CallFailed,
@@ -148,8 +149,8 @@ class Attempt:
         """POST `body`; the exchange of a 2xx answer, whose body is still to be read. The caller
         closes it by `end`.
 
-        `timeout_s` counts until the answer's head. Raises EngineRefused for a 4xx, CallFailed for
-        what may succeed elsewhere.
+        `timeout_s` counts until the answer's head. Raises CallFailed for what may succeed
+        elsewhere, EngineRefused for any other 4xx.
         """
         self.called = instance
         if self.fleet.is_lost(instance.key):
@@ -237,10 +238,11 @@ class Attempt:
 
     def _refuse(self, answer: Answer) -> None:
         error = _error_in(answer.body)
-        if not 400 <= answer.status < 500:
+        is_full = answer.status in TAKES_NO_MORE
+        if is_full or not 400 <= answer.status < 500:
             if error is not None and error.get("code") == TRANSFER_FAILED:
                 raise CallFailed("transfer", answer.kv)
-            raise CallFailed("refused" if answer.status == 503 else "status")
+            raise CallFailed("refused" if is_full else "status")
         body = self.scrubbed_error(answer.body)
         if error is None:
             body = ApiError(answer.status, "the engine refused the request").body()

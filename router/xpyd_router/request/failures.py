@@ -19,7 +19,7 @@ from xpyd_router.request.state import RequestState, gave_up
 from xpyd_router.request_metrics import PHASES
 
 logger = logging.getLogger(__name__)
-# A refusal (503) costs its engine nothing, so a rolling restart may give several in a row.
+# A refusal (503, 429) costs its engine nothing, so a rolling restart may give several in a row.
 _MAX_REFUSALS = 16
 
 

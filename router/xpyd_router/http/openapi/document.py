@@ -359,11 +359,7 @@ def _headers() -> dict[str, Any]:
     text = {"type": "string", "minLength": 1}
     return {
         "RequestId": header("The client's own, else the response's id.", text),
-        "RetryAfter": {
-            **header("Seconds.", {"type": "integer", "minimum": 0}),
-            "required": False,
-            "description": "Seconds. Always there, but for an engine's own 429 without it.",
-        },
+        "RetryAfter": header("Seconds.", {"type": "integer", "minimum": 0}),
         "Allow": header("The methods that the path has.", text),
         "AuthenticateBearer": header("Bearer.", {"const": "Bearer"}),
     }
