@@ -1,26 +1,132 @@
 """Our connector in a fake of vLLM's engine whose caches are on GPUs: fake ones here, and the first
-GPU of the machine by `make test-gpu`, which nobody has run yet."""
+GPU of the machine by `make test-gpu`, which nobody has run yet.
+
+The model runs on a stream of its own, which is the current one in the thread of vLLM's worker and
+nowhere else, as in vLLM.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from tests.kv import vllm_engine
-from tests.kv.device_fake import Machine
-from tests.kv.nccl_fake import World
+from tests.kv.device_fake import FakeDevice, FakeStream, Machine
+from tests.kv.nccl_fake import FakeNccl, World
 from tests.kv.test_vllm_connector import assert_all_is_back, prefill, prompt, serve
-from tests.kv.vllm_memory import FakeGpuMemory, RealGpuMemory
 from xpyd_core.compat import HEAD_TOKEN_KV
 from xpyd_core.errors import UserError, XpydError
+from xpyd_kv.memory.device import DeviceView
+from xpyd_kv.spans import Span
 from xpyd_kv.vllm import engine_api, worker
-from xpyd_kv.vllm.gpu import check_transports, open_gpu
+from xpyd_kv.vllm.gpu import Gpu, check_transports, open_gpu
 
 Pair = Callable[..., Any]
 POOL, BUFFER = {"pool_bytes": 1 << 20}, {"buffer_bytes": 1 << 20}
+PATIENCE_S = 30.0
+
+
+class OwnStreamDevice(FakeDevice):
+    """A fake GPU whose model runs on a stream that is current in the thread that made it alone."""
+
+    def __init__(self, machine: Machine, process: str) -> None:
+        super().__init__(machine, process, "GPU-0", 0)
+        self._thread = threading.get_ident()
+        self._default = FakeStream(self, is_compute=True)
+
+    def compute_stream(self) -> FakeStream:
+        is_model_s = threading.get_ident() == self._thread
+        return self._compute if is_model_s else self._default
+
+
+class FakeGpuMemory:
+    """A fake GPU: nothing runs before somebody asks for an event behind it."""
+
+    def __init__(self, machine: Machine, process: str, *, world: World | None = None) -> None:
+        self.device = OwnStreamDevice(machine, process)
+        self.others_bytes = 0
+        """What else is in the driver's allocation."""
+        self._world = world or World(machine)
+        self._region: DeviceView | None = None
+        self._flat = torch.empty(0)
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        self._region = self.device.allocate(size_bytes + self.others_bytes)
+        data = self.device.bytes_of(self.device.place_of(self._region))
+        self._flat = torch.frombuffer(data, dtype=torch.uint8)
+        return self._flat[:size_bytes]
+
+    def open_gpu(self, tensor: torch.Tensor) -> Gpu:
+        whole = self._region
+        assert whole is not None
+        return Gpu(
+            self.device,
+            "cpu",
+            view_of=self._view,
+            allocation_of=lambda _: whole,
+            load_nccl=lambda: FakeNccl(self._world, self.device),
+        )
+
+    @contextmanager
+    def model(self) -> Iterator[None]:
+        yield
+
+    def run(self, call: Any, *, reads: Any = (), writes: Any = ()) -> None:
+        spans = [[self._span(one) for one in some] for some in (reads, writes)]
+        self.device.compute_stream().enqueue("the model", *spans, call)
+
+    def finish(self) -> None:
+        assert self.device.compute_stream().record().wait(PATIENCE_S)
+
+    def close(self) -> None:
+        self.finish()
+        if self._region is not None:
+            self.device.free(self._region)
+
+    def _view(self, tensor: torch.Tensor) -> DeviceView:
+        assert self._region is not None
+        start = tensor.data_ptr() - self._flat.data_ptr()
+        return self._region[start : start + tensor.nbytes]
+
+    def _span(self, tensor: torch.Tensor) -> Span:
+        view = self._view(tensor)
+        return Span(view.address, view.length)
+
+
+class RealGpuMemory:
+    """A GPU of this machine. Not run on one yet. `process`: one for P and D, which are in one."""
+
+    def __init__(self, process: Any, index: int = 0) -> None:
+        self._process = process
+        self._stream = torch.cuda.Stream(torch.device("cuda", index))
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        return torch.zeros(size_bytes, dtype=torch.uint8, device=self._stream.device)
+
+    def open_gpu(self, tensor: torch.Tensor) -> Gpu | None:
+        return open_gpu(tensor, self._process)
+
+    @contextmanager
+    def model(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def run(self, call: Any, *, reads: Any = (), writes: Any = ()) -> None:
+        with torch.cuda.stream(self._stream):
+            # Long enough that what does not wait for this reads other bytes.
+            torch.cuda._sleep(20_000_000)
+            call()
+
+    def finish(self) -> None:
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self.finish()
 
 
 @pytest.fixture

@@ -24,8 +24,10 @@ from tests.kv.vllm_fakes import (
     HEAD_DIM,
     HEADS,
     LAYERS,
+    CacheMemory,
     FakePool,
     FakeRequest,
+    HostMemory,
     Status,
     answer_of,
     config_of,
@@ -35,7 +37,6 @@ from xpyd_core.blocks import blocks_for
 
 vllm_standin.install()
 
-from tests.kv.vllm_memory import CacheMemory, HostMemory  # noqa: E402
 from xpyd_kv.vllm.connector import XpydConnector  # noqa: E402
 from xpyd_kv.vllm.engine_api import KVConnectorRole  # noqa: E402
 

@@ -1,21 +1,25 @@
-"""What a fake of vLLM's engine is made of: requests, block pool, "model", configurations."""
+"""What a fake of vLLM's engine is made of: requests, blocks, "model", memory, configurations."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
 import torch
 
 from xpyd_core.blocks import block_hashes
 from xpyd_core.request_id import pair_id_text
+
+if TYPE_CHECKING:
+    from xpyd_kv.vllm.gpu import Gpu
 
 MODEL = Path(__file__).parents[2] / "examples/demo-model"
 HEADS, HEAD_DIM, LAYERS = 4, 8, 4
@@ -190,3 +194,53 @@ def ids(
     pair_id = pair_id_text(f"{HOST}:{p.port}", f"{HOST}:{d.port}", uuid or uuid4().hex)
     name = f"chatcmpl-{pair_id}" if is_chat else f"cmpl-{pair_id}-{index}"
     return f"{name}-1a2b3c4d", f"{name}-99aabb01"
+
+
+class CacheMemory(Protocol):
+    """Where a rank of a fake vLLM has its KV cache, and the stream that its "model" runs on."""
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """Flat zeros, uint8."""
+        ...
+
+    def open_gpu(self, tensor: torch.Tensor) -> Gpu | None: ...
+
+    def model(self) -> Any:
+        """A context in which the thread is vLLM's, with the model's stream."""
+        ...
+
+    def run(
+        self, call: Callable[[], None], *, reads: Sequence[Any] = (), writes: Sequence[Any] = ()
+    ) -> None:
+        """The model does this now, or when its stream comes to it, with these pieces of tensors."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for what the model has enqueued."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class HostMemory:
+    """Ordinary memory: the model's calls have returned when it has written."""
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        return torch.zeros(size_bytes, dtype=torch.uint8)
+
+    def open_gpu(self, tensor: torch.Tensor) -> Gpu | None:
+        # vLLM, or what stands for it, is installed by now.
+        from xpyd_kv.vllm.gpu import open_gpu
+
+        return open_gpu(tensor)
+
+    @contextmanager
+    def model(self) -> Iterator[None]:
+        yield
+
+    def run(self, call: Any, *, reads: Any = (), writes: Any = ()) -> None:
+        call()
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
