@@ -31,7 +31,6 @@ LENGTHS = (
     *(300, 511, 512, 513, 700, 900, 1200, 1500, 1900, 3000),
 )
 """Of prompts: around a block (128 tokens), a chunk (512), and several of both."""
-SHARED_TOKENS = 640
 FREE_S = 60.0
 """Over the 30 s of a lease."""
 Json = Mapping[str, object]
@@ -330,7 +329,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 def prompts(seed: int) -> list[list[int]]:
     """Of all LENGTHS, and four more that share their first 640 tokens."""
-    shared = prompt(SHARED_TOKENS, seed + 99)
+    shared = prompt(640, seed + 99)
     more = ([*shared, *prompt(50 + tail, seed + 60 + tail)] for tail in range(4))
     return [*(prompt(length, seed + at) for at, length in enumerate(LENGTHS)), *more]
 
@@ -358,10 +357,9 @@ class PromptTokens(NamedTuple):
 
 
 def assert_d_got(before: PromptTokens, some_d: Sequence[Vllm], asked: Sequence[list[int]]) -> None:
-    """Of each prompt that was `asked` D computed one token and got the rest; what prompts shared
-    may have been in its prefix cache."""
+    """Of each prompt that was `asked` D computed one token and got the rest; not again what an
+    earlier prompt, or an earlier try of a slow machine, had left in its prefix cache."""
     now = zip(PromptTokens.of(some_d), before, strict=True)
     got = PromptTokens(*(after - then for after, then in now))
     assert got.computed <= len(asked), got
-    assert got.cached <= 3 * SHARED_TOKENS, got
-    assert got.external >= sum(map(len, asked)) - len(asked) - got.cached, got
+    assert got.external >= 0.8 * sum(map(len, asked)), got

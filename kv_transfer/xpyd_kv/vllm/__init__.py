@@ -10,6 +10,7 @@ vLLM makes one connector object in the process of its scheduler and one in each 
     decode      D's: it waits, loads and gives up
     scheduler   what the two have in common: the way to the ranks, whose a request is
     worker      a rank's half: its cache, what it sends and receives
+    gpu         where that cache is on a GPU
     stats       the counts in vLLM's own /metrics
     channel     between the two processes
     api_server  the plugin in vLLM's API server: routes beside vLLM's own

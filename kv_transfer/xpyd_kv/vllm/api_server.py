@@ -155,7 +155,7 @@ async def _read(scope: Scope, receive: Receive) -> _Call:
 class App(Protocol):
     """vLLM's FastAPI application, as far as it is used."""
 
-    def add_route(self, path: str, route: Any, methods: list[str]) -> None: ...  # noqa: ANN401
+    def add_route(self, path: str, route: Any, methods: list[str]) -> None: ...  # noqa: ANN401 - ASGI
 
 
 class XpydPlugin:

@@ -69,6 +69,7 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
     # --- both
 
     def _open_gpu(self, tensor: Tensor) -> Gpu | None:
+        """See OpenGpu. The seam at which tests have a GPU of their own."""
         return open_gpu(tensor)
 
     def shutdown(self) -> None:

@@ -227,7 +227,7 @@ class DecodeHalf(SchedulerHalf):
         metadata = StepMetadata(b"" if step.total_num_scheduled_tokens else None, is_moving)
         still: list[Loading] = []
         for loading in self._open:
-            if self._has_landed(loading):
+            if self._try_load(loading):
                 blocks = loading.blocks[loading.cached :]
                 metadata.landed.append(Loaded(loading.request_id, blocks))
             elif loading.lost and (loading.is_quiet or not loading.is_taken):
@@ -281,8 +281,8 @@ class DecodeHalf(SchedulerHalf):
         loading.is_over = True
         return 0, False
 
-    def _has_landed(self, loading: Loading) -> bool:
-        """Let the transfer have the blocks; whether all KV is in them."""
+    def _try_load(self, loading: Loading) -> bool:
+        """Let the transfer write into the blocks, as soon as it may; whether all KV is in them."""
         assert self._pool is not None
         with self._lock:
             now = time.monotonic()

@@ -25,6 +25,7 @@ from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.devices.paths import Transports, transports_for_gpu
 from xpyd_kv.transport.endpoint import TcpEndpoint
 from xpyd_kv.transport.settings import Identity
+from xpyd_kv.values import KvLayout
 from xpyd_kv.vllm import engine_api
 from xpyd_kv.vllm.channel import RankChannel, Turns
 from xpyd_kv.vllm.engine_api import (
@@ -58,7 +59,7 @@ _PLAIN = ("bfloat16", "float16", "float32")
 _AS_THE_SHAPE_SAYS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RankFacts(KVConnectorHandshakeMetadata):
     """What the scheduler's half must know of a rank."""
 
@@ -127,12 +128,12 @@ class RankHalf:
         self._config = config
         self._options = options
         self._open_gpu = open_gpu
-        # Where the cache is on a GPU.
-        self._on_gpu: VllmDeviceMemory | None = None
+        # The cache, where that is on a GPU.
+        self._gpu_memory: VllmDeviceMemory | None = None
         self._transports: Transports | None = None
         self._space: OwnSpace | None = None
         # Why no step may follow.
-        self._failed_device = ""
+        self._device_failure = ""
         self._role: Literal["P", "D"] = role_of(config)
         self._finished: set[str] = set()
         self._failed: set[str] = set()
@@ -141,8 +142,8 @@ class RankHalf:
         self._is_moving = False
         self._turns: Turns | None = None
         self._layers: dict[str, int] = {}
-        # D's caches whose blocks are not as they came.
-        self._to_turn: list[Tensor] = []
+        # D's caches, where blocks that have landed are token by token, and vLLM's are not.
+        self._caches_to_turn: list[Tensor] = []
         self._sender: StepSender | None = None
         self._channel = RankChannel()
         self._endpoint: TcpEndpoint | None = None
@@ -166,27 +167,14 @@ class RankHalf:
             memory = self._memory(tensors, indices, layout_name)
             transports = Transports(options.settings.frames)
         else:
-            memory = self._on_gpu = device_memory(gpu, tensors, indices)
+            memory = self._gpu_memory = device_memory(gpu, tensors, indices)
             transports = self._gpu_transports(gpu, memory)
         self._transports = transports
         layout, config = memory.layout, self._config
-        engine = EngineLayout(
-            kv_heads=config.model_config.get_total_num_kv_heads(),
-            tp=config.parallel_config.tensor_parallel_size,
-            stages=_stages(config, indices),
-            block_size=layout.block_size,
-            row_bytes=layout.block_bytes // (layout.kv_heads * layout.block_size),
-        )
+        engine = _engine_layout(config, layout, indices)
         rank = engine_api.pipeline_rank() * engine.tp + engine_api.tensor_rank()
-        factors = compat_factors(
-            Path(config.model_config.model),
-            model=model_name(config),
-            revision="",
-            kv_dtype=layout.dtype,
-            kv_layout=HEAD_TOKEN_KV if self._options.portable else layout_name,
-            overrides=config.model_config.hf_overrides,
-            tokenizer=Path(config.model_config.tokenizer),
-        )
+        sent_layout = HEAD_TOKEN_KV if options.portable else layout_name
+        factors = _factors(config, kv_dtype=layout.dtype, kv_layout=sent_layout)
         transfer = config.kv_transfer_config
         listen = Address(options.host, transfer.kv_port + 1 + rank) if self._role == "D" else None
         counters = EndpointCounters()
@@ -237,17 +225,17 @@ class RankHalf:
         self._turns = Turns(part.endpoint)
         self._layers = {name: at for at, name in enumerate(names)}
         self.facts = RankFacts(
-            self._channel.name,
-            str(listen or ""),
-            engine.kv_heads,
-            engine.tp,
-            engine.stages,
-            engine.block_size,
-            engine.row_bytes,
-            layout.head_dim,
-            layout.dtype,
-            factors,
-            transports.gpu,
+            channel=self._channel.name,
+            address=str(listen or ""),
+            kv_heads=engine.kv_heads,
+            tp=engine.tp,
+            stages=engine.stages,
+            block_size=engine.block_size,
+            row_bytes=engine.row_bytes,
+            head_dim=layout.head_dim,
+            dtype=layout.dtype,
+            factors=factors,
+            gpu=transports.gpu,
         )
 
     def _gpu_transports(self, gpu: Gpu, memory: VllmDeviceMemory) -> Transports:
@@ -266,7 +254,7 @@ class RankHalf:
     def _give_up(self, reason: str) -> None:
         """Any thread. What the GPU still writes to is not known any more: vLLM must end."""
         engine_api.log().error("the KV transfer has failed: %s", reason)
-        self._failed_device = self._failed_device or reason
+        self._device_failure = self._device_failure or reason
 
     def _memory(self, tensors: list[Tensor], layers: list[int], name: str) -> PagedMemory:
         """The caches, which are on a CPU, as the transfer sees them."""
@@ -275,7 +263,7 @@ class RankHalf:
             return PagedMemory(tensors, layers=layers, is_transposed=kept, lands_transposed=kept)
         if self._role == "P":
             return TransposedMemory(tensors, layers=layers)
-        self._to_turn = tensors
+        self._caches_to_turn = tensors
         return PagedMemory(tensors, layers=layers, is_transposed=True)
 
     def close(self) -> None:
@@ -293,12 +281,12 @@ class RankHalf:
         """The step's metadata has come, before its forward. XpydError when the GPU has failed:
         vLLM ends with it."""
         assert isinstance(metadata, StepMetadata)
-        if self._failed_device:
-            raise XpydError(f"the KV transfer has failed: {self._failed_device}")
-        if self._on_gpu is not None:
-            self._on_gpu.follow()
+        if self._device_failure:
+            raise XpydError(f"the KV transfer has failed: {self._device_failure}")
+        if self._gpu_memory is not None:
+            self._gpu_memory.follow()
         for loaded in metadata.landed:
-            turn(self._to_turn, loaded.blocks)
+            turn(self._caches_to_turn, loaded.blocks)
             self._finished.add(loaded.request_id)
         self._finished.update(metadata.lost)
         self._failed.update(metadata.lost)
@@ -310,9 +298,9 @@ class RankHalf:
     def layer_done(self, name: str) -> None:
         """A layer of the forward is in the cache. Hot path."""
         if self._sender is not None and self._in_step:
-            if self._on_gpu is not None:
+            if self._gpu_memory is not None:
                 # The layer is enqueued, not computed: what is sent waits for an event behind it.
-                self._on_gpu.follow()
+                self._gpu_memory.follow()
             self._sender.layer_done(self._layers[name])
 
     def end_step(self) -> None:
@@ -388,6 +376,30 @@ def _layout_on_gpu(config: VllmConfig, tensor: Tensor) -> str:
         return HEAD_TOKEN_KV
     # Known to be read and written by the same kernels only.
     return f"vllm-{engine_api.vllm_version} {'+'.join(sorted(backends))} {block_size}"
+
+
+def _engine_layout(config: VllmConfig, layout: KvLayout, layers: list[int]) -> EngineLayout:
+    """All ranks' caches together; `layout` and `layers` are this rank's. UserError: see _stages."""
+    return EngineLayout(
+        kv_heads=config.model_config.get_total_num_kv_heads(),
+        tp=config.parallel_config.tensor_parallel_size,
+        stages=_stages(config, layers),
+        block_size=layout.block_size,
+        row_bytes=layout.block_bytes // (layout.kv_heads * layout.block_size),
+    )
+
+
+def _factors(config: VllmConfig, *, kv_dtype: str, kv_layout: str) -> dict[str, str]:
+    model = config.model_config
+    return compat_factors(
+        Path(model.model),
+        model=model_name(config),
+        revision="",
+        kv_dtype=kv_dtype,
+        kv_layout=kv_layout,
+        overrides=model.hf_overrides,
+        tokenizer=Path(model.tokenizer),
+    )
 
 
 def _stages(config: VllmConfig, own: list[int]) -> tuple[tuple[int, ...], ...]:
