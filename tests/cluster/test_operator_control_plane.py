@@ -19,6 +19,7 @@ from tests.cluster.fleetkit import (
     fake_fleet,
 )
 from tests.cluster.harness import Cluster, ClusterError, wait_for
+from tests.cluster.harness.kwok import NODE_SELECTOR
 from tests.cluster.operator_process import OperatorProcess, running_operator
 from tests.operator.fleets import cpu_pool
 
@@ -424,19 +425,36 @@ def test_sigterm_ends_the_operator_in_seconds(plane: Cluster, no_operator: None)
 
 
 @pytest.mark.parametrize("connector", ["Xpyd", "Nixl"])
-def test_pools_of_vllm_become_ready_scale_and_take_another_image(
+def test_p_and_d_of_vllm_become_ready_scale_and_take_another_image_together(
     operator: OperatorProcess, chat: FleetClient, connector: str
 ) -> None:
+    """A new P that is ready sends no old one away before the new D is there: they may not fit."""
     engine = {"type": "VLLM", "connector": connector, "image": "vllm:1"}
     chat.apply(fake_fleet(engine=engine))
     chat.wait_ready()
     chat.scale("decode", 2)
     chat.wait_pool("decode", 2)
-    chat.apply(fake_fleet(engine=engine | {"image": "vllm:2"}))
+    changed = fake_fleet(engine=engine | {"image": "vllm:2"})
+    # No node takes the new D yet.
+    chosen = {**FAKE_NODES["spec"], "nodeSelector": {**NODE_SELECTOR, "vllm": connector}}
+    changed["spec"]["pools"][1]["template"] = {"spec": chosen}
+    chat.apply(changed)
 
-    def images() -> set[str]:
-        pods = [*chat.pods("prefill"), *chat.pods("decode")]
-        return {pod["spec"]["containers"][0]["image"] for pod in pods}
+    def sizes(pool: str) -> dict[str, tuple[int, int]]:
+        """Wanted and ready instances by image."""
+        return {
+            one["spec"]["template"]["spec"]["containers"][0]["image"]: (
+                one["spec"]["replicas"],
+                one.get("status", {}).get("readyReplicas", 0),
+            )
+            for one in deployments(chat, pool)
+        }
 
-    wait_for(lambda: images() == {"vllm:2"}, READY_S, "P and D of vllm:2", explain=chat.explain)
+    quiet(operator, lambda: sizes("prefill").get("vllm:2") == (1, 1), "the new P is ready")
+    settle(operator)
+    assert sizes("prefill") == {"vllm:1": (1, 1), "vllm:2": (1, 1)}
+    assert sizes("decode") == {"vllm:1": (2, 2), "vllm:2": (1, 0)}
+    chat.kubectl("label", "node", "kwok-0", f"vllm={connector}", "--overwrite")
+    quiet(operator, lambda: sizes("prefill") == {"vllm:2": (1, 1)}, "the old P is gone")
+    quiet(operator, lambda: sizes("decode") == {"vllm:2": (2, 2)}, "the old D is gone")
     chat.wait_ready()
