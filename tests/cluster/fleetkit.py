@@ -321,14 +321,16 @@ class FleetClient:
             for pod in self.pods(pool)
         }
 
-    def metric(self, pod: dict[str, Any], name: str) -> float:
-        """A counter or gauge of an engine, read from the client pod."""
+    def metric(self, pod: dict[str, Any], name: str, *, absent: float | None = None) -> float:
+        """A counter or gauge of an engine, the sum of its samples, read from the client pod.
+        `absent`: what it is without one."""
         url = f"http://{pod['status']['podIP']}:20001/metrics"
         code = f"import urllib.request as u; print(u.urlopen({url!r}, timeout=10).read().decode())"
         text = self.kubectl("exec", "client", "--", "python3", "-c", code)
-        values = [line.split()[-1] for line in text.splitlines() if line.startswith(f"{name} ")]
-        assert values, f"{name} is not in {url}"
-        return float(values[0])
+        samples = (f"{name} ", f"{name}{{")
+        values = [line.split()[-1] for line in text.splitlines() if line.startswith(samples)]
+        assert values or absent is not None, f"{name} is not in {url}"
+        return sum(map(float, values)) if values else absent or 0.0
 
 
 def finish_load(process: Any, *, timeout_s: float = 300.0) -> dict[str, Any]:

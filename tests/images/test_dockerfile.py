@@ -122,20 +122,22 @@ def _tree(folder: Path) -> Path:
     for path in (Path("scripts/images.sh"), Path("core/x/y.py")):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(str(path))
-    test_image = folder / "tests/cluster/images/environment.Dockerfile"
-    test_image.parent.mkdir(parents=True)
-    test_image.write_text("")
+    test_images = folder / "tests/cluster/images"
+    test_images.mkdir(parents=True)
+    for name in ("environment", "vllm"):
+        (test_images / f"{name}.Dockerfile").write_text("")
     return folder
 
 
 @pytest.mark.parametrize(
     ("changed", "rebuilt"),
     [
-        ("core/x/y.py", {"operator", "router", "worker"}),
-        ("core/x/new.py", {"operator", "router", "worker"}),
-        ("constraints.txt", {"operator", "router", "worker"}),
-        ("Dockerfile", {"operator", "router", "worker"}),
+        ("core/x/y.py", {"operator", "router", "worker", "vllm"}),
+        ("core/x/new.py", {"operator", "router", "worker", "vllm"}),
+        ("constraints.txt", {"operator", "router", "worker", "vllm"}),
+        ("Dockerfile", {"operator", "router", "worker", "vllm"}),
         ("tests/cluster/images/environment.Dockerfile", {"worker"}),
+        ("tests/cluster/images/vllm.Dockerfile", {"vllm"}),
         ("core/x/y.pyc", set[str]()),
         ("tests/test_x.py", set[str]()),
         ("docs.md", set[str]()),
@@ -145,7 +147,8 @@ def test_a_change_rebuilds_the_test_images_that_hold_it(
     tmp_path: Path, changed: str, rebuilt: set[str]
 ) -> None:
     tree = _tree(tmp_path)
-    before = {name: image_key(name, tree) for name in TARGETS}
+    images = (*TARGETS, "vllm")
+    before = {name: image_key(name, tree) for name in images}
     (tree / changed).write_text("changed")
-    after = {name: image_key(name, tree) for name in TARGETS}
-    assert {name for name in TARGETS if before[name] != after[name]} == rebuilt
+    after = {name: image_key(name, tree) for name in images}
+    assert {name for name in images if before[name] != after[name]} == rebuilt

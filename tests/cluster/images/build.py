@@ -4,18 +4,24 @@
 as a user builds them, on another base (store.py). The worker's image is built so too, but for its
 dependencies, which are 5 GB: in their place it looks for the libraries of the machine's virtual
 environment, and `worker_test_template` is what a pool needs to mount them. Everything is cached
-by content; a change of the code costs the seconds of a wheel and three archives.
+by content; a change of the code costs the seconds of a wheel and three archives. So is an image of
+vLLM with xpyd[vllm], by `ensure_vllm_image`, whose libraries are those of
+scripts/vllm_environment.py.
 
     python -m tests.cluster.images.build         # build them and say where they are
 """
 
 from __future__ import annotations
 
+import ctypes.util
 import fcntl
 import hashlib
 import os
+import platform
+import shutil
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -44,12 +50,17 @@ IMAGES = {
     # For pods that play a client: it has Python, aiohttp and `xpyd chat`.
     "client": f"{REGISTRY}/xpyd-operator:{TAG}",
 }
+VLLM_IMAGE = f"{REGISTRY}/xpyd-test-vllm:{TAG}"
 """What a pod asks for, by the names of `ensure_images`."""
 
 ENVIRONMENT_PATH = "/opt/xpyd-env"
 """Where the worker's test image looks for its libraries."""
 
 _ENVIRONMENT = Path(__file__).with_name("environment.Dockerfile")
+_VLLM = Path(__file__).with_name("vllm.Dockerfile")
+VLLM_PATH = "/opt/vllm-env"
+"""Where vLLM's test image looks for vLLM."""
+_CODE_IMAGE = f"{REGISTRY}/xpyd-test-code:{TAG}"
 _ENVIRONMENT_IMAGE = f"{REGISTRY}/xpyd-test-environment:{TAG}"
 TARGETS = ("operator", "router", "worker")
 """Of the Dockerfile: one image each."""
@@ -101,13 +112,35 @@ def worker_test_template() -> dict[str, Any]:
 
     Its hostPath volume is refused in namespaces of pod security "restricted" and "baseline".
     """
+    return _mounting(sysconfig.get_path("purelib"), ENVIRONMENT_PATH)
+
+
+def ensure_vllm_image(cache: Path) -> Path:
+    """The archive of VLLM_IMAGE, built now where sources changed; raises as `ensure_images`."""
+    _check_python()
+    cache.mkdir(parents=True, exist_ok=True)
+    with _locked(cache / "lock"):
+        archive = cache / f"vllm-{image_key('vllm')}.tar"
+        if not archive.is_file():
+            store = open_store(cache)
+            _build_vllm(store)
+            _keep(store, VLLM_IMAGE, archive)
+    return archive
+
+
+def vllm_test_template(environment: Path, **engine: Any) -> dict[str, Any]:
+    """A pool's `template` for VLLM_IMAGE: mounts the machine's vLLM. `engine`: more of the
+    container."""
+    return _mounting(str(environment), VLLM_PATH, **engine)
+
+
+def _mounting(path: str, where: str, **engine: Any) -> dict[str, Any]:
     volume = "machine-environment"
-    mount = {"name": volume, "mountPath": ENVIRONMENT_PATH, "readOnly": True}
-    path = {"path": sysconfig.get_path("purelib"), "type": "Directory"}
+    mount = {"name": volume, "mountPath": where, "readOnly": True}
     return {
         "spec": {
-            "containers": [{"name": "engine", "volumeMounts": [mount]}],
-            "volumes": [{"name": volume, "hostPath": path}],
+            "containers": [{"name": "engine", "volumeMounts": [mount], **engine}],
+            "volumes": [{"name": volume, "hostPath": {"path": path, "type": "Directory"}}],
         }
     }
 
@@ -132,8 +165,9 @@ def _check_python() -> None:
 
 def _sources(name: str, root: Path) -> list[Path]:
     found = [root / "scripts/images.sh", *(root / f for f in FILES)]
-    if name == "worker":
-        found.append(root / _ENVIRONMENT.relative_to(ROOT))
+    own = {"worker": _ENVIRONMENT, "vllm": _VLLM}.get(name)
+    if own is not None:
+        found.append(root / own.relative_to(ROOT))
     for folder in _FOLDERS:
         found += [
             path
@@ -159,15 +193,45 @@ def _build(store: Store, name: str, archive: Path) -> None:
     log = archive.parent / f"{name}.log"
     script = [ROOT / "scripts/images.sh", "build", *words]
     run_logged(script, log, store.environment(), _BUILD_TIMEOUT_S)
+    _keep(store, IMAGES[name], archive)
+    say(f"{name}: {archive.stat().st_size / 1e6:.0f} MB in {time.monotonic() - started:.0f} s")
+
+
+def _keep(store: Store, image: str, archive: Path) -> None:
+    """Write the image's archive, and remove all of its old ones but one."""
     made = archive.with_suffix(".new")
     made.unlink(missing_ok=True)  # of a run that was killed
-    store.run(["buildah", "push", "--quiet", IMAGES[name], f"docker-archive:{made}:{IMAGES[name]}"])
+    store.run(["buildah", "push", "--quiet", image, f"docker-archive:{made}:{image}"])
+    name = archive.name.rpartition("-")[0]
     # The newest of the old ones stays: another run may be loading it.
     old = sorted(archive.parent.glob(f"{name}-*.tar"), key=lambda path: path.stat().st_mtime)
     for path in old[:-1]:
         path.unlink()
     made.rename(archive)
-    say(f"{name}: {archive.stat().st_size / 1e6:.0f} MB in {time.monotonic() - started:.0f} s")
+
+
+def _build_vllm(store: Store) -> None:
+    """The tree's code as a wheel, by the Dockerfile's own stage, and the image around it."""
+    numa = ctypes.util.find_library("numa")
+    found = Path("/lib", f"{platform.machine()}-linux-gnu", numa or "libnuma.so.1")
+    if not found.is_file():
+        raise ImagesUnavailable(f"{found} is not there, which vLLM needs; apt-get install libnuma1")
+    bundle = ca_bundle()
+    command: list[str | Path] = [
+        "buildah",
+        "build",
+        "--layers",
+        "--build-arg",
+        f"BASE={BASE_IMAGE}",
+    ]
+    if bundle is not None:
+        command += ["--secret", f"id=ca,src={bundle}"]
+    code = [*command, "--file", ROOT / "Dockerfile", "--target", "code", "--tag", _CODE_IMAGE, ROOT]
+    store.run(code, timeout_s=_BUILD_TIMEOUT_S)
+    with tempfile.TemporaryDirectory() as context:
+        shutil.copy(found, Path(context, "libnuma.so.1"))
+        command += ["--build-arg", f"CODE={_CODE_IMAGE}", "--file", _VLLM, "--tag", VLLM_IMAGE]
+        store.run([*command, context], timeout_s=_BUILD_TIMEOUT_S)
 
 
 def _use_machines_libraries(store: Store) -> str:
