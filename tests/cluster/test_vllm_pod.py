@@ -18,8 +18,9 @@ from tests.cluster.fleetkit import (
     FleetClient,
     Obj,
     finish_load,
-    fleet_of_images,
+    installed_chart,
     small_cases,
+    start_client,
 )
 from tests.cluster.harness import Cluster, wait_for
 from tests.cluster.images.build import (
@@ -90,13 +91,17 @@ def cases() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def fleet(node_cluster: Cluster, cases: list[Case]) -> Iterator[FleetClient]:
-    """1P1D, ready."""
+    """The chart, whose operator asks the router what became of KV, and 1P1D, ready."""
     node_cluster.load_image(ensure_vllm_image(default_cache()))
-    with fleet_of_images(node_cluster, NAMESPACE) as fleet:
+    with installed_chart(node_cluster):
+        node_cluster.kubectl("create", "namespace", NAMESPACE)
+        start_client(node_cluster, NAMESPACE)
+        fleet = FleetClient(node_cluster, NAMESPACE)
         fleet.apply(document())
         fleet.wait_ready(START_S)
         fleet.kubectl("wait", "--for=condition=Ready", "pod/client", "--timeout=30s")
         yield fleet
+        node_cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
 
 
 def test_answers_are_those_of_transformers_by_kv_that_p_computed(
@@ -130,6 +135,7 @@ def test_decode_scales_to_two_and_back_under_load(fleet: FleetClient, cases: lis
     fleet.scale("decode", 1)
     fleet.wait_pool("decode", 1)
     report = finish_load(load)
+    print(report)
     assert report["failures"] == {}, report
 
 
@@ -151,6 +157,7 @@ def test_other_arguments_are_rolled_out_under_load(fleet: FleetClient, cases: li
 
     wait_for(is_rolled, START_S, "P and D have the new arguments", explain=fleet.explain)
     report = finish_load(load)
+    print(report)
     assert report["failures"] == {}, report
     for pool in before:
         (pod,) = fleet.pods(pool)

@@ -12,6 +12,7 @@ import os
 import signal
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from tokenizers import Tokenizer
 
 from tests.kv.test_vllm_connector import POOL, prefill, prompt, serve
 from tests.kv.vllm_engine import FakeVllm, pair
-from tests.kv.vllm_fakes import HOST, MODEL
+from tests.kv.vllm_fakes import HOST, MODEL, FakeRequest, ids
 from xpyd_core.errors import UserError
 from xpyd_core.keys import call_mac, is_beat_mac
 from xpyd_core.messages import Heartbeat, decode_heartbeat
@@ -44,12 +45,20 @@ class App:
     def __init__(self) -> None:
         self.routes: dict[tuple[str, str], Any] = {}
         self.is_healthy = True
+        self.middleware: Any = None
+
+    def add_middleware(self, middleware_class: Any, **options: Any) -> None:
+        assert self.middleware is None
+        self.middleware = middleware_class(self.answer, **options)
 
     def add_route(self, path: str, route: Any, methods: list[str]) -> None:
         self.routes |= {(path, method): route for method in methods}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         assert scope["type"] == "http"
+        await self.middleware(scope, receive, send)
+
+    async def answer(self, scope: Any, receive: Any, send: Any) -> None:
         route = self.routes.get((scope["path"], scope["method"]))
         if route is not None:
             return await route(scope, receive, send)
@@ -88,12 +97,16 @@ class ApiServer:
             if not state or found.state == state:
                 return found
 
-    async def call(self, path: str, body: Any = None, mac: str = "", etag: str = "") -> Any:
+    async def call(
+        self, path: str, body: Any = None, mac: str = "", etag: str = "", name: str = ""
+    ) -> Any:
         """Status and document of one request."""
         reader, writer = await asyncio.open_connection(HOST, self.port)
         data = b"" if body is None else json.dumps(body).encode()
         head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.0\r\nX-Xpyd-Mac: {mac}\r\n"
-        head += f"If-None-Match: {etag}\r\nContent-Length: {len(data)}\r\n\r\n"
+        head += (
+            f"If-None-Match: {etag}\r\nX-Request-Id: {name}\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
         writer.write(head.encode() + data)
         async with asyncio.timeout(20.0):
             answer = await reader.read()
@@ -252,6 +265,81 @@ async def test_released_kv_is_given_back(signed):
             status, body, _ = await server.call("/kv/release", {"uuid": uuid}, mac)
             assert (status, json.loads(body)) == (200, {"released": uuid})
             await soon(lambda: not store.metrics().leases)
+
+
+@asynccontextmanager
+async def streaming(server: ApiServer, request: Any, run: Callable[[], None]) -> AsyncIterator[Any]:
+    """A route of the server that answers with this request's token, as vLLM streams it: the head
+    comes first, then the engine runs."""
+
+    async def route(scope: Any, receive: Any, send: Any) -> None:
+        lines = [(b"x-a", b"1"), (b"content-length", b"6")]
+        await send({"type": "http.response.start", "status": 200, "headers": lines})
+        await asyncio.to_thread(run)
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        await send({"type": "http.response.body", "body": b"two"})
+
+    server.app.routes["/v1/completions", "POST"] = route
+    pair_id = request.request_id.removeprefix("cmpl-").rsplit("-", 2)[0]
+    yield lambda name=pair_id: server.call("/v1/completions", {}, name=name)
+
+
+def word_in(head: str) -> str:
+    lines = dict(line.split(": ", 1) for line in head.split("\r\n")[1:])
+    assert lines["x-a"] == "1"
+    return lines.get("x-xpyd-kv", "")
+
+
+async def test_an_answer_of_d_says_what_became_of_the_kv_once(signed):
+    with pair(signed, {**signed, **POOL}) as (p, d):
+        async with api_server(d) as server:
+            await server.beat("Ready")
+            _, request = prefill(p, d, prompt(40))
+            d.add(request)
+            run = lambda: d.run(p, until=lambda: request.answer is not None)  # noqa: E731
+            async with streaming(server, request, run) as ask:
+                status, body, head = await ask()
+                assert (status, body, word_in(head)) == (200, b"onetwo", "moved")
+                assert word_in((await ask())[2]) == "", "the id of a request that is over"
+                assert word_in((await ask("no-pair"))[2]) == ""
+
+
+async def test_an_answer_of_d_says_why_kv_did_not_come(signed):
+    with pair(signed, {**signed, "wait_s": 0.1}) as (p, d):
+        async with api_server(d) as server:
+            await server.beat("Ready")
+            request = d.add(FakeRequest(ids(p, d)[1], prompt(40)))
+            run = lambda: d.run(p, until=lambda: request.answer is not None)  # noqa: E731
+            async with streaming(server, request, run) as ask:
+                _, _, head = await ask()
+                assert word_in(head) == "recomputed; reason=no_offer"
+
+
+async def test_an_engine_that_does_not_answer_holds_no_answer_up(signed, monkeypatch):
+    monkeypatch.setattr(instance, "_OUTCOME_S", 0.05)
+    with pair(signed, {**signed, **POOL}) as (p, d):
+        async with api_server(d) as server:
+            await server.beat("Ready")
+            request = serve(p, d, prompt(40))
+            d.scheduler._half._link.close()
+            async with streaming(server, request, lambda: None) as ask:
+                status, body, head = await ask()
+                assert (status, body, word_in(head)) == (200, b"onetwo", "")
+
+
+async def test_many_answers_at_once_ask_the_engine_together(signed):
+    with pair(signed, {**signed, **POOL}) as (p, d):
+        async with api_server(d) as server:
+            await server.beat("Ready")
+            # As on a machine with many cores: the engine's process takes 16 calls at once.
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(40))
+            names = []
+            for number in range(40):
+                request = serve(p, d, prompt(20, number))
+                names.append(request.request_id.removeprefix("cmpl-").rsplit("-", 2)[0])
+            async with streaming(server, request, lambda: None) as ask:
+                answers = await asyncio.gather(*map(ask, names))
+            assert {word_in(head) for _, _, head in answers} == {"moved"}
 
 
 async def test_a_p_probes_the_way_to_a_d_and_a_d_does_not(signed):

@@ -4,7 +4,7 @@
 
 vLLM makes the plugin before its HTTP server listens and gives it the engine's client behind that.
 The routes are a plain ASGI application, since vLLM's web framework is not one of ours. Who may ask:
-xpyd_core.calls.
+xpyd_core.calls. Answers of a D say what became of the KV, in a header (docs/adr/0043, 0059).
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from typing import Any, Protocol, cast
 from xpyd_core.bodies import refuse
 from xpyd_core.calls import Caller, check_caller, check_probe, check_probe_answer, check_release
 from xpyd_core.errors import ApiError, UserError
+from xpyd_core.kv_outcome import HEADER
 from xpyd_core.pod_env import read_pod_env
+from xpyd_core.request_id import parse_pair_id
 from xpyd_core.tokenizer_files import PATH
 from xpyd_kv.vllm import engine_api
 from xpyd_kv.vllm.instance import EngineClient, Instance
@@ -34,11 +36,14 @@ ROUTES = {
 """Path to method."""
 _MAX_BODY_BYTES = 64 * 1024
 _MAC_HEADER = b"x-xpyd-mac"
+_ID_HEADER = b"x-request-id"
+_KV_HEADER = HEADER.lower().encode()
 
 Scope = Mapping[str, Any]
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -152,10 +157,53 @@ async def _read(scope: Scope, receive: Receive) -> _Call:
     return _Call(headers, cast("dict[str, Any]", body), caller)
 
 
+class KvHeader:
+    """ASGI middleware of a D: what became of a request's KV is known when its first token is there.
+    vLLM sends a stream's head before that, so the head is held until then."""
+
+    def __init__(self, app: Application, api: SideApi) -> None:
+        self._app, self._api = app, api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        instance, uuid = self._api.instance, _pair_uuid(scope)
+        if instance is None or instance.role != "Decode" or not uuid:
+            return await self._app(scope, receive, send)
+        head: Message | None = None
+
+        async def send_with_word(message: Message) -> None:
+            nonlocal head
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                head = message
+                return
+            if head is not None:
+                started, head = head, None
+                if word := await instance.kv_word(uuid):
+                    lines = [*started.get("headers", ()), (_KV_HEADER, word.encode())]
+                    started = {**started, "headers": lines}
+                await send(started)
+            await send(message)
+
+        await self._app(scope, receive, send_with_word)
+
+
+def _pair_uuid(scope: Scope) -> str:
+    """The uuid of the pair id that the request brings; '' for others."""
+    if scope["type"] != "http":
+        return ""
+    lines = cast("list[tuple[bytes, bytes]]", scope["headers"])
+    given = next((value for name, value in lines if name == _ID_HEADER), b"")
+    pair = parse_pair_id(given.decode("latin-1")) if given else None
+    return pair.uuid if pair is not None else ""
+
+
 class App(Protocol):
     """vLLM's FastAPI application, as far as it is used."""
 
-    def add_route(self, path: str, route: Any, methods: list[str]) -> None: ...  # noqa: ANN401 - ASGI
+    # ASGI's applications have no common base.
+    def add_middleware(self, middleware_class: Any, **options: Any) -> None: ...  # noqa: ANN401
+
+    def add_route(self, path: str, route: Any, methods: list[str]) -> None: ...  # noqa: ANN401
 
 
 class XpydPlugin:
@@ -169,9 +217,10 @@ class XpydPlugin:
         self._task: asyncio.Task[None] | None = None
 
     def attach_router(self, app: App) -> None:
-        """Add the routes."""
+        """Add the routes, and the header of a D's answers."""
         for path, method in ROUTES.items():
             app.add_route(path, self._api, methods=[method])
+        app.add_middleware(KvHeader, api=self._api)
 
     async def init_state(
         self, engine_client: EngineClient | None, state: object, args: Namespace

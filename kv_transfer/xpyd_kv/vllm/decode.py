@@ -15,6 +15,7 @@ from typing import Any
 
 from xpyd_core.blocks import blocks_for
 from xpyd_core.errors import XpydError
+from xpyd_core.kv_outcome import header_of
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.build import Connector
 from xpyd_kv.connector.consumer import KvConsumer
@@ -30,6 +31,8 @@ _CLOSE_S = 2.0
 _ANSWER_S = 0.5
 # vLLM decides itself how many requests may load at once.
 _SEATS = 1 << 30
+_KNOWN_OUTCOMES = 4096
+"""More than vLLM runs at once; the API server asks when a request's first token is there."""
 
 
 @dataclass
@@ -136,6 +139,8 @@ class DecodeHalf(SchedulerHalf):
         self._is_closing = False
         self._thread = threading.Thread(target=self._answer, name="xpyd-kv-answers", daemon=True)
         self.recomputed_tokens = 0
+        self._words: dict[str, str] = {}
+        """Why a request's KV did not come, '' where it did, by its uuid."""
 
     def connect(self, ranks: Sequence[RankFacts], pool: BlockPool) -> Connector:
         """See SchedulerHalf; and begin to answer OFFERs."""
@@ -271,6 +276,11 @@ class DecodeHalf(SchedulerHalf):
         with self._lock:
             self._consumer.release(uuid, time.monotonic())
 
+    def _outcomes(self, uuids: str) -> dict[str, str]:
+        """As header values of the router's; each is told once."""
+        found = {uuid: self._words.pop(uuid, None) for uuid in uuids.split(",")}
+        return {uuid: header_of(word) for uuid, word in found.items() if word is not None}
+
     # --- inside
 
     def _external(self, loading: Loading, computed: int) -> tuple[int, bool]:
@@ -320,6 +330,12 @@ class DecodeHalf(SchedulerHalf):
         engine_api.log().warning("KV of %s does not come: %s", loading.key, loading.lost)
 
     def _count_peer(self, loading: Loading) -> None:
+        """The KV of one prompt has come, or does not."""
+        # Of several prompts in one body the first that got none counts.
+        uuid = loading.key.uuid
+        self._words[uuid] = self._words.pop(uuid, "") or loading.lost
+        while len(self._words) > _KNOWN_OUTCOMES:
+            self._words.pop(next(iter(self._words)), None)
         if self.connector is not None:
             self.connector.metrics.peers.count(loading.peer, loading.lost)
 

@@ -35,6 +35,8 @@ _ROLES: Mapping[Literal["P", "D"], str] = {"P": "Prefill", "D": "Decode"}
 _ANYWHERE = (None, "", "0.0.0.0", "::")
 _LOOK_S = 1.0
 _ASK_S = 2.0
+# An answer's head waits for it.
+_OUTCOME_S = 0.5
 _START_S = 30.0
 # No step takes so long, and between steps the engine's threads have their turns.
 _SILENT_S = 30.0
@@ -79,6 +81,9 @@ class Instance:
         self._files: asyncio.Task[ServedFiles | None] | None = None
         self._beats: HeartbeatSender | None = None
         self._signals: dict[int, Any] = {}
+        self._curious: dict[str, asyncio.Future[str]] = {}
+        """Answers that wait for the word of their KV, by uuid."""
+        self._asking: asyncio.Task[None] | None = None
 
     # --- its life
 
@@ -232,6 +237,29 @@ class Instance:
     async def release(self, uuid: str) -> None:
         """Free the KV of a request that does not come. OSError where the engine does not answer."""
         await self._ask("release", uuid)
+
+    async def kv_word(self, uuid: str) -> str:
+        """What became of the KV of a D's request that has its first token, as the value of the
+        router's header; '' where the engine does not know. Each is told once."""
+        loop = asyncio.get_running_loop()
+        future = self._curious.setdefault(uuid, loop.create_future())
+        if self._asking is None:
+            self._asking = loop.create_task(self._ask_words())
+        return await asyncio.shield(future)
+
+    async def _ask_words(self) -> None:
+        """One call at a time, for all that wait: the engine's process takes few at once."""
+        while self._curious:
+            waiting, self._curious = self._curious, {}
+            found: dict[str, str] = {}
+            try:
+                answer = await self._ask("outcomes", ",".join(waiting), within_s=_OUTCOME_S)
+                found = msgspec.convert(answer, dict[str, str])
+            except (OSError, msgspec.ValidationError) as error:
+                _log.debug("the engine did not say what became of KV: %s", error)
+            for uuid, future in waiting.items():
+                future.set_result(found.get(uuid, ""))
+        self._asking = None
 
     async def probe(self, address: str) -> dict[str, Any]:
         """Send KV to the D at `address`; what came of it. OSError as for `release`."""

@@ -145,6 +145,7 @@ class SchedulerHalf:
                 "release": self._release,
                 "probe": self._probe,
                 "drain": self._drain,
+                "outcomes": self._outcomes,
             },
         )
         return self.connector
@@ -176,6 +177,10 @@ class SchedulerHalf:
 
     def _release(self, uuid: str) -> None:
         """A D's alone: P's KV goes with its lease, or with D's answer."""
+
+    def _outcomes(self, uuids: str) -> dict[str, str]:
+        """What became of the KV of each of these requests of a D, where that is known."""
+        return {}
 
     def _probe(self, address: str) -> dict[str, Any]:
         assert self.connector is not None
