@@ -17,7 +17,7 @@ HEADER = "X-Xpyd-Kv"
 Outcome = Literal["moved", "recomputed", "failed", "alone", "unreported"]
 """moved: D began from P's KV. recomputed: D computed the prompt although P had. failed: the call to
 D failed because the KV did not come. alone: one instance served the request. unreported: a pair
-whose D does not say it (vLLM's)."""
+whose D does not say it (a vLLM without xpyd's plugin)."""
 LostCause = Literal[
     "unreachable", "key", "incompatible", "no_offer", "timeout", "lost", "broken", "no_room",
     "cancelled", "restarted", "prompt_logprobs", "not_sent", "other",

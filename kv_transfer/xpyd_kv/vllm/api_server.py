@@ -4,7 +4,7 @@
 
 vLLM makes the plugin before its HTTP server listens and gives it the engine's client behind that.
 The routes are a plain ASGI application, since vLLM's web framework is not one of ours. Who may ask:
-xpyd_core.calls. Answers of a D say what became of the KV, in a header (docs/adr/0043, 0059).
+xpyd_core.calls. Answers of a D say what became of the KV, in a header (docs/adr/0059).
 """
 
 from __future__ import annotations
