@@ -20,7 +20,7 @@ D failed because the KV did not come. alone: one instance served the request. un
 whose D does not say it (a vLLM without xpyd's plugin)."""
 LostCause = Literal[
     "unreachable", "key", "incompatible", "no_offer", "timeout", "lost", "broken", "no_room",
-    "cancelled", "restarted", "prompt_logprobs", "not_sent", "other",
+    "cancelled", "restarted", "prompt_logprobs", "not_sent", "unverified", "other",
 ]  # fmt: skip
 """Why KV did not come: see docs/kv-transfer.md."""
 AloneCause = Literal[
@@ -35,7 +35,8 @@ PATH_CAUSES: frozenset[str] = frozenset(
     {"unreachable", "key", "incompatible", "no_offer", "timeout", "lost", "broken", "not_sent"}
 )
 """Causes that say something about the way between P and D. The others are of one request, or of an
-engine that is short of blocks or leaves."""
+engine that is short of blocks or leaves; or, of `unverified`, of a D that has not compared the KV
+of another engine yet: routers send such a pair no requests."""
 
 _CAUSES: dict[str, LostCause] = {
     "address": "unreachable",
@@ -49,8 +50,6 @@ _CAUSES: dict[str, LostCause] = {
     "corrupt": "broken",
     "digest": "broken",
     "refused:quarantine": "broken",
-    # For as long as D has no room to compare, none of this P's KV is used.
-    "unverified": "incompatible",
     "too_long": "no_room",
     "prefix_evicted": "no_room",
     "pressure": "no_room",

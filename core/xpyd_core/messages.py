@@ -44,7 +44,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     id alone, or by the `kv_transfer_params` of a vLLM connector; empty where `continuation` says
     it. `prompt_ids` 1: the engine takes a prompt's ids, also of a chat, as vLLM does from 0.32 on
     (docs/adr/0053). `block_tokens`: tokens of each of `total_blocks`; 0: as many as our engine's
-    blocks have by default.
+    blocks have by default. `engine`: which program the engine is, as in HELLO: empty for xpyd's
+    own, `vllm 0.32.0` for another one (docs/adr/0055).
     """
 
     type: InstanceType
@@ -73,6 +74,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     dialect: SpokenDialect = ""
     prompt_ids: Literal[0, 1] = 0
     block_tokens: _Count = 0
+    engine: _Text = ""
 
     @property
     def http(self) -> Address:

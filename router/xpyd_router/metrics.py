@@ -64,6 +64,9 @@ class RouterMetrics:
         )
         self.breaker_openings = self._counter("breaker_openings", "Circuit breakers that opened")
         self.probes = self._counter("probes", "GET /health of instances", "result")
+        self.introductions = self._counter(
+            "introductions", "Prompts of the router's own through pairs of two engines", "result"
+        )
         self.poisoned_requests = self._counter(
             "poisoned_requests", "Requests refused because instances die of them"
         )

@@ -38,6 +38,7 @@ from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.http.server import BACKLOG, Serving, make_policy, open_serving, source_host
 from xpyd_router.metrics import RouterMetrics
+from xpyd_router.request.introductions import Introducer
 
 logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -96,6 +97,13 @@ def make_asker(config: RouterConfig, fleet: FleetView) -> Asker:
     )
 
 
+def make_introducer(
+    config: RouterConfig, fleet: FleetView, metrics: RouterMetrics, keys: tuple[bytes, ...]
+) -> Introducer:
+    """What introduces Ps and Ds of different engines."""
+    return Introducer(fleet, metrics, key=keys[0], local_host=source_host(config))
+
+
 def inherit_listener(descriptor: int) -> socket.socket:
     """The socket of --listen-fd. UserError where it is none."""
     try:
@@ -151,7 +159,9 @@ async def open_router(
         discovery = make_discovery(config, fleet, metrics, keys)
         stack.callback(discovery.close)
         prober = make_prober(config, fleet, metrics)
-        works = (discovery.run(), prober.run(), make_asker(config, fleet).run())
+        introducer = make_introducer(config, fleet, metrics, keys)
+        asker = make_asker(config, fleet)
+        works = (discovery.run(), prober.run(), asker.run(), introducer.run())
         async with open_serving(state, listeners, protocol, works) as serving:
             serving.discovery_port = discovery.port
             yield serving

@@ -6,10 +6,12 @@ Soak: see test_vllm_real.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,7 @@ from tests.kv.vllm_kit import (
     MODEL,
     PORT,
     ROUTER,
+    ROUTER_PORT,
     D,
     P,
     Vllm,
@@ -33,7 +36,6 @@ from tests.kv.vllm_kit import (
     prompt,
     router,
     text_of,
-    until_routed,
 )
 
 pytestmark = pytest.mark.soak
@@ -67,17 +69,25 @@ def texts(ids: list[int]) -> tuple[str, str]:
     return text_of(by_router(**body)), text_of(post(D, PORT, "/v1/completions", greedy(body)))
 
 
-def until_verified(log: Path, what: str) -> str:
-    """Send prompts until D has judged; the line of its log."""
-    deadline = time.monotonic() + 60.0
-    while True:
-        both, alone = texts(prompt(200, 77))
-        assert both == alone
-        found = re.search(r".*first contact.*", log.read_text())
-        if found is not None:
-            assert what in found[0]
-            return found[0]
-        assert time.monotonic() < deadline
+def until_introduced(folder: Path, log: Path, what: str) -> str:
+    """Wait until the router has introduced the two, without a request of a client; the line of D's
+    log in which D judges."""
+    deadline = time.monotonic() + 120.0
+    verdicts = "have met|are never a pair"
+    while re.search(verdicts, (folder / "router.log").read_text()) is None:
+        assert time.monotonic() < deadline, (folder / "router.log").read_text()[-2000:]
+        time.sleep(0.2)
+    found = re.search(r".*first contact.*", log.read_text())
+    assert found is not None
+    assert what in found[0]
+    return found[0]
+
+
+def without_kv() -> dict[str, list[str]]:
+    """The names at /instances of partners without KV, by list."""
+    with urllib.request.urlopen(f"http://{ROUTER}:{ROUTER_PORT}/instances", timeout=20) as answer:
+        found = json.loads(answer.read())["instances"]
+    return {of: [name for one in found for name in one[of]] for of in ("unmet", "refused")}
 
 
 def assert_answers_as_one(name: str) -> None:
@@ -98,8 +108,7 @@ def test_kv_of_a_vllm_goes_to_an_engine_of_ours(tmp_path):
         p = Vllm.of_ours("kv_producer", P, tmp_path / "p.log", portable=True)
         try:
             p.wait()
-            until_routed()
-            until_verified(log, "is ours, and is used")
+            until_introduced(tmp_path, log, "is ours, and is used")
             assert_answers_as_one("xpyd_kv_transfers_total")
         finally:
             p.stop()
@@ -113,8 +122,7 @@ def test_kv_of_an_engine_of_ours_goes_to_a_vllm(tmp_path):
         d = Vllm.of_ours("kv_consumer", D, log, flags=flags, **PORTABLE)
         try:
             d.wait()
-            until_routed()
-            until_verified(log, "is ours, and is used")
+            until_introduced(tmp_path, log, "is ours, and is used")
             assert_answers_as_one("xpyd_kv_transfers_total")
             assert d.metric("vllm:kv_cache_usage_perc") == 0
         finally:
@@ -123,21 +131,27 @@ def test_kv_of_an_engine_of_ours_goes_to_a_vllm(tmp_path):
 
 def test_a_vllm_that_lies_about_its_layout_is_caught_and_d_answers_alone(tmp_path):
     key(tmp_path)
-    with router(tmp_path), worker("Decode", D, tmp_path) as log:
+    flags = ("--on-no-prefill", "PrefillOnDecode")
+    with router(tmp_path, *flags), worker("Decode", D, tmp_path) as log:
         p = Vllm.of_ours("kv_producer", P, tmp_path / "p.log", module="vllm_defects")
         try:
             p.wait()
-            until_routed()
-            said = until_verified(log, "is not ours, and is never used")
+            said = until_introduced(tmp_path, log, "is not ours, and is never used")
             found = re.search(r"deviates by (\S+), allowed in float32", said)
             assert found is not None
             assert float(found[1]) > 1
             landed = metric(D, PORT, LANDINGS)
             assert landed > 0
+            refused = without_kv()
+            assert refused["unmet"] == []
+            assert len(refused["refused"]) == 2
+            sent = p.metric("vllm:request_success_total")
+            # The router has no pair: D computes, and no KV is sent to it.
             for seed, length in enumerate((60, 300, 900)):
                 both, alone = texts(prompt(length, 400 + seed))
                 assert both == alone, length
             assert metric(D, PORT, LANDINGS) == landed
+            assert p.metric("vllm:request_success_total") == sent
         finally:
             p.stop()
 

@@ -27,7 +27,14 @@ from xpyd_core.request_id import Address
 from xpyd_core.tokenizer_files import ServedFiles, TokenizerFiles
 from xpyd_kv.vllm import engine_api, link
 from xpyd_kv.vllm.engine_api import VllmConfig
-from xpyd_kv.vllm.options import CONNECTOR, Options, incarnation_of, read_options, role_of
+from xpyd_kv.vllm.options import (
+    CONNECTOR,
+    Options,
+    engine_name,
+    incarnation_of,
+    read_options,
+    role_of,
+)
 from xpyd_kv.vllm.scheduler import PROBE_S
 
 _log = logging.getLogger(__name__)
@@ -307,6 +314,7 @@ class Instance:
             kv_peers=engine.kv_peers,
             dialect="pair-id",
             prompt_ids=1,
+            engine=engine_name(),
         )
 
     def _make_files(self) -> ServedFiles | None:

@@ -6,7 +6,7 @@ once per change of the fleet and never changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -83,6 +83,9 @@ class Instance:
     dialect: Dialect = field(init=False)
     pairing: str = field(init=False)
     """Equal for a P and a D that may be a pair."""
+    engine: str | None = field(init=False)
+    """Which program it is, where a D compares KV of another one before it uses it; None: it goes by
+    no compatibility key, or by a connector of vLLM's own, and compares nothing."""
     serves_alone: bool = field(init=False)
     """Whether it serves a request whose id names no pair. vLLM's engines of three fields do not:
     their connector cannot parse such an id."""
@@ -102,6 +105,8 @@ class Instance:
         object.__setattr__(self, "is_continuing", is_continuing)
         object.__setattr__(self, "dialect", spoken)
         object.__setattr__(self, "pairing", pairing)
+        compares = bool(self.beat.compatibility) and spoken in ("xpyd", "pair-id")
+        object.__setattr__(self, "engine", self.beat.engine if compares else None)
         object.__setattr__(self, "serves_alone", is_continuing or self.beat.dialect != "")
         object.__setattr__(self, "goes_on_as", goes_on_as)
 
@@ -138,10 +143,18 @@ class Instance:
         return not self.beat.models or model in self.beat.models
 
 
-class Group(NamedTuple):
-    """Routable instances of one pairing key: any P of it may send KV to any D of it."""
+Met = Mapping[InstanceKey, frozenset[InstanceKey]]
+"""By D: the Ps of other engines whose KV it has compared with its own, and uses."""
+_NOBODY_MET: Met = MappingProxyType({})
+_NOBODY: frozenset[InstanceKey] = frozenset()
 
-    pairing: str
+
+class Group(NamedTuple):
+    """Routable instances: any P of it may send KV to any D of it. Those of one pairing key are one
+    group, but for Ds of which some do not use the KV of all Ps: then a P may be in several."""
+
+    name: str
+    """The pairing key; of several groups of one key, with the address of the first D."""
     prefill: tuple[Instance, ...]
     decode: tuple[Instance, ...]
 
@@ -159,7 +172,7 @@ class ModelInstances:
     def everyone(self) -> tuple[Instance, ...]:
         """All of them, also those without a partner."""
         paired = (one for group in self.groups for one in (*group.prefill, *group.decode))
-        return (*paired, *self.aggregated)
+        return (*each_once(paired), *self.aggregated)
 
     @property
     def max_model_len(self) -> int | None:
@@ -209,7 +222,41 @@ class Snapshot:
         return self.any_model.is_routable or any(c.is_routable for c in self.by_model.values())
 
 
-def _model_instances(instances: Iterable[Instance], *, decode_alone: bool) -> ModelInstances:
+def each_once(instances: Iterable[Instance]) -> Iterable[Instance]:
+    """`instances` in their order: a P may be in several groups."""
+    return {one.key: one for one in instances}.values()
+
+
+def _groups(
+    pairing: str, ps: Sequence[Instance], ds: Sequence[Instance], met: Met
+) -> Iterator[Group]:
+    """The groups of one pairing key."""
+    if len({one.engine for one in ps} | {one.engine for one in ds}) < 2:
+        yield Group(pairing, tuple(ps), tuple(ds))
+        return
+    # Ds of one engine that have met the same Ps share what is found for the first of them.
+    partners: dict[tuple[str | None, frozenset[InstanceKey]], tuple[Instance, ...]] = {}
+    split: dict[tuple[InstanceKey, ...], tuple[tuple[Instance, ...], list[Instance]]] = {}
+    for d in ds:
+        engine, known = d.engine, met.get(d.key, _NOBODY)
+        found = partners.get((engine, known))
+        if found is None:
+            found = tuple(p for p in ps if p.engine == engine or p.key in known)
+            partners[engine, known] = found
+        split.setdefault(tuple(p.key for p in found), (found, []))[1].append(d)
+    paired = {key for keys in split for key in keys}
+    left = tuple(p for p in ps if p.key not in paired)
+    is_split = len(split) > 1 or bool(left)
+    for found, members in split.values():
+        name = f"{pairing} {members[0].key.http}" if is_split else pairing
+        yield Group(name, found, tuple(members))
+    if left:
+        yield Group(pairing, left, ())
+
+
+def _model_instances(
+    instances: Iterable[Instance], met: Met, *, decode_alone: bool
+) -> ModelInstances:
     prefill: dict[str, list[Instance]] = {}
     decode: dict[str, list[Instance]] = {}
     aggregated: list[Instance] = []
@@ -220,7 +267,7 @@ def _model_instances(instances: Iterable[Instance], *, decode_alone: bool) -> Mo
         side = prefill if instance.beat.type == "P" else decode
         side.setdefault(instance.pairing, []).append(instance)
     keys = sorted(prefill.keys() | decode.keys())
-    groups = (Group(k, tuple(prefill.get(k, ())), tuple(decode.get(k, ()))) for k in keys)
+    groups = (g for k in keys for g in _groups(k, prefill.get(k, ()), decode.get(k, ()), met))
     return ModelInstances(tuple(groups), tuple(aggregated), decode_alone)
 
 
@@ -239,14 +286,17 @@ def _routable(everyone: Iterable[Instance]) -> list[Instance]:
     return routable
 
 
-def build_snapshot(instances: Iterable[Instance], *, decode_alone: bool = False) -> Snapshot:
+def build_snapshot(
+    instances: Iterable[Instance], *, decode_alone: bool = False, met: Met = _NOBODY_MET
+) -> Snapshot:
     """The snapshot of `instances`, in the order of their addresses so that turns are stable.
 
-    `decode_alone`: a D serves whole requests where there is no pair (onNoPrefill).
+    `decode_alone`: a D serves whole requests where there is no pair (onNoPrefill). `met`: a P and a
+    D of different engines are a pair only where it says so (docs/adr/0055).
     """
 
     def serving(among: Iterable[Instance]) -> ModelInstances:
-        return _model_instances(among, decode_alone=decode_alone)
+        return _model_instances(among, met, decode_alone=decode_alone)
 
     everyone = sorted(instances, key=lambda instance: instance.key)
     routable = _routable(everyone)

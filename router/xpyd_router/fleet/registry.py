@@ -29,6 +29,7 @@ from xpyd_router.fleet.instances import (
     Standing,
     build_snapshot,
 )
+from xpyd_router.fleet.introductions import Verdict, Verdicts
 
 MAX_MODELS = 1024
 """Names that all instances together may give: the snapshot has an entry for each."""
@@ -75,7 +76,7 @@ def _usable(address: Address, field_name: str) -> Address:
 
 def is_readable(beat: Heartbeat) -> bool:
     """Whether its texts can be written in a log line."""
-    texts = (beat.instance, beat.incarnation, beat.fleet, beat.pool, beat.revision)
+    texts = (beat.instance, beat.incarnation, beat.fleet, beat.pool, beat.revision, beat.engine)
     return all(text.isprintable() for text in (*texts, beat.compatibility, *beat.models))
 
 
@@ -103,7 +104,7 @@ class Departed:
 
 
 class Claims:
-    """What the present instances have: KV addresses, each once, and names of models.
+    """What the present instances have: KV addresses, each once, names of models, and engines.
 
     The KV address of an aggregated instance is never dialled, so it counts for nothing.
     """
@@ -112,6 +113,13 @@ class Claims:
         self._holders: dict[Address, str] = {}
         """KV address -> HTTP address of the P or D that has it."""
         self._models: Counter[str] = Counter()
+        self._engines: Counter[tuple[str, str]] = Counter()
+        """Ps and Ds by pairing key and engine, where one compares the KV of another."""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether engines of one pairing key are different programs."""
+        return len({pairing for pairing, _ in self._engines}) < len(self._engines)
 
     def has_other_holder(self, instance: Instance) -> bool:
         """Whether another instance has its KV address."""
@@ -129,6 +137,8 @@ class Claims:
         self._models.update(instance.beat.models)
         if instance.beat.type != "A":
             self._holders[instance.kv] = instance.key.http
+            if instance.engine is not None:
+                self._engines[instance.pairing, instance.engine] += 1
 
     def remove(self, instance: Instance) -> None:
         """Count it no more; `instance` is exactly what `add` got."""
@@ -136,8 +146,14 @@ class Claims:
             self._models[name] -= 1
             if not self._models[name]:
                 del self._models[name]
-        if instance.beat.type != "A":
-            del self._holders[instance.kv]
+        if instance.beat.type == "A":
+            return
+        del self._holders[instance.kv]
+        if instance.engine is not None:
+            of = (instance.pairing, instance.engine)
+            self._engines[of] -= 1
+            if not self._engines[of]:
+                del self._engines[of]
 
 
 MAX_SKEW_S = 120.0
@@ -156,7 +172,7 @@ def _routing_view(beat: Heartbeat) -> tuple[object, ...]:
     return (
         *(beat.type, beat.http_address, beat.zmq_address, beat.state, beat.models),
         *(beat.compatibility, beat.continuation, beat.instance, beat.max_model_len),
-        *(beat.dialect, beat.prompt_ids),
+        *(beat.dialect, beat.prompt_ids, beat.engine),
     )
 
 
@@ -174,6 +190,8 @@ class Registry:
         self._instances: dict[str, Instance] = {}
         self._belongings = Claims()
         self._past = Departed()
+        self.verdicts = Verdicts()
+        """What Ds say of the KV of other engines; to be read only."""
         self._decode_alone = decode_alone
         self.built: Snapshot | None = build_snapshot(())
         """The present snapshot, where it is built; else `snapshot` builds it."""
@@ -188,7 +206,9 @@ class Registry:
         """
         if self.built is None:
             everyone = self._instances.values()
-            self.built = build_snapshot(everyone, decode_alone=self._decode_alone)
+            self.built = build_snapshot(
+                everyone, decode_alone=self._decode_alone, met=self.verdicts.met
+            )
         return self.built
 
     @property
@@ -224,12 +244,16 @@ class Registry:
             return "new", ()
         if known.key != key:
             self._past.put(known.key, FOR_EVER)
+            self.verdicts.forget(known.key)
             self._rebuild()
             return "replaced", (known.key,)
         if _routing_view(known.beat) != _routing_view(beat):
             self._rebuild()
+        if known.kv == instance.kv:
+            return "refreshed", ()
         # Without incarnations a restart shows only in another KV address.
-        return "refreshed" if known.kv == instance.kv else "replaced", ()
+        self.verdicts.forget(key)
+        return "replaced", ()
 
     def expire(self, now: float) -> tuple[InstanceKey, ...]:
         """Remove whose time to live has passed; returns them. They may come back."""
@@ -266,6 +290,21 @@ class Registry:
         if known is None or known.is_cordoned == is_cordoned:
             return False
         self._instances[key.http] = replace(known, is_cordoned=is_cordoned)
+        self._rebuild()
+        return True
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether there may be a P and a D of different engines."""
+        return self._belongings.is_mixed
+
+    def judge(self, prefill: InstanceKey, decode: InstanceKey, verdict: Verdict) -> bool:
+        """Take what D says of KV of a P of another engine, until one of them leaves; whether that
+        changed anything."""
+        if self.get(prefill) is None or self.get(decode) is None:
+            return False
+        if not self.verdicts.put(prefill, decode, verdict):
+            return False
         self._rebuild()
         return True
 
@@ -328,6 +367,7 @@ class Registry:
     def _remove(self, instance: Instance) -> None:
         del self._instances[instance.key.http]
         self._belongings.remove(instance)
+        self.verdicts.forget(instance.key)
         self._rebuild()
 
     def _rebuild(self) -> None:

@@ -12,6 +12,7 @@ import os
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from xpyd_core.messages import Heartbeat
 from xpyd_router.errors import FailureCause
@@ -24,6 +25,7 @@ from xpyd_router.fleet.health import (
     ProbeResult,
 )
 from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot, Standing, kind_of
+from xpyd_router.fleet.introductions import Verdict, mixed_pairs
 from xpyd_router.fleet.loads import Load, LoadTable
 from xpyd_router.fleet.poison import Break, Fate, fingerprint, judge
 from xpyd_router.fleet.registry import Outcome, Registry, key_of
@@ -33,6 +35,19 @@ _VERDICT_SLACK_S = 0.5
 
 OnStanding = Callable[[Instance, Standing, str], None]
 """An instance with its new standing, its standing before, and the cause where it is ejected."""
+
+
+MAX_NAMED = 16
+"""Names in each list of a WithoutKv."""
+
+
+class WithoutKv(NamedTuple):
+    """Names of an instance's partners of another engine between which no KV is used."""
+
+    unmet: list[str]
+    """D has not compared KV of the two yet."""
+    refused: list[str]
+    """It has, and never uses it."""
 
 
 class FleetView:
@@ -63,6 +78,7 @@ class FleetView:
         self._listeners: list[Callable[[Iterable[InstanceKey]], None]] = []
         self._forgetting: list[Callable[[InstanceKey], None]] = []
         self._lost: OrderedDict[InstanceKey, None] = OrderedDict()
+        self._strangers: tuple[int, tuple[tuple[Instance, Instance], ...]] = (-1, ())
         self.had_pair = False
         """Whether `has_pair` was true once."""
 
@@ -223,6 +239,47 @@ class FleetView:
         """See Registry.cordon. What the instance has already is left to finish."""
         self._registry.cordon(key, is_cordoned=is_cordoned)
         self._notify()
+
+    def find(self, key: InstanceKey) -> Instance | None:
+        """The instance with its last beat, if it is still there under this incarnation."""
+        return self._registry.get(key)
+
+    def strangers(self) -> tuple[tuple[Instance, Instance], ...]:
+        """The routable pairs of different engines without a verdict, those first whose D has met
+        the fewest Ps. None where no further verdict can be kept."""
+        registry = self._registry
+        if not registry.is_mixed or registry.verdicts.is_full:
+            return ()
+        if self._strangers[0] != registry.version:
+            routable = (one for one in registry.instances if one.is_routable)
+            verdicts = registry.verdicts
+            found = [(p, d) for p, d in mixed_pairs(routable) if verdicts.of(p.key, d.key) is None]
+            found.sort(key=lambda pair: len(verdicts.met.get(pair[1].key, ())))
+            self._strangers = registry.version, tuple(found)
+        return self._strangers[1]
+
+    def partners_without_kv(self) -> Mapping[InstanceKey, WithoutKv]:
+        """The Ready instances that have partners of another engine with which they are no pair."""
+        found: dict[InstanceKey, WithoutKv] = {}
+        if not self._registry.is_mixed:
+            return found
+        verdicts = self._registry.verdicts
+        ready = (one for one in self._registry.instances if one.beat.state == "Ready")
+        for p, d in mixed_pairs(ready):
+            verdict = verdicts.of(p.key, d.key)
+            if verdict != "met":
+                for one, other in ((p, d), (d, p)):
+                    of = found.setdefault(one.key, WithoutKv([], []))
+                    names = of.refused if verdict == "refused" else of.unmet
+                    if len(names) < MAX_NAMED:
+                        names.append(other.name)
+        return found
+
+    def introduced(self, prefill: InstanceKey, decode: InstanceKey, verdict: Verdict) -> bool:
+        """D has said whether it uses the KV of a P of another engine; whether that is news."""
+        is_news = self._registry.judge(prefill, decode, verdict)
+        self._notify()
+        return is_news
 
     def load(self, key: InstanceKey) -> Load:
         """What the instance has to do now; to be read only."""

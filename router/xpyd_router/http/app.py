@@ -26,7 +26,7 @@ from xpyd_core.errors import ApiError
 from xpyd_router.app_state import AppState
 from xpyd_router.errors import unknown_model
 from xpyd_router.fleet.instances import Instance
-from xpyd_router.fleet.view import FleetView
+from xpyd_router.fleet.view import FleetView, WithoutKv
 from xpyd_router.http.asgi import AsgiApp
 from xpyd_router.http.inference import Inference
 from xpyd_router.http.openapi.document import openapi_document
@@ -150,7 +150,12 @@ def _describe_load(fleet: FleetView, instance: Instance) -> AdminInstance:
     )
 
 
-def _describe(fleet: FleetView, instance: Instance, weight: float) -> InstanceReport:
+_NO_PARTNERS = WithoutKv([], [])
+
+
+def _describe(
+    fleet: FleetView, instance: Instance, weight: float, without_kv: WithoutKv
+) -> InstanceReport:
     """The line of /instances for one instance."""
     beat, health = instance.beat, fleet.report(instance.key)
     return InstanceReport(
@@ -186,6 +191,9 @@ def _describe(fleet: FleetView, instance: Instance, weight: float) -> InstanceRe
             InstanceKv(peer=peer.peer, moved=peer.moved, failed=peer.failed)
             for peer in beat.kv_peers
         ],
+        engine=beat.engine,
+        unmet=without_kv.unmet,
+        refused=without_kv.refused,
     )
 
 
@@ -298,7 +306,11 @@ def _add_state(app: Quart, app_state: AppState) -> None:
     async def instances() -> Response:
         fleet = app_state.fleet
         weights = fleet.weights()
-        found = [_describe(fleet, i, weights.get(i.key, 1.0)) for i in fleet.instances]
+        without_kv = fleet.partners_without_kv()
+        found = [
+            _describe(fleet, i, weights.get(i.key, 1.0), without_kv.get(i.key, _NO_PARTNERS))
+            for i in fleet.instances
+        ]
         return json_reply(Instances(instances=found))
 
     _ = health, readiness, metrics, instances

@@ -119,6 +119,15 @@ class InstanceReport(Shape, frozen=True, kw_only=True):
     max_model_len: _Count
     load: InstanceLoad
     kv: Annotated[list[InstanceKv], Meta(description="The last 16 peers, the latest first.")]
+    engine: Annotated[str, Meta(description="Which program it is; empty: xpyd's own.")]
+    unmet: Annotated[
+        list[str],
+        Meta(description="Partners of another engine whose KV is not compared yet, at most 16."),
+    ]
+    refused: Annotated[
+        list[str],
+        Meta(description="Partners of another engine whose KV differs, at most 16: no pair."),
+    ]
 
 
 class Instances(Shape, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ together, and leaves to a SidePolicy which one of a side is taken.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -127,7 +127,8 @@ SideFactory = Callable[[PolicyContext], SidePolicy]
 class PairGroup(NamedTuple):
     """Any P of it may send KV to any D of it; neither side is empty."""
 
-    pairing: str
+    name: str
+    """Of the snapshot's group."""
     prefill: Side
     decode: Side
 
@@ -136,6 +137,8 @@ class Sides(NamedTuple):
     """The instances that may serve one model, by the place that they may take."""
 
     groups: tuple[PairGroup, ...]
+    by_decode: Mapping[InstanceKey, PairGroup]
+    """The group of each D, where there are several groups."""
     decode: Side
     """The Ds of all groups."""
     alone_on_prefill: Side

@@ -1,4 +1,4 @@
-"""PairPolicy: pairs by pairing key, or one instance where no KV should move. Pure.
+"""PairPolicy: pairs by group, or one instance where no KV should move. Pure.
 
 From a snapshot it builds the sides that policies choose on, once per snapshot and model; a second
 attempt, which excludes instances, builds its own. D is chosen first, among the Ds of all groups: a
@@ -16,7 +16,13 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from xpyd_core.errors import UserError
-from xpyd_router.fleet.instances import Instance, InstanceKey, ModelInstances, Snapshot
+from xpyd_router.fleet.instances import (
+    Instance,
+    InstanceKey,
+    ModelInstances,
+    Snapshot,
+    each_once,
+)
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.policy.base import (
     Candidate,
@@ -55,9 +61,11 @@ class Alone(NamedTuple):
     instance: Instance
 
 
-def _side(kind: SideKind, candidates: Iterable[Candidate], attempt: str = "") -> Side:
+def _side(
+    kind: SideKind, candidates: Iterable[Candidate], attempt: str = "", group: str | None = None
+) -> Side:
     members = tuple(candidates)
-    keys = sorted({one.instance.pairing for one in members})
+    keys = [group] if group is not None else sorted({one.instance.pairing for one in members})
     return Side(kind, members, (kind, attempt, *keys))
 
 
@@ -90,12 +98,17 @@ def build_sides(found: ModelInstances, loads: LoadTable, want: Want | None = Non
     for group in found.groups:
         ps, ds = seats(group.prefill, may_go_on), seats(group.decode, may_go_on)
         if ps and ds:
-            sides = (_side("P", ps, attempt), _side("D", ds, attempt))
-            groups.append(PairGroup(group.pairing, *sides))
-    ps = seats((one for g in found.groups for one in g.prefill), lambda one: one.serves_alone)
+            sides = (_side("P", ps, attempt, group.name), _side("D", ds, attempt, group.name))
+            groups.append(PairGroup(group.name, *sides))
+    all_ps = each_once(one for g in found.groups for one in g.prefill)
+    ps = seats(all_ps, lambda one: one.serves_alone)
     ds = seats((one for g in found.groups for one in g.decode), may_go_on_alone)
+    by_decode: dict[InstanceKey, PairGroup] = {}
+    if len(groups) > 1:
+        by_decode = {d.instance.key: g for g in groups for d in g.decode.candidates}
     return Sides(
         groups=tuple(groups),
+        by_decode=by_decode,
         decode=_side("D", (one for g in groups for one in g.decode.candidates), attempt),
         alone_on_prefill=_side("P", ps, f"{attempt} alone"),
         alone_on_decode=_side("D", ds, f"{attempt} alone"),
@@ -204,8 +217,7 @@ def _group_of(decode: Candidate, sides: Sides) -> PairGroup:
     """The group of the chosen D."""
     if len(sides.groups) == 1:
         return sides.groups[0]
-    pairing = decode.instance.pairing
-    return next(group for group in sides.groups if group.pairing == pairing)
+    return sides.by_decode[decode.instance.key]
 
 
 def _learns(side: SidePolicy) -> bool:

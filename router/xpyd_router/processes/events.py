@@ -19,6 +19,7 @@ from xpyd_router.config import RouterConfig
 from xpyd_router.errors import FailureCause
 from xpyd_router.fleet.breaker import BreakerState
 from xpyd_router.fleet.instances import InstanceKey, Standing
+from xpyd_router.fleet.introductions import Verdict
 from xpyd_router.fleet.poison import Fate
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -117,6 +118,14 @@ class Cordoned(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     key: InstanceKey
     is_cordoned: bool
+
+
+class Introduced(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """D has compared the KV of a P of another engine with its own."""
+
+    prefill: InstanceKey
+    decode: InstanceKey
+    verdict: Verdict
 
 
 class Present(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -225,7 +234,7 @@ class Text(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 ToWorker = (
     Welcome | Beat | Removed | HealthChanged | Weights | Lost | Found | FateChanged | BodyRefused
-    | BodyAllowed | Cordoned | Present | Drain | Ping | GiveText | Metrics | Done
+    | BodyAllowed | Cordoned | Introduced | Present | Drain | Ping | GiveText | Metrics | Done
 )  # fmt: skip
 ToParent = (
     WorkerReady | Pong | Began | Succeeded | Failed | TransferFailed | PoisonFound | PoisonCleared

@@ -43,6 +43,7 @@ from xpyd_router.router import (
     inherit_listener,
     make_asker,
     make_discovery,
+    make_introducer,
     make_prober,
     make_registry,
     read_secrets,
@@ -172,7 +173,9 @@ class ParentProcess:
         """Everything runs within; UserError where a worker does not start."""
         try:
             asker = make_asker(self._config, self.fleet)
-            async with running(self._discovery.run(), self._prober.run(), asker.run()):
+            introducer = make_introducer(self._config, self.fleet, self.metrics, self._keys)
+            works = (self._discovery.run(), self._prober.run(), asker.run(), introducer.run())
+            async with running(*works):
                 try:
                     await self.worker_processes.open()
                     yield

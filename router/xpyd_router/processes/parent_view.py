@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from xpyd_core.messages import Heartbeat
 from xpyd_router.fleet.health import HealthRules, ProbeResult
 from xpyd_router.fleet.instances import Instance, InstanceKey
+from xpyd_router.fleet.introductions import Verdict
 from xpyd_router.fleet.registry import Outcome, Registry, key_of
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.processes.events import (
@@ -24,6 +25,7 @@ from xpyd_router.processes.events import (
     FateChanged,
     Found,
     HealthChanged,
+    Introduced,
     Lost,
     PoisonCleared,
     PoisonFound,
@@ -72,6 +74,7 @@ class ParentView(FleetView):
             events.append(self._beat(instance.beat, is_signed=instance.is_signed))
             if instance.is_cordoned:
                 events.append(Cordoned(instance.key, True))
+        events += [Introduced(*known) for known in self._registry.verdicts.known()]
         events += self._health_published.values()
         events.append(Lost(tuple(i.key for i in self.instances if self.is_lost(i.key))))
         events.append(Weights(tuple(self._weighed.items())))
@@ -95,6 +98,12 @@ class ParentView(FleetView):
     def cordon(self, key: InstanceKey, *, is_cordoned: bool) -> None:
         super().cordon(key, is_cordoned=is_cordoned)
         self._publish(Cordoned(key, is_cordoned))
+
+    def introduced(self, prefill: InstanceKey, decode: InstanceKey, verdict: Verdict) -> bool:
+        is_news = super().introduced(prefill, decode, verdict)
+        if is_news:
+            self._publish(Introduced(prefill, decode, verdict))
+        return is_news
 
     def probed(self, instance: Instance, result: ProbeResult, began_s: float) -> None:
         was_lost = self.is_lost(instance.key)

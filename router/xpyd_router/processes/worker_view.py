@@ -26,6 +26,7 @@ from xpyd_router.processes.events import (
     FateChanged,
     Found,
     HealthChanged,
+    Introduced,
     Lost,
     PoisonCleared,
     PoisonFound,
@@ -83,14 +84,12 @@ class WorkerView(FleetView):
                 self._lose(keys)
             case Found(key):
                 self._lost.pop(key, None)
-            case FateChanged():
+            case FateChanged() | BodyRefused() | BodyAllowed():
                 self._learn(event)
-            case BodyRefused(suspect, until_s):
-                self._health.poison.refuse(suspect, until_s)
-            case BodyAllowed(suspect):
-                self._health.poison.acquit(suspect)
             case Cordoned(key, is_cordoned):
                 self._registry.cordon(key, is_cordoned=is_cordoned)
+            case Introduced(prefill, decode, verdict):
+                self._registry.judge(prefill, decode, verdict)
             case _:
                 return
         self._notify()
@@ -171,16 +170,22 @@ class WorkerView(FleetView):
             self._shared.take(key, event.beat)
         self._lose(dead)
 
-    def _learn(self, change: FateChanged) -> None:
+    def _learn(self, change: FateChanged | BodyRefused | BodyAllowed) -> None:
+        """What instances die of."""
         poison = self._health.poison
-        poison.tick(self.now_s)  # nothing else lets time pass here
-        match change.fate:
-            case "open":
-                poison.broke(change.key, change.at_s)
-            case "dead":
-                poison.died(change.key, change.at_s)
-            case "alive":
-                poison.lives(change.key)
+        match change:
+            case BodyRefused(suspect, until_s):
+                poison.refuse(suspect, until_s)
+            case BodyAllowed(suspect):
+                poison.acquit(suspect)
+            case FateChanged(key, fate, at_s):
+                poison.tick(self.now_s)  # nothing else lets time pass here
+                if fate == "open":
+                    poison.broke(key, at_s)
+                elif fate == "dead":
+                    poison.died(key, at_s)
+                else:
+                    poison.lives(key)
 
     def _set_health(self, health: HealthChanged) -> None:
         key = health.key
