@@ -37,6 +37,8 @@ DOCS = Path(__file__).parents[2] / "docs"
         ("pressure", "no_room"),
         ("draining", "cancelled"),
         ("restarted", "restarted"),
+        ("unverified", "unverified"),
+        ("incompatible:kv_values", "incompatible"),
         ("prompt_logprobs", "prompt_logprobs"),
         ("a word of a newer version", "other"),
         ("", "other"),

@@ -33,7 +33,7 @@ from xpyd_core.messages import Heartbeat, decode_heartbeat
 from xpyd_core.tokenizer_files import decode_tokenizer_files
 from xpyd_kv.vllm import instance, link
 from xpyd_kv.vllm.api_server import XpydPlugin
-from xpyd_kv.vllm.options import incarnation_of
+from xpyd_kv.vllm.options import engine_name, incarnation_of
 
 KEY = b"a secret of the whole fleet"
 UUID = "0123456789abcdef" * 2
@@ -177,6 +177,7 @@ async def test_an_instance_is_ready_when_its_http_server_is_healthy(signed, monk
     assert found.block_tokens == 8
     assert len(found.compatibility) == 16
     assert (found.dialect, found.prompt_ids) == ("pair-id", 1)
+    assert found.engine == engine_name()
 
 
 async def test_both_of_a_pair_have_one_compatibility_key(signed):

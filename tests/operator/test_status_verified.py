@@ -83,7 +83,9 @@ def test_lost_kv_makes_it_false_at_the_next_look_with_pair_and_cause(
 
 
 @pytest.mark.parametrize("outcome", ["recomputed", "failed"])
-@pytest.mark.parametrize("cause", ["no_room", "cancelled", "restarted", "prompt_logprobs", "other"])
+@pytest.mark.parametrize(
+    "cause", ["no_room", "cancelled", "restarted", "prompt_logprobs", "unverified", "other"]
+)
 def test_what_one_request_or_a_short_engine_lost_is_no_evidence(
     outcome: str, cause: str, fleet: Fleet
 ) -> None:
