@@ -90,12 +90,15 @@ def without_kv() -> dict[str, list[str]]:
     return {of: [name for one in found for name in one[of]] for of in ("unmet", "refused")}
 
 
-def assert_answers_as_one(name: str) -> None:
-    before = metric(D, PORT, name)
+def assert_answers_as_one(lost: str) -> None:
+    """Also the first of a client gets P's KV. `lost`: what D counts where it does not."""
+    name = "xpyd_kv_transfers_total"
+    before, lost_before = metric(D, PORT, name), metric(D, PORT, lost)
     for seed, length in enumerate(LENGTHS):
         both, alone = texts(prompt(length, seed))
         assert both == alone, length
     assert metric(D, PORT, name) == before + len(LENGTHS)
+    assert metric(D, PORT, lost) == lost_before > 0
 
 
 def key(folder: Path) -> None:
@@ -109,7 +112,7 @@ def test_kv_of_a_vllm_goes_to_an_engine_of_ours(tmp_path):
         try:
             p.wait()
             until_introduced(tmp_path, log, "is ours, and is used")
-            assert_answers_as_one("xpyd_kv_transfers_total")
+            assert_answers_as_one("xpyd_kv_recomputed_requests_total")
         finally:
             p.stop()
 
@@ -123,7 +126,7 @@ def test_kv_of_an_engine_of_ours_goes_to_a_vllm(tmp_path):
         try:
             d.wait()
             until_introduced(tmp_path, log, "is ours, and is used")
-            assert_answers_as_one("xpyd_kv_transfers_total")
+            assert_answers_as_one("xpyd_kv_not_received_total")
             assert d.metric("vllm:kv_cache_usage_perc") == 0
         finally:
             d.stop()

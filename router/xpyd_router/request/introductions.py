@@ -10,12 +10,10 @@ count for no breaker, no load and no metric of requests.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -95,13 +93,20 @@ def judged(word: str) -> Said:
     return Said("refused" if is_for_good else None, word)
 
 
-def counts_with(decode: Instance, peer: str) -> Counter[str]:
-    """KV that D counted with one P by its cause; '' for what moved."""
-    found: Counter[str] = Counter()
+class Counted(NamedTuple):
+    """What D counted with one P, by its last beat."""
+
+    total: int = 0
+    last: str = ""
+    """The cause of what was counted last; '' for KV that moved."""
+
+
+def counted_with(decode: Instance, peer: str) -> Counted:
+    """What D counted with the P of this KV address."""
     for one in decode.beat.kv_peers:
         if one.peer == peer:
-            found = Counter({**one.failed, "": one.moved})
-    return found
+            return Counted(one.moved + sum(one.failed.values()), one.last)
+    return Counted()
 
 
 @dataclass
@@ -164,19 +169,21 @@ class Introducer:
         self._waiting = {
             (p.key, d.key): known.get((p.key, d.key)) or _Waiting(now, now) for p, d in strangers
         }
+        next_s = now + _IDLE_S
         # `strangers` has those first whose D has the fewest partners; the sort keeps that order.
         for p, d in sorted(strangers, key=lambda pair: self._of(pair).tries):
             if len(self._running) >= _MOST_RUNNING:
                 break
             waiting = self._of((p, d))
             if waiting.due_s > now or p.key in self._busy or d.key in self._busy:
+                next_s = min(next_s, waiting.due_s)
                 continue
             self._busy |= {p.key, d.key}
             work = self._introduce(Pair(p, d), waiting, upstream, releases)
             task = asyncio.create_task(work)
             self._running.add(task)
             task.add_done_callback(self._running.discard)
-        return _TICK_S
+        return _TICK_S if self._running else max(next_s - now, _TICK_S)
 
     def _of(self, pair: tuple[Instance, Instance]) -> _Waiting:
         return self._waiting[pair[0].key, pair[1].key]
@@ -233,10 +240,8 @@ class Introducer:
 
     async def _send(self, pair: Pair, upstream: UpstreamClient, releases: Releases) -> Said:
         """Send one prompt through `pair`; raises CallFailed, EngineRefused, ProtocolError."""
-        before = counts_with(pair.decode, pair.prefill.kv_text)
-        latest = self._fleet.find(pair.decode.key)
-        if latest is not None:
-            before = counts_with(latest, pair.prefill.kv_text)
+        latest = self._fleet.find(pair.decode.key) or pair.decode
+        before = counted_with(latest, pair.prefill.kv_text).total
         state = self._state(pair)
         attempt = Attempt(
             pair,
@@ -295,22 +300,14 @@ class Introducer:
             prompt_tokens=request.prompt_tokens,
         )
 
-    async def _wait_for_beat(self, pair: Pair, before: Counter[str]) -> Said:
+    async def _wait_for_beat(self, pair: Pair, before: int) -> Said:
         """What D's beats say of the KV, where its answer does not (vLLM's)."""
         until_s = self._clock() + _BEATS * pair.decode.period_s + _BEAT_SLACK_S
         while self._clock() < until_s:
             latest = self._fleet.find(pair.decode.key)
             if latest is None:
                 break
-            grown = counts_with(latest, pair.prefill.kv_text) - before
-            if grown:
-                # KV that moved was compared; of several other words the last is the present one.
-                return judged("" if grown[""] else _last(latest, pair.prefill.kv_text, grown))
+            if (said := counted_with(latest, pair.prefill.kv_text)).total > before:
+                return judged(said.last)
             await asyncio.sleep(_TICK_S)
         return Said(None, "D's heartbeats do not say what became of the KV", is_failure=True)
-
-
-def _last(decode: Instance, peer: str, grown: Counter[str]) -> str:
-    """The cause that D counted last, of those that have grown."""
-    lasts: Iterator[str] = (one.last for one in decode.beat.kv_peers if one.peer == peer)
-    return next(itertools.chain((one for one in lasts if one in grown), grown))
