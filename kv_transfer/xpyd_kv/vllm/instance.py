@@ -40,10 +40,12 @@ from xpyd_kv.vllm.scheduler import PROBE_S
 _log = logging.getLogger(__name__)
 _ROLES: Mapping[Literal["P", "D"], str] = {"P": "Prefill", "D": "Decode"}
 _ANYWHERE = (None, "", "0.0.0.0", "::")
+# A heartbeat says a state that is a second old at most; an engine answers between two steps.
 _LOOK_S = 1.0
 _ASK_S = 2.0
 # An answer's head waits for it.
 _OUTCOME_S = 0.5
+# The connector's half is there before vLLM's server: only one that is stuck needs so long.
 _START_S = 30.0
 # No step takes so long, and between steps the engine's threads have their turns.
 _SILENT_S = 30.0
