@@ -43,6 +43,12 @@ LOAD_PER_S = 5.0
 """Requests that start each second, whatever becomes of them: half of what 1P1D serves on the
 smallest machine, so that what waited while it could not serve is made up soon."""
 _LOAD_CLIENT = Path(__file__).with_name("load_client.py").read_text()
+_BEGIN_LOAD = """
+cat > /tmp/load-cases
+rm -f /tmp/load-end && mkfifo /tmp/load-end
+{ { cat /tmp/load-cases /tmp/load-end; } | python3 -c "$0" "$@"; } > /tmp/load 2>&1 < /dev/null &
+"""
+"""Ends when somebody has opened and closed /tmp/load-end."""
 IMAGE_VALUES = (
     "images.registry=localhost",
     "images.operator.tag=test",
@@ -313,6 +319,27 @@ class FleetClient:
         if process.stdout.readline() != "begun\n":
             raise AssertionError(f"the load does not begin: {process.communicate(timeout=30)}")
         return process
+
+    @contextmanager
+    def under_load(self, cases: Sequence[Case], *, rate: float) -> Iterator[Obj]:
+        """As `start_load`, for minutes, which `kubectl exec` does not hold out on a busy machine:
+        the load is the pod's own. The report is in what is yielded, from the end on."""
+        url = f"http://{self.name}-router.{self.namespace}.svc:10001"
+        asked = [{"prompt": case.prompt, "ids": case.ids} for case in cases]
+        shell = ("exec", "-i", "client", "--", "sh", "-c")
+        argv = (*shell, _BEGIN_LOAD, _LOAD_CLIENT, url, str(rate), "0")
+        self.kubectl(*argv, input=f"{json.dumps(asked)}\n")
+        report: Obj = {}
+        try:
+            yield report
+        finally:
+            self.kubectl(*shell, ": > /tmp/load-end")
+
+        def said() -> Obj | None:
+            last = self.kubectl(*shell, "tail -n 1 /tmp/load").strip()
+            return json.loads(last) if last.startswith("{") else None
+
+        report |= wait_for(said, 300, "the load's report", interval_s=1.0, explain=self.explain)
 
     def prompt_tokens_computed(self, pool: str) -> dict[str, float]:
         """Prompt tokens that entered a forward pass, by pod of the pool."""

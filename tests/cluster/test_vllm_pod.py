@@ -17,7 +17,6 @@ from tests.cluster.fleetkit import (
     ROOT,
     FleetClient,
     Obj,
-    finish_load,
     installed_chart,
     small_cases,
     start_client,
@@ -129,13 +128,11 @@ def test_the_fleet_says_that_kv_moves(fleet: FleetClient, cases: list[Case]) -> 
 
 
 def test_decode_scales_to_two_and_back_under_load(fleet: FleetClient, cases: list[Case]) -> None:
-    load = fleet.start_load(cases, rate=RATE)
-    fleet.scale("decode", 2)
-    fleet.wait_pool("decode", 2, START_S)
-    fleet.scale("decode", 1)
-    fleet.wait_pool("decode", 1)
-    report = finish_load(load)
-    print(report)
+    with fleet.under_load(cases, rate=RATE) as report:
+        fleet.scale("decode", 2)
+        fleet.wait_pool("decode", 2, START_S)
+        fleet.scale("decode", 1)
+        fleet.wait_pool("decode", 1)
     assert report["failures"] == {}, report
 
 
@@ -145,8 +142,6 @@ def revisions(fleet: FleetClient, pool: str) -> set[str]:
 
 def test_other_arguments_are_rolled_out_under_load(fleet: FleetClient, cases: list[Case]) -> None:
     before = {pool: revisions(fleet, pool) for pool in ("prefill", "decode")}
-    load = fleet.start_load(cases, rate=RATE)
-    fleet.apply(document("--max-num-seqs=8"))
 
     def is_rolled() -> bool:
         now = {pool: revisions(fleet, pool) for pool in before}
@@ -155,9 +150,9 @@ def test_other_arguments_are_rolled_out_under_load(fleet: FleetClient, cases: li
         assert len(left) != 1 or all(now[pool] - before[pool] for pool in before), now
         return not left and fleet.condition("Ready").get("status") == "True"
 
-    wait_for(is_rolled, START_S, "P and D have the new arguments", explain=fleet.explain)
-    report = finish_load(load)
-    print(report)
+    with fleet.under_load(cases, rate=RATE) as report:
+        fleet.apply(document("--max-num-seqs=8"))
+        wait_for(is_rolled, START_S, "P and D have the new arguments", explain=fleet.explain)
     assert report["failures"] == {}, report
     for pool in before:
         (pod,) = fleet.pods(pool)
