@@ -23,6 +23,9 @@ BROKEN: frozenset[str] = frozenset({"connect", "reset", "incomplete", "lost"})
 """
 TAKES_NO_MORE = frozenset({429, 503})
 """The statuses of an engine that drains or is full: another one may take the request."""
+ABORTED = b'"finish_reason":"abort"'
+"""In a vLLM's answer, with status 200: it is ending, and the request is not served. Inside a JSON
+string the quotes would be escaped: this is a member."""
 TRANSFER_FAILED = "kv_transfer_failed"
 """The code of a D to which the KV did not come: the pair's fault, of either of the two."""
 

@@ -255,12 +255,14 @@ async def test_ps_token_is_handed_over_where_sampling_allows_it(
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize("chunks", [0, 1, 4])
 @pytest.mark.parametrize("half_at", [None, 1, 2])
-async def test_a_stream_goes_on_elsewhere_behind_the_ids_when_d_dies(
-    path: str, chunks: int, half_at: int | None
+@pytest.mark.parametrize("how", ["dies_after", "aborts_after"])
+async def test_a_stream_goes_on_elsewhere_behind_the_ids_when_d_dies_or_is_ended(
+    path: str, chunks: int, half_at: int | None, how: str
 ) -> None:
     async with fleet() as fleet_:
         _, (_, decode), pinned = await nixl_pair(fleet_)
-        decode.dies_after, decode.half_character_at = chunks, half_at
+        setattr(decode, how, chunks)
+        decode.half_character_at = half_at
         await vllm_engine(fleet_, "D", pinned)
         for _ in range(2):
             options = {"include_usage": True}
@@ -277,10 +279,11 @@ async def test_a_stream_goes_on_elsewhere_behind_the_ids_when_d_dies(
             assert roles.count("assistant") == (path != "completions")
 
 
-async def test_a_stream_that_cannot_be_repeated_ends_in_an_error() -> None:
+@pytest.mark.parametrize("how", ["dies_after", "aborts_after"])
+async def test_a_stream_that_cannot_be_repeated_ends_in_an_error(how: str) -> None:
     async with fleet() as fleet_:
         _, (_, decode), pinned = await nixl_pair(fleet_, prompt_ids=0)
-        decode.dies_after = 2
+        setattr(decode, how, 2)
         await vllm_engine(fleet_, "D", pinned, prompt_ids=0)
         endings = [(await fleet_.events(max_tokens=9))[-1] for _ in range(2)]
         assert endings.count("[DONE]") == 1

@@ -216,6 +216,31 @@ async def test_an_instance_that_is_taken_away_under_load_loses_no_request(
         assert leaving.served > 0
 
 
+@every_fleet
+@found
+@pytest.mark.parametrize("kind", ["P", "D"])
+@pytest.mark.parametrize("is_stream", [True, False], ids=["streamed", "whole"])
+async def test_what_a_vllm_that_ends_aborts_is_served_by_another_one(
+    dialect: str, vllms: Vllms_, kind: str, is_stream: bool
+) -> None:
+    """It answers 200 to prompts of ids that come too late, and says `abort` in the body."""
+    async with vllms(dialect, 2, 2) as made:
+        leaving = made.models[0 if kind == "P" else 2]
+        leaving.aborts_after = 0
+        for number in range(6):
+            prompt = f"prompt number {number} of six"
+            if is_stream:
+                await made.completes(prompt)
+                continue
+            body = await made.fleet.json(prompt=prompt, max_tokens=4)
+            (choice,) = body["choices"]
+            assert choice["text"] == expected(prompt, 4)
+            assert choice["finish_reason"] == "length"
+        engine = (made.p if kind == "P" else made.d)[0]
+        assert engine.calls
+        assert instance_at(made, engine).standing == "Good", "to end is no fault"
+
+
 @pytest.mark.parametrize("dialect", ["nixl", "nixl-push"])
 @found
 async def test_while_a_rollout_changes_vllms_version_only_equal_ones_are_pairs(

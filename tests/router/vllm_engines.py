@@ -8,8 +8,10 @@ something else, with status 200, and one that needs more blocks than P names fai
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -28,6 +30,9 @@ ASKED_OF_P: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
+
+
+compact = partial(json.dumps, separators=(",", ":"))
 
 
 def generated_id(ids: Sequence[int]) -> int:
@@ -51,6 +56,8 @@ class Vllm:
     pinned: dict[str, list[int]]
     dies_after: int | None = None
     """Chunks of a stream after which the process dies."""
+    aborts_after: int | None = None
+    """Tokens of an answer after which it ends, as in a vLLM that is told to end: 0 refuses it."""
     half_character_at: int | None = None
     """Position of a generated token whose text is held back until the next one."""
     pushes: bool = False
@@ -75,10 +82,12 @@ class Vllm:
         else:
             self.external_tokens.append(0)
         outputs = [
-            self._generate(ids, call.body, right=k) for ids, k in zip(prompts, knows, strict=True)
+            self._generate(ids, call.body, right=k)[: self.aborts_after]
+            for ids, k in zip(prompts, knows, strict=True)
         ]
         if not call.body.get("stream"):
-            return web.json_response(self._whole(engine, call, prompts, outputs, params))
+            answer = self._whole(engine, call, prompts, outputs, params)
+            return web.json_response(answer, dumps=compact)
         return await self._stream(engine, call, request, prompts, outputs)
 
     @staticmethod
@@ -135,6 +144,10 @@ class Vllm:
             out.append((generated_id if right else wrong_id)([*ids, *out]))
         return out
 
+    @property
+    def _end(self) -> str:
+        return "length" if self.aborts_after is None else "abort"
+
     def _usage(self, prompts: list[list[int]], made: int) -> dict[str, int]:
         prompt = sum(map(len, prompts))
         return {
@@ -155,7 +168,7 @@ class Vllm:
         choices: list[dict[str, Any]] = []
         for index, (ids, out) in enumerate(zip(prompts, outputs, strict=True)):
             text = text_of_ids(out)
-            choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": "length"}
+            choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": self._end}
             choice |= (
                 {"message": {"role": "assistant", "content": text, "reasoning": None}}
                 if is_chat
@@ -248,6 +261,9 @@ class Vllm:
         made = 0
         for index, out in enumerate(outputs):
             held = ""
+            if not out:
+                nothing: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}
+                yield chunk({"index": index, **nothing, "finish_reason": self._end}, made)
             for position, token in enumerate(out):
                 made += 1
                 text, held = held + text_of_ids([token]), ""
@@ -256,7 +272,7 @@ class Vllm:
                     text, held = "", text
                 piece: dict[str, Any] = {"index": index, "logprobs": None}
                 piece |= {"delta": {"content": text}} if is_chat else {"text": text}
-                piece["finish_reason"] = "length" if is_last else None
+                piece["finish_reason"] = self._end if is_last else None
                 if wants_ids:
                     piece["token_ids"] = [token]
                     if position == 0 and not is_chat:

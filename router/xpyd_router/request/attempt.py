@@ -25,6 +25,7 @@ from xpyd_core.request_id import pair_id_text
 from xpyd_router.access_log import Trace
 from xpyd_router.app_state import AppState
 from xpyd_router.errors import (
+    ABORTED,
     BROKEN,
     TAKES_NO_MORE,
     TRANSFER_FAILED,
@@ -190,6 +191,8 @@ class Attempt:
         exchange = await self.open(instance, request, body, timeout_s)
         try:
             answer = exchange.answer if exchange.is_whole else await exchange.read()
+            if answer.body.find(ABORTED) >= 0:
+                raise CallFailed("refused")
             if self.running is not None:
                 is_first_token = instance.beat.type == "P"
                 self.running.answered(len(answer.body), is_first_token=is_first_token)

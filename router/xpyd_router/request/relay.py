@@ -15,7 +15,7 @@ import orjson
 
 from xpyd_core.errors import ProtocolError
 from xpyd_router.access_log import Trace
-from xpyd_router.errors import CallFailed
+from xpyd_router.errors import ABORTED, CallFailed
 from xpyd_router.request.answers import (
     DONE,
     EventSplitter,
@@ -167,6 +167,7 @@ class Relay:
         self._splitter = EventSplitter()
         self.passes_frames = sent is None and client.takes_frames
         """Chunks of the engine can be chunks of the answer, with another id in them."""
+        self._may_abort = attempt.instances[-1].dialect != "xpyd"
         self._came = self._goes = b""
         """How events begin, up to the id and with it: from the engine, and to the client."""
         self._is_flowing = False
@@ -215,6 +216,7 @@ class Relay:
             or not frame.endswith(_FRAME_END)
             or frame[-6] == _BRACE
             or frame.find(self._uuid, at) >= 0
+            or (self._may_abort and frame.find(ABORTED, at) >= 0)
         ):
             return False
         if self._call is not None:
@@ -228,7 +230,8 @@ class Relay:
         """Bytes of the stream, in any cut. Raises CallFailed when another engine should go on."""
         if self._is_flowing and data.startswith(_CHUNK):
             end = data.find(b"\n")
-            if end == len(data) - 2 and data.endswith(_LINE_END):
+            is_whole = end == len(data) - 2 and data.endswith(_LINE_END)
+            if is_whole and not (self._may_abort and data.find(ABORTED) >= 0):
                 # What nearly every piece is: one chunk, of one token.
                 if self._call is not None:
                     self._call.streamed(1, end + 2)
@@ -239,8 +242,8 @@ class Relay:
                 return
         if self.is_done:
             return
-        self._attempt.owes_release = False
-        self._feed_events(data)
+        owed, self._attempt.owes_release = self._attempt.owes_release, False
+        self._feed_events(data, owed=owed)
         self._is_flowing = (
             self._splitter.is_empty and self._state.has_decode_begun and not self.is_done
         )
@@ -268,8 +271,8 @@ class Relay:
         if self.passes_frames and is_usual:
             self._came, self._goes = event[:at] + self._secret, event[:at] + self._public
 
-    def _feed_events(self, data: bytes) -> None:
-        """Pieces of events, several at once, and the last one."""
+    def _feed_events(self, data: bytes, *, owed: bool) -> None:
+        """Pieces of events, several at once, and the last one. `owed`: nothing of D came before."""
         try:
             events = self._splitter.push(data)
         except ProtocolError as error:
@@ -283,6 +286,10 @@ class Relay:
                     kept.append(event if event == DONE else self._error(event))
                     self.is_done = True
                     break
+                if self._may_abort and event.find(ABORTED) >= 0:
+                    # Where it is D's first event, D has not had the request.
+                    self._attempt.owes_release = owed and not self._state.has_decode_begun
+                    raise CallFailed("refused")
                 if (shown := self._shown(event)) is not None:
                     kept.append(self._scrubbed(shown))
         finally:

@@ -173,7 +173,11 @@ class Exchange:
 
     def fail(self, cause: FailureCause) -> None:
         """End it with a failure, which the waiting caller gets."""
-        if self.is_whole or self._failure is not None:
+        if not self.is_whole:
+            self._end_with(cause)
+
+    def _end_with(self, cause: FailureCause) -> None:
+        if self._failure is not None:
             return
         self._failure = cause
         self.take_frame = None
@@ -208,7 +212,8 @@ class Exchange:
             try:
                 self._consumer(data)
             except CallFailed as failure:
-                self.fail(failure.cause)
+                # Also where the answer is whole: what it says is the failure.
+                self._end_with(failure.cause)
             return
         self._body.append(data)
         self._size += len(data)
