@@ -111,9 +111,8 @@ def test_blocks_of_a_client_that_left_are_free_when_their_lease_ends(engines):
         with socket.create_connection((ROUTER, ROUTER_PORT), 10.0) as client:
             client.sendall(head.encode() + sent)
             time.sleep(0.03 * at)
-    # Some have left between P and D: P holds their blocks, and nobody will ask for them.
+    # Some have left behind P's answer: what P has pinned, D gives back, or nobody before the lease.
     assert metric(ROUTER, ROUTER_PORT, RELEASES, 'result="leased"') > 0
-    assert p.metric("vllm:kv_cache_usage_perc") > 0
     ids = prompt(300, 700)
     assert text_of(by_router(prompt=ids, max_tokens=8)) == p.text(prompt=ids, max_tokens=8)
     until_free(p)
