@@ -278,7 +278,8 @@ class DecodeHalf(SchedulerHalf):
 
     def _outcomes(self, uuids: str) -> dict[str, str]:
         """As header values of the router's; each is told once."""
-        found = {uuid: self._words.pop(uuid, None) for uuid in uuids.split(",")}
+        with self._lock:
+            found = {uuid: self._words.pop(uuid, None) for uuid in uuids.split(",")}
         return {uuid: header_of(word) for uuid, word in found.items() if word is not None}
 
     # --- inside
@@ -333,9 +334,10 @@ class DecodeHalf(SchedulerHalf):
         """The KV of one prompt has come, or does not."""
         # Of several prompts in one body the first that got none counts.
         uuid = loading.key.uuid
-        self._words[uuid] = self._words.pop(uuid, "") or loading.lost
-        while len(self._words) > _KNOWN_OUTCOMES:
-            self._words.pop(next(iter(self._words)), None)
+        with self._lock:
+            self._words[uuid] = self._words.pop(uuid, "") or loading.lost
+            while len(self._words) > _KNOWN_OUTCOMES:
+                del self._words[next(iter(self._words))]
         if self.connector is not None:
             self.connector.metrics.peers.count(loading.peer, loading.lost)
 
