@@ -258,17 +258,20 @@ class Instance:
 
     async def _ask_words(self) -> None:
         """One call at a time, for all that wait: the engine's process takes few at once."""
-        while self._curious:
-            waiting, self._curious = self._curious, {}
-            found: dict[str, str] = {}
-            try:
-                answer = await self._ask("outcomes", ",".join(waiting), within_s=_OUTCOME_S)
-                found = msgspec.convert(answer, dict[str, str])
-            except (OSError, msgspec.ValidationError) as error:
-                _log.debug("the engine did not say what became of KV: %s", error)
-            for uuid, future in waiting.items():
-                future.set_result(found.get(uuid, ""))
-        self._asking = None
+        try:
+            while self._curious:
+                waiting, self._curious = self._curious, {}
+                found: dict[str, str] = {}
+                try:
+                    answer = await self._ask("outcomes", ",".join(waiting), within_s=_OUTCOME_S)
+                    found = msgspec.convert(answer, dict[str, str])
+                except (OSError, msgspec.ValidationError) as error:
+                    _log.debug("the engine did not say what became of KV: %s", error)
+                finally:  # also where this process ends: no answer waits for a word for ever
+                    for uuid, future in waiting.items():
+                        future.set_result(found.get(uuid, ""))
+        finally:
+            self._asking = None
 
     async def probe(self, address: str) -> dict[str, Any]:
         """Send KV to the D at `address`; what came of it. OSError as for `release`."""
