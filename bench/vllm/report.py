@@ -17,7 +17,7 @@ from bench.engine import peer
 from bench.engine.models import Model
 from bench.operator.report import machine
 from bench.report import not_measured, put_measured, where_measured
-from bench.vllm.rounds import KV_TOKEN_BYTES, Found, Plan, Turn
+from bench.vllm.rounds import KV_TOKEN_BYTES, Found, Plan, Turn, second_s
 from bench.vllm.servers import ALONE, CHUNK_TOKENS, NIXL, OURS
 from scripts import vllm_environment
 
@@ -26,18 +26,15 @@ LEAST_LOADED = 0.95
 """Share of a turn's prompt tokens that D must have from P; the last token is always D's own."""
 
 
-def _second_s(turn: Turn) -> float:
-    return median(sample.ttft_s + sample.gaps_s[0] for sample in turn.samples)
-
-
-def _steady(turn: Turn, of: Callable[[Sequence[float]], float]) -> float:
+def _steady(turn: Turn, of: Callable[[Sequence[float]], float]) -> float | None:
     """Of the gaps behind the second token: none holds a transfer of its own request."""
-    return of([gap for sample in turn.samples for gap in sample.gaps_s[1:]])
+    gaps = [gap for sample in turn.samples for gap in sample.gaps_s[1:]]
+    return of(gaps) if gaps else None
 
 
 FIGURES: dict[str, tuple[str, Callable[[Turn], float | None]]] = {
     "ttftMs": ("TTFT", lambda t: median(s.ttft_s for s in t.samples)),
-    "secondMs": ("to the second token", _second_s),
+    "secondMs": ("to the second token", lambda t: median(map(second_s, t.samples))),
     "waitMs": ("D waits for KV", lambda t: t.waited_s),
     "nixlMs": ("NIXL's own transfer time", lambda t: t.moved_s),
     "prefillMs": ("P's prefill", lambda t: t.prefill_s),

@@ -270,6 +270,17 @@ def test_a_p_that_computed_nothing_is_a_failure(pair: Contender):
         ask(stranger, _CASE, seed=1)
 
 
+def test_tokens_that_came_in_one_event_are_a_gap_of_none() -> None:
+    """vLLM's server was behind, and sent them all at once."""
+    turns = _two_rounds()
+    at_once = Sample(0.0, 1.0, (), 1.0, 1500, 3)
+    made = _made(*(replace(turn, samples=[at_once]) for turn in turns))
+    assert {row["secondMs"]["median"] for row in made["rows"]} == {1000.0}
+    assert {row["itlMs"] for row in made["rows"]} == {None}
+    assert "second token 1000" in said(replace(turns[0], samples=[at_once]))
+    assert "ITL" not in with_measured(f"{BEGIN}{END}", made)
+
+
 _A_WORKER = """
 import os, threading, time
 open("/proc/self/comm", "w").write("VLLM::Worker")
