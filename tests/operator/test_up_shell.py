@@ -306,9 +306,8 @@ def test_a_second_ctrl_c_kills_what_does_not_drain(fleet):
     child = fleet.foreground()
     fleet.settled()
     child.send_signal(signal.SIGINT)
-    until(lambda: fleet.pods()["router-0"].state == "Draining")
-    # It finishes its requests, for which it needs the engines.
-    assert {p.state for n, p in fleet.pods().items() if n != "router-0"} == {"Ready"}
+    # A router without requests is gone at once; then the engines drain.
+    until(lambda: any(pod.state == "Draining" for pod in fleet.pods().values()))
     with pytest.raises(UserError, match="fleet t is being taken down"):
         fleet.ask(control.ScaleRequest("decode", 1))
     processes = fleet.processes()

@@ -73,7 +73,11 @@ class Stream:
         self.trace = Trace("completions", 0.0)
         self.client_stream = ClientStream(sink, [], self.trace, lambda: 1.0)
         attempt: Any = SimpleNamespace(
-            running=self.seen, secret=SECRET, uuid_bytes=UUID, public_bytes=PUBLIC
+            running=self.seen,
+            secret=SECRET,
+            uuid_bytes=UUID,
+            public_bytes=PUBLIC,
+            instances=(SimpleNamespace(dialect="pair-id"),),
         )
         attempt.scrubbed = lambda data: scrub(data, (SECRET, UUID), PUBLIC)
         request_state: Any = SimpleNamespace(
