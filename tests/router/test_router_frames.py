@@ -78,6 +78,7 @@ class Stream:
             uuid_bytes=UUID,
             public_bytes=PUBLIC,
             instances=(SimpleNamespace(dialect="pair-id"),),
+            owes_release=True,
         )
         attempt.scrubbed = lambda data: scrub(data, (SECRET, UUID), PUBLIC)
         request_state: Any = SimpleNamespace(
