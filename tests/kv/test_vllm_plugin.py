@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -297,7 +298,7 @@ async def test_an_answer_of_d_says_what_became_of_the_kv_once(signed):
             await server.beat("Ready")
             _, request = prefill(p, d, prompt(40))
             d.add(request)
-            run = lambda: d.run(p, until=lambda: request.answer is not None)  # noqa: E731
+            run = partial(d.run, p, until=lambda: request.answer is not None)
             async with streaming(server, request, run) as ask:
                 status, body, head = await ask()
                 assert (status, body, word_in(head)) == (200, b"onetwo", "moved")
@@ -310,7 +311,7 @@ async def test_an_answer_of_d_says_why_kv_did_not_come(signed):
         async with api_server(d) as server:
             await server.beat("Ready")
             request = d.add(FakeRequest(ids(p, d)[1], prompt(40)))
-            run = lambda: d.run(p, until=lambda: request.answer is not None)  # noqa: E731
+            run = partial(d.run, p, until=lambda: request.answer is not None)
             async with streaming(server, request, run) as ask:
                 _, _, head = await ask()
                 assert word_in(head) == "recomputed; reason=no_offer"

@@ -306,8 +306,17 @@ def test_a_second_ctrl_c_kills_what_does_not_drain(fleet):
     child = fleet.foreground()
     fleet.settled()
     child.send_signal(signal.SIGINT)
-    # A router without requests is gone at once; then the engines drain.
-    until(lambda: any(pod.state == "Draining" for pod in fleet.pods().values()))
+
+    def drains_in_order() -> bool:
+        """It finishes its requests, for which it needs the engines; they drain when it is gone."""
+        pods = fleet.pods()
+        router = pods.pop("router-0", None)
+        states = {pod.state for pod in pods.values()}
+        if router is None:
+            return states == {"Draining"}
+        return router.state == "Draining" and states == {"Ready"}
+
+    until(drains_in_order)
     with pytest.raises(UserError, match="fleet t is being taken down"):
         fleet.ask(control.ScaleRequest("decode", 1))
     processes = fleet.processes()
