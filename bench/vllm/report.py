@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from statistics import median
@@ -39,6 +40,7 @@ FIGURES: dict[str, tuple[str, Callable[[Turn], float | None]]] = {
     "nixlMs": ("NIXL's own transfer time", lambda t: t.moved_s),
     "prefillMs": ("P's prefill", lambda t: t.prefill_s),
     "withoutMs": ("P's prefill without transfer", lambda t: t.without_s),
+    "pastRouterMs": ("TTFT of P without transfer", lambda t: t.past_router_s),
     "itlMs": ("ITL p50", lambda t: _steady(t, median)),
     "itlMaxMs": ("ITL, longest", lambda t: _steady(t, max)),
 }
@@ -69,6 +71,7 @@ def report(
         "cores": cores,
         "pssGib": {name: round(value, 2) for name, value in found.pss_gib.items()},
         "absent": dict(found.absent),
+        "failedTurns": [asdict(one) for one in found.failed],
         "ownArgs": [],
         "versions": {
             "xpyd": version("xpyd"),
@@ -93,6 +96,11 @@ def broken(made: dict[str, Any]) -> list[str]:
 
 def _of(turns: Sequence[Turn], name: str, case: str) -> list[Turn]:
     return [turn for turn in turns if (turn.contender, turn.case.name) == (name, case)]
+
+
+def _of_one_round(some: Sequence[Turn], others: Sequence[Turn]) -> list[tuple[Turn, Turn]]:
+    by_round = {turn.number: turn for turn in others}
+    return [(turn, by_round[turn.number]) for turn in some if turn.number in by_round]
 
 
 def _row(name: str, case: str, turns: Sequence[Turn]) -> dict[str, Any]:
@@ -129,7 +137,7 @@ def _ratios(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     for case in dict.fromkeys(turn.case.name for turn in turns):
         own = _of(turns, OURS, case)
         for other in (NIXL, ALONE):
-            pairs = list(zip(own, _of(turns, other, case), strict=False))
+            pairs = _of_one_round(own, _of(turns, other, case))
             for figure in _RATIOS:
                 name, of = FIGURES[figure]
                 values = [mine / theirs for a, b in pairs if (mine := of(a)) and (theirs := of(b))]
@@ -150,7 +158,7 @@ def _steps(turns: Sequence[Turn]) -> list[dict[str, Any]]:
             if not own:
                 continue
             same = [turn.prefill_s / turn.without_s for turn in own if turn.without_s]
-            bare = [a.prefill_s / b.prefill_s for a, b in zip(own, plain, strict=False)]
+            bare = [a.prefill_s / b.prefill_s for a, b in _of_one_round(own, plain)]
             row: dict[str, Any] = {"case": case, "contender": name}
             row["toSameWithout"] = _three(same, 3)
             row["toPlain"] = _three(bare, 3) if bare else None
@@ -166,12 +174,21 @@ def with_measured(page: str, made: dict[str, Any]) -> str:
         f"{made['model']['parameters'] / 1e6:.0f} M parameters, bfloat16, "
         f"{made['kvTokenBytes'] >> 10} KiB of KV for each token, so {mib:.0f} MiB for 1,500; "
         f"chunks of {made['chunkTokens']} tokens; cores {made['cores']}, rounds: "
-        f"{made['rounds']}.{not_measured(made)}"
+        f"{made['rounds']}.{not_measured(made)}{_failed(made)}"
     )
     cases = dict.fromkeys(row["case"] for row in made["rows"])
     tables = (_table([row for row in made["rows"] if row["case"] == case]) for case in cases)
     parts = [where, *tables, _ratio_table(made), _step_table(made)]
     return put_measured(page, BEGIN, "\n" + "\n\n".join(part for part in parts if part) + "\n\n")
+
+
+def _failed(made: dict[str, Any]) -> str:
+    """A line for each turn that failed."""
+    return "".join(
+        f"\nRound {one['number'] + 1}, {one['case']} tokens: {one['contender']} failed "
+        f"({one['reason']})."
+        for one in made["failedTurns"]
+    )
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +22,7 @@ from bench.vllm.servers import (
     ALONE,
     NIXL,
     OURS,
+    ROUTED_S,
     Contender,
     Counts,
     counts,
@@ -81,8 +82,22 @@ class Turn:
     """What NIXL says that reading took, posting included. None for others."""
     without_s: float | None = None
     """`prefill_s` of the same P in the same turn, of requests without a transfer."""
+    past_router_s: float | None = None
+    """TTFT of these requests, which P got past the router: the client's median."""
     external_tokens: float = 0.0
     """Prompt tokens whose KV D had from P."""
+    number: int = 0
+    """The round."""
+
+
+@dataclass(frozen=True)
+class FailedTurn:
+    """A turn of the peer in which a request got no answer, or a wrong one."""
+
+    contender: str
+    case: str
+    number: int
+    reason: str
 
 
 @dataclass
@@ -90,6 +105,7 @@ class Found:
     """Everything that a run measured. `absent`: who is not there, and why."""
 
     turns: list[Turn] = field(default_factory=list[Turn])
+    failed: list[FailedTurn] = field(default_factory=list[FailedTurn])
     pss_gib: dict[str, float] = field(default_factory=dict[str, float])
     absent: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -106,7 +122,11 @@ class Plan:
 def measure(
     model: Model, plan: Plan, folder: Path, cores: str, say: Callable[[str], None]
 ) -> Found:
-    """Start all, let them take turns, end them. ContenderFailed, and NotHere without vLLM."""
+    """Start all, let them take turns, end them. ContenderFailed, and NotHere without vLLM.
+
+    A turn in which NixlConnector fails is one of `failed`, and the others go on: on two cores its
+    polling threads may starve what computes until a deadline is over.
+    """
     found = Found()
     with ExitStack() as stack:
         up: list[Contender] = []
@@ -131,7 +151,7 @@ def measure(
             up.append(one)
         for number in range(plan.rounds):
             for one in rotated(up, number):
-                _round(one, plan, number, found, say)
+                run_round(one, plan, number, found, say)
     return found
 
 
@@ -141,14 +161,30 @@ def rotated(contenders: Sequence[Contender], by: int) -> list[Contender]:
     return [*contenders[by:], *contenders[:by]]
 
 
-def _round(
-    one: Contender, plan: Plan, number: int, found: Found, say: Callable[[str], None]
+def run_round(
+    one: Contender,
+    plan: Plan,
+    number: int,
+    found: Found,
+    say: Callable[[str], None],
+    *,
+    routed_s: float = ROUTED_S,
 ) -> None:
-    one.go_on(seed=10 + number)
+    """All cases of one contender; what it answers, or how it failed, goes into `found`. A pair
+    gets `routed_s` until KV moves."""
     for case in plan.cases:
-        turn = take_turn(one, case, seed=1000 + number)
-        found.turns.append(turn)
-        say(f"round {number + 1}, {said(turn)}")
+        try:
+            one.go_on(seed=10 + number, within_s=routed_s)
+            turn = replace(take_turn(one, case, seed=1000 + number), number=number)
+        except ContenderFailed as error:
+            if one.name != NIXL:
+                raise
+            reason = str(error).splitlines()[0]
+            say(f"round {number + 1}, {case.name} tokens, {one.name} failed: {reason}")
+            found.failed.append(FailedTurn(one.name, case.name, number, reason))
+        else:
+            found.turns.append(turn)
+            say(f"round {number + 1}, {said(turn)}")
     one.stop()
 
 
@@ -182,7 +218,8 @@ def take_turn(one: Contender, case: Case, seed: int) -> Turn:
         return Turn(one.name, case, samples, prefill_s)
     # Asked past the router and without its parameters, P computes as any vLLM.
     before = counts(one.p)
-    one.p.run(Case(case.name, case.input_tokens, 1, case.concurrency, case.requests), seed + 500)
+    short = Case(case.name, case.input_tokens, 1, case.concurrency, case.requests)
+    past_router = one.p.run(short, seed + 500)
     moves, post = (after_d.mean_since(at_d, name) or 0.0 for name in (_NIXL_MOVE, _NIXL_POST))
     return Turn(
         one.name,
@@ -192,6 +229,7 @@ def take_turn(one: Contender, case: Case, seed: int) -> Turn:
         waited_s=after_d.mean_since(at_d, _QUEUED),
         moved_s=moves + post if one.name == NIXL else None,
         without_s=_prefill(one, before, counts(one.p)),
+        past_router_s=median(sample.ttft_s for sample in past_router),
         external_tokens=external(at_d, after_d),
     )
 

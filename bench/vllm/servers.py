@@ -2,8 +2,9 @@
 
 Each vLLM computes with one thread, P on core 0, D and the one alone on core 1. Their other threads,
 the routers and the client run where there is room. NixlConnector on a CPU moves the thread that
-computes to the machine's last core; it gets back its own, or P and D would share one. A pair that
-is not asked is stopped (SIGSTOP), router and all: vLLM's loops take processor time also at rest.
+computes to the machine's last core; it gets back its own, or P and D would share one, and its
+polling threads stand behind all others. A pair that is not asked is stopped (SIGSTOP), router and
+all: vLLM's loops take processor time also at rest.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _HOST = "127.0.0.1"
 _KV_PORTS = {"kv_producer": 24301, "kv_consumer": 24311}
 _POOL_BYTES = 512 << 20
 _CACHE_GIB = "1"
-_ROUTED_S = 60.0
+ROUTED_S = 60.0
 # Longer than a block of vLLM's on a CPU (128 tokens), so that KV of whole blocks goes, too.
 WARM_UP = Case("warm-up", 300, 4, 1, 1)
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -93,14 +94,14 @@ class Contender:
         for one in self._servers():
             one.stop()
 
-    def go_on(self, seed: int) -> None:
+    def go_on(self, seed: int, *, within_s: float = ROUTED_S) -> None:
         """Until here; and until KV moves again, since peers and routers gave one another up.
 
         ContenderFailed.
         """
         for one in self._servers():
             one.go_on()
-        deadline = time.monotonic() + _ROUTED_S
+        deadline = time.monotonic() + within_s
         while True:
             before = counts(self.d)
             failure = "D loaded no KV"
@@ -164,9 +165,15 @@ def _start(stack: ExitStack, recipes: Sequence[Recipe], folder: Path, cores: str
         return list(pool.map(start, recipes))
 
 
+_BEHIND = 19
+"""So much lower a priority has what runs where nothing else wants to."""
+
+
 def bind(server: Server, core: int) -> None:
-    """Have its workers compute on `core`, and their other threads anywhere."""
+    """Have its workers compute on `core`, and their other threads anywhere, when nothing else
+    wants to run there: NIXL's polling threads took five times what computing got."""
     everywhere = os.sched_getaffinity(0)
+    behind = min(19, os.getpriority(os.PRIO_PROCESS, server.process.pid) + _BEHIND)
     for pid in tree(server.process.pid):
         if "Worker" not in Path(f"/proc/{pid}/comm").read_text():
             continue
@@ -174,6 +181,8 @@ def bind(server: Server, core: int) -> None:
             thread = int(entry.name)
             with suppress(ProcessLookupError):  # it ended meanwhile
                 os.sched_setaffinity(thread, {core} if thread == pid else everywhere)
+                if thread != pid:
+                    os.setpriority(os.PRIO_PROCESS, thread, behind)
 
 
 def router_recipe(name: str, folder: Path, flags: Sequence[str]) -> Recipe:

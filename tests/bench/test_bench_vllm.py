@@ -17,9 +17,22 @@ import pytest
 from bench.engine.contender import ContenderFailed, Recipe, Server
 from bench.engine.models import Model
 from bench.engine.shape import Case
+from bench.process import free_port
 from bench.report import END
 from bench.vllm.report import BEGIN, broken, report, with_measured
-from bench.vllm.rounds import CASES, KV_TOKEN_BYTES, MODEL, SHAPES, Found, Plan, Turn, rotated, said
+from bench.vllm.rounds import (
+    CASES,
+    KV_TOKEN_BYTES,
+    MODEL,
+    SHAPES,
+    FailedTurn,
+    Found,
+    Plan,
+    Turn,
+    rotated,
+    run_round,
+    said,
+)
 from bench.vllm.rounds import take_turn as ask
 from bench.vllm.servers import (
     ALONE,
@@ -59,9 +72,10 @@ def _made(*turns: Turn) -> dict:
 
 
 def _two_rounds() -> list[Turn]:
+    second = (_turn(OURS, 3.0), _turn(NIXL, 2.0), _turn(ALONE, 0.5))
     return [
         *(_turn(OURS, 1.0), _turn(NIXL, 2.0), _turn(ALONE, 0.5)),
-        *(_turn(OURS, 3.0), _turn(NIXL, 2.0), _turn(ALONE, 0.5)),
+        *(replace(turn, number=1) for turn in second),
     ]
 
 
@@ -98,6 +112,42 @@ def test_a_ratio_is_of_one_round_and_a_row_has_the_range_of_the_rounds():
     rows = {row["contender"]: row for row in made["rows"]}
     assert rows[OURS]["ttftMs"] == {"median": 2000.0, "min": 1000.0, "max": 3000.0}
     assert rows[OURS]["requests"] == 4
+
+
+def test_a_turn_that_failed_is_in_no_ratio_and_on_the_page() -> None:
+    turns = [turn for turn in _two_rounds() if (turn.contender, turn.number) != (NIXL, 0)]
+    failed = FailedTurn(NIXL, "1500", 0, "the generating instance failed")
+    made = report(_MODEL, Found(turns, [failed]), Plan(rounds=2), cores="0-1")
+    ratios = {(one["name"], one["peer"]): one for one in made["ratios"]}
+    to_nixl = ratios["TTFT, 1500 tokens", NIXL]
+    assert (to_nixl["min"], to_nixl["max"]) == (1.5, 1.5)
+    assert ratios["TTFT, 1500 tokens", ALONE]["max"] == 6.0
+    said_there = "Round 1, 1500 tokens: NixlConnector failed (the generating instance failed)."
+    assert said_there in with_measured(f"{BEGIN}{END}", made)
+    json.dumps(made)
+
+
+def _no_router(pair: Contender, name: str, folder: Path) -> Contender:
+    """A contender whose router is not there."""
+    (folder / "log").touch()
+    front = Server(Recipe("fake", (), {}), pair.front.process, folder / "log", free_port())
+    return replace(pair, name=name, front=front)
+
+
+def test_a_peer_that_fails_lets_the_others_go_on_and_ours_does_not(
+    pair: Contender, tmp_path: Path
+) -> None:
+    found, said_to_user = Found(), list[str]()
+    plan = Plan(cases=(_CASE,), rounds=1)
+    run_round(_no_router(pair, NIXL, tmp_path), plan, 1, found, said_to_user.append, routed_s=0.0)
+    (failed,) = found.failed
+    assert (failed.contender, failed.case, failed.number) == (NIXL, "1500", 1)
+    assert failed.reason in said_to_user[0]
+    assert found.turns == []
+    with pytest.raises(ContenderFailed):
+        run_round(
+            _no_router(pair, OURS, tmp_path), plan, 1, found, said_to_user.append, routed_s=0.0
+        )
 
 
 def test_the_gap_that_holds_a_transfer_is_not_a_time_between_tokens():
@@ -301,11 +351,15 @@ def test_a_worker_computes_on_its_core_and_its_other_threads_run_anywhere(tmp_pa
             bind(Server(Recipe("a", [], {}), process, tmp_path / "log", 1), core)
             threads = [int(one.name) for one in Path(f"/proc/{process.pid}/task").iterdir()]
             found = {thread: os.sched_getaffinity(thread) for thread in threads}
+            ranks = {thread: os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
+            own = os.getpriority(os.PRIO_PROCESS, process.pid)
         finally:
             process.kill()
     assert len(found) == 2
     assert found.pop(process.pid) == {core}
     assert list(found.values()) == [everywhere]
+    assert ranks.pop(process.pid) == own
+    assert list(ranks.values()) == [min(19, own + 19)]
 
 
 _A_BENCHMARK = """
