@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from pydantic import ValidationError
 
 from tests.kv.vllm_engine import config_of
 from tests.kv.vllm_kit import PAGE, shown
@@ -25,6 +26,7 @@ from xpyd_kv.vllm.options import (
     role_of,
 )
 from xpyd_kv.vllm.stats import COUNTERS
+from xpyd_operator.document.engine import Engine
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,31 @@ def test_what_is_not_served_is_refused_at_start_with_the_reason(change, reason):
     change(config, groups)
     with pytest.raises(UserError, match=reason):
         check_config(config, SimpleNamespace(kv_cache_groups=groups), read_options(config))
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--speculative-config", object()),
+        ("--hf-config-path", "/x"),
+        ("--enable-sleep-mode", True),
+        ("--enable-dbo", True),
+        ("--ubatch-size", 2),
+        ("--prefill-context-parallel-size", 2),
+        ("--decode-context-parallel-size", 2),
+        ("--data-parallel-size", 2),
+        ("--nnodes", 2),
+    ],
+)
+def test_a_fleets_document_refuses_flags_with_which_the_connector_does_not_start(flag, value):
+    config, name = config_of("kv_producer", port=24099), flag.removeprefix("--").replace("-", "_")
+    owners = (config, config.model_config, config.parallel_config)
+    [owner] = [owner for owner in owners if hasattr(owner, name)]
+    setattr(owner, name, value)
+    with pytest.raises(UserError, match="XpydConnector: "):
+        check_config(config, SimpleNamespace(kv_cache_groups=[object()]), read_options(config))
+    with pytest.raises(ValidationError, match=f"leave out .*{flag}"):
+        Engine(type="VLLM", connector="Xpyd", image="v", args=(f"{flag}={value}",))
 
 
 @pytest.mark.parametrize(

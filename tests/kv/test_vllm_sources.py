@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 import re
 from abc import ABC, abstractmethod
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from bench.environments import cache
 from scripts.vllm_environment import sources_folder
 from tests.kv import vllm_engine
 from xpyd_kv.vllm import engine_api
+from xpyd_operator.document.engine import Engine
 
 RUN = cache() / "bench-engine/vllm-0.32.0/lib/python3.11/site-packages"
 BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
@@ -139,3 +142,82 @@ def test_what_is_read_of_vllm_s_objects_is_there(sources):
             )
             if name is not None:
                 assert re.search(rf"\b{name}\b\s*[:=(]", text), f"{node.name}.{name}"
+
+
+def flags_of(sources: Path) -> list[list[str]]:
+    """The names of each flag of `vllm serve`."""
+    found: list[list[str]] = []
+    paths = [sources / "engine/arg_utils.py", *(sources / "entrypoints").glob("*/cli_args.py")]
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
+    for node in nodes:
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+            texts = [one.value for one in node.args if isinstance(one, ast.Constant)]
+            found.append([text for text in texts if text.startswith("-")])
+        if isinstance(node, ast.ClassDef) and node.name in ("BaseFrontendArgs", "FrontendArgs"):
+            fields = [one.target.id for one in node.body if isinstance(one, ast.AnnAssign)]
+            found += [[f"--{name.replace('_', '-')}"] for name in fields]
+    return [names for names in found if names]
+
+
+class FlagReader:
+    """vLLM's own parser with the flags of `vllm serve`."""
+
+    def __init__(self, sources: Path) -> None:
+        text = (sources / "utils/argparse_utils.py").read_text()
+        text = text.replace("import regex as re", "import re")
+        text = text.replace("from vllm.logger import init_logger", "from logging import getLogger")
+        names = {"init_logger": logging.getLogger, "__name__": "argparse_utils"}
+        exec(compile(text, "argparse_utils.py", "exec"), names)
+        self.flags = flags_of(sources)
+        self._parser = names["FlexibleArgumentParser"](prog="vllm")
+        serve = self._parser.add_subparsers().add_parser("serve")
+        serve.error = self._parser.error = self._fail
+        serve.add_argument("model", nargs="?")
+        for number, own in enumerate(self.flags):
+            serve.add_argument(*own, dest=f"flag{number}", nargs="?", const="")
+
+    def _fail(self, message: str) -> None:
+        raise ValueError(message)
+
+    def read(self, args: list[str]) -> list[str] | None:
+        """The names of the flag that is given; None: vLLM does not take that."""
+        try:
+            found = vars(self._parser.parse_args(["serve", "/m", *args]))
+        except (ValueError, IndexError):  # --model and --config are read apart, and need a value
+            return None
+        given = [name for name in found if name.startswith("flag") and found[name] is not None]
+        return self.flags[int(given[0].removeprefix("flag"))] if given else None
+
+
+def is_refused(arg: str) -> bool:
+    try:
+        Engine(type="VLLM", connector="Xpyd", image="v", args=(arg,))
+    except ValidationError:
+        return True
+    return False
+
+
+def test_a_document_treats_a_flag_as_vllm_reads_it(sources):
+    """Whole, cut short, with `_`, with its value or a member of its JSON behind it."""
+    vllm = FlagReader(sources)
+    refused = [names for names in vllm.flags if is_refused(names[0])]
+    names = {name for own in vllm.flags for name in own}
+    names |= {name[:end] for own in refused for name in own for end in range(2, len(name))}
+    names |= {f"{name}2" for own in refused for name in own}
+    taken = 0
+    for name in sorted(names - {"--"}):
+        for arg in (name, f"{name}=1", f"{name}.a=1", f"--{name[2:].replace('-', '_')}=1"):
+            if (flag := vllm.read([arg])) is not None:
+                assert is_refused(arg) == (flag in refused), (arg, flag)
+                taken += 1
+    assert taken > 1000
+
+
+def test_every_flag_that_a_document_is_refused_by_name_is_one_of_vllms(sources):
+    known = {name for own in flags_of(sources) for name in own}
+    lists = [re.match(r"leave out (-[^:]+): ", rule.message) for rule in Engine.rules]
+    refused = {name for found in lists if found for name in found[1].split(", ")}
+    assert len(refused) > 30
+    for name in refused:
+        start = name.removesuffix("*")
+        assert name in known or (start != name and any(one.startswith(start) for one in known))

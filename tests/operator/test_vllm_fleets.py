@@ -13,6 +13,7 @@ import pytest
 from tests.kv import vllm_standin
 from tests.operator.fleets import parsed, prefill_and_decode
 from tests.operator.object_samples import objects_of
+from xpyd_core.errors import UserError
 from xpyd_operator.manifests.refusals import engine_args_problems, template_problems
 from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.template import fleet_want, layout_of
@@ -255,9 +256,62 @@ def test_a_change_of_what_vllm_gets_is_another_revision(change: dict[str, Any]) 
 
 
 def test_what_only_vllm_knows_is_left_to_vllm() -> None:
-    args = ["--no-such-flag", "--kv-cache-dtype", "fp8", "--kv-transfer", "--model-impl=auto"]
+    args = ["--no-such-flag", "--kv-cache-dtype", "fp8", "--kv-cache", "--model-impl=auto"]
     fleet = parsed(pools=prefill_and_decode(), model=MODEL, engine=ENGINE | {"args": args})
     assert engine_args_problems(fleet) == ()
+
+
+def takes(arg: str, **engine: str) -> bool:
+    pools = [{"name": "all", "role": "Aggregated"}]
+    given = {"type": "VLLM", "image": "v", "args": [arg, "1"]} | engine
+    try:
+        parsed(pools=pools, model=MODEL, engine=given)
+    except UserError as error:
+        return "spec.engine.args" not in str(error)
+    return True
+
+
+@pytest.mark.parametrize(
+    "arg",
+    [
+        "--port", "--port=9", "--por", "--po=9", "--port.x=9", "--kv_transfer_config", "--kv-tr",
+        "--kv-transfer.kv_role", "--kv_transfer_config.kv_role=kv_both", "--tensor_parallel_size",
+        "--tensor=2", "-tp", "-tp=2", "-t", "-pp=2", "-dp", "-dpn=0", "-dpl.x", "-n2", "-n", "-r0",
+        "--data-parallel-rank", "--data_par=2", "--nnod=2", "--conf=/f", "--mod=x", "--headl",
+    ],
+)  # fmt: skip
+def test_every_spelling_in_which_vllm_takes_a_flag_of_the_fleets_is_refused(arg: str) -> None:
+    assert not takes(arg)
+
+
+@pytest.mark.parametrize(
+    "arg",
+    [
+        "-dc", "-dc={}", "--config-format=hf", "--model-impl=auto", "--host-x", "--ports", "-O3",
+        "-", "--kv-cache-dtype", "--kv_cache=fp8", "--no-enable-sleep-mode", "-1", "", "a--port",
+        "-q=x", "--specialize-active-lora", "--hf-overrides.port=1", "--hf-overrides={\"port\": 1}",
+        "-ep", "--generation-config=vllm", "--override-generation-config.temperature=0",
+    ],
+)  # fmt: skip
+def test_a_flag_of_its_own_and_a_value_that_only_look_like_one_are_taken(arg: str) -> None:
+    for connector in ("Xpyd", "Nixl"):
+        assert takes(arg, connector=connector)
+
+
+@pytest.mark.parametrize(
+    "arg",
+    ["--speculative-config", "-sc", "--spec-model", "--enable-sleep-mode", "-asc", "-dcp=2",
+     "--root-path=/v", "--enable-dbo", "--hf-config-path=/c"],
+)  # fmt: skip
+def test_what_only_xpyds_connector_refuses_is_taken_with_another_one(arg: str) -> None:
+    assert takes(arg)
+    assert takes(arg, connector="Nixl")
+    assert not takes(arg, connector="Xpyd")
+
+
+def test_a_cache_beside_the_gpu_is_refused_where_it_would_replace_the_connector() -> None:
+    assert takes("--kv-offloading-size=4")
+    assert not takes("--kv_offloading_si=4", connector="Nixl")
 
 
 def test_the_beats_container_can_get_memory_and_no_other_command() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -15,6 +17,7 @@ from xpyd_operator.document.base import (
     KeyName,
     Numbers,
     Plain,
+    Rule,
     Unique,
     matching,
     rule,
@@ -95,28 +98,72 @@ _OF_POOLS = (
 )
 """The worker's flags that the pools set, also with one dash and cut short as argparse accepts them:
 the pods of an instance follow from them."""
+_NOT_CUT_SHORT = ("", "-", "--", "-dc", *_OF_POOLS)
+"""What begins a refused flag of vLLM and is none cut short: no flag; a flag of its own that is
+allowed (-dc is --diffusion-config); what every engine is refused."""
+_NAME = re.compile("[^=.]*")
 
 
-OF_VLLM = (
-    "model",
-    "revision",
-    "served-model-name",
-    "host",
-    "port",
-    "uds",
-    "config",
-    "kv-transfer-config",
-    "shutdown-timeout",
-    "data-parallel-size",
-    "ssl-keyfile",
-    "ssl-certfile",
+def flag_name(arg: str) -> str:
+    """The flag's name in one of engine.args, as vLLM reads it: `_` is `-`, `=` begins the value and
+    `.` a member of the flag's JSON."""
+    name = _NAME.match(arg)
+    assert name is not None, "the pattern matches any text"
+    return name[0].replace("_", "-")
+
+
+def _name_in(variable: str) -> str:
+    """`flag_name` in CEL."""
+    return f"{variable}.find('^{_NAME.pattern}').replace('_', '-')"
+
+
+def _listed(texts: Iterable[str]) -> str:
+    return "[" + ", ".join(f"'{text}'" for text in texts) + "]"
+
+
+@dataclass(frozen=True)
+class _Flags:
+    """Flags of `vllm serve` that engine.args may not have, also cut short, as vLLM takes them.
+
+    `names`: one that ends with * stands for all that begin so. A flag of one letter has one, as its
+    value may follow at once (-n2).
+    """
+
+    names: tuple[str, ...]
+
+    def has(self, arg: str) -> bool:
+        """Whether `arg` is one of them."""
+        name = flag_name(arg)
+        return name not in _NOT_CUT_SHORT and (
+            any(whole.startswith(name) for whole in self._whole)
+            or any(name.startswith(start) for start in self._starts)
+        )
+
+    def cel(self, variable: str) -> str:
+        """`has` in CEL."""
+        name = _name_in(variable)
+        found = [
+            f"{_listed(self._whole)}.exists(f, f.startsWith({name}))",
+            *(f"{name}.startsWith('{start}')" for start in self._starts),
+        ]
+        return f"!({name} in {_listed(_NOT_CUT_SHORT)}) && ({' || '.join(found)})"
+
+    @property
+    def _whole(self) -> tuple[str, ...]:
+        return tuple(name.removesuffix("*") for name in self.names)
+
+    @property
+    def _starts(self) -> tuple[str, ...]:
+        return tuple(name.removesuffix("*") for name in self.names if name.endswith("*"))
+
+
+_When = tuple[str, Callable[["Engine"], bool]]
+_VLLM: _When = ("has(self.type) && self.type == 'VLLM'", lambda engine: engine.type == "VLLM")
+_MOVES_KV: _When = ("has(self.connector)", lambda engine: engine.connector is not None)
+_XPYD: _When = (
+    "has(self.connector) && self.connector == 'Xpyd'",
+    lambda engine: engine.connector == "Xpyd",
 )
-"""Flags of `vllm serve` that the fleet sets, or that its probes and heartbeats rely on. vLLM reads
-`_` as `-`, and a member of a flag's JSON behind a dot."""
-_OF_VLLM = re.compile(
-    f"(--({'|'.join(name.replace('-', '[-_]') for name in OF_VLLM)})|-dp)([=.].*)?", re.DOTALL
-)
-_VLLM_PATTERN = f"^(--({'|'.join(name.replace('-', '[-_]') for name in OF_VLLM)})|-dp)([=.]|$)"
 
 
 NIXL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
@@ -131,13 +178,21 @@ def _names_plugin(value: str) -> bool:
     return PLUGIN in value.split(",")
 
 
-def _first_of_vllm(engine: Engine) -> tuple[str | int, ...]:
-    """The first of engine.args that the fleet sets itself; () for none."""
-    if engine.type == "VLLM":
-        for arg in engine.args:
-            if _OF_VLLM.fullmatch(arg):
-                return (arg,)
-    return ()
+def _without(names: str, why: str, when: _When = _VLLM) -> Rule[Engine]:
+    """A rule that refuses the flags `names` (`_Flags`; between spaces) of vLLM."""
+    flags, (cel, applies) = _Flags(tuple(names.split())), when
+
+    def first(engine: Engine) -> tuple[str, ...]:
+        given = engine.args if applies(engine) else ()
+        return next(((arg,) for arg in given if flags.has(arg)), ())
+
+    found = rule(
+        f"!({cel}) || !has(self.args) || !self.args.exists(a, {flags.cel('a')})",
+        f"leave out {', '.join(flags.names)}: {why}",
+        field="args",
+        numbers=Numbers("%s", f"self.args.filter(a, {flags.cel('a')})[0]", first),
+    )
+    return found(lambda engine: not first(engine))
 
 
 class Engine(ApiModel):
@@ -163,9 +218,9 @@ class Engine(ApiModel):
                 Field(max_length=1024),
                 Plain,
                 Check(
-                    f"!self.matches('^({'|'.join(_OF_POOLS)})(=|$)')",
+                    f"!({_name_in('self')} in {_listed(_OF_POOLS)})",
                     "must not say how an instance splits the model: use spec.pools[].parallelism",
-                    lambda arg: arg.partition("=")[0] not in _OF_POOLS,
+                    lambda arg: flag_name(arg) not in _OF_POOLS,
                 ),
             ],
             ...,
@@ -226,15 +281,60 @@ class Engine(ApiModel):
     def _has_connector_of_vllm(self) -> bool:
         return self.type == "VLLM" or self.connector is None
 
-    @rule(
-        "!has(self.type) || self.type != 'VLLM' || !has(self.args) || "
-        f"!self.args.exists(a, a.matches('{_VLLM_PATTERN}'))",
-        "xpyd sets this flag of vLLM: leave it out (spec.model, spec.pools, spec.kvTransfer and "
-        "spec.drain say what it gets; a pod has one engine, and speaks plain HTTP)",
-        field="args",
-        numbers=Numbers(
-            "%s", f"self.args.filter(a, a.matches('{_VLLM_PATTERN}'))[0]", _first_of_vllm
-        ),
+    # Flags of `vllm serve` that the fleet sets, or that its probes and heartbeats rely on.
+    _leaves_model = _without(
+        "--model --revision --served-model-name", "spec.model says which model, and its names"
     )
-    def _leaves_flags_of_vllm(self) -> bool:
-        return not _first_of_vllm(self)
+    _leaves_parallelism = _without(
+        " ".join(SHORT_NAMES), "spec.pools[].parallelism says how an instance splits the model"
+    )
+    _leaves_address = _without(
+        "--host --port --uds --ssl-keyfile --ssl-certfile --grpc --headless",
+        "routers and probes speak plain HTTP with the pod, at its address",
+    )
+    _leaves_transfer = _without(
+        "--kv-transfer-config", "spec.engine.connector and spec.kvTransfer say it"
+    )
+    _leaves_drain = _without("--shutdown-timeout", "spec.drain.timeoutSeconds says it")
+    _leaves_config = _without("--config", "give the flags themselves, so that they are checked")
+    _is_one_engine = _without(
+        "--data-parallel-* -dp* --nnodes -n* --node-rank -r*",
+        "an instance is one pod with one engine; spec.pools[].replicas says how many there are",
+    )
+    _keeps_its_connector = _without(
+        "--kv-offloading-size",
+        "with it vLLM has its offloading connector in place of the one that spec.engine.connector "
+        "names",
+        _MOVES_KV,
+    )
+    # What xpyd's connector and plugin refuse when vLLM starts, whatever the value: all but vLLM's
+    # default (xpyd_kv.vllm: options.check_config, and instance).
+    _does_not_speculate = _without(
+        "--speculative-config -sc --spec-method --spec-model --spec-tokens",
+        "the connector Xpyd is not tested with speculative decoding",
+        _XPYD,
+    )
+    _has_own_config = _without(
+        "--hf-config-path", "the connector Xpyd reads config.json in the model's folder", _XPYD
+    )
+    _never_sleeps = _without(
+        "--enable-sleep-mode",
+        "with the connector Xpyd KV may move while vLLM takes the cache's memory away",
+        _XPYD,
+    )
+    _has_one_stream = _without(
+        "--enable-dbo --ubatch-size",
+        "the connector Xpyd needs the layers of a step one after another",
+        _XPYD,
+    )
+    _has_whole_contexts = _without(
+        "--prefill-context-parallel-size -pcp --decode-context-parallel-size -dcp",
+        "the connector Xpyd does not know contexts that ranks share",
+        _XPYD,
+    )
+    _has_one_server = _without(
+        "--api-server-count -asc", "with the connector Xpyd vLLM's only API server beats", _XPYD
+    )
+    _has_no_root = _without(
+        "--root-path", "with the connector Xpyd routers reach vLLM without a prefix", _XPYD
+    )
