@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from tests.crds.crdcheck_program import Report, crdcheck, why_no_crdcheck
 from tests.crds.fleets import FLEET, BadFleet, bad_fleets, good_fleets
 from tests.operator.fleets import Document, changed
 from xpyd_core.errors import UserError
+from xpyd_operator.document.engine import Engine
 from xpyd_operator.document.load import as_sent, load_fleet, parse_fleet, parse_object
 from xpyd_operator.document.pod_template import QUANTITY_PATTERN, pod_mistakes
 
@@ -182,6 +184,35 @@ def test_what_pod_templates_may_say_is_taken_with_its_values() -> None:
     kept = verdict.object["spec"]["pools"][0]["template"]["spec"]
     assert kept == {key: value for key, value in spec.items() if value is not None}
     assert list(pod_mistakes("spec", spec)) == []
+
+
+def _with_args(args: list[str], connector: str) -> Document:
+    engine = {"type": "VLLM", "connector": connector, "image": "v", "args": args}
+    return changed(FLEET, {"spec.engine": engine, "spec.model.uri": "file:///m"})
+
+
+@pytest.mark.parametrize("connector", ["Xpyd", "Nixl"])
+def test_the_api_server_reads_the_name_of_a_flag_as_we_do(connector: str) -> None:
+    """Whole, cut short, longer, in other letters, with what may be behind it."""
+    lists = [re.match(r"leave out (-[^:]+): ", rule.message) for rule in Engine.rules]
+    names = {name.strip("*") for found in lists if found for name in found[1].split(", ")}
+    starts = {name[:end] for name in names for end in range(len(name) + 1)} | {"-dc", "-ep"}
+    ends = ("", "x", "=1", ".a=1", "_")
+    args = sorted({f"{start}{end}" for start in starts for end in ends})
+    args += [arg.replace("-", "_").replace("__", "--", 1) for arg in args]
+    args = random.Random(7).sample(args, 150)
+    documents = [_with_args([arg], connector) for arg in args]
+    verdicts = crdcheck((document, None) for document in documents).verdicts
+    refused = [bool(verdict.errors) for verdict in verdicts]
+    assert refused == [_is_refused(document) for document in documents]
+    assert min(refused.count(True), refused.count(False)) > 20
+
+
+@pytest.mark.parametrize("start", ["", "--", "--x="])
+def test_as_many_and_as_long_flags_as_may_be_cost_the_api_server_little_enough(start: str) -> None:
+    args = [start + "_" * (1024 - len(start))] * 128
+    (verdict,) = crdcheck([(_with_args(args, "Xpyd"), None)]).verdicts
+    assert verdict.errors == ()
 
 
 def _random_documents(rng: random.Random, count: int) -> Iterator[Document]:
