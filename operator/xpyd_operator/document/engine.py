@@ -1,4 +1,4 @@
-"""spec.engine: which program serves, its image, flags and environment."""
+"""spec.engine: which program serves, its image, flags and environment (docs/adr/0062)."""
 
 from __future__ import annotations
 
