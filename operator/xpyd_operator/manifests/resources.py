@@ -17,6 +17,7 @@ from xpyd_core.sizes import parse_bytes
 from xpyd_operator.document.engines import Pool
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests.names import JsonObject, list_in, map_in
+from xpyd_operator.plan.vllm import POOL_BYTES
 
 MIB = 1 << 20
 PROCESS_BYTES = 700 * MIB
@@ -84,7 +85,8 @@ def given_sizes(fleet: InferenceFleet, pool: Pool) -> Sizes:
     if fleet.spec.engine.type == "VLLM":
         keeps = kv.keeps_kv(pool.role) and not fleet.spec.engine.is_nixl
         buffer = "0" if not keeps or kv.buffer_size.endswith("%") else kv.buffer_size
-        size = None if kv.host_pool_size is None else parse_bytes(kv.host_pool_size)
+        pool_size = kv.host_pool_size
+        size = POOL_BYTES if pool_size is None else parse_bytes(pool_size)
         return Sizes(ranks, vllm_cache_bytes(fleet), buffer, size if keeps else 0)
     cache = flag_value(args, CACHE_FLAG)
     cache_bytes = None if cache is None else parse_bytes(cache)

@@ -20,7 +20,8 @@ POD_IP = "$(XPYD_POD_IP)"
 KEY_FILE = "$(XPYD_KV_KEY_FILE)"
 SOCKET_VARIABLE = "XPYD_KV_SOCKET_DIR"
 SOCKET_DIR = f"$({SOCKET_VARIABLE})"
-_POOL_BYTES = 4 << 30
+POOL_BYTES = 4 << 30
+"""Of a D whose document does not say hostPoolSize."""
 _MODES = {"PutAsync": "put_async", "Put": "put", "Get": "get"}
 _ROLES = {"Prefill": "kv_producer", "Decode": "kv_consumer"}
 
@@ -117,7 +118,7 @@ def _of_xpyd(spec: Spec, pool: Pool) -> dict[str, Any]:
         if not kv.buffer_size.endswith("%"):
             extra["buffer_bytes"] = parse_bytes(kv.buffer_size)
         host_pool = kv.host_pool_size
-        extra["pool_bytes"] = _POOL_BYTES if host_pool is None else parse_bytes(host_pool)
+        extra["pool_bytes"] = POOL_BYTES if host_pool is None else parse_bytes(host_pool)
     policy = "recompute"
     if kv.on_failure == "Fail":
         policy, extra["fail_without_kv"] = "fail", True
