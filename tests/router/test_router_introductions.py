@@ -7,34 +7,40 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from tests.router import fakes
 from tests.router.fakes import (
     Call,
     Fleet,
     HttpEngine,
+    answer,
     die,
-    fleet,
     hang,
     replace_beat,
     serve_model,
     until,
 )
 from tests.router.several import Client, several, when
+from tests.router.test_router_blame import NO_KV
 from tests.router.test_router_mixed_pairs import OTHER, VLLM, spoken
 from xpyd_core.keys import call_mac
-from xpyd_core.kv_outcome import KvPeer
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.http.server import running
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.request.introductions import Introducer, words
+from xpyd_router.request.introductions import Introducer, prompt_for, words
 
 pytestmark = pytest.mark.usefixtures("uv_loop")
+# Engines of these tests beat once: with the usual period a machine without a free core for some
+# seconds makes them late, then gone.
+fleet = partial(fakes.fleet, heartbeat_interval_s=60.0)
+DIFFERS = "recomputed; reason=incompatible:kv_values"
 
 
 def test_prompts_are_words_that_no_cache_knows() -> None:
@@ -44,13 +50,11 @@ def test_prompts_are_words_that_no_cache_knows() -> None:
 
 @dataclass
 class Comparing:
-    """A D that compares: the first prompt of a P is not used, the next ones are as `then` says.
-    `says`: whether its answers do, as our engine's; a vLLM says it in its beats alone."""
+    """A D that compares: the first prompt of a P is not used, the next ones are as `then` says."""
 
     made: Fleet
     engine: HttpEngine
     then: str = "moved"
-    says: bool = True
     has_room: bool = True
     known: set[str] = field(default_factory=set[str])
     counts: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
@@ -62,22 +66,11 @@ class Comparing:
         said = self.then if p in self.known else "recomputed; reason=unverified"
         if self.has_room:
             self.known.add(p)
-        engine.said_of_kv = said if self.says else ""
+        engine.said_of_kv = said
         word = said.partition("reason=")[2]
         cause = word.partition(":")[0]
         self.counts.setdefault(p, {}).setdefault(cause, 0)
         self.counts[p][cause] += 1
-        if not self.says:
-            peers = tuple(
-                KvPeer(
-                    peer=peer,
-                    moved=found.get("", 0),
-                    last=cause,
-                    failed={c: n for c, n in found.items() if c},
-                )
-                for peer, found in self.counts.items()
-            )
-            await self.made.beat(engine, kv_peers=peers)
         return await serve_model(engine, call, request)
 
 
@@ -86,9 +79,10 @@ async def mixed_p(made: Fleet, engine: str, **more: Any) -> HttpEngine:
     return await made.engine("P", **said)
 
 
-async def mixed_d(made: Fleet, engine: str, **how: Any) -> Comparing:
+async def mixed_d(made: Fleet, engine: str, context: int = 0, **how: Any) -> Comparing:
     """A D that is Ready when it compares: the router is quick."""
     said: dict[str, Any] = {"continuation": 0, **spoken(engine), "state": "Starting"}
+    said["max_model_len"] = context
     d = await made.engine("D", **said)
     d.script = comparing = Comparing(made, d, **how)
     await made.beat(d, state="Ready")
@@ -114,13 +108,12 @@ async def report(made: Fleet, engine: HttpEngine) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("of_p", "of_d"), [(VLLM, ""), ("", VLLM), (VLLM, OTHER)])
-@pytest.mark.parametrize("says", [True, False])
 async def test_the_first_request_of_a_client_gets_kv_already(
-    of_p: str, of_d: str, says: bool, caplog: pytest.LogCaptureFixture
+    of_p: str, of_d: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     async with fleet(pair_wait_s=60.0) as made:
-        p, d = await mixed(made, of_p, of_d, says=says)
+        p, d = await mixed(made, of_p, of_d)
         await until(lambda: made.router.state.fleet.has_pair)
         assert [call.request_id for call in p.calls] == [c.request_id for c in d.engine.calls]
         before = len(d.engine.calls)
@@ -173,7 +166,7 @@ async def test_introductions_count_as_no_requests_of_clients(
 
 
 async def test_until_it_has_met_a_p_a_mixed_d_serves_alone() -> None:
-    async with fleet(on_no_prefill="PrefillOnDecode", heartbeat_interval_s=60.0) as made:
+    async with fleet(on_no_prefill="PrefillOnDecode") as made:
         p, d = await mixed(made, has_room=False)
         await until(lambda: introductions_of(made, "unverified") >= 2)
         sent = len(p.calls)
@@ -186,13 +179,11 @@ async def test_until_it_has_met_a_p_a_mixed_d_serves_alone() -> None:
         await until(lambda: introductions_of(made, "met") == 1)
 
 
-@pytest.mark.parametrize("says", [True, False])
 async def test_a_pair_whose_kv_differs_gets_no_requests(
-    caplog: pytest.LogCaptureFixture, says: bool
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with fleet() as made:
-        then = "recomputed; reason=incompatible:kv_values"
-        p, d = await mixed(made, then=then, says=says)
+        p, d = await mixed(made, then=DIFFERS)
         await until(lambda: introductions_of(made, "refused") == 1)
         sent = len(p.calls)
         async with await made.post(prompt="a client's") as response:
@@ -204,14 +195,94 @@ async def test_a_pair_whose_kv_differs_gets_no_requests(
         other = await made.engine("P", **spoken(""))
         await made.json(prompt="a client's")
         assert (len(other.calls), len(p.calls)) == (1, sent)
-    assert "are never a pair: incompatible" in caplog.text
+    assert "are never a pair" in caplog.text
+    assert "incompatible:kv_values: see `first contact` in D's log" in caplog.text
 
 
-async def test_a_p_that_says_why_it_sends_nothing_is_refused_by_its_word() -> None:
+async def test_a_d_that_fails_its_calls_instead_of_computing_is_refused_by_its_word() -> None:
     async with fleet() as made:
-        p, _ = await mixed(made, says=False)
-        p.not_sent = "incompatible:kv_layout"
+        _, d = await mixed(made)
+        said = DIFFERS.replace("recomputed", "failed")
+        d.engine.script = answer(503, NO_KV, **{"X-Xpyd-Kv": said})
         await until(lambda: introductions_of(made, "refused") == 1)
+
+
+@pytest.mark.parametrize("not_sent", ["incompatible:kv_layout", "refused:limit"])
+async def test_what_p_says_of_kv_that_it_does_not_send_counts_as_ds_word(not_sent: str) -> None:
+    async with fleet() as made:
+        p, d = await mixed_p(made, VLLM, state="Starting"), await mixed_d(made, "")
+        p.not_sent, d.then = not_sent, "recomputed; reason=not_sent"
+        d.known.add(p.beat.zmq_address)
+        await made.beat(p, state="Ready")
+        is_for_good = not_sent.startswith("incompatible")
+        if not is_for_good:
+            await until(lambda: introductions_of(made, "unverified") >= 2)
+            p.not_sent, d.then = "", "moved"
+        await until(lambda: introductions_of(made, "refused" if is_for_good else "met") == 1)
+
+
+async def test_a_p_that_d_refuses_for_a_while_is_tried_again() -> None:
+    async with fleet() as made:
+        _, d = await mixed(made, then="recomputed; reason=refused:limit")
+        await until(lambda: introductions_of(made, "unverified") >= 3)
+        d.then = "moved"
+        await until(lambda: introductions_of(made, "met") == 1)
+        assert introductions_of(made, "refused") == 0
+
+
+@pytest.mark.parametrize("by_ids", [False, True])
+def test_a_prompt_fits_whatever_the_tokenizer_and_is_long_enough_to_compare(by_ids: bool) -> None:
+    for context in (0, *range(18, 400)):
+        prompt = prompt_for(context, os.urandom, by_ids=by_ids)
+        assert prompt is not None
+        if isinstance(prompt, str):
+            least, most = len(prompt.split()), len(prompt.encode()) + 1
+        else:
+            least = most = len(prompt)
+            assert max(prompt) < 128
+        assert least >= 16
+        assert most + 2 <= (context or 300)
+        assert isinstance(prompt, list) is (by_ids or 0 < context < 67)
+
+
+def test_a_context_without_room_for_a_comparison_has_no_prompt() -> None:
+    assert [prompt_for(context, os.urandom) for context in range(1, 18)] == [None] * 17
+
+
+async def test_engines_of_a_short_context_are_introduced_by_token_ids() -> None:
+    async with fleet() as made:
+        p = await mixed_p(made, VLLM, max_model_len=18)
+        await mixed_d(made, "", context=4096)
+        await until(lambda: made.router.state.fleet.has_pair)
+        assert [len(call.body["prompt"]) for call in p.calls] == [16, 16]
+
+
+async def test_an_engine_that_refuses_a_text_gets_token_ids() -> None:
+    async with fleet() as made:
+        p, d = await mixed_p(made, VLLM, state="Starting"), await mixed_d(made, "")
+
+        async def by_ids(engine: HttpEngine, call: Call, req: web.Request) -> web.StreamResponse:
+            if isinstance(call.body["prompt"], str):
+                return web.json_response({"error": {"message": "ids alone"}}, status=400)
+            return await serve_model(engine, call, req)
+
+        p.script = by_ids
+        await made.beat(p, state="Ready")
+        await until(lambda: made.router.state.fleet.has_pair)
+        assert (len(p.calls), len(d.engine.calls)) == (3, 2)
+
+
+async def test_a_context_too_short_to_compare_is_in_the_log_and_d_serves_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with fleet(on_no_prefill="PrefillOnDecode") as made:
+        p = await mixed_p(made, VLLM, max_model_len=4096)
+        d = await mixed_d(made, "", context=17)
+        await until(lambda: introductions_of(made, "refused") == 1)
+        assert (await report(made, p))["refused"] == [d.engine.beat.instance]
+        await made.json(prompt="a client's")
+        assert (p.calls, len(d.engine.calls)) == ([], 1)
+    assert "holds fewer than 18: start it with a larger --max-model-len" in caplog.text
 
 
 async def test_a_p_that_restarts_is_introduced_again() -> None:
@@ -251,12 +322,24 @@ async def test_a_d_that_dies_under_an_introduction_ends_it() -> None:
         d.engine.script = d
         await made.beat(d.engine, incarnation="another")
         await until(lambda: made.router.state.fleet.has_pair)
-        assert introductions_of(made, "failed") == 1
+        assert d.engine.calls[0].is_closed
+        assert introductions_of(made, "failed") >= 1
 
 
-async def test_a_pair_that_waits_long_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("is_silent", "why"),
+    [
+        (False, "s: unverified: D has not compared it yet"),
+        (True, "s: D's answers have no X-Xpyd-Kv: a vLLM needs VLLM_PLUGINS=xpyd"),
+    ],
+)
+async def test_a_pair_that_waits_long_is_in_the_log(
+    caplog: pytest.LogCaptureFixture, is_silent: bool, why: str
+) -> None:
     async with fleet() as made:
         p, d = await mixed_p(made, VLLM, state="Starting"), await mixed_d(made, "", has_room=False)
+        if is_silent:
+            d.engine.script = serve_model
         # A fleet of its own, whose minute is short.
         begun_s = time.monotonic()
         view = FleetView(Registry(period_s=1e6, missed_beats=3), lambda: 1.0)
@@ -270,8 +353,9 @@ async def test_a_pair_that_waits_long_is_in_the_log(caplog: pytest.LogCaptureFix
         )
         async with running(introducer.run()):
             await until(lambda: "are no pair after" in caplog.text)
-        assert "s: unverified" in caplog.text
+        assert why in caplog.text
         assert f"P {p.beat.instance} ({VLLM}) and D {d.engine.beat.instance} (xpyd)" in caplog.text
+        assert not view.has_pair
 
 
 async def test_each_pair_of_several_is_introduced_one_at_a_time_for_an_engine() -> None:

@@ -138,6 +138,23 @@ def test_verdicts_are_bounded_and_leave_room_when_an_instance_leaves() -> None:
     assert set(verdicts.known()) == {(second, d, "met"), (third, d, "refused")}
 
 
+def test_an_open_breaker_takes_a_p_no_d_while_the_others_have_not_met_it() -> None:
+    known = Known()
+    p, own, other = known.add("P", VLLM), known.add("D", VLLM), known.add("D")
+    known.registry.set_standing(own, "Open")
+    assert ([p], [own]) in [(ps, ds) for _, ps, ds in known.groups()]
+    known.registry.judge(p, other, "met")
+    assert known.groups() == [("k", [p], [other])]
+
+
+@pytest.mark.parametrize("standing", ["Open", "Trial"])
+def test_a_d_whose_breaker_is_open_is_left_out_where_it_would_have_no_p(standing: Any) -> None:
+    known = Known()
+    other, own = known.add("D"), known.add("D", VLLM)
+    known.registry.set_standing(own, standing)
+    assert known.groups() == [("k", [], [other])]
+
+
 @dataclass
 class Walk:
     """A fleet of several engines in which instances come, leave and meet at random."""

@@ -25,7 +25,8 @@ Trial: that one is under way; Open: its breaker is; Ejected: it cannot be reache
 Dialect = Literal["xpyd", "pair-id", "nixl", "nixl-push"]
 """How an engine is told of a transfer; `request.dialects` speaks them."""
 Kind = tuple[str, str, tuple[str, ...]]
-"""Instances of one kind can replace each other: type, pairing key, models."""
+"""Instances of one kind share requests: type, pairing key, models. Those of another engine are of
+it, too, once they have met the same partners (docs/adr/0055)."""
 
 
 def dialect_of(beat: Heartbeat) -> Dialect:
@@ -42,7 +43,7 @@ def pairing_of(beat: Heartbeat) -> str:
 
 
 def kind_of(beat: Heartbeat) -> Kind:
-    """Which instances can replace the one with this beat."""
+    """Which instances share requests with the one with this beat."""
     return beat.type, pairing_of(beat), beat.models
 
 
@@ -131,7 +132,7 @@ class Instance:
 
     @property
     def kind(self) -> Kind:
-        """Instances that can replace it have the same."""
+        """Instances that share requests with it have the same."""
         return kind_of(self.beat)
 
     def is_late(self, now: float) -> bool:
@@ -271,17 +272,47 @@ def _model_instances(
     return ModelInstances(tuple(groups), tuple(aggregated), decode_alone)
 
 
-def _routable(everyone: Iterable[Instance]) -> list[Instance]:
+def _has_pair(among: Sequence[Instance], model: str, met: Met) -> bool:
+    """Whether a P and a D of these, which have one pairing key, may serve `model` together."""
+    ps = [one for one in among if one.beat.type == "P" and one.serves(model)]
+    engines, keys = {one.engine for one in ps}, {one.key for one in ps}
+    return any(
+        one.beat.type == "D"
+        and one.serves(model)
+        and (one.engine in engines or not keys.isdisjoint(met.get(one.key, _NOBODY)))
+        for one in among
+    )
+
+
+def _missing(
+    routable: Sequence[Instance], spare: Sequence[Instance], met: Met
+) -> Iterator[Instance]:
+    """Those of `spare` without which a model has no pair, though its kinds have routable instances:
+    these are of engines that have not met."""
+    for pairing in {one.pairing for one in spare if one.beat.type != "A"}:
+        more = [one for one in spare if one.pairing == pairing and one.beat.type != "A"]
+        there = [one for one in routable if one.pairing == pairing and one.beat.type != "A"]
+        both = [*there, *more]
+        if len({one.engine for one in both}) > 1:
+            models = {name for one in more for name in one.beat.models or ("",)}
+            if any(not _has_pair(there, m, met) and _has_pair(both, m, met) for m in models):
+                yield from more
+
+
+def _routable(everyone: Iterable[Instance], met: Met) -> list[Instance]:
     """Instances that new requests may be sent to.
 
     An open breaker keeps requests for the instances that work. A kind without such has nothing to
-    save: then those whose breaker is open are asked, and their errors are the answer.
+    save: then those whose breaker is open are asked, and their errors are the answer. So are those
+    without which there is no pair.
     """
     routable = [instance for instance in everyone if instance.is_routable]
     spare = [instance for instance in everyone if instance.is_spare]
     if spare:
         served = {instance.kind for instance in routable}
         routable += [instance for instance in spare if instance.kind not in served]
+        left = [instance for instance in spare if instance.kind in served]
+        routable += _missing(tuple(routable), left, met)
         routable.sort(key=lambda instance: instance.key)
     return routable
 
@@ -299,7 +330,7 @@ def build_snapshot(
         return _model_instances(among, met, decode_alone=decode_alone)
 
     everyone = sorted(instances, key=lambda instance: instance.key)
-    routable = _routable(everyone)
+    routable = _routable(everyone, met)
     unnamed = [instance for instance in routable if not instance.beat.models]
     named: dict[str, list[Instance]] = {}
     for instance in routable:

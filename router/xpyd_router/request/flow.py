@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 
+from xpyd_core.bodies import LongBody
 from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_router.access_log import Trace
 from xpyd_router.app_state import AppState
@@ -68,6 +69,45 @@ class RandomPool:
 
 
 logger = logging.getLogger(__name__)
+
+
+async def ask_prefill(
+    state: RequestState, attempt: Attempt, pair: Pair, timeout_s: float
+) -> Prefilled | None:
+    """Have P compute the prompt: its answer, or None where the pair does not continue: then it is
+    dropped. Raises CallFailed, EngineRefused; `attempt.owes_release` is right in any case.
+    """
+    dialect = dialect_between(pair)
+    body = dialect.prefill_body(state, pair, attempt.mac_for(pair.prefill))
+    is_leased = dialect.gives_back == "lease"
+    attempt.owes_release = not is_leased
+    try:
+        answer = await attempt.call(pair.prefill, state.request, body, timeout_s)
+        prefilled = dialect.take_prefill(state, pair, answer.body)
+    except ProtocolError as error:
+        logger.warning("%s", error, extra={"request": attempt.uuid})
+        raise CallFailed("answer") from error
+    except (CallFailed, EngineRefused) as error:
+        # P never began to send: there is nothing to release.
+        if isinstance(error, EngineRefused) or error.cause in ("connect", "refused"):
+            attempt.owes_release = False
+        raise
+    attempt.prefilled = prefilled
+    if is_leased:
+        attempt.owes_release = prefilled is not None and bool(prefilled.answer.transfer)
+    elif prefilled is not None and prefilled.is_over:  # P itself cancels the transfer
+        attempt.owes_release = False
+    return prefilled
+
+
+def body_behind(
+    state: RequestState, attempt: Attempt, pair: Pair, *, is_stream: bool
+) -> bytes | LongBody:
+    """What D is sent once P has answered the attempt."""
+    mac = attempt.mac_for(pair.decode)
+    return dialect_between(pair).decode_body(
+        state, attempt.prefilled, is_stream=is_stream, pair_mac=mac
+    )
 
 
 class Flow:
@@ -198,16 +238,12 @@ class Flow:
     async def _try_whole(self, state: RequestState, attempt: Attempt) -> Answer:
         request, choice = state.request, attempt.choice
         body = request.raw
-        prefilled: Prefilled | None = None
         if isinstance(choice, Pair):
             prefilled = await self._prefill(state, attempt, choice)
             if prefilled is not None and prefilled.is_over:
                 self._attempts.answered(state, attempt, "")
                 return Answer(200, whole_answer(request, state.head, prefilled.answer))
-            mac = attempt.mac_for(choice.decode)
-            body = dialect_between(choice).decode_body(
-                state, prefilled, is_stream=False, pair_mac=mac
-            )
+            body = body_behind(state, attempt, choice, is_stream=False)
         answer = await attempt.call(attempt.instances[-1], request, body, self._left_s(state))
         attempt.fleet.succeeded(attempt.called)
         attempt.owes_release = False
@@ -234,10 +270,7 @@ class Flow:
                     client.end()
                     return
                 goes_on = prefilled.goes_on
-            mac = attempt.mac_for(choice.decode)
-            body = dialect_between(choice).decode_body(
-                state, prefilled, is_stream=True, pair_mac=mac
-            )
+            body = body_behind(state, attempt, choice, is_stream=True)
         instance = attempt.instances[-1]
         exchange = await attempt.open(instance, request, body, self._left_s(state))
         try:
@@ -251,41 +284,19 @@ class Flow:
             self._objectives.streamed(state, attempt.load, attempt.waiting_tokens, attempt.call_s)
 
     async def _prefill(self, state: RequestState, attempt: Attempt, pair: Pair) -> Prefilled | None:
-        """P's answer, or None where the pair does not continue: then it is dropped."""
-        request, dialect = state.request, dialect_between(pair)
-        body = dialect.prefill_body(state, pair, attempt.mac_for(pair.prefill))
-        is_leased = dialect.gives_back == "lease"
-        attempt.owes_release = not is_leased
+        """See `ask_prefill`; P's load and pace are noted."""
         load = attempt.prefill_load
         load.begin(attempt.prefill_tokens)
         waiting_tokens = load.queued_tokens
+        timeout_s = min(self._config.prefill_timeout_s, self._left_s(state))
         try:
-            answer = await attempt.call(
-                pair.prefill,
-                request,
-                body,
-                min(self._config.prefill_timeout_s, self._left_s(state)),
-            )
-            state.trace.prefill_s = attempt.call_s
-            if self._objectives is not None and attempt.call_s is not None:
-                load.pace.first.observe(waiting_tokens, attempt.call_s)
-            prefilled = dialect.take_prefill(state, pair, answer.body)
-            attempt.prefilled = prefilled
-            attempt.fleet.succeeded(attempt.called)
-        except ProtocolError as error:
-            logger.warning("%s", error, extra={"request": attempt.uuid})
-            raise CallFailed("answer") from error
-        except (CallFailed, EngineRefused) as error:
-            # P never began to send: there is nothing to release.
-            if isinstance(error, EngineRefused) or error.cause in ("connect", "refused"):
-                attempt.owes_release = False
-            raise
+            prefilled = await ask_prefill(state, attempt, pair, timeout_s)
         finally:
             load.end(attempt.prefill_tokens)
-        if is_leased:
-            attempt.owes_release = prefilled is not None and bool(prefilled.answer.transfer)
-        elif prefilled is not None and prefilled.is_over:  # P itself cancels the transfer
-            attempt.owes_release = False
+        state.trace.prefill_s = attempt.call_s
+        if self._objectives is not None and attempt.call_s is not None:
+            load.pace.first.observe(waiting_tokens, attempt.call_s)
+        attempt.fleet.succeeded(pair.prefill)
         return prefilled
 
     @staticmethod

@@ -2,8 +2,8 @@
 
 A D uses KV of a P of another engine only when it has compared that of one prompt with its own
 (docs/adr/0055). So that no client pays for that, and no request goes to a pair without KV, the
-router sends such pairs short prompts until D has said `moved`: then the pair is one; or that it
-never will use the KV. One Introducer per router, in the process that takes heartbeats. Its calls
+router sends such pairs short prompts until D's answer says `moved`: then the pair is one; or that
+it never will use the KV. One Introducer per router, in the process that takes heartbeats. Its calls
 count for no breaker, no load and no metric of requests.
 """
 
@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 import orjson
 
-from xpyd_core.errors import ProtocolError
-from xpyd_core.kv_outcome import cause_of, read_header
+from xpyd_core.kv_outcome import HEADER, Said, cause_of, read_header
 from xpyd_router.access_log import Trace
 from xpyd_router.errors import CallFailed, EngineRefused
 from xpyd_router.fleet.instances import Instance, InstanceKey
@@ -32,9 +31,9 @@ from xpyd_router.policy.pairs import Pair
 from xpyd_router.request.answers import Head
 from xpyd_router.request.attempt import Attempt
 from xpyd_router.request.client_request import parse_request
-from xpyd_router.request.dialects import dialect_between
+from xpyd_router.request.flow import ask_prefill, body_behind
 from xpyd_router.request.releases import Releases
-from xpyd_router.request.state import RequestState
+from xpyd_router.request.state import RequestState, common_context, said_of_pair
 from xpyd_router.request_metrics import InstanceTable
 from xpyd_router.upstream.client import UpstreamClient
 
@@ -49,20 +48,30 @@ one before."""
 _LONGEST_PAUSE_S = 30.0
 _CALL_S = 60.0
 """Deadline of each call: a busy engine queues it."""
-_BEATS = 2
-"""So many of D's periods, and a bit, are waited for a beat that says what became of the KV."""
-_BEAT_SLACK_S = 2.0
 _LONG_S = 60.0
 """A pair without a verdict for so long is in the log, and again each time it has doubled."""
-_WORDS = 64
-"""Of a prompt: at least as many tokens; D needs 16. At most 4 bytes each."""
-_LEAST_WORDS = 20
+_TOKENS = 64
+"""Of a prompt, where they fit."""
+_LEAST_TOKENS = 16
+"""D compares no shorter prompt."""
+_ANSWER_TOKENS = 2
+_MAX_BEGIN_TOKENS = 1
+"""Put before a text by tokenizers."""
+_MAX_WORD_TOKENS = 4
+"""Three letters and a blank, where each byte is a token."""
 _MAX_ANSWER_TEXT = 200
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_ANSWER_TOKENS = 2
+_IDS = range(32, 128)
+"""Each vocabulary has them; bytes' are those of ASCII's characters."""
+_FIXES = {
+    "unverified": "D has not compared it yet; where its log says so, give it a buffer or a pool",
+    "incompatible:kv_values": "see `first contact` in D's log",
+    "incompatible:engine": "D compares KV only in a cache on a CPU",
+}
+"""By D's word."""
 
 
-class Said(NamedTuple):
+class Shown(NamedTuple):
     """What one prompt has shown: a verdict, or a word for why there is none."""
 
     verdict: Verdict | None
@@ -71,42 +80,54 @@ class Said(NamedTuple):
     """A call failed, or D says nothing."""
 
 
+_TOO_SHORT = Shown(
+    "refused",
+    f"D compares KV of {_LEAST_TOKENS} tokens or more, and one of the two holds fewer than "
+    f"{_LEAST_TOKENS + _ANSWER_TOKENS}: start it with a larger --max-model-len",
+)
+_SILENT = Shown(
+    None,
+    f"D's answers have no {HEADER}: a vLLM needs VLLM_PLUGINS=xpyd, of this version",
+    is_failure=True,
+)
+
+
 def words(random: bytes) -> str:
     """A text that no cache has seen: a word of three letters for each two bytes."""
     pairs = zip(random[::2], random[1::2], strict=True)
     return " ".join(_LETTERS[a % 26] + _LETTERS[b % 26] + _LETTERS[(a ^ b) % 26] for a, b in pairs)
 
 
-def words_for(context_tokens: int) -> int:
-    """How many words a prompt has where both engines hold so many tokens; 0: unknown."""
-    if not context_tokens:
-        return _WORDS
-    return max(_LEAST_WORDS, min(_WORDS, context_tokens // 4 - _ANSWER_TOKENS))
+def prompt_for(
+    context: int, random: Callable[[int], bytes], *, by_ids: bool = False
+) -> str | list[int] | None:
+    """A prompt that no cache has seen, for engines that both hold `context` tokens; 0: it is not
+    known how many. None: they hold none that D compares.
+
+    A text, as clients send it; token ids where the text may be too long, or `by_ids`. Some of the
+    ids may mean more than text to a model, such as the place of an image.
+    """
+    room = context - _ANSWER_TOKENS if context else _MAX_WORD_TOKENS * _TOKENS + _MAX_BEGIN_TOKENS
+    count = min(_TOKENS, (room - _MAX_BEGIN_TOKENS) // _MAX_WORD_TOKENS)
+    if count >= _LEAST_TOKENS and not by_ids:
+        return words(random(2 * count))
+    count = min(_TOKENS, room)
+    if count < _LEAST_TOKENS:
+        return None
+    return [_IDS[byte % len(_IDS)] for byte in random(count)]
 
 
-def judged(word: str) -> Said:
-    """What D's word, or P's, means: '' for KV that moved. KV whose layout, dtype or values are not
-    D's is never used; what may pass is tried again."""
-    if not word:
-        return Said("met")
+def judged(said: Said) -> Shown:
+    """What D's word, or P's, means. KV whose layout, dtype or values are not D's is never used;
+    what may pass is tried again."""
+    outcome, word = said
+    if outcome == "moved":
+        return Shown("met")
+    if outcome == "unreported":
+        return _SILENT
     is_for_good = cause_of(word) == "incompatible" and not word.startswith("refused:")
-    return Said("refused" if is_for_good else None, word)
-
-
-class Counted(NamedTuple):
-    """What D counted with one P, by its last beat."""
-
-    total: int = 0
-    last: str = ""
-    """The cause of what was counted last; '' for KV that moved."""
-
-
-def counted_with(decode: Instance, peer: str) -> Counted:
-    """What D counted with the P of this KV address."""
-    for one in decode.beat.kv_peers:
-        if one.peer == peer:
-            return Counted(one.moved + sum(one.failed.values()), one.last)
-    return Counted()
+    fix = _FIXES.get(word) or ("their logs say what differs" if is_for_good else "")
+    return Shown("refused" if is_for_good else None, f"{word}: {fix}" if fix else word)
 
 
 @dataclass
@@ -118,6 +139,8 @@ class _Waiting:
     pause_s: float = _FIRST_PAUSE_S
     tries: int = 0
     was_unverified: bool = False
+    by_ids: bool = False
+    """The next prompt is token ids: an engine has refused a text."""
     warn_after_s: float = _LONG_S
 
 
@@ -192,25 +215,26 @@ class Introducer:
         self, pair: Pair, waiting: _Waiting, upstream: UpstreamClient, releases: Releases
     ) -> None:
         """Send one prompt, and note what it has shown."""
-        said = Said(None, "the router failed", is_failure=True)
+        shown = Shown(None, "the router failed", is_failure=True)
         try:
-            said = await self._send(pair, upstream, releases)
+            shown = await self._send(pair, waiting, upstream, releases)
         except CallFailed as failure:
-            said = Said(None, f"{failure.cause} {failure}".strip(), is_failure=True)
+            # A D that does not compute (`onFailure: Fail`) fails the call with its word.
+            said = read_header(failure.kv)
+            shown = judged(said) if said.reason else Shown(None, failure.cause, is_failure=True)
         except EngineRefused as refusal:
+            waiting.by_ids = not waiting.by_ids
             text = refusal.answer.body[:_MAX_ANSWER_TEXT].decode(errors="replace")
-            said = Said(None, f"status {refusal.answer.status} {text}", is_failure=True)
-        except ProtocolError as error:
-            said = Said(None, str(error), is_failure=True)
+            shown = Shown(None, f"status {refusal.answer.status} {text}", is_failure=True)
         except Exception:  # the task's edge: the pair must be tried again
             logger.exception("introduction failed")
         finally:
             self._busy -= {pair.prefill.key, pair.decode.key}
-        self._note(pair, waiting, said)
+        self._note(pair, waiting, shown)
 
-    def _note(self, pair: Pair, waiting: _Waiting, said: Said) -> None:
+    def _note(self, pair: Pair, waiting: _Waiting, shown: Shown) -> None:
         now = self._clock()
-        result = said.verdict or ("failed" if said.is_failure else "unverified")
+        result = shown.verdict or ("failed" if shown.is_failure else "unverified")
         self._metrics.introductions.labels(result).inc()
         waiting.tries += 1
         if result == "unverified" and not waiting.was_unverified:
@@ -221,28 +245,32 @@ class Introducer:
             *(pair.prefill.name, pair.prefill.beat.engine or "xpyd"),
             *(pair.decode.name, pair.decode.beat.engine or "xpyd"),
         )
-        if said.verdict is not None:
-            if not self._fleet.introduced(pair.prefill.key, pair.decode.key, said.verdict):
+        if shown.verdict is not None:
+            if not self._fleet.introduced(pair.prefill.key, pair.decode.key, shown.verdict):
                 return
-            if said.verdict == "met":
+            if shown.verdict == "met":
                 logger.info("P %s (%s) and D %s (%s) have met: they are a pair", *names)
             else:
                 logger.error(
-                    "P %s (%s) and D %s (%s) are never a pair: %s; see `first contact` in D's log",
-                    *(*names, said.word),
+                    "P %s (%s) and D %s (%s) are never a pair, and a D without another P gets "
+                    "requests only with --on-no-prefill PrefillOnDecode: %s",
+                    *(*names, shown.word),
                 )
         elif now - waiting.since_s >= waiting.warn_after_s:
             waiting.warn_after_s *= 2
             logger.warning(
                 "P %s (%s) and D %s (%s) are no pair after %d prompts in %.0f s: %s",
-                *(*names, waiting.tries, now - waiting.since_s, said.word),
+                *(*names, waiting.tries, now - waiting.since_s, shown.word),
             )
 
-    async def _send(self, pair: Pair, upstream: UpstreamClient, releases: Releases) -> Said:
-        """Send one prompt through `pair`; raises CallFailed, EngineRefused, ProtocolError."""
-        latest = self._fleet.find(pair.decode.key) or pair.decode
-        before = counted_with(latest, pair.prefill.kv_text).total
-        state = self._state(pair)
+    async def _send(
+        self, pair: Pair, waiting: _Waiting, upstream: UpstreamClient, releases: Releases
+    ) -> Shown:
+        """Send one prompt through `pair`; raises CallFailed, EngineRefused."""
+        prompt = prompt_for(common_context(pair), os.urandom, by_ids=waiting.by_ids)
+        if prompt is None:
+            return _TOO_SHORT
+        state = self._state(pair, prompt)
         attempt = Attempt(
             pair,
             # Of its own: what it counts is no client's.
@@ -255,36 +283,21 @@ class Introducer:
             fleet=self._fleet,
             upstream=upstream,
         )
-        dialect = dialect_between(pair)
-        p, d = pair.prefill, pair.decode
-        attempt.owes_release = True
         try:
-            body = dialect.prefill_body(state, pair, attempt.mac_for(p))
-            answer = await attempt.call(p, state.request, body, _CALL_S)
-            prefilled = dialect.take_prefill(state, pair, answer.body)
-            body = dialect.decode_body(
-                state, prefilled, is_stream=False, pair_mac=attempt.mac_for(d)
-            )
-            answer = await attempt.call(d, state.request, body, _CALL_S)
+            await ask_prefill(state, attempt, pair, _CALL_S)
+            body = body_behind(state, attempt, pair, is_stream=False)
+            answer = await attempt.call(pair.decode, state.request, body, _CALL_S)
             attempt.owes_release = False
         finally:
             if attempt.owes_release:
                 releases.send(pair, attempt.uuid)
-        said = read_header(answer.kv)
-        not_sent = prefilled.answer.not_sent if prefilled is not None else ()
-        if not_sent and said.reason in ("", "not_sent"):
-            return judged(not_sent[0])
-        if said.outcome == "unreported":
-            return await self._wait_for_beat(pair, before)
-        return judged(said.reason)
+        return judged(said_of_pair(attempt.prefilled, answer.kv))
 
-    def _state(self, pair: Pair) -> RequestState:
-        """The request: a text that is new each time."""
-        said = [one.beat.max_model_len for one in pair if one.beat.max_model_len]
-        text = words(os.urandom(2 * words_for(min(said, default=0))))
+    def _state(self, pair: Pair, prompt: str | list[int]) -> RequestState:
+        """The request."""
         body = {
             "model": common_model(pair.prefill, pair.decode),
-            "prompt": text,
+            "prompt": prompt,
             "max_tokens": _ANSWER_TOKENS,
             "temperature": 0,
         }
@@ -299,15 +312,3 @@ class Introducer:
             deadline_s=now + 2 * _CALL_S,
             prompt_tokens=request.prompt_tokens,
         )
-
-    async def _wait_for_beat(self, pair: Pair, before: int) -> Said:
-        """What D's beats say of the KV, where its answer does not (vLLM's)."""
-        until_s = self._clock() + _BEATS * pair.decode.period_s + _BEAT_SLACK_S
-        while self._clock() < until_s:
-            latest = self._fleet.find(pair.decode.key)
-            if latest is None:
-                break
-            if (said := counted_with(latest, pair.prefill.kv_text)).total > before:
-                return judged(said.last)
-            await asyncio.sleep(_TICK_S)
-        return Said(None, "D's heartbeats do not say what became of the KV", is_failure=True)

@@ -16,7 +16,7 @@ import orjson
 
 from xpyd_core.bodies import LongBody
 from xpyd_core.errors import ApiError, ProtocolError
-from xpyd_core.kv_outcome import Cause, Outcome, cause_of, read_header
+from xpyd_core.kv_outcome import Cause, Outcome, Said, cause_of, read_header
 from xpyd_router.access_log import Trace
 from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.fleet.poison import Break
@@ -325,18 +325,23 @@ def decode_body(
     return splice(state.request.raw, {"kv_transfer_params": {**params, "pair_mac": pair_mac}})
 
 
-def pair_outcome(prefilled: Prefilled | None, said: str) -> tuple[Outcome, Cause]:
+def said_of_pair(prefilled: Prefilled | None, said: str) -> Said:
     """What became of a pair's KV, by D's header and P's answer. D knows whether it came; of KV that
     P did not send, P knows why.
     """
     outcome, word = read_header(said)
     not_sent = prefilled.answer.not_sent if prefilled is not None else ()
     if outcome == "moved" or (outcome == "unreported" and not not_sent):
-        return outcome, ""
-    cause = cause_of(word) if word else "not_sent"
-    if not_sent and cause == "not_sent":
-        cause = cause_of(not_sent[0])
-    return "failed" if outcome == "failed" else "recomputed", cause
+        return Said(outcome)
+    if not_sent and word in ("", "not_sent"):
+        word = not_sent[0]
+    return Said("failed" if outcome == "failed" else "recomputed", word or "not_sent")
+
+
+def pair_outcome(prefilled: Prefilled | None, said: str) -> tuple[Outcome, Cause]:
+    """See `said_of_pair`, with the cause that the word means."""
+    outcome, word = said_of_pair(prefilled, said)
+    return outcome, cause_of(word) if word else ""
 
 
 def gave_up(state: RequestState) -> ApiError:
