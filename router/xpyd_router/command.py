@@ -99,7 +99,8 @@ def _add_fleet(flags: _Flags, default: RouterConfig) -> None:
         default=[],
         metavar="TYPE=URL,...",
         help="an engine that sends no heartbeats, P, D or A=http://HOST:PORT; of a P or D its "
-        "dialect=nixl, nixl-push or pair-id, and for pair-id kv=HOST:PORT; may be repeated",
+        "dialect=nixl, nixl-push or pair-id, for pair-id kv=HOST:PORT, and prompt-ids=no where "
+        "it counts its output; may be repeated",
     )
     number(
         "--heartbeat-interval-ms",

@@ -29,9 +29,11 @@ from tests.kv.vllm_kit import (
 pytestmark = pytest.mark.soak
 ON_P, ON_D = {"cores": "0"}, {"cores": "1", "pool_bytes": 1 << 28}
 TWO_RANKS = ["--tensor-parallel-size", "2"]
+# Counted from a prompt's end: no token of P may be handed over.
+CAPPED = {"flags": ["--override-generation-config", '{"max_new_tokens": 5}']}
 SHAPES = {
     "1P2D": ([ON_P], [ON_D, {**ON_D, "cores": "0"}]),
-    "2P1D": ([ON_P, {**ON_P, "cores": "1"}], [ON_D]),
+    "2P1D, capped": ([ON_P | CAPPED, {**ON_P, "cores": "1"} | CAPPED], [ON_D | CAPPED]),
     "2P2D": ([ON_P, ON_P], [ON_D, ON_D]),
     "TP2-TP1": ([{"cores": "0|1", "flags": TWO_RANKS}], [ON_D]),
     "TP1-TP2": ([ON_P], [{**ON_D, "cores": "0|1", "flags": TWO_RANKS}]),

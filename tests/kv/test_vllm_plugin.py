@@ -181,6 +181,31 @@ async def test_an_instance_is_ready_when_its_http_server_is_healthy(signed, monk
     assert found.engine == engine_name()
 
 
+@pytest.mark.parametrize(
+    ("added", "takes_ids"),
+    [
+        ({"sampled": {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1}}, 1),
+        ({"sampled": {"repetition_penalty": 1.1}}, 1),
+        ({"sampled": {"max_tokens": 6}}, 0),
+        ({"sampled": {"presence_penalty": 0.5}}, 0),
+        ({"sampled": {"frequency_penalty": -0.5}}, 0),
+        ({"processors": ["a.module:Processor"]}, 0),
+        ({"watermark": {"key": 7}}, 0),
+    ],
+    ids=str,
+)
+async def test_a_vllm_that_counts_its_output_takes_no_token_of_it_as_prompt(
+    added: dict[str, Any], takes_ids: int, signed
+):
+    with pair(signed, signed) as (_, d):
+        model = d.config.model_config
+        model.get_diff_sampling_param = lambda: added.get("sampled", {})
+        model.logits_processors = added.get("processors")
+        d.config.watermark_config = added.get("watermark")
+        async with api_server(d) as server:
+            assert (await server.beat()).prompt_ids == takes_ids
+
+
 async def test_both_of_a_pair_have_one_compatibility_key(signed):
     with pair(signed, signed) as (p, d):
         async with api_server(p) as of_p, api_server(d) as of_d:
@@ -267,6 +292,22 @@ async def test_released_kv_is_given_back(signed):
             status, body, _ = await server.call("/kv/release", {"uuid": uuid}, mac)
             assert (status, json.loads(body)) == (200, {"released": uuid})
             await soon(lambda: not store.metrics().leases)
+
+
+async def test_a_burst_of_releases_waits_its_turn(signed, monkeypatch):
+    monkeypatch.setattr(instance, "_RELEASE_S", 30.0)
+    with pair(signed, signed) as (_, d):
+        async with api_server(d) as server:
+            await server.beat("Ready")
+            # As on a machine with many cores: the engine's process takes 16 calls at once.
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(40))
+            uuids = [f"{number:032x}" for number in range(64)]
+            macs = [call_mac(KEY, "kv-release", uuid) for uuid in uuids]
+            calls = zip(uuids, macs, strict=True)
+            answers = await asyncio.gather(
+                *(server.call("/kv/release", {"uuid": uuid}, mac) for uuid, mac in calls)
+            )
+            assert [status for status, _, _ in answers] == [200] * 64
 
 
 @asynccontextmanager

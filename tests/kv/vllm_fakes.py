@@ -156,6 +156,8 @@ def config_of(
         hf_overrides=overrides or {},
         served_model_name="demo-model",
         max_model_len=4096,
+        logits_processors=None,
+        get_diff_sampling_param=dict,
         use_mla=False,
         enable_sleep_mode=False,
         get_head_size=lambda: HEAD_DIM,
@@ -182,8 +184,8 @@ def config_of(
     )
     return SimpleNamespace(
         model_config=model_config, parallel_config=parallel, cache_config=cache,
-        speculative_config=None, kv_transfer_config=transfer, instance_id="12345",
-        shutdown_timeout=30.0,
+        speculative_config=None, watermark_config=None, kv_transfer_config=transfer,
+        instance_id="12345", shutdown_timeout=30.0,
     )  # fmt: skip
 
 

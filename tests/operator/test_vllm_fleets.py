@@ -185,6 +185,29 @@ def test_an_unchanged_vllm_gets_nixl_by_its_flags_and_its_environment(gpus: int)
         assert layout_of(template) == "TP2xPP2"
 
 
+@pytest.mark.parametrize(
+    ("args", "takes_ids"),
+    [
+        (["--seed=3", "--max-model-len", "2048", "--", "x"], True),
+        (["--override-gen={}"], False),
+        (["--override-generation-config={}"], False),
+        (["--override_generation_config.max_new_tokens=8"], False),
+        (["--generation-config", "/models/other"], False),
+        (["--logits-processors=a:B"], False),
+        (["--watermark-config", "{}"], False),
+    ],
+    ids=str,
+)
+def test_the_beats_of_a_vllm_with_nixl_say_by_its_flags_whether_it_counts_its_output(
+    args: list[str], takes_ids: bool
+) -> None:
+    for engine, speaks in ((NIXL, True), (ENGINE, False)):
+        found = templates(engine=engine | {"args": args})
+        for pool in ("prefill", "decode"):
+            is_told = "--no-prompt-ids" in found[pool].beats
+            assert is_told == (speaks and not takes_ids), "our plugin knows it itself"
+
+
 def pods_of(**spec: Any) -> dict[str, Any]:
     """The engines' pods by pool, their containers by name."""
     fleet = parsed(**{"pools": prefill_and_decode(), "model": MODEL, "engine": ENGINE} | spec)

@@ -167,6 +167,34 @@ async def test_what_has_several_sequences_runs_on_d_alone(
         assert fleet_.metric("xpyd_router_kv_outcomes_total", cause="several", **counted) == 1
 
 
+@pytest.mark.parametrize("dialect", ["nixl", "pair-id"])
+@pytest.mark.parametrize(
+    ("member", "is_several"),
+    [
+        (r'"prompt\u005fembeds": "two"', True),
+        (r'"prompt_embed\u0073": ["two"]', True),
+        ('"prompt_embeds": null', False),
+        ('"user": "prompt_embeds"', False),
+        (r'"use\u005fbeam_search": true', None),
+        ('"use_beam_search": 1', None),
+        ('"use_beam_search": false', False),
+    ],
+)
+async def test_a_member_counts_by_its_name_however_that_is_written(
+    dialect: str, member: str, is_several: bool | None
+) -> None:
+    """None: several to NixlConnector; to a pair id each has one of its own."""
+    if is_several is None:
+        is_several = dialect == "nixl"
+    async with fleet() as fleet_:
+        (p, _), (d, _), _ = await nixl_pair(fleet_, dialect=dialect)
+        text = '{"model": "m", "prompt": "one", "max_tokens": 3, ' + member + "}"
+        async with fleet_.http.post(f"{fleet_.base}/v1/completions", data=text) as response:
+            assert response.status == 200
+            await response.read()
+        assert (len(p.calls), len(d.calls)) == (not is_several, 1)
+
+
 @kinds
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(

@@ -22,12 +22,14 @@ def test_a_list_is_read() -> None:
             "P=http://10.0.0.1:8000,dialect=nixl",
             "D=http://[::1]:8000/,dialect=nixl-push",
             "D=http://vllm-d:8000,dialect=pair-id,kv=10.0.0.3:14579",
+            "D=http://10.0.0.5:8000,prompt-ids=no,dialect=nixl",
             "A=http://10.0.0.4:8000",
         ]
     ) == (
         ListedInstance("P", "10.0.0.1:8000", "nixl"),
         ListedInstance("D", "[::1]:8000", "nixl-push"),
         ListedInstance("D", "vllm-d:8000", "pair-id", "10.0.0.3:14579"),
+        ListedInstance("D", "10.0.0.5:8000", "nixl", takes_ids=False),
         ListedInstance("A", "10.0.0.4:8000"),
     )
 
@@ -45,6 +47,8 @@ def test_a_list_is_read() -> None:
         ("P=http://a:1,dialect=pair-id", "for pair-id and only there"),
         ("P=http://a:1,dialect=nixl,tp=2", "expected P|D|A=http"),
         ("P=http://a:1,dialect=nixl,dialect=nixl", "expected P|D|A=http"),
+        ("P=http://a:1,dialect=nixl,prompt-ids=yes", "prompt-ids: expected no"),
+        ("A=http://a:1,prompt-ids=no", "moves no KV"),
         ("P=http://a,dialect=nixl", "host:port"),
         ("P=http://a:1/v1,dialect=nixl", "host:port"),
         ("A=http://a:1,dialect=nixl", "moves no KV"),
@@ -96,16 +100,17 @@ def test_xpyds_own_connector_compares_versions_itself() -> None:
 
 
 @contextlib.asynccontextmanager
-async def listed_fleet(*versions: str) -> Any:
-    """A router with a P and a D of a list; the versions are P's and D's."""
+async def listed_fleet(*versions: str, more: str = "", cap: int | None = None) -> Any:
+    """A router with a P and a D of a list; the versions are P's and D's, `more` is behind both."""
     async with contextlib.AsyncExitStack() as stack:
         pinned = Pinned()
         engines: list[HttpEngine] = []
         texts: list[str] = []
         for kind, version in zip("PD", versions, strict=True):
-            engine, _ = await silent_vllm(stack, kind, pinned, version=version)
+            engine, model = await silent_vllm(stack, kind, pinned, version=version)
+            model.cap = cap
             engines.append(engine)
-            texts.append(f"{kind}=http://127.0.0.1:{engine.port},dialect=nixl")
+            texts.append(f"{kind}=http://127.0.0.1:{engine.port},dialect=nixl{more}")
         made = await stack.enter_async_context(
             fleet(static_instances=parse_listed(texts), heartbeat_interval_s=0.2, pair_wait_s=20.0)
         )
@@ -120,6 +125,14 @@ async def test_a_fleet_of_silent_engines_serves() -> None:
         async with fleet_.http.get(f"{fleet_.base}/v1/models") as response:
             (model,) = (await response.json())["data"]
         assert (model["id"], model["max_model_len"]) == ("m", CONTEXT_TOKENS)
+
+
+async def test_a_silent_engine_that_counts_its_output_makes_no_token_too_many() -> None:
+    """The list says so: it has a cap of its own, which counts from the end of the prompt."""
+    async with listed_fleet("0.32.0", "0.32.0", more=",prompt-ids=no", cap=3) as (fleet_, _, d):
+        events = await fleet_.events(prompt="San Francisco is a", max_tokens=5)
+        assert text_of(events) == expected("San Francisco is a", 3)
+        assert d.calls[0].body["prompt"] == "San Francisco is a"
 
 
 async def test_xpyds_connector_gets_the_signed_pair_id_and_nothing_of_nixls() -> None:

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 
 from tests.router.chat_templates import DEMO_MODEL, files_of
-from tests.router.fakes import Fleet, HttpEngine, fleet, text_of, until
-from tests.router.test_router_dialects import Pinned, expected
+from tests.router.fakes import Fleet, HttpEngine, answer, fleet, text_of, until
+from tests.router.test_router_dialects import Pinned, expected, nothing_is_open
 from tests.router.vllm_engines import Vllm, silent_vllm, vllm_engine
 from xpyd_core.tokenizer_files import TokenizerFiles, encode_tokenizer_files
 from xpyd_router.fleet.listed import parse_listed
@@ -239,6 +239,41 @@ async def test_what_a_vllm_that_ends_aborts_is_served_by_another_one(
         engine = (made.p if kind == "P" else made.d)[0]
         assert engine.calls
         assert instance_at(made, engine).standing == "Good", "to end is no fault"
+
+
+TOOLS: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+
+
+@every_fleet
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("status", [400, 500])
+async def test_what_a_p_cannot_say_of_a_cut_call_of_a_tool_d_says(
+    dialect: str, is_stream: bool, status: int
+) -> None:
+    """vLLM 0.18 and some others parse the call, which ends at P's one token."""
+    async with beating_vllms(dialect, 1, 1) as made:
+        (p,), (d,) = made.p, made.d
+        works, p.script = p.script, answer(status, {"error": {"message": "Invalid JSON: EOF"}})
+        for _ in range(12):
+            wanted = {"max_tokens": 3, "stream": is_stream, "tool_choice": "required", **TOOLS}
+            async with await made.fleet.post("chat/completions", **wanted) as response:
+                assert response.status == 200
+                text = await response.text()
+            assert expected("user: hello\n", 3).split()[-1] in text
+        assert len(p.calls) == len(d.calls) == 12
+        p.script = works
+        await made.fleet.json("chat/completions", max_tokens=3)
+        assert len(p.calls) == 13, "P is as good as before"
+        assert nothing_is_open(made.fleet)
+
+
+async def test_what_d_refuses_of_a_chat_with_tools_is_the_clients_answer() -> None:
+    async with beating_vllms("nixl", 1, 1) as made:
+        for engine, name in ((made.p[0], "P"), (made.d[0], "D")):
+            engine.script = answer(400, {"error": {"message": f"of {name}"}})
+        for body, name in ((TOOLS, "D"), ({}, "P")):
+            async with await made.fleet.post("chat/completions", **body) as response:
+                assert (response.status, f"of {name}" in await response.text()) == (400, True)
 
 
 @pytest.mark.parametrize("dialect", ["nixl", "nixl-push"])

@@ -61,6 +61,8 @@ class Vllm:
     half_character_at: int | None = None
     """Position of a generated token whose text is held back until the next one."""
     pushes: bool = False
+    cap: int | None = None
+    """`max_new_tokens` of --override-generation-config."""
     external_tokens: list[int] = field(default_factory=list[int])
     """Of each request: how many tokens of its prompt came from P."""
     numbers: Iterator[int] = field(default_factory=count)
@@ -120,9 +122,9 @@ class Vllm:
             one if isinstance(one, list) else list(one.encode()) for one in (*embeddings, *prompt)
         ]
 
-    @staticmethod
-    def _limit(body: dict[str, Any]) -> int:
-        return body.get("max_completion_tokens") or body.get("max_tokens") or 16
+    def _limit(self, body: dict[str, Any]) -> int:
+        wanted: int = body.get("max_completion_tokens") or body.get("max_tokens") or 16
+        return wanted if self.cap is None else min(wanted, self.cap)
 
     def _pull(self, ids: list[int], params: dict[str, Any]) -> bool:
         """Take P's KV for `ids`; whether it is theirs. All of the prompt counts as P's."""

@@ -19,7 +19,7 @@ from tests.worker.test_server_heartbeat import KEY, router
 from xpyd_core.keys import is_beat_mac
 from xpyd_core.messages import Heartbeat, decode_heartbeat
 from xpyd_core.pod_env import PodEnv
-from xpyd_worker.vllm import Answers, EngineState
+from xpyd_worker.vllm import Answers, EngineState, PairDialect
 
 MODELS = b'{"object": "list", "data": [{"id": "demo", "max_model_len": 2048}, {"id": "lora"}]}'
 METRICS = b"""# TYPE vllm:num_requests_running gauge
@@ -79,6 +79,14 @@ def test_a_vllm_with_nixl_pairs_by_its_version(
     engine.take(WELL._replace(version=version))
     beat = engine.beat
     assert (beat.dialect, beat.compatibility, beat.prompt_ids) == ("nixl", compatibility, ids)
+
+
+@pytest.mark.parametrize("dialect", ["pair-id", "nixl"])
+def test_a_vllm_that_counts_its_output_says_that_it_takes_no_ids(dialect: PairDialect) -> None:
+    env = PodEnv(role="Decode")
+    engine = EngineState(env, 3.0, lambda: "a", dialect=dialect, takes_ids=False)
+    engine.take(WELL._replace(version=b'{"version": "0.32.0"}'))
+    assert engine.beat.prompt_ids == 0
 
 
 def test_a_process_that_ends_and_starts_again_is_another_instance() -> None:

@@ -74,8 +74,11 @@ class EngineState:
         new_incarnation: Callable[[], str],
         *,
         dialect: PairDialect = "pair-id",
+        takes_ids: bool = True,
     ) -> None:
+        """`takes_ids`: see --no-prompt-ids."""
         self._new_incarnation = new_incarnation
+        self._takes_ids = takes_ids
         self._is_leaving = False
         host = f"[{env.pod_ip}]" if ":" in env.pod_ip else env.pod_ip
         is_of_pair = env.role != "Aggregated"
@@ -92,7 +95,7 @@ class EngineState:
             period_ms=round(period_s * 1000),
             dialect=dialect if is_of_pair else "",
             # xpyd's connector refuses a vLLM before 0.32; others say their version.
-            prompt_ids=1 if is_of_pair and dialect == "pair-id" else 0,
+            prompt_ids=1 if takes_ids and is_of_pair and dialect == "pair-id" else 0,
         )
 
     @property
@@ -122,7 +125,7 @@ class EngineState:
             if self.beat.dialect == "nixl" and (version := read_version(answers.version)):
                 self._change(
                     compatibility=nixl_compatibility(version),
-                    prompt_ids=1 if takes_prompt_ids(version) else 0,
+                    prompt_ids=1 if self._takes_ids and takes_prompt_ids(version) else 0,
                 )
             self._change(
                 state="Ready",
@@ -191,13 +194,16 @@ class _Beats:
         drain_timeout_s: float,
         key: bytes,
         dialect: PairDialect,
+        takes_ids: bool,
         argv: Sequence[str],
     ) -> None:
         self._address = Address(env.pod_ip, env.http_port)
         self._period_s = period_s
         self._drain_timeout_s = drain_timeout_s
         self._argv = argv
-        self._engine = EngineState(env, period_s, lambda: os.urandom(8).hex(), dialect=dialect)
+        self._engine = EngineState(
+            env, period_s, lambda: os.urandom(8).hex(), dialect=dialect, takes_ids=takes_ids
+        )
         self._left = asyncio.Event()
         self._status = 0
         self._sender = HeartbeatSender(
@@ -289,6 +295,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--drain-timeout", type=float, default=300.0, metavar="SECONDS", help=text)
     text = "of P and D: xpyd's connector (the default) or NixlConnector moves the KV"
     add("--dialect", choices=("pair-id", "nixl"), default="pair-id", help=text)
+    text = "of P and D: no token of an answer may become prompt, since this vLLM counts its output"
+    add("--no-prompt-ids", action="store_true", help=text)
     add("--kv-key-file", metavar="FILE", help="signs the beats; default: XPYD_KV_KEY_FILE")
     add("--kv-insecure", action="store_true", help="the fleet has no secret")
     add_logging_arguments(parser)
@@ -319,6 +327,7 @@ def _run(args: argparse.Namespace) -> int:
             drain_timeout_s=args.drain_timeout,
             key=key,
             dialect=args.dialect,
+            takes_ids=not args.no_prompt_ids,
             argv=args.command,
         ).run()
 

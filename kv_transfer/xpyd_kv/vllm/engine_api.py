@@ -156,11 +156,18 @@ class ModelConfig(Protocol):
     """`vllm serve` takes nothing but an object of JSON."""
     served_model_name: str | Sequence[str]
     max_model_len: int
+    logits_processors: Sequence[object] | None
+    """`--logits-processors`."""
 
     @property
     def use_mla(self) -> bool: ...
 
     enable_sleep_mode: bool
+
+    def get_diff_sampling_param(self) -> dict[str, Any]:
+        """What requests get that do not say it themselves, and `max_tokens` as a cap for all: of
+        the checkpoint's generation_config.json and `--override-generation-config`."""
+        ...
 
     def get_head_size(self) -> int: ...
 
@@ -212,6 +219,7 @@ class VllmConfig(Protocol):
     parallel_config: ParallelConfig
     cache_config: CacheConfig
     speculative_config: object | None
+    watermark_config: object | None
     kv_transfer_config: KvTransferConfig
     instance_id: str
     shutdown_timeout: float

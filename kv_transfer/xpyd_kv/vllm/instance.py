@@ -49,6 +49,10 @@ _OUTCOME_S = 0.5
 _START_S = 30.0
 # No step takes so long, and between steps the engine's threads have their turns.
 _SILENT_S = 30.0
+# The engine's process takes 16 calls at once, the beats' among them.
+_RELEASES = 8
+# As long as a router waits for the answer.
+_RELEASE_S = 2.0
 # Routers hear that the instance drains before vLLM turns requests away.
 _NOTICE_S = 1.0
 
@@ -93,6 +97,8 @@ class Instance:
         self._curious: dict[str, asyncio.Future[str]] = {}
         """Answers that wait for the word of their KV, by uuid."""
         self._asking: asyncio.Task[None] | None = None
+        self._releases = asyncio.Semaphore(_RELEASES)
+        self._takes_ids = _takes_ids(config)
 
     # --- its life
 
@@ -244,8 +250,10 @@ class Instance:
         }
 
     async def release(self, uuid: str) -> None:
-        """Free the KV of a request that does not come. OSError where the engine does not answer."""
-        await self._ask("release", uuid)
+        """Free the KV of a request that does not come. OSError where the engine does not answer. Of
+        a burst each waits its turn."""
+        async with asyncio.timeout(_RELEASE_S), self._releases:
+            await self._ask("release", uuid)
 
     async def kv_word(self, uuid: str) -> str:
         """What became of the KV of a D's request that has its first token, as the value of the
@@ -318,7 +326,7 @@ class Instance:
             block_tokens=config.cache_config.block_size,
             kv_peers=engine.kv_peers,
             dialect="pair-id",
-            prompt_ids=1,
+            prompt_ids=1 if self._takes_ids else 0,
             engine=engine_name(),
         )
 
@@ -347,6 +355,16 @@ class Instance:
                 prefix_caching=bool(self._config.cache_config.enable_prefix_caching),
             )
         )
+
+
+def _takes_ids(config: VllmConfig) -> bool:
+    """Whether routers may give this vLLM tokens of an answer as its prompt. Not where it adds to
+    requests what counts from the prompt's end, or looks at the output: see `_is_plain` of the
+    router's dialects for what clients may ask. Penalties of repetition look at the prompt, too."""
+    model = config.model_config
+    added = model.get_diff_sampling_param()
+    counts = any(map(added.get, ("max_tokens", "presence_penalty", "frequency_penalty")))
+    return not (counts or model.logits_processors or config.watermark_config)
 
 
 def _http_address(args: Namespace, options: Options) -> Address:

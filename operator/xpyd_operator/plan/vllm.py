@@ -7,6 +7,7 @@ docs/adr/0050 and docs/adr/0054.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from xpyd_core.pod_env import HTTP_PORT
@@ -22,6 +23,10 @@ SOCKET_VARIABLE = "XPYD_KV_SOCKET_DIR"
 SOCKET_DIR = f"$({SOCKET_VARIABLE})"
 POOL_BYTES = 4 << 30
 """Of a D whose document does not say hostPoolSize."""
+_COUNTS_OUTPUT = (
+    *("--generation-config", "--override-generation-config"),
+    *("--logits-processors", "--watermark-config"),
+)
 _MODES = {"PutAsync": "put_async", "Put": "put", "Get": "get"}
 _ROLES = {"Prefill": "kv_producer", "Decode": "kv_consumer"}
 
@@ -71,7 +76,21 @@ def beats_args(spec: Spec, pool: Pool) -> tuple[str, ...]:
         f"--heartbeat-period-ms={spec.heartbeat.interval_milliseconds}",
         f"--drain-timeout={spec.drain.timeout_seconds}",
         *(("--dialect=nixl",) if is_nixl else ()),
+        *(("--no-prompt-ids",) if is_nixl and _counts_output(spec.engine.args) else ()),
         *(("--kv-insecure",) if spec.kv_transfer.insecure else ()),
+    )
+
+
+def _counts_output(args: Sequence[str]) -> bool:
+    """Whether vLLM may have a cap on tokens, penalties or processors of its own by these flags,
+    which look at the output alone: docs/adr/0063. vLLM takes flags cut short, too. What the
+    checkpoint itself says is not known."""
+    names = {arg.partition("=")[0].partition(".")[0].replace("_", "-") for arg in args}
+    return any(
+        flag.startswith(name)
+        for name in names
+        if name.startswith("--") and name != "--"
+        for flag in _COUNTS_OUTPUT
     )
 
 

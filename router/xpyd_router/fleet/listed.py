@@ -24,7 +24,7 @@ from xpyd_core.vllm_answers import (
 MAX_LISTED = 256
 ListedDialect = Literal["nixl", "nixl-push", "pair-id"]
 _DIALECTS = ("nixl", "nixl-push", "pair-id")
-_FORM = "expected P|D|A=http://HOST:PORT[,dialect=nixl|nixl-push|pair-id][,kv=HOST:PORT]"
+_FORM = "expected P|D|A=http://HOST:PORT[,dialect=nixl|nixl-push|pair-id][,kv=HOST:PORT][,prompt-ids=no]"
 
 
 class ListedInstance(msgspec.Struct, frozen=True):
@@ -37,6 +37,8 @@ class ListedInstance(msgspec.Struct, frozen=True):
     """None: it is aggregated."""
     kv: str = ""
     """The address that a pair id needs; empty for the dialects without one."""
+    takes_ids: bool = True
+    """Whether tokens of an answer may be given to it as prompt, where its version can take them."""
 
     @property
     def address(self) -> Address:
@@ -64,7 +66,7 @@ def _parse(text: str) -> ListedInstance:
     if kind not in ("P", "D", "A") or scheme != "http":
         raise UserError(f"--static-instance {text!r}: {_FORM}")
     given = {name: value for name, _, value in (option.partition("=") for option in options)}
-    if len(given) < len(options) or not given.keys() <= {"dialect", "kv"}:
+    if len(given) < len(options) or not given.keys() <= {"dialect", "kv", "prompt-ids"}:
         raise UserError(f"--static-instance {text!r}: {_FORM}")
     dialect, kv = given.get("dialect"), given.get("kv", "")
     if kind != "A" and dialect not in _DIALECTS:
@@ -75,12 +77,15 @@ def _parse(text: str) -> ListedInstance:
         raise UserError(
             f"--static-instance {text!r}: kv: the engine's KV address, for pair-id and only there"
         )
+    if given.get("prompt-ids", "no") != "no":
+        raise UserError(f"--static-instance {text!r}: prompt-ids: expected no, or leave it out")
     try:
         http = str(parse_address(rest.removesuffix("/")))
         kv = kv and str(parse_address(kv))
     except UserError as error:
         raise UserError(f"--static-instance {text!r}: {error}") from error
-    return ListedInstance(kind, http, cast(ListedDialect | None, dialect), kv)
+    takes_ids = "prompt-ids" not in given
+    return ListedInstance(kind, http, cast(ListedDialect | None, dialect), kv, takes_ids)
 
 
 def listed_beat(
@@ -104,5 +109,5 @@ def listed_beat(
         compatibility=nixl_compatibility(said) if spoken in ("nixl", "nixl-push") else "",
         period_ms=round(period_s * 1000),
         dialect=spoken,
-        prompt_ids=1 if takes_prompt_ids(said) and spoken else 0,
+        prompt_ids=1 if one.takes_ids and takes_prompt_ids(said) and spoken else 0,
     )

@@ -220,6 +220,8 @@ class _Members(Routed, frozen=True, gc=False, kw_only=True):
     user: msgspec.Raw = NO_VALUE
     prompt_cache_key: msgspec.Raw = NO_VALUE
     cache_salt: msgspec.Raw = NO_VALUE
+    prompt_embeds: msgspec.Raw = NO_VALUE
+    use_beam_search: msgspec.Raw = NO_VALUE
 
 
 class CompletionMembers(_Members, frozen=True, gc=False, kw_only=True):

@@ -20,7 +20,7 @@ from typing import Final, Literal, Protocol, cast
 
 import msgspec
 
-from xpyd_core.bodies import LongBody
+from xpyd_core.bodies import LongBody, is_absent
 from xpyd_core.errors import ProtocolError
 from xpyd_core.kv_outcome import AloneCause
 from xpyd_router.fleet.instances import Dialect as Name
@@ -107,8 +107,13 @@ _OF_XPYD = ("transfer", "decode_incarnation", "prompt_digest")
 
 def _has_embeddings(request: InferenceRequest) -> bool:
     """Whether prompts are given as embeddings: these are further ones beside `prompt`, and may be
-    several. A text that has the word costs a transfer, no answer."""
-    return request.raw.find(b'"prompt_embeds"') >= 0
+    several."""
+    return not is_absent(request.members.prompt_embeds)
+
+
+def _has_beams(request: InferenceRequest) -> bool:
+    wanted = request.members.use_beam_search
+    return not is_absent(wanted) and bytes(memoryview(wanted)[:5]) != b"false"
 
 
 class _PairId:
@@ -163,8 +168,7 @@ class _Nixl:
     def is_for_decode_alone(self, request: InferenceRequest) -> bool:
         """See Dialect: P's answer names the KV of the first prompt, and D frees it when the first
         of several choices has read it."""
-        is_beam = request.raw.find(b'"use_beam_search"') >= 0
-        return request.choices > 1 or is_beam or _has_embeddings(request)
+        return request.choices > 1 or _has_beams(request) or _has_embeddings(request)
 
     def prefill_body(self, state: RequestState, pair: Pair, pair_mac: str) -> Body:
         """See Dialect."""
@@ -208,6 +212,15 @@ def dialect_between(pair: Pair) -> Dialect:
 def _stays_on_decode(decode: Instance, request: InferenceRequest) -> bool:
     """Whether a D serves such a request alone, because no P can name the KV to it."""
     return decode.beat.dialect != "" and _DIALECTS[decode.dialect].is_for_decode_alone(request)
+
+
+def may_leave_to_decode(state: RequestState, pair: Pair) -> bool:
+    """Whether an error that P answered may be of its one token alone, so that D, which makes all of
+    them, must say what becomes of the request: some versions of vLLM parse a call of a tool that
+    ends behind it, and answer 500 or 400. A D that only serves pairs would wait for the KV."""
+    members = state.request.members
+    has_tools = isinstance(members, ChatMembers) and not is_absent(members.tools)
+    return has_tools and pair.prefill.dialect != "xpyd" and pair.decode.serves_alone
 
 
 def served_by(choice: Pair | Alone, request: InferenceRequest) -> Pair | Alone:

@@ -27,7 +27,7 @@ from xpyd_router.request.client_request import (
     session_in,
     text_marks,
 )
-from xpyd_router.request.dialects import dialect_between
+from xpyd_router.request.dialects import dialect_between, may_leave_to_decode
 from xpyd_router.request.failures import Failures
 from xpyd_router.request.objectives import Objectives
 from xpyd_router.request.relay import ClientStream, IdsRelay, Relay
@@ -89,7 +89,8 @@ async def ask_prefill(
         raise CallFailed("answer") from error
     except (CallFailed, EngineRefused) as error:
         # P never began to send: there is nothing to release.
-        if isinstance(error, EngineRefused) or error.cause in ("connect", "refused"):
+        began = not isinstance(error, EngineRefused) and error.cause not in ("connect", "refused")
+        if not began and not _is_for_decode(error, state, pair):
             attempt.owes_release = False
         raise
     attempt.prefilled = prefilled
@@ -98,6 +99,12 @@ async def ask_prefill(
     elif prefilled is not None and prefilled.is_over:  # P itself cancels the transfer
         attempt.owes_release = False
     return prefilled
+
+
+def _is_for_decode(error: CallFailed | EngineRefused, state: RequestState, pair: Pair) -> bool:
+    """Whether P answered with an error that D may not have."""
+    is_answer = isinstance(error, EngineRefused) or error.cause == "status"
+    return is_answer and may_leave_to_decode(state, pair)
 
 
 def body_behind(
@@ -291,6 +298,11 @@ class Flow:
         timeout_s = min(self._config.prefill_timeout_s, self._left_s(state))
         try:
             prefilled = await ask_prefill(state, attempt, pair, timeout_s)
+        except (CallFailed, EngineRefused) as error:
+            if not _is_for_decode(error, state, pair):
+                raise
+            logger.info("decode is asked what P refused", extra={"request": attempt.uuid})
+            return None
         finally:
             load.end(attempt.prefill_tokens)
         state.trace.prefill_s = attempt.call_s
