@@ -23,6 +23,7 @@ import pytest
 import uvicorn
 import zmq
 import zmq.asyncio
+from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from tests.kv.test_vllm_connector import POOL, prefill, prompt, serve
@@ -35,6 +36,7 @@ from xpyd_core.tokenizer_files import decode_tokenizer_files
 from xpyd_kv.vllm import instance, link
 from xpyd_kv.vllm.api_server import XpydPlugin
 from xpyd_kv.vllm.options import engine_name, incarnation_of
+from xpyd_operator.document.engine import Engine
 
 KEY = b"a secret of the whole fleet"
 UUID = "0123456789abcdef" * 2
@@ -452,6 +454,9 @@ async def test_settings_with_which_no_router_finds_the_instance_are_refused(chan
         change(server)
         with pytest.raises(UserError, match=reason):
             await server.plugin.init_state(server.client, None, server.args)
+    if reason.startswith("--"):  # a fleet's document has no such flag, so no pod comes that far
+        with pytest.raises(ValidationError, match=f"leave out .*{reason}"):
+            Engine(type="VLLM", connector="Xpyd", image="v", args=(reason, "x"))
 
 
 async def test_an_engine_that_does_not_answer_at_start_is_an_error(signed, monkeypatch):

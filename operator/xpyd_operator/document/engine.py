@@ -123,7 +123,8 @@ def _listed(texts: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class _Flags:
-    """Flags of `vllm serve` that engine.args may not have, also cut short, as vLLM takes them.
+    """Flags of `vllm serve` that engine.args may not have, also cut short, as vLLM takes them
+    (ADR 0062).
 
     `names`: one that ends with * stands for all that begin so. A flag of one letter has one, as its
     value may follow at once (-n2).
