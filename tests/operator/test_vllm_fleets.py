@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from tests.kv import vllm_standin
 from tests.operator.fleets import parsed, prefill_and_decode
 from tests.operator.object_samples import objects_of
 from xpyd_core.errors import UserError
+from xpyd_operator.document.engine import Engine
 from xpyd_operator.manifests.refusals import engine_args_problems, template_problems
 from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.template import fleet_want, layout_of
@@ -330,6 +332,16 @@ def test_what_only_xpyds_connector_refuses_is_taken_with_another_one(arg: str) -
     assert takes(arg)
     assert takes(arg, connector="Nixl")
     assert not takes(arg, connector="Xpyd")
+
+
+def test_the_page_has_every_flag_that_a_document_refuses() -> None:
+    page = (Path(__file__).parents[2] / "docs/vllm.md").read_text()
+    section = page.partition("### Flags that a document refuses")[2].partition("\n###")[0]
+    rows = re.findall(r"^\| .+ \| (`--.+) \|$", section, re.M)
+    named = [name for row in rows for name in re.findall(r"`(--[^`]+)`", row)]
+    lists = [re.match(r"leave out (-[^:]+): ", rule.message) for rule in Engine.rules]
+    refused = [name for found in lists if found for name in found[1].split(", ")]
+    assert sorted(named) == sorted(name for name in refused if name.startswith("--"))
 
 
 def test_a_cache_beside_the_gpu_is_refused_where_it_would_replace_the_connector() -> None:
