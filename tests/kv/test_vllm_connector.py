@@ -12,12 +12,13 @@ import torch
 from tests.kv import vllm_engine
 from tests.kv.pods import until
 from tests.kv.vllm_engine import FakeVllm, pair
-from tests.kv.vllm_fakes import FakeRequest, Status, answer_of, ids, kv_of
+from tests.kv.vllm_fakes import FakePool, FakeRequest, Status, answer_of, ids, kv_of
 from xpyd_core.compat import HEAD_TOKEN_KV
 from xpyd_core.errors import UserError
 from xpyd_core.keys import call_mac
-from xpyd_core.request_id import parse_pair_id
+from xpyd_core.request_id import TransferKey, parse_pair_id
 from xpyd_kv.vllm import channel, engine_api, worker
+from xpyd_kv.vllm.decode import GivenBlocks, Loading
 from xpyd_kv.vllm.options import role_of
 
 BUFFER = {"buffer_bytes": 1 << 20}
@@ -445,3 +446,18 @@ def test_what_is_counted_comes_to_vllm_s_metrics():
     assert made["xpyd_kv_transfers_total"] == {("demo-model", "done"): 2}
     assert made["xpyd_kv_landings_total"] == {("demo-model", "deferred"): 1}
     assert made["xpyd_kv_sent_bytes_total"][("demo-model",)] > 0
+
+
+def test_of_two_loads_that_share_a_block_each_ends_with_its_own_transfer():
+    blocks = GivenBlocks(FakePool(64, 8, caches=False), 8)
+    loads = [
+        Loading(letter, TransferKey(letter * 32, 0), (1,) * 32, "p", 32, (0, 0, last, last + 1))
+        for letter, last in (("a", 5), ("b", 7))
+    ]
+    for load in loads:
+        blocks.serve(load)
+        assert blocks.take(4) == list(load.blocks)
+    for load in loads:
+        assert not load.is_quiet
+        blocks.release(load.blocks)
+        assert load.is_quiet

@@ -4,7 +4,6 @@ import importlib
 import json
 import re
 from abc import ABC, abstractmethod
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -12,6 +11,14 @@ import torch
 from pydantic import ValidationError
 
 from tests.kv.vllm_engine import config_of
+from tests.kv.vllm_fakes import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    groups_of,
+)
 from tests.kv.vllm_kit import PAGE, shown
 from xpyd_core.errors import UserError
 from xpyd_kv.vllm import engine_api, worker
@@ -32,7 +39,7 @@ from xpyd_operator.document.engine import Engine
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda config, groups: groups.append(object()), "2 KV cache groups"),
+        (lambda config, groups: groups.append(groups[0]), "2 KV cache groups"),
         (lambda config, _: setattr(config.model_config, "use_mla", True), "MLA"),
         (lambda config, _: setattr(config, "speculative_config", object()), "speculative"),
         (
@@ -56,10 +63,41 @@ from xpyd_operator.document.engine import Engine
     ],
 )
 def test_what_is_not_served_is_refused_at_start_with_the_reason(change, reason):
-    config, groups = config_of("kv_producer", port=24099), [object()]
-    change(config, groups)
+    config, groups = config_of("kv_producer", port=24099), groups_of()
+    change(config, groups.kv_cache_groups)
     with pytest.raises(UserError, match=reason):
-        check_config(config, SimpleNamespace(kv_cache_groups=groups), read_options(config))
+        check_config(config, groups, read_options(config))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SlidingWindowSpec(),
+        ChunkedLocalAttentionSpec(),
+        RSWASpec(),
+        UniformTypeKVCacheSpecs({"0": FullAttentionSpec(), "1": SlidingWindowSpec()}),
+    ],
+)
+def test_a_model_that_does_not_keep_all_of_a_prompt_s_kv_is_refused_at_start(spec):
+    config = config_of("kv_consumer", port=24099)
+    with pytest.raises(UserError, match=r"KV cache of \w+Spec: .* full attention is supported"):
+        check_config(config, groups_of(spec), read_options(config))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        FullAttentionSpec(),
+        # All tokens' KV is kept; the kernels look at a window of it.
+        FullAttentionSpec(sliding_window=32),
+        UniformTypeKVCacheSpecs(
+            {"0": FullAttentionSpec(), "1": FullAttentionSpec(sliding_window=32)}
+        ),
+    ],
+)
+def test_a_model_that_keeps_all_of_a_prompt_s_kv_is_served(spec):
+    config = config_of("kv_consumer", port=24099)
+    check_config(config, groups_of(spec), read_options(config))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +120,7 @@ def test_a_fleets_document_refuses_flags_with_which_the_connector_does_not_start
     [owner] = [owner for owner in owners if hasattr(owner, name)]
     setattr(owner, name, value)
     with pytest.raises(UserError, match="XpydConnector: "):
-        check_config(config, SimpleNamespace(kv_cache_groups=[object()]), read_options(config))
+        check_config(config, groups_of(), read_options(config))
     with pytest.raises(ValidationError, match=f"leave out .*{flag}"):
         Engine(type="VLLM", connector="Xpyd", image="v", args=(f"{flag}={value}",))
 
@@ -107,7 +145,7 @@ def test_a_wrong_option_is_refused_by_its_name(extra, reason):
 
 def test_routers_without_the_plugin_that_beats_to_them_are_refused(monkeypatch):
     config = config_of("kv_producer", port=24099, discovery="127.0.0.1:30001")
-    groups = SimpleNamespace(kv_cache_groups=[object()])
+    groups = groups_of()
     check_config(config, groups, read_options(config))
     monkeypatch.setattr(engine_api, "is_plugin_named", lambda: False)
     with pytest.raises(UserError, match="VLLM_PLUGINS=xpyd"):
@@ -116,7 +154,7 @@ def test_routers_without_the_plugin_that_beats_to_them_are_refused(monkeypatch):
 
 def test_policy_fail_is_allowed_where_it_is_asked_for():
     config = config_of("kv_consumer", port=24099, policy="fail", fail_without_kv=True)
-    check_config(config, SimpleNamespace(kv_cache_groups=[object()]), read_options(config))
+    check_config(config, groups_of(), read_options(config))
 
 
 def test_the_page_has_every_option_with_its_default_and_every_metric():
@@ -143,7 +181,7 @@ def test_the_command_lines_of_the_page_have_all_that_a_pair_needs(role, letter, 
     )
     config.kv_transfer_config.kv_connector_extra_config = {**given, "key_file": str(key)}
     options = read_options(config)
-    check_config(config, SimpleNamespace(kv_cache_groups=[object()]), options)
+    check_config(config, groups_of(), options)
     assert role_of(config) == letter
     assert given["key_file"]
     assert options.keys

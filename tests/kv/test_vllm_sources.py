@@ -131,6 +131,12 @@ def test_what_is_imported_of_vllm_is_there(sources):
         assert re.search(rf"\b{name}\b", path.read_text()), f"{module}.{name}"
 
 
+def test_the_kv_of_a_model_with_full_attention_has_the_name_that_is_served(sources):
+    text = (sources / "v1/kv_cache_interface.py").read_text()
+    for name in ("class FullAttentionSpec(", "kv_cache_spec: KVCacheSpec", "kv_cache_specs: dict"):
+        assert name in text
+
+
 def test_what_is_read_of_vllm_s_objects_is_there(sources):
     for node in ast.parse(inspect.getsource(engine_api)).body:
         if not isinstance(node, ast.ClassDef) or node.name not in READ:

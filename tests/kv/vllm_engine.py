@@ -31,6 +31,7 @@ from tests.kv.vllm_fakes import (
     Status,
     answer_of,
     config_of,
+    groups_of,
     kv_of,
 )
 from xpyd_core.blocks import blocks_for
@@ -83,7 +84,7 @@ class FakeVllm:
             policy=policy,
             **extra,
         )
-        self.groups = SimpleNamespace(kv_cache_groups=[object()])
+        self.groups = groups_of()
         self.pool = FakePool(blocks, block_size, caches)
         self.ranks: list[tuple[tuple[int, int], Any]] = []
         self.caches: list[dict[str, torch.Tensor]] = []

@@ -52,6 +52,43 @@ class FakeRequest:
     said: dict[str, Any] | None = None
 
 
+@dataclass(frozen=True)
+class FullAttentionSpec:
+    """As vLLM's, which has many members more."""
+
+    block_size: int = 8
+    sliding_window: int | None = None
+
+
+class RSWASpec(FullAttentionSpec): ...
+
+
+@dataclass(frozen=True)
+class SlidingWindowSpec:
+    block_size: int = 8
+    sliding_window: int = 32
+
+
+@dataclass(frozen=True)
+class ChunkedLocalAttentionSpec:
+    block_size: int = 8
+    attention_chunk_size: int = 32
+
+
+@dataclass(frozen=True)
+class UniformTypeKVCacheSpecs:
+    kv_cache_specs: dict[str, Any]
+
+
+def groups_of(*specs: Any) -> Any:
+    """The model's KV cache groups; without specs one of full attention."""
+    groups = [
+        SimpleNamespace(layer_names=["model.layers.0.self_attn.attn"], kv_cache_spec=spec)
+        for spec in specs or (FullAttentionSpec(),)
+    ]
+    return SimpleNamespace(kv_cache_groups=groups)
+
+
 class FakePool:
     """vLLM's BlockPool: references, a free queue, a prefix cache. Block 0 is never used."""
 

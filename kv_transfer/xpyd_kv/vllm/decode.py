@@ -58,6 +58,11 @@ class Loading:
     lost: str = ""
     is_over: bool = False
 
+    @property
+    def landing_blocks(self) -> tuple[int, ...]:
+        """Those that the transfer writes into."""
+        return self.blocks[self.cached :]
+
 
 class GivenBlocks(EngineBlocks):
     """A BlockPool for D that holds what vLLM has given to the request that is served now, and
@@ -66,7 +71,7 @@ class GivenBlocks(EngineBlocks):
     def __init__(self, pool: GpuBlockPool, block_size: int) -> None:
         super().__init__(pool, block_size)
         self._now: Loading | None = None
-        self._taken: dict[int, Loading] = {}
+        self._taken: dict[TransferKey, Loading] = {}
         self._kept = 0
         self._to_free: deque[Sequence[int]] = deque()
 
@@ -76,7 +81,7 @@ class GivenBlocks(EngineBlocks):
 
     def landed(self, loading: Loading) -> None:
         """The transfer is over: the blocks are the request's alone."""
-        self._taken.pop(loading.blocks[loading.cached], None)
+        self._taken.pop(loading.key, None)
 
     def match_prefix(self, token_ids: Sequence[int], *, salt: bytes, max_tokens: int) -> list[int]:
         """The blocks that vLLM's lookup has found."""
@@ -89,12 +94,12 @@ class GivenBlocks(EngineBlocks):
         loading = self._now
         if loading is None:
             return None
-        rest = loading.blocks[loading.cached :]
+        rest = loading.landing_blocks
         if len(rest) != count:
             loading.is_misfit = True
             return None
         loading.is_taken = True
-        self._taken[rest[0]] = loading
+        self._taken[loading.key] = loading
         return list(rest)
 
     @property
@@ -120,9 +125,12 @@ class GivenBlocks(EngineBlocks):
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Note that no write can land in a request's blocks; a prefix is vLLM's."""
-        loading = self._taken.pop(block_ids[0], None) if block_ids else None
-        if loading is not None:
-            loading.is_quiet = True
+        blocks = tuple(block_ids)
+        for key, loading in self._taken.items():
+            if loading.landing_blocks == blocks:
+                loading.is_quiet = True
+                del self._taken[key]
+                return
 
 
 class DecodeHalf(SchedulerHalf):
@@ -233,8 +241,7 @@ class DecodeHalf(SchedulerHalf):
         still: list[Loading] = []
         for loading in self._open:
             if self._try_load(loading):
-                blocks = loading.blocks[loading.cached :]
-                metadata.landed.append(Loaded(loading.request_id, blocks))
+                metadata.landed.append(Loaded(loading.request_id, loading.landing_blocks))
             elif loading.lost and (loading.is_quiet or not loading.is_taken):
                 loading.is_over = True
                 metadata.lost.append(loading.request_id)

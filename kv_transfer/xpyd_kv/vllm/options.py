@@ -28,6 +28,9 @@ from xpyd_kv.wire.messages import Mode
 CONNECTOR = "XpydConnector"
 """Its name in `--kv-transfer-config`."""
 _ROLES: Mapping[str | None, Literal["P", "D"]] = {"kv_producer": "P", "kv_consumer": "D"}
+_FULL_ATTENTION = "FullAttentionSpec"
+"""vLLM's class for a group of layers that keep the KV of all tokens, in blocks of one table. Its
+subclasses keep other things."""
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 _Bytes = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -155,6 +158,13 @@ def check_config(config: VllmConfig, caches: KvCacheConfig, options: Options) ->
             f"the model has {len(caches.kv_cache_groups)} KV cache groups (sliding window, Mamba "
             "or hybrid); one is supported"
         )
+    others = {kind for group in caches.kv_cache_groups for kind in _kinds(group.kv_cache_spec)}
+    if others - {_FULL_ATTENTION}:
+        refusals.append(
+            f"the model has a KV cache of {', '.join(sorted(others - {_FULL_ATTENTION}))}: of a "
+            "long prompt vLLM may keep a part only (sliding window, chunked local attention); full "
+            "attention is supported"
+        )
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name) > 1:
             refusals.append(f"{name} must be 1")
@@ -171,6 +181,12 @@ def check_config(config: VllmConfig, caches: KvCacheConfig, options: Options) ->
         )
     if refusals:
         raise UserError(f"XpydConnector: {'; '.join(refusals)}")
+
+
+def _kinds(spec: Any) -> set[str]:  # noqa: ANN401 - one of vLLM's many classes
+    """The classes of a group's specs: layers of different sizes have one for each."""
+    by_layer: Mapping[str, object] | None = getattr(spec, "kv_cache_specs", None)
+    return {type(one).__name__ for one in (by_layer.values() if by_layer else (spec,))}
 
 
 def _model_refusals(config: VllmConfig) -> list[str]:
