@@ -197,16 +197,31 @@ def test_an_instance_is_p_or_d():
 
 
 @pytest.mark.parametrize(
-    ("tensor", "layout", "reason"),
+    ("dtype", "changes", "reason"),
     [
-        (torch.zeros((2, 1, 8, 16)), "LBNHC", "LBNHC"),
+        (torch.float32, {"kv_cache_layout": "LBNHC"}, "LBNHC"),
+        # One dtype of torch has the bytes of both.
+        (torch.uint8, {"cache_dtype": "fp8_e4m3"}, "fp8_e4m3"),
+        (torch.uint8, {"cache_dtype": "fp8_e5m2"}, "fp8_e5m2"),
+        (torch.uint8, {}, "uint8"),
     ],
 )
-def test_caches_whose_bytes_have_no_name_are_refused(tensor, layout, reason):
+def test_caches_whose_bytes_have_no_name_are_refused(dtype, changes, reason):
     config = config_of("kv_producer", port=24099)
-    config.cache_config.kv_cache_layout = layout
+    vars(config.cache_config).update(changes)
     with pytest.raises(UserError, match=reason):
-        worker._layout_name(config, tensor, on_gpu=False)
+        worker._layout_name(config, torch.zeros((2, 1, 8, 16), dtype=dtype), on_gpu=False)
+
+
+def test_vllm_is_asked_for_its_kernels_as_it_chooses_them(monkeypatch):
+    asked = []
+    kernels = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
+    monkeypatch.setattr(kernels, "_get_attn_isa", lambda *given: asked.append(given) or "vec")
+    config = config_of("kv_producer", port=24099)
+    config.model_config.dtype, config.cache_config.cache_dtype = torch.float32, "bfloat16"
+    cache = torch.zeros((2, 1, 8, 16), dtype=torch.bfloat16)
+    worker._layout_name(config, cache, on_gpu=False)
+    assert asked == [(torch.float32, 8, 8, "bfloat16")]
 
 
 def test_other_kernels_mean_another_layout(monkeypatch):

@@ -193,6 +193,7 @@ def config_of(
         hf_overrides=overrides or {},
         served_model_name="demo-model",
         max_model_len=4096,
+        dtype=torch.float32,
         logits_processors=None,
         get_diff_sampling_param=dict,
         use_mla=False,

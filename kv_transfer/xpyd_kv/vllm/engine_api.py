@@ -123,10 +123,11 @@ def stage_layers(num_layers: int, stage: int, stages: int) -> tuple[int, int]:
     return _in_engine("distributed.utils", "get_pp_indices")(num_layers, stage, stages)
 
 
-def cpu_isa(dtype: torch.dtype, block_size: int, head_size: int) -> str:
-    """Return the name of the kernels that read and write a cache on a CPU."""
+def cpu_isa(config: VllmConfig, block_size: int, head_size: int) -> str:
+    """Return the name of the kernels that read and write a cache on a CPU, which vLLM chooses by
+    the model's dtype."""
     return _in_engine("v1.attention.backends.cpu_attn", "_get_attn_isa")(
-        dtype, block_size, head_size
+        config.model_config.dtype, block_size, head_size, config.cache_config.cache_dtype
     )
 
 
@@ -156,6 +157,7 @@ class ModelConfig(Protocol):
     """`vllm serve` takes nothing but an object of JSON."""
     served_model_name: str | Sequence[str]
     max_model_len: int
+    dtype: torch.dtype
     logits_processors: Sequence[object] | None
     """`--logits-processors`."""
 

@@ -330,14 +330,25 @@ def _layout_name(config: VllmConfig, tensor: Tensor, *, on_gpu: bool) -> str:
     layout = config.cache_config.kv_cache_layout
     if layout != _HEAD_MAJOR:
         raise UserError(f"XpydConnector: KV cache layout {layout}; {_HEAD_MAJOR} is supported")
+    _check_dtype(config, tensor)
     if on_gpu:
         return _layout_on_gpu(config, tensor)
     _, _, block_size, width = tensor.shape
-    isa = engine_api.cpu_isa(tensor.dtype, block_size, width // 2)
+    isa = engine_api.cpu_isa(config, block_size, width // 2)
     if isa == "vec":
         return transposed_k(block_size)
     # Known to be read and written by the same kernels only.
     return f"vllm-{engine_api.vllm_version} {isa} {block_size}"
+
+
+def _check_dtype(config: VllmConfig, tensor: Tensor) -> None:
+    """UserError for a cache whose dtype does not say what its numbers are."""
+    dtype, given = str(tensor.dtype).removeprefix("torch."), config.cache_config.cache_dtype
+    if dtype not in _PLAIN or given not in (*_PLAIN, "auto"):
+        raise UserError(
+            f"XpydConnector: --kv-cache-dtype {given} ({dtype}): the scales of such a cache do not "
+            "move with it; give auto, or the model's own dtype"
+        )
 
 
 def _check_portable(layout_name: str, block_size: int, *, on_gpu: bool) -> None:
@@ -354,13 +365,7 @@ def _check_portable(layout_name: str, block_size: int, *, on_gpu: bool) -> None:
 
 def _layout_on_gpu(config: VllmConfig, tensor: Tensor) -> str:
     cache, head_size = config.cache_config, config.model_config.get_head_size()
-    dtype = str(tensor.dtype).removeprefix("torch.")
     _, _, block_size, width = tensor.shape
-    if dtype not in _PLAIN or cache.cache_dtype not in (*_PLAIN, "auto"):
-        raise UserError(
-            f"XpydConnector: --kv-cache-dtype {cache.cache_dtype} ({dtype}): the scales of such a "
-            "cache do not move with it; give auto, or the model's own dtype"
-        )
     if width != 2 * head_size:
         raise UserError(
             f"XpydConnector: a KV cache of {width} numbers for each token of a head of {head_size};"
