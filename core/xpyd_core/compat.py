@@ -33,6 +33,9 @@ _CONFIG_FACTORS = (
     "quantization_config",
     "vocab_size",
 )
+_HARMLESS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Members whose override leaves KV as it is. `max_position_embeddings` is one where nothing
+stretches the rotary embedding."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 HEAD_TOKEN_KV = "head-token-kv/1"
 """What a block of one layer is: for each head, for each token, K then V. The engine's own."""
@@ -63,22 +66,57 @@ def compat_factors(
     fingerprint of the weight files takes its place. `kv_layout` names what the bytes of a block
     are: the shape that an engine gives its cache may not say it. `overrides` are members of
     config.json that the engine was told to read otherwise, `tokenizer` the folder of a tokenizer
-    that is not the checkpoint's. See docs/adr/0060.
+    that is not the checkpoint's. See docs/adr/0060 and docs/adr/0072.
     """
     raw = (folder / "config.json").read_bytes()
-    config: Mapping[str, Any] = {**json.loads(raw), **(overrides or {})}
+    own: Mapping[str, Any] = json.loads(raw)
+    config: Mapping[str, Any] = {**own, **(overrides or {})}
     factors = {"protocol": str(PROTOCOL_MAJOR), "kv_layout": kv_layout, "kv_dtype": kv_dtype}
     factors["model"] = model
     factors["revision"] = revision or _weights_fingerprint(folder)
     for name in _CONFIG_FACTORS:
         if config.get(name) is not None:
             factors[name] = json.dumps(config[name], sort_keys=True)
+    others = _other_overrides(own, config, overrides or {})
+    if others:
+        text = json.dumps(others, sort_keys=True, default=repr)
+        factors["hf_overrides"] = sha256(text.encode()).hexdigest()[:16]
     digest = sha256()
     for path in ((tokenizer or folder) / name for name in _TOKENIZER_FILES):
         if path.exists():
             digest.update(path.name.encode() + path.read_bytes())
     factors["tokenizer"] = digest.hexdigest()[:16]
     return factors
+
+
+def _other_overrides(
+    own: Mapping[str, Any], config: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The overrides that are no factors by their own names, and may change KV: all that say another
+    thing than the checkpoint, also members of members."""
+    harmless = {*_CONFIG_FACTORS, *_HARMLESS}
+    if not _stretches_rope(config):
+        harmless.add("max_position_embeddings")
+    return {
+        name: value
+        for name, value in overrides.items()
+        if name not in harmless and not (name in own and own[name] == value)
+    }
+
+
+def _stretches_rope(config: Mapping[str, Any]) -> bool:
+    """Whether the rotary embedding is one that the longest context may change."""
+    return any(
+        part.get("rope_type", part.get("type", "default")) != "default"
+        for name in ("rope_scaling", "rope_parameters")
+        for part in rope_parts(config.get(name))
+    )
+
+
+def rope_parts(found: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """The settings of a rotary embedding: one for each type of layers, or one for all."""
+    whole = found or {}
+    return [part for part in whole.values() if hasattr(part, "items")] or [whole]
 
 
 def _weights_fingerprint(folder: Path) -> str:

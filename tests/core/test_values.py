@@ -237,6 +237,15 @@ def test_equal_checkpoints_share_a_key_and_each_factor_counts(tmp_path: Path) ->
         (factors(one, kv_layout=compat.transposed_k(128)), ["kv_layout"]),
         (factors(_checkpoint(tmp_path / "rope", rope_theta=1e6)), ["rope_theta"]),
         (factors(one, overrides={"rope_theta": 1e6, "max_position_embeddings": 9}), ["rope_theta"]),
+        *(
+            (factors(folder, overrides=overrides), ["hf_overrides"])
+            for folder, overrides in [
+                (one, {"partial_rotary_factor": 0.5}),
+                (one, {"rms_norm_eps": 0.01}),
+                (one, {"text_config": {"rope_theta": 1}}),
+                (one, {"original_max_position_embeddings": 4}),
+            ]
+        ),
         (factors(one, tokenizer=tmp_path), ["tokenizer"]),
         (factors(_checkpoint(tmp_path / "window", max_window_layers=1)), ["max_window_layers"]),
         (
@@ -248,6 +257,27 @@ def test_equal_checkpoints_share_a_key_and_each_factor_counts(tmp_path: Path) ->
     ]:
         assert compat.differing_factors(base, other) == differing
         assert compat.compat_key(base) != compat.compat_key(other)
+
+
+def test_of_overrides_those_that_leave_kv_as_it_is_do_not_count(tmp_path: Path) -> None:
+    def factors(folder: Path, overrides: dict[str, Any] | None = None) -> dict[str, str]:
+        return compat.compat_factors(
+            folder, model="demo", revision="", kv_dtype="float32", overrides=overrides
+        )
+
+    plain = _checkpoint(tmp_path / "plain", rms_norm_eps=0.01, max_position_embeddings=64)
+    for same in ({"rms_norm_eps": 0.01}, {"eos_token_id": 5}, {"max_position_embeddings": 9}):
+        assert factors(plain, same) == factors(plain)
+    either = factors(plain, {"hidden_act": "gelu", "attention_bias": True})
+    assert either == factors(plain, {"attention_bias": True, "hidden_act": "gelu"})
+    scalings = {
+        "rope_scaling": {"type": "longrope"},
+        "rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}},
+    }
+    for name, scaling in scalings.items():
+        stretched = _checkpoint(tmp_path / name, **{name: scaling})
+        longer = factors(stretched, {"max_position_embeddings": 9})
+        assert compat.differing_factors(factors(stretched), longer) == ["hf_overrides"]
 
 
 def test_api_errors_have_openais_shape() -> None:

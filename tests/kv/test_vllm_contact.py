@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.kv.pods import pod, until
-from tests.kv.test_vllm_connector import POOL, assert_all_is_back, prefill, prompt, serve
-from tests.kv.vllm_engine import FakeVllm
+from tests.kv.test_vllm_connector import POOL, alone, assert_all_is_back, prefill, prompt, serve
+from tests.kv.vllm_engine import FakeVllm, pair
 from tests.kv.vllm_fakes import (
     HEAD_DIM,
     HEADS,
@@ -280,14 +280,56 @@ def test_our_p_and_a_d_of_vllm_refuse_each_other_by_the_factor_s_name(factor, ou
         d.close()
 
 
-def test_equal_engines_are_not_compared():
-    from tests.kv.vllm_engine import pair
+def test_a_plain_vllm_says_the_same_as_an_engine_of_ours(tmp_path):
+    longer = {"max_position_embeddings": 4096, "eos_token_id": 5}
+    p = FakeVllm("producer", **changed(tmp_path, overrides=longer))
+    try:
+        [(_, rank)] = p.ranks
+        assert rank.get_handshake_metadata().factors == compat_factors(
+            MODEL, model="demo-model", revision="", kv_dtype="float32"
+        )
+    finally:
+        p.close()
 
+
+def test_equal_engines_are_not_compared():
     with pair({}, POOL) as (p, d):
         began = time.monotonic()
         assert serve(p, d, prompt(70)).external == 70
         assert reasons(d) == {}
         assert time.monotonic() >= began
+
+
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+SHORT = {"rope": LONG, "max_model_len": 64}
+
+
+@pytest.mark.parametrize(
+    ("of_p", "of_d", "factor"),
+    [
+        ({"overrides": {"partial_rotary_factor": 0.5}}, {}, "hf_overrides"),
+        ({"overrides": {"text_config": {"rope_theta": 1}}}, {}, "hf_overrides"),
+        ({}, {"quantization": "fp8"}, "quantization"),
+        ({"rope": LONG, "max_model_len": 65}, SHORT, "long_rope"),
+        ({"rope": {"sliding_attention": {}, "full_attention": LONG}}, SHORT, "long_rope"),
+    ],
+)
+def test_what_two_vllms_are_told_of_one_checkpoint_is_refused_by_its_name(of_p, of_d, factor):
+    with pair({**of_p, "chunk": 1}, {**of_d, "wait_s": 0.5}) as (p, d):
+        first, second = prefill(p, d, prompt(60))
+        assert first.said is not None
+        assert first.said["reason"] == [f"incompatible:{factor}"]
+        d.add(second)
+        d.run(p, until=lambda: second.answer is not None)
+        assert (second.answer, second.external) == (alone(prompt(60)), 0)
+
+
+@pytest.mark.parametrize(
+    "how", [{"overrides": {"partial_rotary_factor": 0.5}}, {"quantization": "fp8"}, {"rope": LONG}]
+)
+def test_two_vllms_that_are_told_the_same_of_a_checkpoint_pair(how):
+    with pair(how, how) as (p, d):
+        assert serve(p, d, prompt(60)).external == 60
 
 
 @dataclass(eq=False)

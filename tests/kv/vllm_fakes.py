@@ -168,9 +168,13 @@ def config_of(
     policy: str = "recompute",
     model: Path = MODEL,
     overrides: Mapping[str, Any] | None = None,
+    quantization: str | None = None,
+    rope: Mapping[str, Any] | None = None,
+    max_model_len: int = 4096,
     **extra: Any,
 ) -> Any:
-    """What vLLM gives to a connector. `overrides`: its `--hf-overrides`."""
+    """What vLLM gives to a connector. `overrides`: its `--hf-overrides`. `rope`: what it has
+    read of the rotary embedding."""
     given = {
         "host": HOST,
         "insecure": True,
@@ -191,8 +195,11 @@ def config_of(
         tokenizer=str(model),
         hf_config_path=None,
         hf_overrides=overrides or {},
+        hf_text_config=SimpleNamespace(rope_parameters=rope),
+        quantization=quantization,
+        quantization_config=None,
         served_model_name="demo-model",
-        max_model_len=4096,
+        max_model_len=max_model_len,
         dtype=torch.float32,
         logits_processors=None,
         get_diff_sampling_param=dict,

@@ -155,6 +155,12 @@ class ModelConfig(Protocol):
     hf_config_path: str | None
     hf_overrides: Mapping[str, Any]
     """`vllm serve` takes nothing but an object of JSON."""
+    hf_text_config: Any
+    """What transformers has read of config.json, for the part that makes text, with overrides."""
+    quantization: str | None
+    """In effect: `--quantization`, or what the checkpoint says."""
+    quantization_config: object
+    """`--quantization-config`."""
     served_model_name: str | Sequence[str]
     max_model_len: int
     dtype: torch.dtype

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from xpyd_core.compat import HEAD_TOKEN_KV, compat_factors, transposed_k
+from xpyd_core.compat import HEAD_TOKEN_KV, compat_factors, rope_parts, transposed_k
 from xpyd_core.errors import UserError, XpydError
 from xpyd_core.request_id import Address
 from xpyd_kv.memory.paged import PagedMemory, TransposedMemory, turn
@@ -396,7 +397,7 @@ def _engine_layout(config: VllmConfig, layout: KvLayout, layers: list[int]) -> E
 
 def _factors(config: VllmConfig, *, kv_dtype: str, kv_layout: str) -> dict[str, str]:
     model = config.model_config
-    return compat_factors(
+    factors = compat_factors(
         Path(model.model),
         model=model_name(config),
         revision="",
@@ -404,6 +405,28 @@ def _factors(config: VllmConfig, *, kv_dtype: str, kv_layout: str) -> dict[str, 
         kv_layout=kv_layout,
         overrides=model.hf_overrides,
         tokenizer=Path(model.tokenizer),
+    )
+    # Of a checkpoint that is quantized the bytes say it; another engine need not have a name.
+    quantization = "" if "quantization_config" in factors else model.quantization or ""
+    if model.quantization_config is not None:
+        digest = sha256(repr(model.quantization_config).encode()).hexdigest()[:16]
+        quantization = f"{quantization} {digest}"
+    if quantization:
+        factors["quantization"] = quantization
+    if _is_long_rope(config):
+        factors["long_rope"] = "true"
+    return factors
+
+
+def _is_long_rope(config: VllmConfig) -> bool:
+    """Whether positions are rotated by the factors for long contexts: where requests may be longer
+    than what the model was first trained for, vLLM takes them for short ones, too."""
+    model = config.model_config
+    found = rope_parts(getattr(model.hf_text_config, "rope_parameters", None))
+    return any(
+        part.get("rope_type") == "longrope"
+        and model.max_model_len > part["original_max_position_embeddings"]
+        for part in found
     )
 
 
