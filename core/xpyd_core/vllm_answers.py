@@ -6,11 +6,14 @@ import re
 
 import msgspec
 
+from xpyd_core.errors import UserError
+
 _MAX_MODELS = 64
 _MAX_NAME = 512
 _MAX_VERSION = 64
 _NUMBERS = re.compile(r"(\d{1,6})\.(\d{1,6})")
 _TAKES_PROMPT_IDS = (0, 32)
+_COMPAT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class _Card(msgspec.Struct):
@@ -52,6 +55,16 @@ def takes_prompt_ids(version: str) -> bool:
     return numbers is not None and (int(numbers[1]), int(numbers[2])) >= _TAKES_PROMPT_IDS
 
 
-def nixl_compatibility(version: str) -> str:
-    """The compatibility key of vLLM's own connectors, which pair in one version only."""
-    return f"vllm {version}"
+def nixl_compatibility(version: str, name: str = "") -> str:
+    """The compatibility key of vLLM's own connectors, which pair in one version only.
+
+    They compare neither weights nor what changes them (docs/adr/0073): `name` stands for that.
+    """
+    return f"vllm {version} {name}" if name else f"vllm {version}"
+
+
+def check_compat_name(name: str) -> str:
+    """The name that those who may pair have in common. UserError for one that no beat can hold."""
+    if _COMPAT_NAME.fullmatch(name) is None:
+        raise UserError(f"{name!r}: expected 1 to 64 letters, digits or . _ -")
+    return name

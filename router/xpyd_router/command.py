@@ -99,8 +99,9 @@ def _add_fleet(flags: _Flags, default: RouterConfig) -> None:
         default=[],
         metavar="TYPE=URL,...",
         help="an engine that sends no heartbeats, P, D or A=http://HOST:PORT; of a P or D its "
-        "dialect=nixl, nixl-push or pair-id, for pair-id kv=HOST:PORT, and prompt-ids=no where "
-        "it counts its output; may be repeated",
+        "dialect=nixl, nixl-push or pair-id, for pair-id kv=HOST:PORT, prompt-ids=no where "
+        "it counts its output, and for nixl compat=NAME, which those that may pair have in common; "
+        "may be repeated",
     )
     number(
         "--heartbeat-interval-ms",

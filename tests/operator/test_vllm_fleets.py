@@ -183,7 +183,8 @@ def test_an_unchanged_vllm_gets_nixl_by_its_flags_and_its_environment(gpus: int)
         assert template.args[0] == "org/name"
         assert dict(template.env)["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "22001"
         assert "VLLM_PLUGINS" not in dict(template.env)
-        assert template.beats[-2:] == ("--dialect=nixl", "--kv-insecure")
+        assert "--dialect=nixl" in template.beats
+        assert template.beats[-1] == "--kv-insecure"
         assert layout_of(template) == "TP2xPP2"
 
 
@@ -208,6 +209,58 @@ def test_the_beats_of_a_vllm_with_nixl_say_by_its_flags_whether_it_counts_its_ou
         for pool in ("prefill", "decode"):
             is_told = "--no-prompt-ids" in found[pool].beats
             assert is_told == (speaks and not takes_ids), "our plugin knows it itself"
+
+
+def compat_of(**spec: Any) -> str:
+    """What its beats say that P and D have in common; both must say the same."""
+    given = {"engine": NIXL, "model": {"uri": "hf://org/name"}} | spec
+    flags = {
+        next(flag for flag in template.beats if flag.startswith("--compat="))
+        for name, template in templates(**given).items()
+        if name != ROUTER
+    }
+    (flag,) = flags
+    return flag.removeprefix("--compat=")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"uri": "hf://org/other"}},
+        {"model": {"uri": "hf://org/name", "revision": "abc"}},
+        {"engine": NIXL | {"image": "vllm:2"}},
+        {"engine": NIXL | {"args": ["--chat-template=/x"]}},
+        {"engine": NIXL | {"args": ["--hf-overrides={}"]}},
+        {"engine": NIXL | {"env": [{"name": "A", "value": "1"}]}},
+        {"engine": NIXL | {"env": [
+            {"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+        ]}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_p_and_d_of_nixl_do_not_pair_across_a_change_of_what_their_kv_means(
+    change: dict[str, Any],
+) -> None:
+    assert compat_of() != compat_of(**change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"drain": {"timeoutSeconds": 1}},
+        {"heartbeat": {"intervalMilliseconds": 500}},
+        {"kvTransfer": {"leaseSeconds": 7}},
+        {"pools": prefill_and_decode(prefill=3, parallelism={"tensor": 2})},
+        {"pools": [
+            prefill_and_decode()[0] | {"parallelism": {"tensor": 2}}, prefill_and_decode()[1],
+        ]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_p_and_d_of_nixl_pair_across_a_change_that_leaves_kv_as_it_is(
+    change: dict[str, Any],
+) -> None:
+    assert compat_of() == compat_of(**change)
 
 
 def pods_of(**spec: Any) -> dict[str, Any]:

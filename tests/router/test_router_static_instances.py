@@ -13,6 +13,7 @@ from tests.router.test_router_dialects import Pinned, expected
 from tests.router.vllm_engines import CONTEXT_TOKENS, silent_vllm
 from xpyd_core.errors import UserError
 from xpyd_core.messages import Heartbeat
+from xpyd_router.fleet.instances import pairing_of
 from xpyd_router.fleet.listed import MAX_LISTED, ListedInstance, listed_beat, parse_listed
 
 
@@ -23,6 +24,7 @@ def test_a_list_is_read() -> None:
             "D=http://[::1]:8000/,dialect=nixl-push",
             "D=http://vllm-d:8000,dialect=pair-id,kv=10.0.0.3:14579",
             "D=http://10.0.0.5:8000,prompt-ids=no,dialect=nixl",
+            "D=http://10.0.0.6:8000,dialect=nixl,compat=v1.2_a-b",
             "A=http://10.0.0.4:8000",
         ]
     ) == (
@@ -30,6 +32,7 @@ def test_a_list_is_read() -> None:
         ListedInstance("D", "[::1]:8000", "nixl-push"),
         ListedInstance("D", "vllm-d:8000", "pair-id", "10.0.0.3:14579"),
         ListedInstance("D", "10.0.0.5:8000", "nixl", takes_ids=False),
+        ListedInstance("D", "10.0.0.6:8000", "nixl", compat="v1.2_a-b"),
         ListedInstance("A", "10.0.0.4:8000"),
     )
 
@@ -49,6 +52,9 @@ def test_a_list_is_read() -> None:
         ("P=http://a:1,dialect=nixl,dialect=nixl", "expected P|D|A=http"),
         ("P=http://a:1,dialect=nixl,prompt-ids=yes", "prompt-ids: expected no"),
         ("A=http://a:1,prompt-ids=no", "moves no KV"),
+        ("P=http://a:1,dialect=nixl,compat=", "expected 1 to 64 letters"),
+        ("P=http://a:1,dialect=nixl,compat=a b", "expected 1 to 64 letters"),
+        ("P=http://a:1,dialect=pair-id,kv=a:2,compat=a", "compat: only for nixl and nixl-push"),
         ("P=http://a,dialect=nixl", "host:port"),
         ("P=http://a:1/v1,dialect=nixl", "host:port"),
         ("A=http://a:1,dialect=nixl", "moves no KV"),
@@ -83,6 +89,14 @@ def test_its_version_says_what_it_takes_and_who_its_partners_are(
     beat = beat_of(version={"version": version})
     assert beat.prompt_ids == takes_ids
     assert beat.compatibility == f"vllm {version if isinstance(version, str) else ''}"
+
+
+def test_those_of_one_version_and_different_names_are_no_pair() -> None:
+    said = {"version": "0.32.0"}
+    p, d = (beat_of(version=said, type=kind, compat=name) for kind, name in ("Pa", "Db"))
+    assert pairing_of(p) != pairing_of(d)
+    assert pairing_of(d) == pairing_of(beat_of(version=said, compat="b"))
+    assert d.compatibility == "vllm 0.32.0 b"
 
 
 def test_its_models_and_the_shortest_context_are_taken() -> None:

@@ -81,6 +81,13 @@ def test_a_vllm_with_nixl_pairs_by_its_version(
     assert (beat.dialect, beat.compatibility, beat.prompt_ids) == ("nixl", compatibility, ids)
 
 
+def test_a_vllm_with_nixl_pairs_also_by_the_name_that_it_is_given() -> None:
+    env = PodEnv(role="Decode")
+    engine = EngineState(env, 3.0, lambda: "a", dialect="nixl", compat="abc")
+    engine.take(WELL._replace(version=b'{"version": "0.32.0"}'))
+    assert engine.beat.compatibility == "vllm 0.32.0 abc"
+
+
 @pytest.mark.parametrize("dialect", ["pair-id", "nixl"])
 def test_a_vllm_that_counts_its_output_says_that_it_takes_no_ids(dialect: PairDialect) -> None:
     env = PodEnv(role="Decode")
@@ -211,6 +218,12 @@ async def test_the_command_beats_signed_follows_vllm_and_says_goodbye(tmp_path: 
         (["--kv-insecure"], {}, "XPYD_DISCOVERY: expected the routers' HOST:PORT"),
         (["--kv-insecure", "--heartbeat-period-ms=1"], {"XPYD_DISCOVERY": "a:1"}, "at least 50"),
         (["--kv-insecure", "--drain-timeout=-1"], {"XPYD_DISCOVERY": "a:1"}, "at least 0"),
+        (["--kv-insecure", "--compat=a"], {"XPYD_DISCOVERY": "a:1"}, "only with --dialect nixl"),
+        (
+            ["--kv-insecure", "--dialect=nixl", "--compat=a b"],
+            {"XPYD_DISCOVERY": "a:1"},
+            "--compat 'a b': expected 1 to 64",
+        ),
     ],
 )
 def test_a_wrong_start_is_refused_with_what_is_missing(

@@ -31,6 +31,7 @@ from xpyd_core.messages import Heartbeat, InstanceState
 from xpyd_core.pod_env import PodEnv, read_pod_env
 from xpyd_core.request_id import Address
 from xpyd_core.vllm_answers import (
+    check_compat_name,
     nixl_compatibility,
     read_models,
     read_version,
@@ -75,9 +76,11 @@ class EngineState:
         *,
         dialect: PairDialect = "pair-id",
         takes_ids: bool = True,
+        compat: str = "",
     ) -> None:
-        """`takes_ids`: see --no-prompt-ids."""
+        """`takes_ids`: see --no-prompt-ids; `compat`: --compat."""
         self._new_incarnation = new_incarnation
+        self._compat = compat
         self._takes_ids = takes_ids
         self._is_leaving = False
         host = f"[{env.pod_ip}]" if ":" in env.pod_ip else env.pod_ip
@@ -124,7 +127,7 @@ class EngineState:
             names, length = read_models(answers.models)
             if self.beat.dialect == "nixl" and (version := read_version(answers.version)):
                 self._change(
-                    compatibility=nixl_compatibility(version),
+                    compatibility=nixl_compatibility(version, self._compat),
                     prompt_ids=1 if self._takes_ids and takes_prompt_ids(version) else 0,
                 )
             self._change(
@@ -195,6 +198,7 @@ class _Beats:
         key: bytes,
         dialect: PairDialect,
         takes_ids: bool,
+        compat: str,
         argv: Sequence[str],
     ) -> None:
         self._address = Address(env.pod_ip, env.http_port)
@@ -202,7 +206,12 @@ class _Beats:
         self._drain_timeout_s = drain_timeout_s
         self._argv = argv
         self._engine = EngineState(
-            env, period_s, lambda: os.urandom(8).hex(), dialect=dialect, takes_ids=takes_ids
+            env,
+            period_s,
+            lambda: os.urandom(8).hex(),
+            dialect=dialect,
+            takes_ids=takes_ids,
+            compat=compat,
         )
         self._left = asyncio.Event()
         self._status = 0
@@ -295,6 +304,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--drain-timeout", type=float, default=300.0, metavar="SECONDS", help=text)
     text = "of P and D: xpyd's connector (the default) or NixlConnector moves the KV"
     add("--dialect", choices=("pair-id", "nixl"), default="pair-id", help=text)
+    text = "with nixl, which does not compare models: P and D pair only where they have one NAME"
+    add("--compat", default="", metavar="NAME", help=text)
     text = "of P and D: no token of an answer may become prompt, since this vLLM counts its output"
     add("--no-prompt-ids", action="store_true", help=text)
     add("--kv-key-file", metavar="FILE", help="signs the beats; default: XPYD_KV_KEY_FILE")
@@ -302,6 +313,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_logging_arguments(parser)
     text = "behind --: the command of vLLM, which is started and ended here"
     add("command", nargs="*", metavar="COMMAND", help=text)
+
+
+def _check_compat(name: str, dialect: PairDialect) -> None:
+    if dialect != "nixl":
+        raise UserError("--compat: only with --dialect nixl; xpyd's connector compares models")
+    try:
+        check_compat_name(name)
+    except UserError as error:
+        raise UserError(f"--compat {error}") from error
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -317,6 +337,8 @@ def _run(args: argparse.Namespace) -> int:
     ):
         if not least <= value <= 86_400_000:
             raise UserError(f"{flag} {value}: expected at least {least}")
+    if args.compat:
+        _check_compat(args.compat, args.dialect)
     key = fleet_keys(env.kv_key_file, insecure=args.kv_insecure)[0]
     period_s = args.heartbeat_period_ms / 1000
 
@@ -328,6 +350,7 @@ def _run(args: argparse.Namespace) -> int:
             key=key,
             dialect=args.dialect,
             takes_ids=not args.no_prompt_ids,
+            compat=args.compat,
             argv=args.command,
         ).run()
 

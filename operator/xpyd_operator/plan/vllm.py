@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any
 
 from xpyd_core.pod_env import HTTP_PORT
@@ -75,10 +76,21 @@ def beats_args(spec: Spec, pool: Pool) -> tuple[str, ...]:
     return (
         f"--heartbeat-period-ms={spec.heartbeat.interval_milliseconds}",
         f"--drain-timeout={spec.drain.timeout_seconds}",
-        *(("--dialect=nixl",) if is_nixl else ()),
+        *(("--dialect=nixl", f"--compat={_in_common(spec)}") if is_nixl else ()),
         *(("--no-prompt-ids",) if is_nixl and _counts_output(spec.engine.args) else ()),
         *(("--kv-insecure",) if spec.kv_transfer.insecure else ()),
     )
+
+
+def _in_common(spec: Spec) -> str:
+    """16 hex digits over what the document says of the model and of every engine. NixlConnector
+    does not compare it, and pods of two documents are up at once while a change is rolled out: of
+    different ones KV would mean something else (docs/adr/0073)."""
+    parts = [
+        part.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        for part in (spec.model, spec.engine)
+    ]
+    return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _counts_output(args: Sequence[str]) -> bool:

@@ -15,6 +15,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.messages import Heartbeat, InstanceType, SpokenDialect
 from xpyd_core.request_id import Address, parse_address
 from xpyd_core.vllm_answers import (
+    check_compat_name,
     nixl_compatibility,
     read_models,
     read_version,
@@ -24,7 +25,11 @@ from xpyd_core.vllm_answers import (
 MAX_LISTED = 256
 ListedDialect = Literal["nixl", "nixl-push", "pair-id"]
 _DIALECTS = ("nixl", "nixl-push", "pair-id")
-_FORM = "expected P|D|A=http://HOST:PORT[,dialect=nixl|nixl-push|pair-id][,kv=HOST:PORT][,prompt-ids=no]"
+_OPTIONS = ("dialect", "kv", "prompt-ids", "compat")
+_FORM = (
+    "expected P|D|A=http://HOST:PORT[,dialect=nixl|nixl-push|pair-id][,kv=HOST:PORT]"
+    "[,prompt-ids=no][,compat=NAME]"
+)
 
 
 class ListedInstance(msgspec.Struct, frozen=True):
@@ -39,6 +44,8 @@ class ListedInstance(msgspec.Struct, frozen=True):
     """The address that a pair id needs; empty for the dialects without one."""
     takes_ids: bool = True
     """Whether tokens of an answer may be given to it as prompt, where its version can take them."""
+    compat: str = ""
+    """What it has in common with those that it may pair with, besides vLLM's version."""
 
     @property
     def address(self) -> Address:
@@ -66,7 +73,7 @@ def _parse(text: str) -> ListedInstance:
     if kind not in ("P", "D", "A") or scheme != "http":
         raise UserError(f"--static-instance {text!r}: {_FORM}")
     given = {name: value for name, _, value in (option.partition("=") for option in options)}
-    if len(given) < len(options) or not given.keys() <= {"dialect", "kv", "prompt-ids"}:
+    if len(given) < len(options) or not given.keys() <= set(_OPTIONS):
         raise UserError(f"--static-instance {text!r}: {_FORM}")
     dialect, kv = given.get("dialect"), given.get("kv", "")
     if kind != "A" and dialect not in _DIALECTS:
@@ -79,13 +86,19 @@ def _parse(text: str) -> ListedInstance:
         )
     if given.get("prompt-ids", "no") != "no":
         raise UserError(f"--static-instance {text!r}: prompt-ids: expected no, or leave it out")
+    compat = given.get("compat", "")
+    if "compat" in given and dialect == "pair-id":
+        raise UserError(f"--static-instance {text!r}: compat: only for nixl and nixl-push")
     try:
+        if "compat" in given:
+            check_compat_name(compat)
         http = str(parse_address(rest.removesuffix("/")))
         kv = kv and str(parse_address(kv))
     except UserError as error:
         raise UserError(f"--static-instance {text!r}: {error}") from error
     takes_ids = "prompt-ids" not in given
-    return ListedInstance(kind, http, cast(ListedDialect | None, dialect), kv, takes_ids)
+    spoken = cast(ListedDialect | None, dialect)
+    return ListedInstance(kind, http, spoken, kv, takes_ids, compat)
 
 
 def listed_beat(
@@ -94,8 +107,8 @@ def listed_beat(
     """A beat for an engine that answers GET /health. `models` and `version` are the bodies of its
     /v1/models and /version, empty without an answer: it then takes every model's name, and no ids.
 
-    vLLM's own connectors work with each other only in one version, so this is their compatibility
-    key; xpyd's compares what matters itself.
+    vLLM's own connectors work with each other only in one version, so this and `compat` are their
+    compatibility key; xpyd's compares what matters itself.
     """
     names, length = read_models(models)
     said = read_version(version)
@@ -106,7 +119,7 @@ def listed_beat(
         zmq_address=one.kv or one.http,
         models=names,
         max_model_len=length,
-        compatibility=nixl_compatibility(said) if spoken in ("nixl", "nixl-push") else "",
+        compatibility=nixl_compatibility(said, one.compat) if spoken.startswith("nixl") else "",
         period_ms=round(period_s * 1000),
         dialect=spoken,
         prompt_ids=1 if one.takes_ids and takes_prompt_ids(said) and spoken else 0,
