@@ -54,12 +54,40 @@ def ask(endpoint: Any = "completions", **fields: Any) -> Any:
         ({"echo": 1}, "echo"),
         ({"kv_transfer_params": {}}, "kv_transfer_params"),
         ({"kv_transfer_params": {"seed": 1}}, "kv_transfer_params"),
+        ({"vllm_xargs": {"kv_transfer_params": "x"}}, "vllm_xargs.kv_transfer_params"),
+        ({"vllm_xargs": {"a": 1, "ec_transfer_params": [1]}}, "vllm_xargs.ec_transfer_params"),
+        ({"vllm_xargs": {"kv_transfer_params": False}}, "vllm_xargs.kv_transfer_params"),
+        ({"vllm_xargs": "x"}, "vllm_xargs"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
         ask(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("before", [0, 100_000])
+@pytest.mark.parametrize(
+    "members",
+    [
+        r'"vllm_xargs": {"kv\u005ftransfer_params": "x"}',
+        r'"vllm\u005fxargs": {"kv_transfer_params": "x"}',
+        '"vllm_xargs": {}, "vllm_xargs": {"kv_transfer_params": "x"}',
+        '"vllm_xargs": {"kv_transfer_params": null, "kv_transfer_params": "x"}',
+    ],
+)
+def test_kv_params_in_vllms_extra_arguments_are_refused_however_they_are_written(
+    members: str, before: int
+) -> None:
+    text = '{"model": "m", "prompt": "a", "n": 2, "user": "' + "u" * before + '", ' + members + "}"
+    with pytest.raises(ApiError, match="set by the router") as caught:
+        parse_request("completions", text.encode())
+    assert caught.value.param == "vllm_xargs.kv_transfer_params"
+
+
+def test_other_extra_arguments_of_vllm_are_passed_on() -> None:
+    for extra in ({"session_id": "s"}, {"a": {"kv_transfer_params": 1}}, {}, None):
+        assert ask(vllm_xargs=extra)
 
 
 @pytest.mark.parametrize(

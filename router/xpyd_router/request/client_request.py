@@ -216,12 +216,21 @@ class _Members(Routed, frozen=True, gc=False, kw_only=True):
 
     prompt_logprobs: msgspec.Raw = NO_VALUE
     kv_transfer_params: msgspec.Raw = NO_VALUE
+    vllm_xargs: msgspec.Raw = NO_VALUE
     priority: msgspec.Raw = NO_VALUE
     user: msgspec.Raw = NO_VALUE
     prompt_cache_key: msgspec.Raw = NO_VALUE
     cache_salt: msgspec.Raw = NO_VALUE
     prompt_embeds: msgspec.Raw = NO_VALUE
     use_beam_search: msgspec.Raw = NO_VALUE
+
+
+class _Extra(msgspec.Struct, gc=False):
+    """What clients may not say in `vllm_xargs`: vLLM takes its members for a request's own, and of
+    another type than an object they end its engine."""
+
+    kv_transfer_params: msgspec.Raw = NO_VALUE
+    ec_transfer_params: msgspec.Raw = NO_VALUE
 
 
 class CompletionMembers(_Members, frozen=True, gc=False, kw_only=True):
@@ -332,6 +341,16 @@ def _choices(prompts: int, n: int) -> int:
     return n * prompts
 
 
+_NOT_OF_CLIENTS = "set by the router, not by clients"
+
+
+def _check_extra(raw: msgspec.Raw) -> None:
+    extra = read(_Extra, raw, "vllm_xargs")
+    for name in ("kv_transfer_params", "ec_transfer_params"):
+        if not is_absent(getattr(extra, name)):
+            raise refuse(f"vllm_xargs.{name}", _NOT_OF_CLIENTS)
+
+
 def parse_request(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
     """The request in `raw`; ApiError 400 that names the field and what is allowed."""
     check_text(raw)
@@ -339,7 +358,9 @@ def parse_request(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
     if routed.model is None:
         raise refuse("model", "you must provide the model's name as a string")
     if not is_absent(routed.kv_transfer_params):
-        raise refuse("kv_transfer_params", "set by the router, not by clients")
+        raise refuse("kv_transfer_params", _NOT_OF_CLIENTS)
+    if not is_absent(routed.vllm_xargs):
+        _check_extra(routed.vllm_xargs)
     include_usage, running_usage = _streamed_usage(routed)
     shape = None
     if isinstance(routed, CompletionMembers):
