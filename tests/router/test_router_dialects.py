@@ -376,7 +376,32 @@ async def test_an_engine_may_say_that_the_pair_id_is_all_it_needs() -> None:
         assert (len(p.calls), len(d.calls)) == (1, 2)
         await fleet_.json(max_tokens=3, prompt=["one", "two"])
         params = d.calls[2].body["kv_transfer_params"]
+        assert set(params) == {"decode_incarnation", "pair_mac", "transfer"}
+        assert params["transfer"] == ["none", "none"], "D waits for neither"
+        given["transfer"] = ["granted"]
+        await fleet_.json(max_tokens=3, prompt=["one", "two"])
+        params = d.calls[3].body["kv_transfer_params"]
         assert set(params) == {"decode_incarnation", "pair_mac"}, "P speaks of the first one"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("of_vllm", ["P", "D"])
+async def test_what_one_of_a_mixed_pair_cannot_name_runs_on_d_alone(
+    of_vllm: str, stream: bool
+) -> None:
+    async with fleet(kv_insecure=True) as fleet_:
+        said: dict[str, Any] = {"dialect": "pair-id", "continuation": 0}
+        p = await fleet_.engine("P", **(said if of_vllm == "P" else {}))
+        d = await fleet_.engine("D", **(said if of_vllm == "D" else {}))
+        async with await fleet_.post(max_tokens=3, n=2, stream=stream) as response:
+            assert response.status == 200
+            await response.read()
+        assert (len(p.calls), len(d.calls)) == (0, 1)
+        counted = {"prefill": "", "decode": d.beat.instance, "outcome": "alone"}
+        assert fleet_.metric("xpyd_router_kv_outcomes_total", cause="several", **counted) == 1
+        async with await fleet_.post(max_tokens=3, stream=stream) as response:
+            assert response.status == 200
+        assert len(p.calls) == 1, "of one choice both take part"
 
 
 def nothing_is_open(fleet_: Fleet) -> bool:

@@ -105,6 +105,15 @@ class _Xpyd:
 _OF_XPYD = ("transfer", "decode_incarnation", "prompt_digest")
 
 
+def _of_several(transfer: Json, prompts: int) -> Json:
+    """What of `transfer` D is told of several prompts. vLLM's P speaks of the first one only: where
+    nothing comes of that, D waits for none of them."""
+    given = {name: said for name, said in transfer.items() if name == "decode_incarnation"}
+    if transfer.get("transfer") in (["none"], ["none"] * prompts):
+        given["transfer"] = ["none"] * prompts
+    return given
+
+
 def _has_embeddings(request: InferenceRequest) -> bool:
     """Whether prompts are given as embeddings: these are further ones beside `prompt`, and may be
     several."""
@@ -137,9 +146,9 @@ class _PairId:
         prefill, decode = pair.prefill.beat, pair.decode.beat
         if not prefill.dialect and not (decode.dialect and prefill.incarnation):
             return None
-        # vLLM answers with the params of the first prompt only.
-        names = _OF_XPYD if state.request.choices == 1 else ("decode_incarnation",)
-        answer = parse_params_answer(state.request, body, names)
+        answer = parse_params_answer(state.request, body, _OF_XPYD)
+        if (prompts := state.request.choices) > 1:
+            answer = replace(answer, transfer=_of_several(answer.transfer, prompts))
         return _taken(state, pair, answer, is_nixl=False)
 
     def decode_body(
@@ -209,9 +218,9 @@ def dialect_between(pair: Pair) -> Dialect:
     return _DIALECTS[prefill] if prefill == decode else _PAIR_ID
 
 
-def _stays_on_decode(decode: Instance, request: InferenceRequest) -> bool:
-    """Whether a D serves such a request alone, because no P can name the KV to it."""
-    return decode.beat.dialect != "" and _DIALECTS[decode.dialect].is_for_decode_alone(request)
+def _cannot_name(instance: Instance, request: InferenceRequest) -> bool:
+    """Whether the KV of such a request has no name that a P or D, which is `instance`, knows."""
+    return instance.beat.dialect != "" and _DIALECTS[instance.dialect].is_for_decode_alone(request)
 
 
 def may_leave_to_decode(state: RequestState, pair: Pair) -> bool:
@@ -223,10 +232,20 @@ def may_leave_to_decode(state: RequestState, pair: Pair) -> bool:
     return has_tools and pair.prefill.dialect != "xpyd" and pair.decode.serves_alone
 
 
+class _Unnamed(Alone):
+    """The D of a pair that cannot name the KV of the request."""
+
+    __slots__ = ()
+
+
 def served_by(choice: Pair | Alone, request: InferenceRequest) -> Pair | Alone:
     """`choice`, or its D alone where the pair cannot serve such a request."""
-    if isinstance(choice, Pair) and _stays_on_decode(choice.decode, request):
-        return Alone(choice.decode)
+    if (
+        isinstance(choice, Pair)
+        and choice.decode.serves_alone
+        and (_cannot_name(choice.decode, request) or _cannot_name(choice.prefill, request))
+    ):
+        return _Unnamed(choice.decode)
     return choice
 
 
@@ -240,7 +259,9 @@ def why_alone(choice: Alone, state: RequestState) -> AloneCause:
         case "D":
             if state.request.alone == "D" and not state.sent:
                 return "echo"
-            is_several = _stays_on_decode(choice.instance, state.request)
+            is_several = isinstance(choice, _Unnamed) or _cannot_name(
+                choice.instance, state.request
+            )
             return "several" if is_several else "short_prompt"
 
 
