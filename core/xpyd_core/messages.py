@@ -17,6 +17,7 @@ from xpyd_core.kv_outcome import MAX_PEERS, KvPeer
 from xpyd_core.request_id import Address, parse_address
 
 MAX_HEARTBEAT_BYTES = 64 * 1024
+MAX_MODELS = 64
 HEARTBEAT_PERIOD_S = 3.0
 MISSED_BEATS = 3
 
@@ -58,7 +59,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pool: _Text = ""
     revision: _Text = ""
     compatibility: _Text = ""
-    models: Annotated[tuple[_Text, ...], msgspec.Meta(max_length=64)] = ()
+    models: Annotated[tuple[_Text, ...], msgspec.Meta(max_length=MAX_MODELS)] = ()
     max_model_len: _Count = 0
     state: InstanceState = "Ready"
     continuation: Literal[0, 1] = 0

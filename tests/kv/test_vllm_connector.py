@@ -419,6 +419,30 @@ def test_other_requests_are_served_alone():
         assert_all_is_back(p, d)
 
 
+def test_an_adapter_s_request_is_served_alone():
+    """KV under an adapter is not the model's own."""
+    with pair({}, {"wait_s": 600.0}) as (p, d):
+        serve(p, d, prompt(30))
+        d.pool.caches = False
+        adapter = SimpleNamespace(lora_name="french")
+        of_p, of_d = ids(p, d)
+        first = p.add(FakeRequest(of_p, prompt(30), lora_request=adapter))
+        p.run(d, until=lambda: first.answer is not None)
+        second = d.add(FakeRequest(of_d, prompt(30), lora_request=adapter))
+        d.run(p, until=lambda: second.answer is not None)
+        assert (first.said, second.external) == (None, 0)
+        assert_all_is_back(p, d)
+
+
+@pytest.mark.parametrize("given", [["pair_mac"], "pair_mac", 7, True])
+def test_a_request_whose_parameters_are_no_object_is_served_alone(given):
+    with pair({"accept_unsigned_pairs": False}, {"accept_unsigned_pairs": False}) as (p, d):
+        for engine, name in zip((p, d), ids(p, d), strict=True):
+            request = engine.add(FakeRequest(name, prompt(20), given))
+            engine.run(until=lambda request=request: request.answer is not None)
+            assert (request.answer, request.external) == (alone(prompt(20)), 0)
+
+
 def test_what_is_counted_comes_to_vllm_s_metrics():
     made = {}
 

@@ -40,6 +40,7 @@ from xpyd_operator.document.engine import Engine
 
 KEY = b"a secret of the whole fleet"
 UUID = "0123456789abcdef" * 2
+ADAPTERS = [SimpleNamespace(name=str(number)) for number in range(64)]
 
 
 class App:
@@ -119,7 +120,7 @@ class ApiServer:
 
 
 @asynccontextmanager
-async def api_server(engine: FakeVllm) -> AsyncIterator[ApiServer]:
+async def api_server(engine: FakeVllm, **flags: Any) -> AsyncIterator[ApiServer]:
     """The plugin has beaten Starting; the server listens, `app.is_healthy` is the test's."""
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as routers:
         routers.setsockopt(zmq.LINGER, 0)
@@ -127,6 +128,7 @@ async def api_server(engine: FakeVllm) -> AsyncIterator[ApiServer]:
         engine.config.kv_transfer_config.kv_connector_extra_config["discovery"] = f"{HOST}:{port}"
         http = engine.port + 10
         server = ApiServer(engine, http, routers)
+        vars(server.args).update(flags)
         server.plugin.attach_router(server.app)
         config = uvicorn.Config(server.app, host=HOST, port=http, log_config=None, lifespan="off")
         web = uvicorn.Server(config)
@@ -166,14 +168,15 @@ def signed(tmp_path: Path) -> dict[str, Any]:
 async def test_an_instance_is_ready_when_its_http_server_is_healthy(signed, monkeypatch):
     monkeypatch.setenv("XPYD_FLEET", "of-the-pod")
     more = {**signed, "fleet": "demo", "pool": "prefill", "instance": "demo-prefill-0"}
+    adapter = SimpleNamespace(name="french", path="/models/french")
     with pair({"blocks": 64, **more}, signed) as (p, _):
-        async with api_server(p) as server:
+        async with api_server(p, lora_modules=[adapter]) as server:
             server.app.is_healthy = False
             assert (await server.beat()).state == "Starting"
             server.app.is_healthy = True
             found = await server.beat("Ready")
     assert (found.type, found.http_address) == ("P", f"{HOST}:{p.port + 10}")
-    assert (found.zmq_address, found.models) == (f"{HOST}:{p.port}", ("demo-model",))
+    assert (found.zmq_address, found.models) == (f"{HOST}:{p.port}", ("demo-model", "french"))
     assert (found.fleet, found.pool, found.instance) == ("demo", "prefill", "demo-prefill-0")
     assert found.incarnation == incarnation_of(p.config)
     assert (found.total_blocks, found.free_blocks, found.max_model_len) == (64, 63, 4096)
@@ -445,6 +448,7 @@ async def test_an_engine_that_has_ended_or_is_silent_takes_no_requests(signed, m
             ),
             "kv_connector",
         ),
+        (lambda server: setattr(server.args, "lora_modules", ADAPTERS), "65 names"),
         (lambda server: setattr(server, "client", None), "render"),
     ],
 )

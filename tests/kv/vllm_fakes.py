@@ -40,10 +40,10 @@ class Status(Enum):
 class FakeRequest:
     request_id: str
     prompt_token_ids: list[int]
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: Any = None
     status: Status = Status.WAITING
     num_output_tokens: int = 0
-    lora_request: None = None
+    lora_request: object = None
     mm_features: tuple[()] = ()
     computed: int = 0
     blocks: list[int] = field(default_factory=list)

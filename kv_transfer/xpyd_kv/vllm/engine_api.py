@@ -244,7 +244,7 @@ class Request(Protocol):
 
     request_id: str
     prompt_token_ids: list[int] | None
-    kv_transfer_params: dict[str, Any] | None
+    kv_transfer_params: Any
     num_output_tokens: int
     lora_request: object | None
     mm_features: Sequence[object]

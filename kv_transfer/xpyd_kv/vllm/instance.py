@@ -21,7 +21,7 @@ import msgspec
 
 from xpyd_core.errors import UserError
 from xpyd_core.heartbeat import HeartbeatSender
-from xpyd_core.messages import Heartbeat, InstanceState
+from xpyd_core.messages import MAX_MODELS, Heartbeat, InstanceState
 from xpyd_core.pod_env import PodEnv, parse_discovery
 from xpyd_core.request_id import Address
 from xpyd_core.tokenizer_files import ServedFiles, TokenizerFiles
@@ -85,6 +85,7 @@ class Instance:
         self._letter: Literal["P", "D"] = role_of(config)
         self.role = _ROLES[self._letter]
         self._http = _http_address(args, self._options)
+        self._models = _models(config, args)
         self._pod = pod
         self._routers = parse_discovery(self._options.discovery) or pod.discovery
         self._state: InstanceState = "Starting"
@@ -301,7 +302,6 @@ class Instance:
         options, config, pod, engine = self._options, self._config, self._pod, self._engine
         assert engine is not None, "find_engine has waited for it"
         running, waiting = self._load()
-        names = config.model_config.served_model_name
         return Heartbeat(
             type=self._letter,
             http_address=str(self._http),
@@ -313,7 +313,7 @@ class Instance:
             pool=options.pool or pod.pool,
             revision=options.revision or pod.revision,
             compatibility=engine.compatibility,
-            models=(names,) if isinstance(names, str) else tuple(names),
+            models=self._models,
             max_model_len=config.model_config.max_model_len,
             state=self._state,
             period_ms=round(options.heartbeat_period_s * 1000),
@@ -365,6 +365,21 @@ def _takes_ids(config: VllmConfig) -> bool:
     added = model.get_diff_sampling_param()
     counts = any(map(added.get, ("max_tokens", "presence_penalty", "frequency_penalty")))
     return not (counts or model.logits_processors or config.watermark_config)
+
+
+def _models(config: VllmConfig, args: Namespace) -> tuple[str, ...]:
+    """The names that requests may ask for, LoRA adapters' among them. UserError where heartbeats
+    have no room for them."""
+    names = config.model_config.served_model_name
+    adapters = getattr(args, "lora_modules", None) or ()
+    served = (names,) if isinstance(names, str) else names
+    found = tuple(dict.fromkeys((*served, *(adapter.name for adapter in adapters))))
+    if len(found) > MAX_MODELS:
+        raise UserError(
+            f"VLLM_PLUGINS names xpyd: --served-model-name and --lora-modules have {len(found)} "
+            f"names; heartbeats have room for {MAX_MODELS}"
+        )
+    return found
 
 
 def _http_address(args: Namespace, options: Options) -> Address:

@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from xpyd_core.compat import compat_key
 from xpyd_core.errors import XpydError
@@ -217,5 +217,6 @@ class SchedulerHalf:
 
 
 def params_of(request: Request) -> Mapping[str, Any]:
-    """What the router says of the request in its body."""
-    return request.kv_transfer_params or {}
+    """What the router says of the request in its body. vLLM passes on what it gets there."""
+    given = request.kv_transfer_params
+    return cast("Mapping[str, Any]", given) if isinstance(given, Mapping) else {}
