@@ -175,15 +175,19 @@ async def test_what_has_several_sequences_runs_on_d_alone(
         (r'"prompt_embed\u0073": ["two"]', True),
         ('"prompt_embeds": null', False),
         ('"user": "prompt_embeds"', False),
-        (r'"use\u005fbeam_search": true', None),
-        ('"use_beam_search": 1', None),
+        (r'"use\u005fbeam_search": true', True),
+        ('"use_beam_search": 1', True),
+        ('"truncate_prompt_tokens": -1', None),
+        (r'"truncate_prompt_tokens": "\u002d1"', None),
+        ('"truncate_prompt_tokens": 1', False),
+        ('"truncate_prompt_tokens": null', False),
         ('"use_beam_search": false', False),
     ],
 )
 async def test_a_member_counts_by_its_name_however_that_is_written(
     dialect: str, member: str, is_several: bool | None
 ) -> None:
-    """None: several to NixlConnector; to a pair id each has one of its own."""
+    """None: NixlConnector takes KV of another prompt for D's; xpyd's connector compares them."""
     if is_several is None:
         is_several = dialect == "nixl"
     async with fleet() as fleet_:
@@ -193,6 +197,31 @@ async def test_a_member_counts_by_its_name_however_that_is_written(
             assert response.status == 200
             await response.read()
         assert (len(p.calls), len(d.calls)) == (not is_several, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "is_media"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "data:x"}}], True),
+        ([{"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": {}}], True),
+        ([{"video_url": {"url": "x"}}], True),
+        ([{"type": "text", "text": '{"type": "image_url", "image_url": 1}'}], False),
+        ('"image_url"', False),
+    ],
+    ids=str,
+)
+async def test_chats_with_media_run_on_d_alone_where_the_connector_sends_nothing_of_them(
+    content: Any, is_media: bool
+) -> None:
+    for dialect, alone in (("pair-id", is_media), ("nixl", False)):
+        async with fleet() as fleet_:
+            (p, _), (d, _), _ = await nixl_pair(fleet_, dialect=dialect)
+            p.script = answer(200, {"choices": [], "kv_transfer_params": None})
+            d.script = answer(200, {"choices": []})
+            messages = [{"role": "user", "content": content}]
+            tools = [{"type": "function", "function": {"name": "image_url"}}]
+            await fleet_.json("chat/completions", messages=messages, tools=tools)
+            assert (len(p.calls), len(d.calls)) == (not alone, 1)
 
 
 @kinds

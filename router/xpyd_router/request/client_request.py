@@ -223,6 +223,7 @@ class _Members(Routed, frozen=True, gc=False, kw_only=True):
     cache_salt: msgspec.Raw = NO_VALUE
     prompt_embeds: msgspec.Raw = NO_VALUE
     use_beam_search: msgspec.Raw = NO_VALUE
+    truncate_prompt_tokens: msgspec.Raw = NO_VALUE
 
 
 class _Extra(msgspec.Struct, gc=False):

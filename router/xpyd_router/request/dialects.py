@@ -13,6 +13,7 @@ generates behind them as if that were all, so only requests to which this is the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -125,6 +126,25 @@ def _has_beams(request: InferenceRequest) -> bool:
     return not is_absent(wanted) and bytes(memoryview(wanted)[:5]) != b"false"
 
 
+_MEDIA = re.compile(rb'"(?:image|audio|video)_(?:url|embeds|pil)"|"input_(?:audio|image)"')
+
+
+def _has_media(request: InferenceRequest) -> bool:
+    """Whether a chat has parts that are no text, as far as their names are written without escapes.
+    A text cannot look so: its quotes have backslashes."""
+    members = request.members
+    return isinstance(members, ChatMembers) and (
+        _MEDIA.search(memoryview(members.messages)) is not None
+    )
+
+
+def _is_cut_by_context(request: InferenceRequest) -> bool:
+    """Whether the engine's own context says where the prompt is cut, by -1 in any spelling: P and D
+    may have different ones."""
+    limit = request.members.truncate_prompt_tokens
+    return not is_absent(limit) and not bytes(memoryview(limit)[:32]).isdigit()
+
+
 class _PairId:
     """The id in X-Request-Id names the KV; nothing else is needed. What a P of ours says of the
     transfer goes to D, so that D does not wait for KV that does not come."""
@@ -132,8 +152,14 @@ class _PairId:
     gives_back: GivesBack = "call"
 
     def is_for_decode_alone(self, request: InferenceRequest) -> bool:
-        """See Dialect: vLLM makes an id of its own for each of several choices."""
-        return (request.members.n or 1) > 1 or _has_embeddings(request)
+        """See Dialect: vLLM makes an id of its own for each of several choices and beams, and
+        xpyd's connector sends nothing of media."""
+        return (
+            (request.members.n or 1) > 1
+            or _has_beams(request)
+            or _has_embeddings(request)
+            or _has_media(request)
+        )
 
     def prefill_body(self, state: RequestState, pair: Pair, pair_mac: str) -> Body:
         """See Dialect."""
@@ -176,8 +202,13 @@ class _Nixl:
 
     def is_for_decode_alone(self, request: InferenceRequest) -> bool:
         """See Dialect: P's answer names the KV of the first prompt, and D frees it when the first
-        of several choices has read it."""
-        return request.choices > 1 or _has_beams(request) or _has_embeddings(request)
+        of several choices has read it. It does not compare P's prompt with D's."""
+        return (
+            request.choices > 1
+            or _has_beams(request)
+            or _has_embeddings(request)
+            or _is_cut_by_context(request)
+        )
 
     def prefill_body(self, state: RequestState, pair: Pair, pair_mac: str) -> Body:
         """See Dialect."""
@@ -240,12 +271,11 @@ class _Unnamed(Alone):
 
 def served_by(choice: Pair | Alone, request: InferenceRequest) -> Pair | Alone:
     """`choice`, or its D alone where the pair cannot serve such a request."""
-    if (
-        isinstance(choice, Pair)
-        and choice.decode.serves_alone
-        and (_cannot_name(choice.decode, request) or _cannot_name(choice.prefill, request))
-    ):
-        return _Unnamed(choice.decode)
+    if isinstance(choice, Pair) and choice.decode.serves_alone:
+        prefill, decode = choice.prefill, choice.decode
+        is_mixed = prefill.dialect != decode.dialect
+        if _cannot_name(decode, request) or (is_mixed and _cannot_name(prefill, request)):
+            return _Unnamed(decode)
     return choice
 
 
