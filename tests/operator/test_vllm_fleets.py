@@ -356,6 +356,7 @@ def takes(arg: str, **engine: str) -> bool:
         "--kv-transfer.kv_role", "--kv_transfer_config.kv_role=kv_both", "--tensor_parallel_size",
         "--tensor=2", "-tp", "-tp=2", "-t", "-pp=2", "-dp", "-dpn=0", "-dpl.x", "-n2", "-n", "-r0",
         "--data-parallel-rank", "--data_par=2", "--nnod=2", "--conf=/f", "--mod=x", "--headl",
+        "--api-key", "--api_key=x", "--api-k",
     ],
 )  # fmt: skip
 def test_every_spelling_in_which_vllm_takes_a_flag_of_the_fleets_is_refused(arg: str) -> None:
@@ -385,6 +386,23 @@ def test_what_only_xpyds_connector_refuses_is_taken_with_another_one(arg: str) -
     assert takes(arg)
     assert takes(arg, connector="Nixl")
     assert not takes(arg, connector="Xpyd")
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        {"value": "x"},
+        {"valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+    ],
+    ids=["value", "secret"],
+)
+def test_a_key_that_neither_heartbeats_nor_routers_have_is_refused(
+    variable: dict[str, Any],
+) -> None:
+    env = [{"name": "VLLM_API_KEY", **variable}]
+    for engine in (ENGINE, NIXL):
+        with pytest.raises(UserError, match=r"spec\.engine\.env: .*ask without a key"):
+            parsed(pools=prefill_and_decode(), model=MODEL, engine=engine | {"env": env})
 
 
 def test_the_page_has_every_flag_that_a_document_refuses() -> None:

@@ -169,6 +169,7 @@ _XPYD: _When = (
 
 NIXL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 NIXL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+API_KEY = "VLLM_API_KEY"
 PLUGINS = "VLLM_PLUGINS"
 PLUGIN = "xpyd"
 """Its name in VLLM_PLUGINS, whose commas vLLM splits at and at nothing else."""
@@ -194,6 +195,12 @@ def _without(names: str, why: str, when: _When = _VLLM) -> Rule[Engine]:
         numbers=Numbers("%s", f"self.args.filter(a, {flags.cel('a')})[0]", first),
     )
     return found(lambda engine: not first(engine))
+
+
+_NO_KEY = (
+    "heartbeats and routers ask without a key, and vLLM would answer 401: let what stands before "
+    "the router ask clients for one"
+)
 
 
 class Engine(ApiModel):
@@ -263,6 +270,15 @@ class Engine(ApiModel):
 
     @rule(
         f"!has(self.type) || self.type != 'VLLM' || !has(self.env) || "
+        f"!self.env.exists(e, e.name == '{API_KEY}')",
+        f"leave out {API_KEY}: {_NO_KEY}",
+        field="env",
+    )
+    def _asks_for_no_key(self) -> bool:
+        return self.type != "VLLM" or all(item.name != API_KEY for item in self.env)
+
+    @rule(
+        f"!has(self.type) || self.type != 'VLLM' || !has(self.env) || "
         f"!self.env.exists(e, e.name == '{PLUGINS}' && (has(e.valueFrom) || "
         f"(has(e.value) && e.value.matches('{_NAMES_PLUGIN}'))))",
         f"xpyd adds its own plugin to {PLUGINS} where the connector is Xpyd: give the others as a "
@@ -293,6 +309,7 @@ class Engine(ApiModel):
         "--host --port --uds --ssl-keyfile --ssl-certfile --grpc --headless",
         "routers and probes speak plain HTTP with the pod, at its address",
     )
+    _has_no_api_key = _without("--api-key", _NO_KEY)
     _leaves_transfer = _without(
         "--kv-transfer-config", "spec.engine.connector and spec.kvTransfer say it"
     )
