@@ -18,7 +18,13 @@ from xpyd_router.app_state import AppState
 from xpyd_router.errors import Answer, CallFailed, EngineRefused
 from xpyd_router.policy.base import NO_SLO
 from xpyd_router.policy.pairs import Alone, Pair
-from xpyd_router.request.answers import Head, error_event, tokens_in, whole_answer
+from xpyd_router.request.answers import (
+    Head,
+    error_event,
+    tokens_in,
+    whole_answer,
+    without_kv_params,
+)
 from xpyd_router.request.attempt import Attempt, Attempts
 from xpyd_router.request.client_request import (
     ClientHead,
@@ -255,7 +261,7 @@ class Flow:
         attempt.fleet.succeeded(attempt.called)
         attempt.owes_release = False
         self._attempts.answered(state, attempt, answer.kv)
-        body = attempt.scrubbed(answer.body)
+        body = without_kv_params(attempt.scrubbed(answer.body))
         return Answer(answer.status, body, answer.content_type, answer.retry_after)
 
     async def _try_stream(
