@@ -293,7 +293,10 @@ def _members_of(kind: Any) -> _Members:  # noqa: ANN401 - any struct
     return _Members(
         msgspec.json.Decoder(
             msgspec.defstruct(
-                "Texts", [(one.encode_name, msgspec.Raw, _NOT_THERE) for one in fields], gc=False
+                "Texts",
+                [(one.encode_name, msgspec.Raw, _NOT_THERE) for one in fields],
+                gc=False,
+                forbid_unknown_fields=kind.__struct_config__.forbid_unknown_fields,
             )
         ),
         {one.encode_name: one.type for one in fields},
@@ -363,6 +366,10 @@ def _refusal(kind: type[Any], raw: bytes | msgspec.Raw, message: str, prefix: st
             is_short = False
         except (LookupError, TypeError, StopIteration):  # of two members of one name the first
             is_short = False
+    if unknown := re.match(r"Object contains unknown field `(.*?)`", message, re.S):
+        where = "".join(f".{field}" if field else f"[{index}]" for field, index in steps)
+        path = f"{prefix}{where}.{unknown[1][:64]}".lstrip(".")
+        return refuse(path, "this field is not known here; leave it out")
     expected, name, item = inspect.type_info(kind), prefix, ""
     for field, index in steps:
         expected = _inside(expected, field)

@@ -22,6 +22,7 @@ from xpyd_router.http.app import quart_app
 from xpyd_router.http.openapi.document import chat_request, completion_request, openapi_document
 from xpyd_router.http.openapi.responses import ERRORS
 from xpyd_router.request.client_request import ENDPOINTS, parse_request
+from xpyd_router.translations import make_apis
 from xpyd_worker.server.openai.params import parse_chat, parse_completion
 
 DOCUMENT = openapi_document(__version__)
@@ -58,7 +59,7 @@ async def test_every_route_is_described_and_no_other() -> None:
     found: set[tuple[str, str]] = set()
 
     async with fleet() as fleet_:
-        for rule in quart_app(fleet_.router.state).url_map.iter_rules():
+        for rule in quart_app(fleet_.router.state, make_apis()).url_map.iter_rules():
             path = re.sub(r"<(?:path:)?(\w+)>", r"{\1}", rule.rule)
             # Every path has OPTIONS, and with GET also HEAD.
             methods = set(rule.methods or ()) - {"OPTIONS", "HEAD"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from functools import cache
 from typing import cast
@@ -46,10 +47,12 @@ from xpyd_router.http.shapes import (
     Shape,
     Version,
 )
-from xpyd_router.http.text_calls import TextCalls
+from xpyd_router.http.text_calls import TEXT_ROUTES, TextCalls
 from xpyd_router.metrics import only, state_of
-from xpyd_router.request.client_request import ENDPOINTS, TEXT_PATHS, HeadReader
+from xpyd_router.request.client_request import HeadReader
 from xpyd_router.request.flow import Flow
+from xpyd_router.translations import ROUTES, api_at, make_apis
+from xpyd_router.translations.seam import Api, error_of
 from xpyd_router.upstream.client import UpstreamClient
 
 
@@ -58,9 +61,12 @@ def json_reply(payload: Shape, status: int = 200) -> Response:
     return Response(msgspec.json.encode(payload), status, content_type="application/json")
 
 
-def error_reply(error: ApiError) -> Response:
-    """An error in OpenAI's format."""
-    response = Response(error.body(), error.status, content_type="application/json")
+def error_reply(error: ApiError, api: Api | None = None) -> Response:
+    """An error in OpenAI's format, or that of `api`."""
+    body = error.body()
+    if api is not None:
+        body = api.refusal(error_of(error.status, body), "")
+    response = Response(body, error.status, content_type="application/json")
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
     return response
@@ -197,8 +203,9 @@ def _describe(
     )
 
 
-def _http_error(error: HTTPException) -> Response:
-    """Quart's own refusals (no such path, wrong method, body too long) in OpenAI's format."""
+def _http_error(error: HTTPException, api: Api | None) -> Response:
+    """Quart's own refusals (no such path, wrong method, body too long) in OpenAI's format, or that
+    of the API that the path belongs to."""
     status = error.code or 500
     messages = {
         404: f"no such path: {request.method} {request.path[:200]}",
@@ -206,7 +213,7 @@ def _http_error(error: HTTPException) -> Response:
         413: "the request body is too long",
         408: "the request body did not come in time",
     }
-    response = error_reply(ApiError(status, messages.get(status, error.name)))
+    response = error_reply(ApiError(status, messages.get(status, error.name)), api)
     for name, value in error.get_headers():
         if name.lower() == "allow":
             response.headers["Allow"] = value
@@ -215,12 +222,13 @@ def _http_error(error: HTTPException) -> Response:
 
 def build_app(state: AppState, flow: Flow, upstream: UpstreamClient, reader: Executor) -> AsgiApp:
     """The application; what it gets lives as long as it."""
-    bodies = BodyBudget(state.config.max_open_body_bytes)
-    texts = TextCalls(state, upstream, bodies, cast(AsgiApp, quart_app(state)), reader=reader)
-    return Inference(state, flow, bodies, texts, reader=reader)
+    bodies, apis = BodyBudget(state.config.max_open_body_bytes), make_apis()
+    rest = cast(AsgiApp, quart_app(state, apis))
+    texts = TextCalls(state, upstream, bodies, rest, reader=reader, apis=apis)
+    return Inference(state, flow, bodies, texts, reader=reader, apis=apis)
 
 
-def quart_app(app_state: AppState) -> Quart:
+def quart_app(app_state: AppState, apis: Mapping[str, Api]) -> Quart:
     """All routes; those of inference are here only as names."""
     app = Quart("xpyd_router", static_folder=None)
     app.url_map.merge_slashes = False  # another path, not a redirect that clients may not follow
@@ -235,7 +243,7 @@ def quart_app(app_state: AppState) -> Quart:
 
     @app.errorhandler(HTTPException)
     async def http_error(error: HTTPException) -> Response:
-        return _http_error(error)
+        return _http_error(error, api_at(request.path, apis))
 
     @app.after_request
     async def echo(response: Response) -> Response:
@@ -250,7 +258,7 @@ def quart_app(app_state: AppState) -> Quart:
 
 def _add_inference(app: Quart) -> None:
     """These routes come before Quart, which knows their paths only to refuse GET."""
-    for path in (*(f"/v1/{endpoint}" for endpoint in ENDPOINTS), *TEXT_PATHS):
+    for path in (*(f"/v1/{route}" for route in ROUTES), *TEXT_ROUTES):
         app.add_url_rule(path, path, _unreachable, methods=["POST"])
 
 

@@ -16,6 +16,7 @@ from xpyd_core.bodies import BodyBuffer, BodyCharge
 from xpyd_core.errors import ApiError
 from xpyd_router.errors import Answer, EngineRefused
 from xpyd_router.request.relay import Header, do_nothing
+from xpyd_router.translations.seam import Api, error_of
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -146,19 +147,35 @@ def _too_long() -> ApiError:
     return ApiError(413, "the request body is too long")
 
 
-def refusal(error: ApiError | EngineRefused, name: bytes) -> tuple[Answer, list[Header]]:
-    """The answer that says `error`, with its headers. `name`: its X-Request-Id, if there is one."""
+def refusal(
+    error: ApiError | EngineRefused, name: bytes, api: Api | None = None
+) -> tuple[Answer, list[Header]]:
+    """The answer that says `error`, with its headers, in the format of `api`; None: OpenAI's.
+    `name`: its X-Request-Id, if there is one.
+    """
     if isinstance(error, ApiError):
         retry_after = None if error.retry_after_s is None else str(error.retry_after_s)
         answer = Answer(error.status, error.body(), "application/json", retry_after)
     else:
         answer = error.answer
+    if api is not None:
+        said = error_of(answer.status, answer.body)
+        body = api.refusal(said, name.decode("latin-1"))
+        answer = answer._replace(body=body, content_type="application/json")
     headers: list[Header] = [(b"content-type", answer.content_type.encode("latin-1"))]
-    if name:
-        headers.append((b"x-request-id", name))
+    headers += id_headers(name, api)
     if answer.retry_after is not None:
         headers.append((b"retry-after", answer.retry_after.encode("latin-1")))
     return answer, headers
+
+
+def id_headers(name: bytes, api: Api | None) -> list[Header]:
+    """The headers that hold the request's id, `name`."""
+    if not name:
+        return []
+    if api is None or not api.id_header:
+        return [(b"x-request-id", name)]
+    return [(b"x-request-id", name), (api.id_header, name)]
 
 
 async def send_answer(send: Send, answer: Answer, headers: Sequence[Header]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,22 +31,20 @@ from xpyd_router.http.asgi import (
     Receive,
     Scope,
     Send,
+    id_headers,
     late_body,
     read_body,
     refusal,
     send_answer,
     watch_client,
 )
-from xpyd_router.request.client_request import (
-    ENDPOINTS,
-    Endpoint,
-    HeadReader,
-    InferenceRequest,
-    parse_request,
-)
+from xpyd_router.http.translated import TranslatedStream, read_request, translated
+from xpyd_router.request.client_request import ClientHead, HeadReader, InferenceRequest
 from xpyd_router.request.flow import Flow
 from xpyd_router.request.relay import CHUNK_LINES, KNOWN_LINES, ClientStream, Header, do_nothing
 from xpyd_router.request.state import RequestState
+from xpyd_router.translations import ROUTES
+from xpyd_router.translations.seam import Api, Translation
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +53,8 @@ class DirectRequest:
     names that uvicorn reads there.
     """
 
-    endpoint: Endpoint
+    endpoint: str
+    """See translations.ROUTES."""
     headers: list[Header]
     began_s: float
     keep_alive: bool
@@ -250,7 +249,7 @@ async def read_on(reader: Executor, read: Callable[[bytes], _Read], waiting: lis
 
 
 _PRIORITY = PRIORITY_HEADER.lower().encode()
-_ROUTES: dict[str, Endpoint] = {f"/v1/{endpoint}": endpoint for endpoint in ENDPOINTS}
+_ROUTES = {f"/v1/{route}": route for route in ROUTES}
 _STREAM_HEADERS: list[Header] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -260,8 +259,8 @@ _STREAM_HEADERS: list[Header] = [
 
 class Inference:
     """See the module: the application that uvicorn gets. It answers POSTs to the inference routes,
-    and leaves `app` the rest. Knows no engine; every error is OpenAI's JSON. `reader` reads long
-    bodies, one at a time (docs/adr/0046).
+    and leaves `app` the rest. Knows no engine; every error is OpenAI's JSON, or that of one of
+    `apis`. `reader` reads long bodies, one at a time (docs/adr/0046).
     """
 
     def __init__(
@@ -272,8 +271,10 @@ class Inference:
         app: AsgiApp,
         *,
         reader: Executor,
+        apis: Mapping[str, Api],
     ) -> None:
         self._app_state = state
+        self._apis = apis
         self._flow = flow
         self._app = app
         self._heads = HeadReader(state.config.forward_headers)
@@ -314,12 +315,13 @@ class Inference:
         if request.charge is not None:
             request.charge.end()
         if sink is not None:
-            answer, headers = refusal(late_body(), self._heads.read(request.headers).request_id)
+            name, api = self._heads.read(request.headers).request_id, self._apis.get(trace.endpoint)
+            answer, headers = refusal(late_body(), name, api)
             status, trace.sent_bytes = answer.status, len(answer.body)
             sink.whole(answer.status, headers, answer.body)
         self._finish(trace, status)
 
-    async def serve(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, endpoint: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one POST; the access log line is written at its last byte."""
         app_state = self._app_state
         trace = Trace(endpoint, app_state.clock())
@@ -332,7 +334,8 @@ class Inference:
             pass
         except ApiError as error:
             status = error.status
-            answer, headers = refusal(error, self._heads.read(scope["headers"]).request_id)
+            name = self._heads.read(scope["headers"]).request_id
+            answer, headers = refusal(error, name, self._apis.get(endpoint))
             trace.sent_bytes = len(answer.body)
             await send_answer(send, answer, headers)
         else:
@@ -377,7 +380,7 @@ class Inference:
         sink: DirectSink | AsgiSink,
         charge: BodyCharge | None,
     ) -> int:
-        flow = self._flow
+        flow, api = self._flow, self._apis.get(trace.endpoint)
         head = self._heads.read(headers_in)
         client_id = head.request_id
         trace.client_id, trace.trace_id = client_id.decode("ascii"), head.trace_id
@@ -387,18 +390,18 @@ class Inference:
         try:
             if head.complaint is not None:
                 raise head.complaint
-            request = await self._read(trace, body, charge)
-            state = flow.begin(request, trace, head)
+            request, translation = await self._read(api, trace, body, charge)
+            state = self._begin(api, request, trace, head)
             ticket = self._at_once(state) or await self._enter(state, headers_in)
-            name = (b"x-request-id", client_id or trace.response_id.encode())
+            names = id_headers(client_id or trace.response_id.encode(), api)
             if state.request.stream:
-                client = ClientStream(sink, [*_STREAM_HEADERS, name], trace, self._app_state.clock)
+                client = self._stream_to(sink, names, state, translation)
                 await flow.stream(state, client)
                 return 200
-            answer = await flow.whole(state)
-            headers = [(b"content-type", answer.content_type.encode("latin-1")), name]
+            answer = translated(translation, await flow.whole(state))
+            headers = [(b"content-type", answer.content_type.encode("latin-1")), *names]
         except (ApiError, EngineRefused) as error:
-            answer, headers = refusal(error, client_id or trace.response_id.encode())
+            answer, headers = refusal(error, client_id or trace.response_id.encode(), api)
         except asyncio.CancelledError:
             if not sink.is_lost:
                 sink.cut()
@@ -409,28 +412,55 @@ class Inference:
             if client is not None and client.has_begun:
                 sink.cut()
                 return 500
-            error = ApiError(500, "internal error of the router")
-            answer, headers = refusal(error, client_id or trace.response_id.encode())
+            answer, headers = refusal(
+                ApiError(500, "internal error of the router"),
+                client_id or trace.response_id.encode(),
+                api,
+            )
         finally:
             if ticket is not None:
                 ticket.leave()
             if client is not None:
+                client.close()
                 trace.sent_bytes = client.sent_bytes
         trace.sent_bytes = len(answer.body)
         sink.whole(answer.status, headers, answer.body)
         return answer.status
 
-    async def _read(self, trace: Trace, body: bytes, charge: BodyCharge | None) -> InferenceRequest:
-        """The request, once there is room for the copies of its body."""
+    def _begin(
+        self, api: Api | None, request: InferenceRequest, trace: Trace, head: ClientHead
+    ) -> RequestState:
+        state = self._flow.begin(request, trace, head)
+        if api is not None:
+            trace.response_id = api.id_prefix + state.public
+        return state
+
+    def _stream_to(
+        self,
+        sink: DirectSink | AsgiSink,
+        names: Sequence[Header],
+        state: RequestState,
+        translation: Translation | None,
+    ) -> ClientStream:
+        headers, clock = [*_STREAM_HEADERS, *names], self._app_state.clock
+        if translation is None:
+            return ClientStream(sink, headers, state.trace, clock)
+        return TranslatedStream(sink, headers, state, clock, events=translation.events())
+
+    async def _read(
+        self, api: Api | None, trace: Trace, body: bytes, charge: BodyCharge | None
+    ) -> tuple[InferenceRequest, Translation | None]:
+        """The request, once there is room for the copies of its body; of `api`, as a chat."""
         if charge is not None:
-            charge.take_more(_COPIES * len(body))
+            copies = _COPIES if api is None else _COPIES + 1
+            charge.take_more(copies * len(body))
             charge.check()
-        endpoint = cast(Endpoint, trace.endpoint)
+        read = partial(read_request, api, trace.endpoint)
         if len(body) <= INLINE_BYTES:
-            return parse_request(endpoint, body)
+            return read(body)
         waiting = [body]
         del body
-        return await read_on(self._reader, partial(parse_request, endpoint), waiting)
+        return await read_on(self._reader, read, waiting)
 
     def _at_once(self, state: RequestState) -> Ticket | None:
         if self._flow.counts_tokens:

@@ -31,7 +31,8 @@ from xpyd_core.http_head import Chunks, head_fault, one_slash
 from xpyd_router.http.asgi import BODY_DEADLINE_S
 from xpyd_router.http.inference import DirectRequest, DirectSink, Inference, UnframedSink
 from xpyd_router.http.lingering import Lingering
-from xpyd_router.request.client_request import ENDPOINTS, TEXT_PATHS, Endpoint
+from xpyd_router.http.text_calls import TEXT_ROUTES
+from xpyd_router.translations import ROUTES
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
@@ -44,8 +45,8 @@ STALL_S = 1800.0
 _CHARGED_BYTES = 16 * 1024
 """A body of at most so much is not charged to the budget of open bodies."""
 _FRAMING = (b"content-length", b"transfer-encoding")
-_ROUTES: dict[bytes, Endpoint] = {f"/v1/{endpoint}".encode(): endpoint for endpoint in ENDPOINTS}
-_ENGINES_PATHS = frozenset((*(f"/v1/{endpoint}" for endpoint in ENDPOINTS), *TEXT_PATHS))
+_ROUTES = {f"/v1/{route}".encode(): route for route in ROUTES}
+_ENGINES_PATHS = frozenset((*(f"/v1/{route}" for route in ROUTES), *TEXT_ROUTES))
 _UNUSUAL = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
 _logger = logging.getLogger("uvicorn.error.clients")
 # One per request that is none: strangers would fill the log. Errors pass.

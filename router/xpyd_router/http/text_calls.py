@@ -1,4 +1,5 @@
 """`POST /tokenize` and `POST /detokenize`: sent on, as they are, to an instance of the model.
+Anthropic's count_tokens is a /tokenize with another body and another answer.
 
 Every instance of a model has its tokenizer, so any that takes requests is asked, in turn; one that
 fails is replaced by the next. No KV moves, and nothing counts against the router's limits: engines
@@ -10,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import Executor
 from typing import Annotated
 
 import msgspec
 
 from xpyd_core.bodies import BodyBudget, BodyCharge, check_text, read, refuse
-from xpyd_core.errors import ApiError
+from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_core.openai import MAX_NAME_CHARACTERS
 from xpyd_router.app_state import AppState
 from xpyd_router.errors import (
@@ -35,6 +36,7 @@ from xpyd_router.http.asgi import (
     Receive,
     Scope,
     Send,
+    id_headers,
     read_body,
     refusal,
     send_answer,
@@ -43,8 +45,12 @@ from xpyd_router.http.inference import INLINE_BYTES, read_on
 from xpyd_router.request.answers import scrub
 from xpyd_router.request.client_request import TEXT_PATHS, ClientHead, HeadReader
 from xpyd_router.request.relay import Header
+from xpyd_router.translations.messages import Messages, count_answer, tokenize_body
+from xpyd_router.translations.seam import Api
 from xpyd_router.upstream.client import UpstreamClient
 
+COUNT_PATH = f"/v1/{Messages.name}/count_tokens"
+TEXT_ROUTES = (*TEXT_PATHS, COUNT_PATH)
 MAX_CALLS = 64
 """Calls at a time: engines let as many texts wait for their threads."""
 _MAX_ASKED = 16
@@ -70,8 +76,10 @@ class TextCalls:
         app: AsgiApp,
         *,
         reader: Executor,
+        apis: Mapping[str, Api],
     ) -> None:
         self._reader = reader
+        self._messages = apis[Messages.name]
         self._config = state.config
         self._fleet = state.fleet
         self._clock = state.clock
@@ -85,7 +93,7 @@ class TextCalls:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         is_ours = (
-            scope["type"] == "http" and scope["path"] in TEXT_PATHS and scope["method"] == "POST"
+            scope["type"] == "http" and scope["path"] in TEXT_ROUTES and scope["method"] == "POST"
         )
         if not is_ours:
             await self._app(scope, receive, send)
@@ -103,7 +111,8 @@ class TextCalls:
     async def _answer(
         self, scope: Scope, head: ClientHead, receive: Receive, charge: BodyCharge
     ) -> tuple[Answer, list[Header]]:
-        name = head.request_id
+        name, path = head.request_id, scope["path"]
+        api = self._messages if path == COUNT_PATH else None
         try:
             if head.complaint is not None:
                 raise head.complaint
@@ -112,18 +121,32 @@ class TextCalls:
                 raise ApiError(503, "too many texts are being tokenized", retry_after_s=1)
             self._open += 1
             try:
-                answer = await _until_left(self._ask(scope["path"], body, head), receive)
+                work = self._ask(path, body, head) if api is None else self._count(body, head)
+                answer = await _until_left(work, receive)
             finally:
                 self._open -= 1
         except (ApiError, EngineRefused) as error:
-            return refusal(error, name)
+            return refusal(error, name, api)
         except (ClientLeft, asyncio.CancelledError):
             raise
         except Exception:
             logger.exception("a text call failed")
-            return refusal(ApiError(500, "internal error of the router"), name)
+            return refusal(ApiError(500, "internal error of the router"), name, api)
         headers = [(b"content-type", answer.content_type.encode("latin-1"))]
-        return answer, [*headers, (b"x-request-id", name)] if name else headers
+        return answer, [*headers, *id_headers(name, api)]
+
+    async def _count(self, body: bytes, head: ClientHead) -> Answer:
+        """The answer to a count_tokens."""
+        if len(body) <= INLINE_BYTES:
+            asked = tokenize_body(body)
+        else:
+            asked = await read_on(self._reader, tokenize_body, [body])
+        answer = await self._ask("/tokenize", asked, head)
+        try:
+            return answer._replace(body=count_answer(answer.body))
+        except ProtocolError as error:
+            logger.warning("/tokenize failed: %s", error)
+            raise ApiError(502, "the instances failed", code="upstream_failed") from error
 
     async def _ask(self, path: str, body: bytes, head: ClientHead) -> Answer:
         """The answer of the first instance that gives one."""

@@ -130,6 +130,9 @@ class ClientStream:
         """The answer is whole."""
         self.sink.end()
 
+    def close(self) -> None:
+        """The request is over, answered or not."""
+
 
 _BODY_END_S = 1.0
 """Deadline for the end of an engine's body behind its last event; later the connection is closed.

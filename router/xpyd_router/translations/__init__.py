@@ -1,0 +1,29 @@
+"""Other APIs in front of the chat path: Anthropic's Messages (ADR 0069).
+
+A translation is pure. It makes a chat of the client's body, and turns the chat's answer into its
+own API's bytes. Between the two, the chat is served as every chat: admission, retries,
+continuation, metrics and access log are those of `request`. To add an API: one module with an
+`Api` (`seam`), its name in ROUTES and its line in `make_apis`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from xpyd_router.request.client_request import ENDPOINTS
+from xpyd_router.translations.messages import Messages
+from xpyd_router.translations.seam import Api
+
+ROUTES: tuple[str, ...] = (*ENDPOINTS, Messages.name)
+"""Paths behind /v1/ of the requests that engines generate for."""
+
+
+def make_apis() -> Mapping[str, Api]:
+    """The APIs that are translated, by their route; each lives as long as the process."""
+    return {Messages.name: Messages()}
+
+
+def api_at(path: str, apis: Mapping[str, Api]) -> Api | None:
+    """The API that `path` belongs to, so that a refusal there is in its format."""
+    first = path.removeprefix("/v1/").partition("/")[0] if path.startswith("/v1/") else ""
+    return apis.get(first)
