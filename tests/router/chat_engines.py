@@ -59,10 +59,13 @@ class ChatEngine:
         finish: str = "stop",
         stop_reason: Any = None,
         cached: int = 0,
+        dies_at: int | None = None,
     ) -> None:
         self.deltas = deltas
         self.ending = {"finish_reason": finish, "stop_reason": stop_reason}
         self.cached = cached
+        self.dies_at = dies_at
+        """The delta at which its process dies, the first time that it comes there."""
 
     async def __call__(
         self, engine: HttpEngine, call: Call, request: web.Request
@@ -88,9 +91,10 @@ class ChatEngine:
         self, params: dict[str, Any], head: dict[str, Any], usage: dict[str, Any]
     ) -> dict[str, Any]:
         is_prefill = "client_max_tokens" in params
-        said = self.deltas[:1] if is_prefill else self.deltas
+        start = len((params.get("continue_from") or [[]])[0])
+        said = self.deltas[start : start + 1] if is_prefill else self.deltas
         choice: dict[str, Any] = {"index": 0, "message": joined(said), "logprobs": None}
-        choice |= {"finish_reason": "length", "token_ids": [0]} if is_prefill else self.ending
+        choice |= {"finish_reason": "length", "token_ids": [start]} if is_prefill else self.ending
         answer = {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
         if is_prefill:
             answer["kv_transfer_params"] = {"transfer": ["granted"], "prompt_digest": ["ab" * 32]}
@@ -117,6 +121,11 @@ class ChatEngine:
             await say({"role": "assistant", "content": ""})
         start = len(ids[0]) if ids else 0
         for number, delta in enumerate(self.deltas[start:], start):
+            if number == self.dies_at:
+                self.dies_at = None
+                assert request.transport is not None
+                request.transport.abort()
+                return web.Response()
             await say(delta, **({} if ids is None else {"token_ids": [number]}))
         await say({}, **self.ending, **({} if ids is None else {"token_ids": []}))
         if wants_usage:
