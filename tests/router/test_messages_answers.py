@@ -195,6 +195,22 @@ def test_each_status_has_anthropics_type_of_error(status: int, kind: str) -> Non
 
 
 @pytest.mark.parametrize(
+    ("param", "said", "wanted"),
+    [
+        ("stop", "stop: too many", "stop_sequences: too many"),
+        ("stop", "too many of them", "too many of them"),
+        ("max_tokens", "max_tokens: too many", "max_tokens: too many"),
+        (None, "no", "no"),
+    ],
+)
+def test_an_error_names_the_field_that_the_client_wrote(
+    param: str | None, said: str, wanted: str
+) -> None:
+    body = orjson.loads(refusal_body(ChatError(400, said, param=param), ""))
+    assert body == {"type": "error", "error": {"type": "invalid_request_error", "message": wanted}}
+
+
+@pytest.mark.parametrize(
     ("body", "message"),
     [
         (b'{"error":{"message":"m","type":"t","param":null,"code":400}}', "m"),

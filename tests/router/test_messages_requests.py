@@ -111,7 +111,11 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"thinking": {"type": "adaptive", "display": "omitted"}},
         {"chat_template_kwargs": ON, "include_reasoning": False},
     ),
-    "effort": ({"output_config": {"effort": "max"}}, {"reasoning_effort": "high"}),
+    "effort": (
+        {"output_config": {"effort": "max"}, "thinking": {"type": "adaptive"}},
+        {"chat_template_kwargs": ON, "reasoning_effort": "high"},
+    ),
+    "effort of no thinking": ({"output_config": {"effort": "low"}}, {}),
     "schema": (
         {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
         {
@@ -282,7 +286,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no max_tokens": ({"max_tokens": None}, "max_tokens", "missing"),
     "no room": ({"max_tokens": 0}, "max_tokens", "must be 1"),
     "no messages": ({"messages": None}, "messages", "missing"),
-    "empty messages": ({"messages": []}, "messages", "at least one"),
+    "empty messages": ({"messages": []}, "messages", "1 to 4096"),
     "messages of another type": ({"messages": {}}, "messages", "a list"),
     "unknown field": ({"foo": 1}, "foo", "not known"),
     "hot": ({"temperature": 1.5}, "temperature", "0 to 1"),

@@ -23,6 +23,7 @@ from xpyd_router.http.openapi.document import chat_request, completion_request, 
 from xpyd_router.http.openapi.responses import ERRORS
 from xpyd_router.request.client_request import ENDPOINTS, parse_request
 from xpyd_router.translations import make_apis
+from xpyd_router.translations.messages import Messages, tokenize_body
 from xpyd_worker.server.openai.params import parse_chat, parse_completion
 
 DOCUMENT = openapi_document(__version__)
@@ -153,6 +154,28 @@ def test_requests_of_the_examples_are_taken(endpoint: Any) -> None:
     for example in content["application/json"]["examples"].values():
         ask = parse_request(endpoint, orjson.dumps(example["value"]))
         parse(ask.raw)
+
+
+def test_messages_of_the_examples_are_taken() -> None:
+    for path, read in (
+        ("/v1/messages", Messages().read),
+        ("/v1/messages/count_tokens", tokenize_body),
+    ):
+        content = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]
+        read(orjson.dumps(content["application/json"]["example"]))
+
+
+def test_messages_are_checked_as_the_document_says() -> None:
+    fields = DOCUMENT["components"]["schemas"]["MessagesRequest"]["properties"]
+    turn = {"role": "user", "content": "x"}
+    body = {"model": "m", "max_tokens": 5, "messages": [turn]}
+    for name, schema in fields.items():
+        wrong = [value for value in ANY_VALUES if not validator(schema).is_valid(value)]
+        assert len(wrong) > 5 or schema.get("description") == "Changes nothing."
+        for value in wrong:
+            with pytest.raises(ApiError) as error:
+                Messages().read(json.dumps({**body, name: value}).encode())
+            assert (error.value.param or "").startswith(name), (name, value)
 
 
 BODIES = {"completions": completion_request(), "chat/completions": chat_request()}

@@ -72,7 +72,7 @@ def test_pings_come_while_nothing_else_does(virtual_loop: Loop) -> None:
         assert (sink.pings, sink.heads, sink.ends) == (5, 1, 1)
         assert stream.sent_bytes == len(sink.got)
 
-    run(work(), virtual_loop)
+    run(work(), virtual_loop, None)
 
 
 def test_no_ping_comes_behind_a_request_that_is_over(virtual_loop: Loop) -> None:
@@ -85,4 +85,4 @@ def test_no_ping_comes_behind_a_request_that_is_over(virtual_loop: Loop) -> None
         assert sink.pings == 1
         assert not stream.takes_frames
 
-    run(work(), virtual_loop)
+    run(work(), virtual_loop, None)

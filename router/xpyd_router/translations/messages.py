@@ -16,18 +16,20 @@ import orjson
 from msgspec import Meta
 
 from xpyd_core.bodies import NO_VALUE, check_text, is_absent, read, refuse
-from xpyd_core.errors import ProtocolError
+from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_core.openai import MAX_MESSAGES, MAX_NAME_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS
 from xpyd_core.openai import MAX_TOKENS as _MOST_TOKENS
 from xpyd_router.translations.messages_answers import MessageEvents, message_of, refusal_body
 from xpyd_router.translations.seam import ChatError, Events, Json
 
 MAX_BLOCKS = 16_384
-"""Content blocks and messages of a request: each becomes an object in Python."""
+"""Content blocks of a request: each becomes an object in Python."""
 MAX_TOOLS = 1024
 _LEAST_BUDGET = 1024
 """Anthropic's own bound for thinking.budget_tokens."""
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+_LEAST_BYTES = len('{:"",')
+"""What an object has besides its only key."""
 _QUOTE, _BRACKET, _BRACE = b'"[{'
 
 
@@ -93,7 +95,8 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tool_choice: Annotated[_ToolChoice | None, _field("Default: auto.")] = None
     thinking: Annotated[_Thinking | None, _field("Default: disabled.")] = None
     output_config: Annotated[
-        _OutputConfig | None, _field("format: the answer is JSON of this schema.")
+        _OutputConfig | None,
+        _field("format: the answer is JSON of this schema. effort: of thinking, where it is on."),
     ] = None
     # No meaning here: prefixes are cached without a mark, and a router edits no history.
     cache_control: Annotated[msgspec.Raw, _field("Changes nothing.")] = msgspec.field(
@@ -147,6 +150,10 @@ class _Block(msgspec.Struct, frozen=True, gc=False):
     tool_use_id: msgspec.Raw = NO_VALUE
     content: msgspec.Raw = NO_VALUE
     is_error: bool | None = None
+
+
+_MESSAGES, _BLOCKS = list[_Message], list[_Block]
+_decode_blocks = msgspec.json.Decoder(_BLOCKS).decode
 
 
 class _Tool(msgspec.Struct, frozen=True, gc=False):
@@ -226,8 +233,9 @@ def _chat(request: MessagesRequest) -> bytes:
         "top_p": request.top_p,
         "stop": request.stop_sequences or None,
         "user": request.metadata and request.metadata.user_id,
-        "reasoning_effort": config and config.effort and _EFFORTS[config.effort],
     }
+    if config is not None and config.effort is not None and _thinks(request):
+        values["reasoning_effort"] = _EFFORTS[config.effort]
     if thinking is not None and thinking.display == "omitted":
         values["include_reasoning"] = False
     if config is not None and config.format is not None:
@@ -256,10 +264,14 @@ def _prompt(request: CountRequest) -> _Members:
         made.append(("tools", b"[" + b",".join(texts) + b"]"))
     made += _choice(request.tool_choice, [name for name, _ in tools])
     # Templates have one name or the other for it; what a template does not know changes nothing.
-    is_on = request.thinking is not None and request.thinking.type != "disabled"
+    is_on = _thinks(request)
     switches = {"enable_thinking": is_on, "thinking": is_on}
     made.append(("chat_template_kwargs", orjson.dumps(switches)))
     return made
+
+
+def _thinks(request: CountRequest) -> bool:
+    return request.thinking is not None and request.thinking.type != "disabled"
 
 
 def _choice(choice: _ToolChoice | None, names: Sequence[str]) -> _Members:
@@ -304,21 +316,19 @@ def _tools(raw: msgspec.Raw) -> list[tuple[str, bytes]]:
 
 
 def _take_messages(turns: _Turns, raw: msgspec.Raw) -> None:
-    _check_count(raw, b'"role"', MAX_MESSAGES, "messages", "messages")
     _check_count(raw, b'"type"', MAX_BLOCKS, "messages", "content blocks")
-    found = read(list[_Message], raw, "messages")
-    if not found:
-        raise refuse("messages", "at least one message is needed")
+    found = read(_MESSAGES, raw, "messages")
+    if not 0 < len(found) <= MAX_MESSAGES:
+        raise refuse("messages", f"expected 1 to {MAX_MESSAGES} messages, got {len(found)}")
     for index, message in enumerate(found):
-        place = f"messages[{index}].content"
-        turns.begin(message.role)
+        turns.begin(message.role, index)
         content = message.content
         if memoryview(content)[0] == _QUOTE:
             turns.texts.append(content)
             continue
         take = turns.take_user if message.role == "user" else turns.take_assistant
-        for number, block in enumerate(_blocks(content, place)):
-            take(block, f"{place}[{number}]")
+        for number, block in enumerate(_blocks(content, f"messages[{index}].content")):
+            take(block, number)
     turns.end()
 
 
@@ -332,43 +342,49 @@ class _Turns:
         self.texts: list[msgspec.Raw] = []
         self._thoughts: list[msgspec.Raw] = []
         self._calls: list[bytes] = []
+        self._index = 0
 
-    def begin(self, role: str) -> None:
-        """A message of `role` follows."""
+    def begin(self, role: str, index: int) -> None:
+        """The message with this index follows."""
+        self._index = index
         if role != self.role:
             self.end()
             self.role = role
 
-    def take_user(self, block: _Block, place: str) -> None:
+    def take_user(self, block: _Block, number: int) -> None:
         """A block of a user's message. Results of tools are messages of their own."""
-        if block.type == "text":
-            self.texts.append(_checked_text(block.text, f"{place}.text"))
-        elif block.type == "tool_result":
+        if block.type == "text" and memoryview(block.text)[0] == _QUOTE:
+            self.texts.append(block.text)
+            return
+        place = f"messages[{self._index}].content[{number}]"
+        if block.type == "tool_result":
             self.end()
             call_id = _text(block.tool_use_id, f"{place}.tool_use_id")
             content = _content(_texts(block.content, f"{place}.content"))
             if block.is_error:
                 content = _marked(content)
             self.messages.append(
-                _object([("role", b'"tool"'), ("tool_call_id", call_id), ("content", content)])
+                b'{"role":"tool","tool_call_id":%b,"content":%b}' % (call_id, content)
             )
         else:
             raise _unsupported(block, place, "text, tool_result")
 
-    def take_assistant(self, block: _Block, place: str) -> None:
+    def take_assistant(self, block: _Block, number: int) -> None:
         """A block of an assistant's message."""
-        if block.type == "text":
-            self.texts.append(_checked_text(block.text, f"{place}.text"))
-        elif block.type == "thinking":
+        if block.type == "text" and memoryview(block.text)[0] == _QUOTE:
+            self.texts.append(block.text)
+            return
+        place = f"messages[{self._index}].content[{number}]"
+        if block.type == "thinking":
             self._thoughts.append(_checked_text(block.thinking, f"{place}.thinking"))
         elif block.type == "tool_use":
             if memoryview(block.input)[0] != _BRACE:
                 raise refuse(f"{place}.input", "expected an object")
             arguments = orjson.dumps(bytes(block.input).decode())
-            function = [("name", _text(block.name, f"{place}.name")), ("arguments", arguments)]
-            call_id = _text(block.id, f"{place}.id")
+            name, call_id = _text(block.name, f"{place}.name"), _text(block.id, f"{place}.id")
             self._calls.append(
-                _object([("id", call_id), ("type", b'"function"'), ("function", _object(function))])
+                b'{"id":%b,"type":"function","function":{"name":%b,"arguments":%b}}'
+                % (call_id, name, arguments)
             )
         elif block.type != "redacted_thinking":  # which only the server that made it can read
             known = "text, thinking, redacted_thinking, tool_use"
@@ -379,25 +395,28 @@ class _Turns:
         texts, self.texts = self.texts, []
         if self.role == "user":
             if texts:
-                self.messages.append(_object([("role", b'"user"'), ("content", _content(texts))]))
+                self.messages.append(b'{"role":"user","content":%b}' % _content(texts))
             return
         thoughts, self._thoughts = self._thoughts, []
         calls, self._calls = self._calls, []
         if not (texts or thoughts or calls):
             return
-        made = [("role", b'"assistant"'), ("content", _content(texts) if texts else b"null")]
+        made = b'{"role":"assistant","content":%b' % (_content(texts) if texts else b"null")
         if thoughts:
             inner = rb"\n".join([bytes(one)[1:-1] for one in thoughts])
-            made.append(("reasoning_content", b'"' + inner + b'"'))
+            made += b',"reasoning_content":"%b"' % inner
         if calls:
-            made.append(("tool_calls", b"[" + b",".join(calls) + b"]"))
-        self.messages.append(_object(made))
+            made += b',"tool_calls":[%b]' % b",".join(calls)
+        self.messages.append(made + b"}")
 
 
 def _blocks(raw: msgspec.Raw, place: str) -> list[_Block]:
     if memoryview(raw)[0] != _BRACKET:
         raise refuse(place, "expected a string or a list of content blocks")
-    return read(list[_Block], raw, place)
+    try:
+        return _decode_blocks(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return read(_BLOCKS, raw, place)  # which says what is wrong
 
 
 def _texts(raw: msgspec.Raw, place: str) -> list[msgspec.Raw]:
@@ -453,9 +472,11 @@ def _check_count(raw: msgspec.Raw, key: bytes, most: int, place: str, what: str)
     key is not found in texts, whose quotes are escaped."""
     if memoryview(raw)[0] != _BRACKET:
         raise refuse(place, "expected a list")
-    if bytes(raw).count(key) > most:
+    if len(raw) > (len(key) + _LEAST_BYTES) * most and bytes(raw).count(key) > most:
         raise refuse(place, f"at most {most} {what}")
 
 
-def _unsupported(block: _Block, place: str, known: str) -> Exception:
+def _unsupported(block: _Block, place: str, known: str) -> ApiError:
+    if block.type == "text":
+        return refuse(f"{place}.text", "expected a string")
     return refuse(f"{place}.type", f"{block.type[:64]!r} is not supported; expected one of {known}")

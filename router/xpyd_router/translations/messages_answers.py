@@ -20,15 +20,31 @@ _KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_NAMES = {
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "chat_template_kwargs": "thinking",
+}
+"""Fields of a chat, and where the client wrote them."""
 _OVERLOADED = frozenset({"no_instances", "queue_timeout", "queue_full", "displaced"})
 
 
 def refusal_body(error: ChatError, request_id: str) -> bytes:
     """The body of an answer that says `error`."""
-    body: Json = {"type": "error", "error": {"type": _kind(error), "message": error.message}}
+    body: Json = {"type": "error", "error": {"type": _kind(error), "message": _said(error)}}
     if request_id:
         body["request_id"] = request_id
     return orjson.dumps(body)
+
+
+def _said(error: ChatError) -> str:
+    """The message, which begins with the client's own name of the field."""
+    name, param = _NAMES.get(error.param or ""), error.param or ""
+    if name is None or not error.message.startswith(param):
+        return error.message
+    return name + error.message[len(param) :]
 
 
 def _kind(error: ChatError) -> str:

@@ -21,6 +21,7 @@ from xpyd_core.openai import (
     body_schema,
 )
 from xpyd_router.http import shapes
+from xpyd_router.http.openapi.messages import message_paths, message_schemas
 from xpyd_router.http.openapi.responses import (
     ENGINE_REFUSAL,
     answer_example,
@@ -126,10 +127,13 @@ _NAMES = {"completions": "Completion", "chat/completions": "ChatCompletion"}
 
 def paths() -> Json:
     """The document's `paths`."""
+    chat = _inference("chat/completions", "createChatCompletion")
+    tokenize = _text("Tokenize", "tokenize", {"prompt": "San Francisco is a"})
     return {
         "/v1/completions": {"post": _inference("completions", "createCompletion")},
-        "/v1/chat/completions": {"post": _inference("chat/completions", "createChatCompletion")},
-        "/tokenize": {"post": _text("Tokenize", "tokenize", {"prompt": "San Francisco is a"})},
+        "/v1/chat/completions": {"post": chat},
+        **message_paths(chat, tokenize),
+        "/tokenize": {"post": tokenize},
         "/detokenize": {"post": _text("Detokenize", "detokenize", {"tokens": [19, 11, 6]})},
         "/v1/models": {"get": _read("listModels", "Models", "ModelList", _MODELS)},
         "/v1/models/{name}": {
@@ -327,6 +331,7 @@ def openapi_document(version: str) -> dict[str, Any]:
     schemas = {
         **made,
         **answer_schemas(),
+        **message_schemas(),
         "CompletionRequest": completion_request(),
         "ChatCompletionRequest": chat_request(),
         "TokenizeRequest": tokenize_request(),
