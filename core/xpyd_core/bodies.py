@@ -458,6 +458,7 @@ _NAMES: Mapping[type[inspect.Type], str] = {
     inspect.ListType: "a list",
     inspect.DictType: "an object",
     inspect.StructType: "an object",
+    inspect.NoneType: "null",
 }
 
 

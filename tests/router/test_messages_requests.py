@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import orjson
@@ -9,7 +10,8 @@ import pytest
 
 from xpyd_core.errors import ApiError
 from xpyd_router.request.client_request import parse_request
-from xpyd_router.translations.messages import MAX_BLOCKS, Messages, tokenize_body
+from xpyd_router.translations.messages import Messages, tokenize_body
+from xpyd_router.translations.messages_prompt import MAX_BLOCKS
 
 BASE: dict[str, Any] = {
     "model": "m",
@@ -60,7 +62,7 @@ def call(call_id: str, arguments: str) -> dict[str, Any]:
 
 def chat_bytes(**changes: Any) -> bytes:
     body = {name: value for name, value in {**BASE, **changes}.items() if value is not None}
-    return Messages().read(orjson.dumps(body)).chat
+    return Messages().read(json.dumps(body).encode()).chat
 
 
 def chat(**changes: Any) -> dict[str, Any]:
@@ -105,6 +107,10 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"thinking": {"type": "enabled", "budget_tokens": 1024}},
         {"chat_template_kwargs": ON},
     ),
+    "thinking between tools": (
+        {"thinking": {"type": "between_tools"}},
+        {"chat_template_kwargs": ON},
+    ),
     "adaptive thinking": ({"thinking": {"type": "adaptive"}}, {"chat_template_kwargs": ON}),
     "no thinking": ({"thinking": {"type": "disabled"}}, {}),
     "thinking that is not shown": (
@@ -117,11 +123,11 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "effort of no thinking": ({"output_config": {"effort": "low"}}, {}),
     "schema": (
-        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+        {"output_config": {"format": {"type": "json_schema", "schema": {"minimum": 10**30}}}},
         {
             "response_format": {
                 "type": "json_schema",
-                "json_schema": {"name": "answer", "schema": {"type": "object"}, "strict": True},
+                "json_schema": {"name": "answer", "schema": {"minimum": 1e30}, "strict": True},
             }
         },
     ),
@@ -135,6 +141,30 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "tools": [
                 {"type": "function", "function": {"name": "f", "parameters": {}, "strict": True}}
+            ]
+        },
+    ),
+    "tool with examples": (
+        {
+            "tools": [
+                {
+                    "name": "f",
+                    "input_schema": {"type": "object"},
+                    "input_examples": [{"a": 1}],
+                    "defer_loading": False,
+                    "allowed_callers": ["direct"],
+                    "eager_input_streaming": True,
+                },
+                {"name": "g", "input_schema": {}, "input_examples": []},
+            ]
+        },
+        {
+            "tools": [
+                {"type": "function", "function": {"name": name, "parameters": parameters}}
+                for name, parameters in (
+                    ("f", {"examples": [{"a": 1}], "type": "object"}),
+                    ("g", {"examples": []}),
+                )
             ]
         },
     ),
@@ -162,6 +192,8 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "service_tier": "auto",
             "cache_control": {"type": "ephemeral"},
             "context_management": {"edits": []},
+            "diagnostics": {"previous_message_id": "msg_1"},
+            "speed": "standard",
             "tools": [],
         },
         {},
@@ -185,6 +217,17 @@ def test_a_system_prompt_is_a_text_or_blocks() -> None:
     assert chat(system=[])["messages"] == [hi]
 
 
+def test_a_system_message_may_be_between_turns() -> None:
+    said = messages(
+        user(text("a")), {"role": "system", "content": [text("S")]}, assistant(text("b"))
+    )
+    assert [(one["role"], one["content"]) for one in said] == [
+        ("user", "a"),
+        ("system", "S"),
+        ("assistant", "b"),
+    ]
+
+
 def test_a_tools_turn_becomes_calls_and_messages_of_results() -> None:
     assert messages(
         user(text("Here and there?")),
@@ -201,7 +244,7 @@ def test_a_tools_turn_becomes_calls_and_messages_of_results() -> None:
             "role": "assistant",
             "content": "I look.",
             "reasoning_content": "Two\nplaces.",
-            "tool_calls": [call("c1", '{"place":"here"}'), call("c2", "{}")],
+            "tool_calls": [call("c1", '{"place": "here"}'), call("c2", "{}")],
         },
         {"role": "tool", "tool_call_id": "c1", "content": "sun"},
         {"role": "tool", "tool_call_id": "c2", "content": [text("rain"), text("wind")]},
@@ -290,7 +333,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "messages of another type": ({"messages": {}}, "messages", "a list"),
     "unknown field": ({"foo": 1}, "foo", "not known"),
     "hot": ({"temperature": 1.5}, "temperature", "0 to 1"),
-    "role": ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role", "user"),
+    "role": ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "user"),
+    "call of a system message": (
+        {"messages": [{"role": "system", "content": [tool_use("c")]}]},
+        "messages[0].content[0].type",
+        "'tool_use'",
+    ),
+    "container": ({"container": "c"}, "container", "null"),
+    "MCP": ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "null"),
+    "place": ({"inference_geo": "us"}, "inference_geo", "null"),
+    "fast": ({"speed": "fast"}, "speed", "standard"),
+    "deferred tool": (
+        {"tools": [{**WEATHER, "defer_loading": True}]},
+        "tools[0].defer_loading",
+        "not searched",
+    ),
+    "tool of code": (
+        {"tools": [{**WEATHER, "allowed_callers": ["code_execution_20250825"]}]},
+        "tools[0].allowed_callers",
+        "direct",
+    ),
+    "examples": ({"tools": [{**WEATHER, "input_examples": {}}]}, "tools[0].input_examples", "list"),
     "content": ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content", "string"),
     "image": (
         {"messages": [user(text("a"), {"type": "image", "source": {}})]},
@@ -345,6 +408,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         {"thinking": {"type": "enabled", "budget_tokens": 2048}},
         "thinking.budget_tokens",
         "below max_tokens",
+    ),
+    "schema that is none": (
+        {"output_config": {"format": {"type": "json_schema", "schema": 1}}},
+        "output_config.format.schema",
+        "object",
     ),
     "system image": ({"system": [{"type": "image"}]}, "system[0].type", "'image'"),
     "too many blocks": (

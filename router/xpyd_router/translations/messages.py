@@ -1,9 +1,6 @@
-"""Anthropic's Messages: a request as a chat. `messages_answers` has the way back. Pure.
+"""Anthropic's Messages: the fields of a request, and the chat that is made of them. Pure.
 
-Texts are copied as the client wrote their JSON; nothing is built of them. Marks of `cache_control`
-are left out, and a content of one text block is written as a text: requests that differ in such a
-mark alone are the same chat, and find the same prefix in the cache. What has no counterpart in a
-chat is refused by name.
+`messages_prompt` has the messages and tools, `messages_answers` the way back.
 """
 
 from __future__ import annotations
@@ -15,22 +12,17 @@ import msgspec
 import orjson
 from msgspec import Meta
 
-from xpyd_core.bodies import NO_VALUE, check_text, is_absent, read, refuse
-from xpyd_core.errors import ApiError, ProtocolError
+from xpyd_core.bodies import NO_VALUE, check_text, read, refuse
+from xpyd_core.errors import ProtocolError
 from xpyd_core.openai import MAX_MESSAGES, MAX_NAME_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS
 from xpyd_core.openai import MAX_TOKENS as _MOST_TOKENS
 from xpyd_router.translations.messages_answers import MessageEvents, message_of, refusal_body
+from xpyd_router.translations.messages_prompt import Members, json_object, messages_of, tools_of
 from xpyd_router.translations.seam import ChatError, Events, Json
 
-MAX_BLOCKS = 16_384
-"""Content blocks of a request: each becomes an object in Python."""
-MAX_TOOLS = 1024
 _LEAST_BUDGET = 1024
 """Anthropic's own bound for thinking.budget_tokens."""
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-_LEAST_BYTES = len('{:"",')
-"""What an object has besides its only key."""
-_QUOTE, _BRACKET, _BRACE = b'"[{'
 
 
 def _field(text: str, **schema: Any) -> Meta:  # noqa: ANN401 - any JSON value
@@ -48,19 +40,27 @@ class _ToolChoice(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class _Thinking(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
 class _Format(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     type: Literal["json_schema"]
-    schema: dict[str, Any]
+    schema: Annotated[msgspec.Raw, _field("The answer's JSON schema.", type="object")]
 
 
 class _OutputConfig(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: _Format | None = None
+
+
+def _unread() -> Any:  # noqa: ANN401 - as msgspec.field
+    return msgspec.field(default_factory=lambda: NO_VALUE)
+
+
+_Unread = Annotated[msgspec.Raw, _field("Changes nothing.")]
+_Refused = Annotated[None, _field("Not served here: leave it out.")]
 
 
 class CountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,8 +73,9 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     messages: Annotated[
         msgspec.Raw,
         _field(
-            "Turns of `user` and `assistant`. Blocks: text, thinking, redacted_thinking, "
-            "tool_use, tool_result. An assistant's turn at the end is continued.",
+            "Turns of `user`, `assistant` and `system`. Blocks: text, thinking, "
+            "redacted_thinking, tool_use, tool_result. An assistant's turn at the end is "
+            "continued.",
             type="array",
             minItems=1,
             maxItems=MAX_MESSAGES,
@@ -98,13 +99,11 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _OutputConfig | None,
         _field("format: the answer is JSON of this schema. effort: of thinking, where it is on."),
     ] = None
+    speed: Annotated[Literal["standard"] | None, _field("There is one speed.")] = None
     # No meaning here: prefixes are cached without a mark, and a router edits no history.
-    cache_control: Annotated[msgspec.Raw, _field("Changes nothing.")] = msgspec.field(
-        default_factory=lambda: NO_VALUE
-    )
-    context_management: Annotated[msgspec.Raw, _field("Changes nothing.")] = msgspec.field(
-        default_factory=lambda: NO_VALUE
-    )
+    cache_control: _Unread = _unread()
+    context_management: _Unread = _unread()
+    diagnostics: _Unread = _unread()
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,37 +130,9 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True, forbid_unknown_fi
     service_tier: Annotated[
         Literal["auto", "standard_only"] | None, _field("Changes nothing: there is one tier.")
     ] = None
-
-
-class _Message(msgspec.Struct, frozen=True, gc=False):
-    role: Literal["user", "assistant"]
-    content: msgspec.Raw
-
-
-class _Block(msgspec.Struct, frozen=True, gc=False):
-    """A content block of any type; other members, such as cache_control, are skipped."""
-
-    type: str
-    text: msgspec.Raw = NO_VALUE
-    thinking: msgspec.Raw = NO_VALUE
-    id: msgspec.Raw = NO_VALUE
-    name: msgspec.Raw = NO_VALUE
-    input: msgspec.Raw = NO_VALUE
-    tool_use_id: msgspec.Raw = NO_VALUE
-    content: msgspec.Raw = NO_VALUE
-    is_error: bool | None = None
-
-
-_MESSAGES, _BLOCKS = list[_Message], list[_Block]
-_decode_blocks = msgspec.json.Decoder(_BLOCKS).decode
-
-
-class _Tool(msgspec.Struct, frozen=True, gc=False):
-    name: msgspec.Raw = NO_VALUE
-    description: msgspec.Raw = NO_VALUE
-    input_schema: msgspec.Raw = NO_VALUE
-    type: str | None = None
-    strict: bool | None = None
+    container: _Refused = None
+    inference_geo: _Refused = None
+    mcp_servers: _Refused = None
 
 
 class Messages:
@@ -199,7 +170,7 @@ class MessagesTranslation:
 def tokenize_body(body: bytes) -> bytes:
     """The body of /tokenize for the one of count_tokens; ApiError 400 for a wrong one."""
     check_text(body)
-    return _object(_prompt(read(CountRequest, body)))
+    return json_object(_prompt(read(CountRequest, body)))
 
 
 def count_answer(body: bytes) -> bytes:
@@ -208,14 +179,6 @@ def count_answer(body: bytes) -> bytes:
         return orjson.dumps({"input_tokens": int(orjson.loads(body)["count"])})
     except (orjson.JSONDecodeError, LookupError, TypeError, ValueError) as error:
         raise ProtocolError("an engine's answer has no count of tokens") from error
-
-
-_Members = list[tuple[str, bytes]]
-"""Names of a JSON object, and the JSON of their values."""
-
-
-def _object(members: _Members) -> bytes:
-    return b"{" + b",".join([b'"%b":%b' % (name.encode(), text) for name, text in members]) + b"}"
 
 
 def _chat(request: MessagesRequest) -> bytes:
@@ -239,26 +202,21 @@ def _chat(request: MessagesRequest) -> bytes:
     if thinking is not None and thinking.display == "omitted":
         values["include_reasoning"] = False
     if config is not None and config.format is not None:
-        schema = {"name": "answer", "schema": config.format.schema, "strict": True}
-        values["response_format"] = {"type": "json_schema", "json_schema": schema}
+        made.append(("response_format", _response_format(config.format)))
     if request.stream:
         values |= {"stream": True, "stream_options": {"include_usage": True}}
     made += [(name, orjson.dumps(value)) for name, value in values.items() if value is not None]
-    return _object(made)
+    return json_object(made)
 
 
-def _prompt(request: CountRequest) -> _Members:
+def _prompt(request: CountRequest) -> Members:
     """What makes the prompt: of a chat, and of /tokenize."""
-    made: _Members = [("model", orjson.dumps(request.model))]
-    turns = _Turns()
-    system = _texts(request.system, "system")
-    if system:
-        turns.messages.append(_object([("role", b'"system"'), ("content", _content(system))]))
-    _take_messages(turns, request.messages)
-    made.append(("messages", b"[" + b",".join(turns.messages) + b"]"))
-    if turns.role == "assistant":
+    made: Members = [("model", orjson.dumps(request.model))]
+    messages, is_continued = messages_of(request.system, request.messages)
+    made.append(("messages", messages))
+    if is_continued:
         made += [("add_generation_prompt", b"false"), ("continue_final_message", b"true")]
-    tools = _tools(request.tools)
+    tools = tools_of(request.tools)
     if tools:
         texts = [text for _, text in tools]
         made.append(("tools", b"[" + b",".join(texts) + b"]"))
@@ -270,11 +228,20 @@ def _prompt(request: CountRequest) -> _Members:
     return made
 
 
+def _response_format(wanted: _Format) -> bytes:
+    schema = bytes(wanted.schema)
+    if not schema.startswith(b"{"):
+        raise refuse("output_config.format.schema", "expected an object")
+    return (
+        b'{"type":"json_schema","json_schema":{"name":"answer","strict":true,"schema":%b}}' % schema
+    )
+
+
 def _thinks(request: CountRequest) -> bool:
     return request.thinking is not None and request.thinking.type != "disabled"
 
 
-def _choice(choice: _ToolChoice | None, names: Sequence[str]) -> _Members:
+def _choice(choice: _ToolChoice | None, names: Sequence[str]) -> Members:
     if choice is None:
         return []
     if choice.type in ("any", "tool") and not names:
@@ -288,195 +255,3 @@ def _choice(choice: _ToolChoice | None, names: Sequence[str]) -> _Members:
     if choice.disable_parallel_tool_use:
         made.append(("parallel_tool_calls", b"false"))
     return made
-
-
-def _tools(raw: msgspec.Raw) -> list[tuple[str, bytes]]:
-    """Each tool's name, and its JSON in a chat."""
-    if is_absent(raw):
-        return []
-    _check_count(raw, b'"input_schema"', MAX_TOOLS, "tools", "tools")
-    made: list[tuple[str, bytes]] = []
-    for index, tool in enumerate(read(list[_Tool], raw, "tools")):
-        place = f"tools[{index}]"
-        if tool.type not in (None, "custom"):
-            message = "only tools of the client are served: `custom`, with an input_schema"
-            raise refuse(f"{place}.type", f"{tool.type[:64]!r} is not supported; {message}")
-        function: _Members = [("name", _text(tool.name, f"{place}.name"))]
-        if not is_absent(tool.description):
-            function.append(("description", _text(tool.description, f"{place}.description")))
-        schema = tool.input_schema
-        if memoryview(schema)[0] != _BRACE:
-            raise refuse(f"{place}.input_schema", "expected an object, the schema of the input")
-        function.append(("parameters", bytes(schema)))
-        if tool.strict is not None:
-            function.append(("strict", b"true" if tool.strict else b"false"))
-        text = _object([("type", b'"function"'), ("function", _object(function))])
-        made.append((msgspec.json.decode(tool.name, type=str), text))
-    return made
-
-
-def _take_messages(turns: _Turns, raw: msgspec.Raw) -> None:
-    _check_count(raw, b'"type"', MAX_BLOCKS, "messages", "content blocks")
-    found = read(_MESSAGES, raw, "messages")
-    if not 0 < len(found) <= MAX_MESSAGES:
-        raise refuse("messages", f"expected 1 to {MAX_MESSAGES} messages, got {len(found)}")
-    for index, message in enumerate(found):
-        turns.begin(message.role, index)
-        content = message.content
-        if memoryview(content)[0] == _QUOTE:
-            turns.texts.append(content)
-            continue
-        take = turns.take_user if message.role == "user" else turns.take_assistant
-        for number, block in enumerate(_blocks(content, f"messages[{index}].content")):
-            take(block, number)
-    turns.end()
-
-
-class _Turns:
-    """The chat's messages. Neighbours of one role become one, as in Anthropic's API."""
-
-    def __init__(self) -> None:
-        self.messages: list[bytes] = []
-        self.role = ""
-        """Of the turn that is written now, or was written last."""
-        self.texts: list[msgspec.Raw] = []
-        self._thoughts: list[msgspec.Raw] = []
-        self._calls: list[bytes] = []
-        self._index = 0
-
-    def begin(self, role: str, index: int) -> None:
-        """The message with this index follows."""
-        self._index = index
-        if role != self.role:
-            self.end()
-            self.role = role
-
-    def take_user(self, block: _Block, number: int) -> None:
-        """A block of a user's message. Results of tools are messages of their own."""
-        if block.type == "text" and memoryview(block.text)[0] == _QUOTE:
-            self.texts.append(block.text)
-            return
-        place = f"messages[{self._index}].content[{number}]"
-        if block.type == "tool_result":
-            self.end()
-            call_id = _text(block.tool_use_id, f"{place}.tool_use_id")
-            content = _content(_texts(block.content, f"{place}.content"))
-            if block.is_error:
-                content = _marked(content)
-            self.messages.append(
-                b'{"role":"tool","tool_call_id":%b,"content":%b}' % (call_id, content)
-            )
-        else:
-            raise _unsupported(block, place, "text, tool_result")
-
-    def take_assistant(self, block: _Block, number: int) -> None:
-        """A block of an assistant's message."""
-        if block.type == "text" and memoryview(block.text)[0] == _QUOTE:
-            self.texts.append(block.text)
-            return
-        place = f"messages[{self._index}].content[{number}]"
-        if block.type == "thinking":
-            self._thoughts.append(_checked_text(block.thinking, f"{place}.thinking"))
-        elif block.type == "tool_use":
-            if memoryview(block.input)[0] != _BRACE:
-                raise refuse(f"{place}.input", "expected an object")
-            arguments = orjson.dumps(bytes(block.input).decode())
-            name, call_id = _text(block.name, f"{place}.name"), _text(block.id, f"{place}.id")
-            self._calls.append(
-                b'{"id":%b,"type":"function","function":{"name":%b,"arguments":%b}}'
-                % (call_id, name, arguments)
-            )
-        elif block.type != "redacted_thinking":  # which only the server that made it can read
-            known = "text, thinking, redacted_thinking, tool_use"
-            raise _unsupported(block, place, known)
-
-    def end(self) -> None:
-        """Write what has gathered."""
-        texts, self.texts = self.texts, []
-        if self.role == "user":
-            if texts:
-                self.messages.append(b'{"role":"user","content":%b}' % _content(texts))
-            return
-        thoughts, self._thoughts = self._thoughts, []
-        calls, self._calls = self._calls, []
-        if not (texts or thoughts or calls):
-            return
-        made = b'{"role":"assistant","content":%b' % (_content(texts) if texts else b"null")
-        if thoughts:
-            inner = rb"\n".join([bytes(one)[1:-1] for one in thoughts])
-            made += b',"reasoning_content":"%b"' % inner
-        if calls:
-            made += b',"tool_calls":[%b]' % b",".join(calls)
-        self.messages.append(made + b"}")
-
-
-def _blocks(raw: msgspec.Raw, place: str) -> list[_Block]:
-    if memoryview(raw)[0] != _BRACKET:
-        raise refuse(place, "expected a string or a list of content blocks")
-    try:
-        return _decode_blocks(raw)
-    except (msgspec.DecodeError, RecursionError):
-        return read(_BLOCKS, raw, place)  # which says what is wrong
-
-
-def _texts(raw: msgspec.Raw, place: str) -> list[msgspec.Raw]:
-    """The JSON strings of a text, or of a list of text blocks."""
-    if is_absent(raw):
-        return []
-    if memoryview(raw)[0] == _QUOTE:
-        return [raw]
-    found: list[msgspec.Raw] = []
-    for index, block in enumerate(_blocks(raw, place)):
-        if block.type != "text":
-            raise _unsupported(block, f"{place}[{index}]", "text")
-        found.append(_checked_text(block.text, f"{place}[{index}].text"))
-    return found
-
-
-def _content(texts: Sequence[msgspec.Raw]) -> bytes:
-    """A chat message's content. A list of one text and that text are the same prompt."""
-    if not texts:
-        return b'""'
-    if len(texts) == 1:
-        return bytes(texts[0])
-    parts = [b'{"type":"text","text":%b}' % bytes(text) for text in texts]
-    return b"[" + b",".join(parts) + b"]"
-
-
-_ERROR = b"Error: "
-
-
-def _marked(content: bytes) -> bytes:
-    """The content of a tool's message that failed: a chat has no member that says so."""
-    if content.startswith(b'"'):
-        return b'"' + _ERROR + content[1:]
-    return b'[{"type":"text","text":"Error:"},' + content[1:]
-
-
-def _checked_text(raw: msgspec.Raw, place: str) -> msgspec.Raw:
-    if memoryview(raw)[0] != _QUOTE:
-        raise refuse(place, "expected a string")
-    return raw
-
-
-def _text(raw: msgspec.Raw, place: str) -> bytes:
-    """A name or an id, as JSON."""
-    text = bytes(_checked_text(raw, place))
-    if text == b'""':
-        raise refuse(place, "must not be empty")
-    return text
-
-
-def _check_count(raw: msgspec.Raw, key: bytes, most: int, place: str, what: str) -> None:
-    """ApiError for more than `most` of what has `key` each, before anything is built of them. The
-    key is not found in texts, whose quotes are escaped."""
-    if memoryview(raw)[0] != _BRACKET:
-        raise refuse(place, "expected a list")
-    if len(raw) > (len(key) + _LEAST_BYTES) * most and bytes(raw).count(key) > most:
-        raise refuse(place, f"at most {most} {what}")
-
-
-def _unsupported(block: _Block, place: str, known: str) -> ApiError:
-    if block.type == "text":
-        return refuse(f"{place}.text", "expected a string")
-    return refuse(f"{place}.type", f"{block.type[:64]!r} is not supported; expected one of {known}")
