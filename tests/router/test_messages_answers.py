@@ -91,6 +91,13 @@ def test_a_member_behind_the_text_is_not_taken_for_text() -> None:
     assert deltas(translated(chunk(content="a"), other, other)) == [(0, "a"), (0, "b"), (0, "b")]
 
 
+def test_two_texts_of_one_chunk_are_both_shown_each_time() -> None:
+    said = deltas(
+        translated(*(chunk(reasoning_content=one, content="x") for one in ("a", "b", "c")))
+    )
+    assert [one for _, one in said if one != "xpyd"] == ["a", "x", "b", "x", "c", "x"]
+
+
 def test_arguments_of_calls_that_take_turns_go_to_their_own_blocks() -> None:
     def part(index: int, **fields: Any) -> bytes:
         return chunk(tool_calls=[{"index": index, **fields}])

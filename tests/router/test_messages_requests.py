@@ -252,6 +252,11 @@ def test_a_tools_turn_becomes_calls_and_messages_of_results() -> None:
     ]
 
 
+def test_what_a_user_says_before_a_result_stays_before_it() -> None:
+    said = messages(user(text("Look:"), result("c1", "sun"), text("Well?")))
+    assert [one["content"] for one in said] == ["Look:", "sun", "Well?"]
+
+
 def test_a_result_that_is_an_error_or_empty_says_so() -> None:
     said = messages(
         assistant(tool_use("c1")),
