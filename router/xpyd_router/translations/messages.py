@@ -14,10 +14,16 @@ from msgspec import Meta
 
 from xpyd_core.bodies import NO_VALUE, check_text, read, refuse
 from xpyd_core.errors import ProtocolError
-from xpyd_core.openai import MAX_MESSAGES, MAX_NAME_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS
+from xpyd_core.openai import MAX_NAME_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS
 from xpyd_core.openai import MAX_TOKENS as _MOST_TOKENS
 from xpyd_router.translations.messages_answers import MessageEvents, message_of, refusal_body
-from xpyd_router.translations.messages_prompt import Members, json_object, messages_of, tools_of
+from xpyd_router.translations.messages_prompt import (
+    MAX_MESSAGES,
+    Members,
+    json_object,
+    messages_of,
+    tools_of,
+)
 from xpyd_router.translations.seam import ChatError, Events, Json
 
 _LEAST_BUDGET = 1024

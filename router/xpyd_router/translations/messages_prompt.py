@@ -16,8 +16,9 @@ import orjson
 
 from xpyd_core.bodies import NO_VALUE, is_absent, read, refuse
 from xpyd_core.errors import ApiError
-from xpyd_core.openai import MAX_MESSAGES
 
+MAX_MESSAGES = 4096
+"""As many as engines take."""
 MAX_BLOCKS = 16_384
 """Content blocks of a request: each becomes an object in Python."""
 
