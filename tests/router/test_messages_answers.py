@@ -14,7 +14,12 @@ import pytest
 
 from xpyd_core.errors import ProtocolError
 from xpyd_router.translations.messages import Messages, count_answer
-from xpyd_router.translations.messages_answers import MessageEvents, message_of, refusal_body
+from xpyd_router.translations.messages_answers import (
+    MessageEvents,
+    message_of,
+    refusal_body,
+    usage_of,
+)
 from xpyd_router.translations.seam import ChatError, ChatReader, chat_answer, error_of
 
 FOLDER = Path(__file__).parents[1] / "testdata/messages"
@@ -51,7 +56,12 @@ def test_what_the_prompt_has_is_said_at_the_beginning_where_it_is_known() -> Non
         "input_tokens": 5,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 4,
+        "cache_creation": None,
         "output_tokens": 0,
+        "output_tokens_details": None,
+        "server_tool_use": None,
+        "service_tier": "standard",
+        "inference_geo": None,
     }
 
 
@@ -89,6 +99,11 @@ def test_two_events_at_once_are_two_deltas() -> None:
 def test_a_member_behind_the_text_is_not_taken_for_text() -> None:
     other = chunk(content="b", refusal="c")
     assert deltas(translated(chunk(content="a"), other, other)) == [(0, "a"), (0, "b"), (0, "b")]
+
+
+def test_tokens_of_thinking_are_said_where_the_engine_counts_them() -> None:
+    usage = {"completion_tokens": 5, "completion_tokens_details": {"reasoning_tokens": 3}}
+    assert usage_of(usage)["output_tokens_details"] == {"thinking_tokens": 3}
 
 
 def test_two_texts_of_one_chunk_are_both_shown_each_time() -> None:
@@ -130,6 +145,15 @@ def whole(message: dict[str, Any], finish: str = "stop", **choice: Any) -> dict[
     return orjson.loads(message_of(chat_answer(orjson.dumps(body))))
 
 
+USE: dict[str, Any] = {
+    "type": "tool_use",
+    "id": "c1",
+    "name": "f",
+    "input": {},
+    "caller": {"type": "direct"},
+}
+
+
 def call(arguments: str) -> dict[str, Any]:
     return {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
 
@@ -159,8 +183,8 @@ def test_blocks_of_a_whole_answer_are_in_order(finish: str, stop: str) -> None:
     found = whole(said, finish)
     assert found["content"] == [
         {"type": "thinking", "thinking": "r", "signature": "xpyd"},
-        {"type": "text", "text": "t"},
-        {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": [1]}},
+        {"type": "text", "text": "t", "citations": None},
+        {**USE, "input": {"a": [1]}},
     ]
     assert (found["stop_reason"], found["id"]) == (stop, f"msg_{HEX}")
 
@@ -168,7 +192,7 @@ def test_blocks_of_a_whole_answer_are_in_order(finish: str, stop: str) -> None:
 @pytest.mark.parametrize("arguments", ["", '{"a', "[1]", "{}"])
 def test_arguments_that_are_no_object_are_an_empty_input(arguments: str) -> None:
     found = whole({"content": None, "tool_calls": [call(arguments)]})
-    assert found["content"] == [{"type": "tool_use", "id": "c1", "name": "f", "input": {}}]
+    assert found["content"] == [USE]
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"choices":[]}', b'{"choices":[{}]}'])
@@ -214,7 +238,8 @@ def test_an_error_names_the_field_that_the_client_wrote(
     param: str | None, said: str, wanted: str
 ) -> None:
     body = orjson.loads(refusal_body(ChatError(400, said, param=param), ""))
-    assert body == {"type": "error", "error": {"type": "invalid_request_error", "message": wanted}}
+    error = {"type": "invalid_request_error", "message": wanted}
+    assert body == {"type": "error", "error": error, "request_id": None}
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,10 @@ def text(said: str, **more: Any) -> dict[str, Any]:
     return {"type": "text", "text": said, **more}
 
 
+def image(**source: Any) -> dict[str, Any]:
+    return {"type": "image", "source": source}
+
+
 def user(*blocks: Any) -> dict[str, Any]:
     return {"role": "user", "content": list(blocks)}
 
@@ -271,6 +275,18 @@ def test_a_result_that_is_an_error_or_empty_says_so() -> None:
     ]
 
 
+def test_images_are_parts_which_engines_take_or_refuse() -> None:
+    near = image(type="base64", media_type="image/png", data="iVBO")
+    far = image(type="url", url="https://example.org/a.png")
+    urls = ["data:image/png;base64,iVBO", "https://example.org/a.png"]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    assert messages(user(near), assistant(tool_use("c")), user(result("c", [text("a"), far]))) == [
+        {"role": "user", "content": parts[:1]},
+        {"role": "assistant", "content": None, "tool_calls": [call("c", "{}")]},
+        {"role": "tool", "tool_call_id": "c", "content": [text("a"), parts[1]]},
+    ]
+
+
 def test_neighbours_of_one_role_are_one_turn() -> None:
     assert messages(
         user(text("a")), {"role": "user", "content": "b"}, assistant(text("c")), assistant()
@@ -360,16 +376,31 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "examples": ({"tools": [{**WEATHER, "input_examples": {}}]}, "tools[0].input_examples", "list"),
     "content": ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content", "string"),
-    "image": (
+    "image of nowhere": (
         {"messages": [user(text("a"), {"type": "image", "source": {}})]},
-        "messages[0].content[1].type",
+        "messages[0].content[1].source.type",
+        "missing",
+    ),
+    "image of a file": (
+        {"messages": [user(image(type="file", file_id="x"))]},
+        "messages[0].content[0].source.type",
+        "base64, url",
+    ),
+    "image of no type": (
+        {"messages": [user(image(type="base64", data="x"))]},
+        "messages[0].content[0].source.media_type",
+        "missing",
+    ),
+    "image of an assistant": (
+        {"messages": [assistant(image(type="url", url="x"))]},
+        "messages[0].content[0].type",
         "'image'",
     ),
     "document": ({"messages": [user({"type": "document"})]}, "messages[0].content[0].type", "doc"),
-    "image of a result": (
-        {"messages": [user(result("c", [{"type": "image"}]))]},
+    "document of a result": (
+        {"messages": [user(result("c", [{"type": "document"}]))]},
         "messages[0].content[0].content[0].type",
-        "'image'",
+        "'document'",
     ),
     "result without call": (
         {"messages": [user({"type": "tool_result", "content": "x"})]},

@@ -79,7 +79,7 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     messages: Annotated[
         msgspec.Raw,
         _field(
-            "Turns of `user`, `assistant` and `system`. Blocks: text, thinking, "
+            "Turns of `user`, `assistant` and `system`. Blocks: text, image, thinking, "
             "redacted_thinking, tool_use, tool_result. An assistant's turn at the end is "
             "continued.",
             type="array",

@@ -33,10 +33,8 @@ _OVERLOADED = frozenset({"no_instances", "queue_timeout", "queue_full", "displac
 
 def refusal_body(error: ChatError, request_id: str) -> bytes:
     """The body of an answer that says `error`."""
-    body: Json = {"type": "error", "error": {"type": _kind(error), "message": _said(error)}}
-    if request_id:
-        body["request_id"] = request_id
-    return orjson.dumps(body)
+    said = {"type": _kind(error), "message": _said(error)}
+    return orjson.dumps({"type": "error", "error": said, "request_id": request_id or None})
 
 
 def _said(error: ChatError) -> str:
@@ -67,12 +65,22 @@ def usage_of(usage: Json) -> Json:
     details = usage.get("prompt_tokens_details")
     cached = cast(Json, details).get("cached_tokens") if isinstance(details, dict) else 0
     cached = cached if isinstance(cached, int) else 0
+    details = usage.get("completion_tokens_details")
+    thought = cast(Json, details).get("reasoning_tokens") if isinstance(details, dict) else None
     return {
         "input_tokens": max(0, (prompt or 0) - cached),
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": output or 0,
+        "output_tokens_details": None if thought is None else {"thinking_tokens": thought},
+        "server_tool_use": None,
     }
+
+
+_WHOLE_USAGE: Json = {"cache_creation": None, "service_tier": "standard", "inference_geo": None}
+"""What a message's usage has besides."""
+_UNUSED: Json = {"stop_details": None, "container": None}
+"""What Anthropic's clients may look for, and a chat has nothing of."""
 
 
 def stop_of(reason: object, stop_reason: object, *, has_tools: bool) -> Json:
@@ -94,7 +102,7 @@ def message_of(answer: Json) -> bytes:
     if isinstance(thoughts, str):
         content.append({"type": "thinking", "thinking": thoughts, "signature": _SIGNATURE})
     if isinstance(text := said.get("content"), str) and text:
-        content.append({"type": "text", "text": text})
+        content.append({"type": "text", "text": text, "citations": None})
     calls = [_tool_use(cast(Json, call)) for call in said.get("tool_calls") or ()]
     ending = stop_of(choice.get("finish_reason"), choice.get("stop_reason"), has_tools=bool(calls))
     message = _message(answer, [*content, *calls], usage_of(answer.get("usage") or {}))
@@ -110,7 +118,8 @@ def _message(chat: Json, content: list[Json], usage: Json) -> Json:
         "content": content,
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": usage,
+        "usage": usage | _WHOLE_USAGE,
+        **_UNUSED,
     }
 
 
@@ -125,7 +134,8 @@ def _tool_use(call: Json) -> Json:
 
 
 def _block(call_id: str, name: str, arguments: Json) -> Json:
-    return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
+    block: Json = {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
+    return {**block, "caller": {"type": "direct"}}
 
 
 def _event(name: str, payload: Json) -> bytes:
@@ -171,7 +181,8 @@ class MessageEvents:
         """See seam.Events."""
         if self._open == "text":
             return b"".join((self._head, text, _END))
-        begun = self._begin("text", {"type": "text", "text": ""}, "text_delta", "text")
+        block = {"type": "text", "text": "", "citations": None}
+        begun = self._begin("text", block, "text_delta", "text")
         return b"".join((begun, self._head, text, _END))
 
     def reasoning(self, text: bytes) -> bytes:
@@ -206,7 +217,8 @@ class MessageEvents:
 
     def end(self) -> bytes:
         """See seam.Events."""
-        delta = _event("message_delta", {"delta": self._ending, "usage": self._usage})
+        ending = self._ending | _UNUSED
+        delta = _event("message_delta", {"delta": ending, "usage": self._usage})
         return self._stop() + delta + _event("message_stop", {})
 
     def fail(self, error: ChatError) -> bytes:

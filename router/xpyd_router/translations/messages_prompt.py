@@ -48,8 +48,18 @@ class _Block(msgspec.Struct, frozen=True, gc=False):
     name: msgspec.Raw = NO_VALUE
     input: msgspec.Raw = NO_VALUE
     tool_use_id: msgspec.Raw = NO_VALUE
+    source: msgspec.Raw = NO_VALUE
     content: msgspec.Raw = NO_VALUE
     is_error: bool | None = None
+
+
+class _Source(msgspec.Struct, frozen=True, gc=False):
+    """Where an image is."""
+
+    type: Literal["base64", "url"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"] | None = None
+    data: msgspec.Raw = NO_VALUE
+    url: msgspec.Raw = NO_VALUE
 
 
 _MESSAGES, _BLOCKS = list[_Message], list[_Block]
@@ -69,6 +79,8 @@ class _Tool(msgspec.Struct, frozen=True, gc=False):
     allowed_callers: list[str] | None = None
 
 
+_Part = msgspec.Raw | bytes
+"""Of a content: a text's JSON string, or the object of a part that is none."""
 Members = list[tuple[str, bytes]]
 """Names of a JSON object, and the JSON of their values."""
 
@@ -146,7 +158,7 @@ class _Turns:
         self.messages: list[bytes] = []
         self.role = ""
         """Of the turn that is written now, or was written last."""
-        self.texts: list[msgspec.Raw] = []
+        self.texts: list[_Part] = []
         self._thoughts: list[msgspec.Raw] = []
         self._calls: list[bytes] = []
         self._index = 0
@@ -172,14 +184,16 @@ class _Turns:
         if block.type == "tool_result":
             self.end()
             call_id = _text(block.tool_use_id, f"{place}.tool_use_id")
-            content = _content(_texts(block.content, f"{place}.content"))
+            content = _content(_texts(block.content, f"{place}.content", with_images=True))
             if block.is_error:
                 content = _marked(content)
             self.messages.append(
                 b'{"role":"tool","tool_call_id":%b,"content":%b}' % (call_id, content)
             )
+        elif block.type == "image":
+            self.texts.append(_image(block, place))
         else:
-            raise _unsupported(block, place, "text, tool_result")
+            raise _unsupported(block, place, "text, image, tool_result")
 
     def take_system(self, block: _Block, number: int) -> None:
         """A block of a system message in the midst of others."""
@@ -238,28 +252,47 @@ def _blocks(raw: msgspec.Raw, place: str) -> list[_Block]:
         return read(_BLOCKS, raw, place)  # which says what is wrong
 
 
-def _texts(raw: msgspec.Raw, place: str) -> list[msgspec.Raw]:
-    """The JSON strings of a text, or of a list of text blocks."""
+def _texts(raw: msgspec.Raw, place: str, *, with_images: bool = False) -> list[_Part]:
+    """The parts of a text, or of a list of text blocks."""
     if is_absent(raw):
         return []
     if memoryview(raw)[0] == _QUOTE:
         return [raw]
-    found: list[msgspec.Raw] = []
+    found: list[_Part] = []
     for index, block in enumerate(_blocks(raw, place)):
+        if block.type == "image" and with_images:
+            found.append(_image(block, f"{place}[{index}]"))
+            continue
         if block.type != "text":
-            raise _unsupported(block, f"{place}[{index}]", "text")
+            known = "text, image" if with_images else "text"
+            raise _unsupported(block, f"{place}[{index}]", known)
         found.append(_checked_text(block.text, f"{place}[{index}].text"))
     return found
 
 
-def _content(texts: Sequence[msgspec.Raw]) -> bytes:
+def _image(block: _Block, place: str) -> bytes:
+    """The part of a chat's content. Whether the model can see is the engine's to say."""
+    source = read(_Source, block.source, f"{place}.source")
+    if source.type == "url":
+        url = bytes(_checked_text(source.url, f"{place}.source.url"))
+    else:
+        if source.media_type is None:
+            raise refuse(f"{place}.source.media_type", "this field is missing")
+        data = bytes(_checked_text(source.data, f"{place}.source.data"))
+        url = b'"data:%b;base64,%b' % (source.media_type.encode(), data[1:])
+    return b'{"type":"image_url","image_url":{"url":%b}}' % url
+
+
+def _content(parts: Sequence[_Part]) -> bytes:
     """A chat message's content. A list of one text and that text are the same prompt."""
-    if not texts:
+    if not parts:
         return b'""'
-    if len(texts) == 1:
-        return bytes(texts[0])
-    parts = [b'{"type":"text","text":%b}' % bytes(text) for text in texts]
-    return b"[" + b",".join(parts) + b"]"
+    texts = [bytes(part) for part in parts]
+    if len(texts) == 1 and texts[0].startswith(b'"'):
+        return texts[0]
+    return b"[%b]" % b",".join(
+        [b'{"type":"text","text":%b}' % one if one.startswith(b'"') else one for one in texts]
+    )
 
 
 _ERROR = b"Error: "

@@ -62,7 +62,11 @@ def message_schemas() -> Json:
         "MessageTokens": _object({"input_tokens": _COUNT}),
         "MessageError": {
             **_object({"type": {"const": "error"}, "error": error}, "As Anthropic writes it."),
-            "properties": {"type": {"const": "error"}, "error": error, "request_id": _TEXT},
+            "properties": {
+                "type": {"const": "error"},
+                "error": error,
+                "request_id": {"type": ["string", "null"]},
+            },
         },
     }
 
