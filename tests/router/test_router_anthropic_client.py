@@ -91,6 +91,17 @@ async def test_tokens_and_models() -> None:
         assert [model.id async for model in client.models.list()] == ["m"]
 
 
+async def test_the_beta_client_is_served_alike() -> None:
+    async with fleet() as made, client_of(made) as client:
+        engine = await made.engine("A")
+        engine.script = ChatEngine(content("Hi"))
+        said = await client.beta.messages.create(**HELLO, betas=["context-management-2025-06-27"])
+        assert [block.type for block in said.content] == ["text"]
+        engine.script = answer(200, {"count": 7})
+        counted = await client.beta.messages.count_tokens(model="m", messages=HELLO["messages"])
+        assert counted.input_tokens == 7
+
+
 FAILURES: dict[str, tuple[Any, type[anthropic.APIStatusError]]] = {
     "wrong field": (
         answer(400, {"error": {"message": "no", "type": "x"}}),

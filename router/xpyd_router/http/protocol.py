@@ -32,7 +32,7 @@ from xpyd_router.http.asgi import BODY_DEADLINE_S
 from xpyd_router.http.inference import DirectRequest, DirectSink, Inference, UnframedSink
 from xpyd_router.http.lingering import Lingering
 from xpyd_router.http.text_calls import TEXT_ROUTES
-from xpyd_router.translations import ROUTES
+from xpyd_router.translations import ROUTES, TARGETS
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
@@ -45,7 +45,6 @@ STALL_S = 1800.0
 _CHARGED_BYTES = 16 * 1024
 """A body of at most so much is not charged to the budget of open bodies."""
 _FRAMING = (b"content-length", b"transfer-encoding")
-_ROUTES = {f"/v1/{route}".encode(): route for route in ROUTES}
 _ENGINES_PATHS = frozenset((*(f"/v1/{route}" for route in ROUTES), *TEXT_ROUTES))
 _UNUSUAL = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
 _logger = logging.getLogger("uvicorn.error.clients")
@@ -313,7 +312,7 @@ class ClientProtocol(HttpToolsProtocol):
 
     def _is_direct(self, app: Inference) -> bool:
         """Whether the request whose head is here goes the short way; then it has begun."""
-        endpoint = _ROUTES.get(self.url)
+        endpoint = TARGETS.get(self.url)
         if endpoint is None or self._is_busy:
             return False
         parser = self.parser

@@ -17,6 +17,13 @@ from xpyd_router.translations.seam import Api
 ROUTES: tuple[str, ...] = (*ENDPOINTS, Messages.name)
 """Paths behind /v1/ of the requests that engines generate for."""
 
+TARGETS: Mapping[bytes, str] = {
+    **{f"/v1/{route}".encode(): route for route in ROUTES},
+    b"/v1/messages?beta=true": Messages.name,
+}
+"""Routes by what requests ask for, where that is usual: coding agents post with this query, which
+is nothing to the router."""
+
 
 def make_apis() -> Mapping[str, Api]:
     """The APIs that are translated, by their route; each lives as long as the process."""
