@@ -128,26 +128,33 @@ def prompt_items(raw: msgspec.Raw, most_prompts: int) -> Sequence[msgspec.Raw]:
     first = view[blanks.end()]
     if first not in (_LIST, _TEXT):
         return () if first == ord("]") else (raw,)
-    if len(raw) > _SHORT_BYTES:
-        _check_count(raw, most_prompts)
-    items = read(list[msgspec.Raw], raw, "prompt")
-    if len(items) > most_prompts:
-        raise _too_many(most_prompts)
+    items = list_items(raw, most_prompts, "prompt", what="prompts")
     for index, item in enumerate(items):
         if memoryview(item)[0] not in (_LIST, _TEXT):
             raise refuse("prompt", f"item {index}: expected a string or token ids")
     return items
 
 
-def _check_count(raw: msgspec.Raw, most: int) -> None:
-    """ApiError for a list of more than `most` items. It builds no more than these: fifty bytes for
-    each would be many times the text of short ones."""
+def list_items(raw: msgspec.Raw, most: int, name: str, what: str = "items") -> list[msgspec.Raw]:
+    """The JSON of each item of the list `name`, not copied; ApiError 400 for more than `most`."""
+    too_many = refuse(name, f"at most {most} {what}")
+    if len(raw) > _SHORT_BYTES:
+        _check_count(raw, most, too_many)
+    items = read(list[msgspec.Raw], raw, name)
+    if len(items) > most:
+        raise too_many
+    return items
+
+
+def _check_count(raw: msgspec.Raw, most: int, too_many: ApiError) -> None:
+    """`too_many` for a list of more than `most` items. It builds no more than these: fifty bytes
+    for each would be many times the text of short ones."""
     try:
         _counter(most).decode(raw)
     except msgspec.ValidationError as error:
         # That of a list which is too short names no item.
         if " - at `$[" in str(error):
-            raise _too_many(most) from None
+            raise too_many from None
     except RecursionError:
         pass  # who reads the list says so
 
@@ -157,10 +164,6 @@ def _counter(most: int) -> msgspec.json.Decoder[Any]:
     """Takes `most` items of a list as they are; what is behind them is an error that names it."""
     items = (*(msgspec.Raw,) * most, _NOTHING)
     return msgspec.json.Decoder(cast("type[Any]", GenericAlias(tuple, items)))
-
-
-def _too_many(most: int) -> ApiError:
-    return refuse("prompt", f"at most {most} prompts")
 
 
 class BodyBuffer:

@@ -34,6 +34,7 @@ _MOST = 2**40
 """The bound on counts of what is in flight: processes share such counts as 64 bits."""
 
 
+_MIB = 1024 * 1024
 _DEFAULT = "(default: %(default)s)"
 
 
@@ -176,6 +177,13 @@ def _add_requests(flags: _Flags, default: RouterConfig) -> None:
         "memory of all open requests' bodies, of each process, three times their length; above it "
         "503",
     )
+    number(
+        "--responses-store-mib",
+        default.responses_store_bytes // _MIB,
+        "MiB of memory for responses of /v1/responses, which previous_response_id names; needs "
+        f"--processes 1; 0 = none is kept {_DEFAULT}",
+        metavar="MIB",
+    )
     seconds(
         "--drain-seconds",
         default.drain_s,
@@ -262,6 +270,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         ),
         pair_wait_s=args.queue_timeout_seconds,
         on_no_prefill=args.on_no_prefill,
+        responses_store_bytes=args.responses_store_mib * _MIB,
         drain_s=args.drain_seconds,
         forward_headers=check_forwarded_names(args.forward_header),
         access_log=not args.no_access_log,
@@ -293,6 +302,11 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         f"--queue-timeout-seconds: expected 0 or more, {_DAY}": (
             0 <= config.limits.queue_timeout_s <= _DAY_S
         ),
+        "--responses-store-mib: expected 0 to 1048576": (
+            0 <= config.responses_store_bytes <= 2**20 * _MIB
+        ),
+        "--responses-store-mib: needs --processes 1: each process would keep responses of its "
+        "own": config.processes == 1 or not config.responses_store_bytes,
         f"--drain-seconds: expected 0 or more, {_DAY}": 0 <= config.drain_s <= _DAY_S,
     }
     for complaint, holds in checks.items():

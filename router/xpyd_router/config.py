@@ -72,6 +72,9 @@ class RouterConfig:
     max_open_body_bytes: int = 1024**3
     """Memory of the bodies of all requests that are read or served, with the copies in the calls to
     engines: ten of the longest."""
+    responses_store_bytes: int = 0
+    """Memory of the responses that are kept for `previous_response_id`; 0: none is kept. Each
+    process would have its own, so that it needs a router of one."""
     limits: AdmissionLimits = field(default_factory=AdmissionLimits)
     """What runs at once, and what may wait."""
     pair_wait_s: float = AdmissionLimits.queue_timeout_s

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import time
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from functools import cache
@@ -44,6 +45,7 @@ from xpyd_router.http.shapes import (
     ModelList,
     NotReady,
     Ready,
+    ResponseDeleted,
     Shape,
     Version,
 )
@@ -52,6 +54,8 @@ from xpyd_router.metrics import only, state_of
 from xpyd_router.request.client_request import HeadReader
 from xpyd_router.request.flow import Flow
 from xpyd_router.translations import ROUTES, api_at, make_apis
+from xpyd_router.translations.responses import STORE_FLAG
+from xpyd_router.translations.responses_store import ResponseStore
 from xpyd_router.translations.seam import Api, error_of
 from xpyd_router.upstream.client import UpstreamClient
 
@@ -222,19 +226,24 @@ def _http_error(error: HTTPException, api: Api | None) -> Response:
 
 def build_app(state: AppState, flow: Flow, upstream: UpstreamClient, reader: Executor) -> AsgiApp:
     """The application; what it gets lives as long as it."""
-    bodies, apis = BodyBudget(state.config.max_open_body_bytes), make_apis()
-    rest = cast(AsgiApp, quart_app(state, apis))
+    limit_bytes = state.config.responses_store_bytes
+    store = ResponseStore(limit_bytes) if limit_bytes else None
+    bodies, apis = BodyBudget(state.config.max_open_body_bytes), make_apis(time.time, store)
+    rest = cast(AsgiApp, quart_app(state, apis, store))
     texts = TextCalls(state, upstream, bodies, rest, reader=reader, apis=apis)
     return Inference(state, flow, bodies, texts, reader=reader, apis=apis)
 
 
-def quart_app(app_state: AppState, apis: Mapping[str, Api]) -> Quart:
+def quart_app(
+    app_state: AppState, apis: Mapping[str, Api], store: ResponseStore | None = None
+) -> Quart:
     """All routes; those of inference are here only as names."""
     app = Quart("xpyd_router", static_folder=None)
     app.url_map.merge_slashes = False  # another path, not a redirect that clients may not follow
     app.config["MAX_CONTENT_LENGTH"] = app_state.config.max_body_bytes
     _add_inference(app)
     _add_models(app, app_state)
+    _add_responses(app, store)
     _add_state(app, app_state)
     _add_about(app)
     app.register_blueprint(admin_routes(app_state))
@@ -283,6 +292,39 @@ def _add_models(app: Quart, app_state: AppState) -> None:
         return error_reply(unknown_model(name, app_state.fleet.snapshot.known_models))
 
     _ = models, model
+
+
+def _add_responses(app: Quart, store: ResponseStore | None) -> None:
+    """Responses that are kept."""
+
+    def missing(response_id: str) -> Response:
+        if store is None:
+            reason = f"this router keeps no responses (start it with {STORE_FLAG})"
+        else:
+            reason = f"no response {response_id[:80]!r} is kept in this router's process"
+        return error_reply(ApiError(404, reason, param="response_id"))
+
+    @app.get("/v1/responses/<response_id>")
+    async def show(response_id: str) -> Response:
+        kept = None if store is None else store.get(response_id)
+        if kept is None:
+            return missing(response_id)
+        return Response(kept.body, content_type="application/json")
+
+    @app.delete("/v1/responses/<response_id>")
+    async def delete(response_id: str) -> Response:
+        if store is None or not store.remove(response_id):
+            return missing(response_id)
+        return json_reply(ResponseDeleted(id=response_id))
+
+    @app.post("/v1/responses/<response_id>/cancel")
+    async def cancel(response_id: str) -> Response:
+        if store is None or store.get(response_id) is None:
+            return missing(response_id)
+        text = "the response has ended: end a request's connection to cancel its response"
+        return error_reply(ApiError(400, text, param="response_id"))
+
+    _ = show, delete, cancel
 
 
 def _add_state(app: Quart, app_state: AppState) -> None:

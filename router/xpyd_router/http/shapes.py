@@ -42,6 +42,14 @@ class ModelList(Shape, frozen=True, kw_only=True):
     data: list[Model]
 
 
+class ResponseDeleted(Shape, frozen=True, kw_only=True):
+    """A response that is kept no more."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
 class Alive(Shape, frozen=True, kw_only=True):
     """The process works."""
 

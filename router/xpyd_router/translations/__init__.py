@@ -1,4 +1,5 @@
-"""Other APIs in front of the chat path: Anthropic's Messages (ADR 0069).
+"""Other APIs in front of the chat path: Anthropic's Messages (ADR 0069), OpenAI's Responses (ADR
+0070).
 
 A translation is pure. It makes a chat of the client's body, and turns the chat's answer into its
 own API's bytes. Between the two, the chat is served as every chat: admission, retries,
@@ -8,13 +9,15 @@ continuation, metrics and access log are those of `request`. To add an API: one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from xpyd_router.request.client_request import ENDPOINTS
 from xpyd_router.translations.messages import Messages
+from xpyd_router.translations.responses import Responses
+from xpyd_router.translations.responses_store import ResponseStore
 from xpyd_router.translations.seam import Api
 
-ROUTES: tuple[str, ...] = (*ENDPOINTS, Messages.name)
+ROUTES: tuple[str, ...] = (*ENDPOINTS, Messages.name, Responses.name)
 """Paths behind /v1/ of the requests that engines generate for."""
 
 TARGETS: Mapping[bytes, str] = {
@@ -25,9 +28,12 @@ TARGETS: Mapping[bytes, str] = {
 is nothing to the router."""
 
 
-def make_apis() -> Mapping[str, Api]:
-    """The APIs that are translated, by their route; each lives as long as the process."""
-    return {Messages.name: Messages()}
+def make_apis(
+    wall_clock: Callable[[], float], store: ResponseStore | None = None
+) -> Mapping[str, Api]:
+    """The APIs that are translated, by their route; each lives as long as the process.
+    `wall_clock` gives Unix seconds; `store` is what Responses keeps its responses in."""
+    return {Messages.name: Messages(), Responses.name: Responses(store, wall_clock)}
 
 
 def api_at(path: str, apis: Mapping[str, Api]) -> Api | None:

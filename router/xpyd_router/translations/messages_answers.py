@@ -210,6 +210,9 @@ class MessageEvents:
         self._ending = stop_of(reason, stop_reason, has_tools=bool(self._calls))
         return self._stop()
 
+    def logprobs(self, choice: Json) -> None:
+        """See seam.Events. Messages has none."""
+
     def usage(self, usage: Json) -> bytes:
         """See seam.Events."""
         self._usage = usage_of(usage)

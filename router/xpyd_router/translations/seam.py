@@ -61,6 +61,11 @@ class Events(Protocol):
         """The choice has ended. `stop_reason`: the text or the token that ended it, else None."""
         ...
 
+    def logprobs(self, choice: Json) -> None:
+        """What follows of `content` has log probabilities: those of the chat's `choice`. Only
+        where the chat asked for them."""
+        ...
+
     def usage(self, usage: Json) -> bytes:
         """The chat's usage; behind `finish` where the chat asked for it."""
         ...
@@ -210,13 +215,16 @@ class ChatReader:
 
     def _choice(self, choice: Json, event: bytes) -> bytes:
         shown: list[bytes] = []
+        has_logprobs = choice.get("logprobs") is not None
+        if has_logprobs:
+            self._events.logprobs(choice)
         delta = choice.get("delta")
         pieces = self._pieces(cast(Json, delta), shown) if isinstance(delta, dict) else []
         shown += [take(orjson.dumps(text)[1:-1]) for _, text, take in pieces]
         reason = choice.get("finish_reason")
         if isinstance(reason, str):
             shown.append(self._events.finish(reason, choice.get("stop_reason")))
-        elif len(pieces) == len(shown) == 1:
+        elif len(pieces) == len(shown) == 1 and not has_logprobs:
             self._learn(event, *pieces[0])
         return b"".join(shown)
 

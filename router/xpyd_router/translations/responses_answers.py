@@ -1,0 +1,425 @@
+"""OpenAI's Responses: a chat's answer as a response, as its events, and errors. Pure.
+
+Texts stay as they came, escaped for JSON: the text of a whole item is its pieces, joined. Items
+have ids made of the response's, so that nothing here is random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import orjson
+
+from xpyd_router.translations.responses_items import assistant, call_of, object_of
+from xpyd_router.translations.seam import ChatError, Json, hex_of
+
+_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+"""The chat's finish_reason: why the response is not complete."""
+_PARAMS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""What a field of the chat is called in the client's request."""
+_NO_USAGE = b"null"
+
+
+def refusal_body(error: ChatError) -> bytes:
+    """The body of an answer that says `error`."""
+    message, param = error.message, error.param
+    for chat, own in _PARAMS.items():
+        if param is not None and (param == chat or param.startswith((chat + "[", chat + "."))):
+            # Places inside are the chat's, and mean nothing to the client.
+            message = own + message.removeprefix(param) if message.startswith(param) else message
+            param = own
+            break
+    said = {"message": message, "type": error.type, "param": param, "code": error.code}
+    return orjson.dumps({"error": said})
+
+
+def usage_of(usage: Json) -> bytes:
+    """The response's usage, of a chat's; null where there is none."""
+    if not usage:
+        return _NO_USAGE
+    prompt, output = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
+    cached = _count(usage.get("prompt_tokens_details"), "cached_tokens")
+    thought = _count(usage.get("completion_tokens_details"), "reasoning_tokens")
+    return orjson.dumps(
+        {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": output,
+            "output_tokens_details": {"reasoning_tokens": thought},
+            "total_tokens": prompt + output,
+        }
+    )
+
+
+def _count(found: object, name: str) -> int:
+    value = cast(Json, found).get(name) if isinstance(found, dict) else None
+    return value if isinstance(value, int) else 0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a response repeats of its request, and what the answers need of it."""
+
+    tail: bytes
+    """Members of the response object, as JSON without braces."""
+    summarizes: bool
+    """The reasoning is shown as a summary."""
+    shows_logprobs: bool
+    clock: Callable[[], float]
+    """Unix seconds."""
+    keep: Callable[[Finished], None]
+    """Called with the response once it is whole."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A whole response."""
+
+    response_id: str
+    body: bytes
+    messages: tuple[bytes, ...]
+    """What the model wrote, as messages of a chat."""
+    calls: tuple[str, ...]
+    """Ids of its tool calls."""
+
+
+@dataclass
+class Item:
+    """An output item. Texts are the insides of JSON strings."""
+
+    kind: str
+    item_id: str
+    index: int
+    call_id: str = ""
+    name: str = ""
+    pieces: list[bytes] = field(default_factory=list[bytes])
+    logprobs: list[Any] = field(default_factory=list[Any])
+
+    @property
+    def text(self) -> bytes:
+        """All of its text, a JSON string."""
+        return b'"' + b"".join(self.pieces) + b'"'
+
+    def part(self, *, summarizes: bool, text: bytes | None = None) -> bytes:
+        """Its only part, or a part with `text`."""
+        text = self.text if text is None else text
+        if self.kind == "reasoning":
+            kind = b'"summary_text"' if summarizes else b'"reasoning_text"'
+            return object_of([("type", kind), ("text", text)])
+        return object_of(
+            [
+                *(("type", b'"output_text"'), ("text", text), ("annotations", b"[]")),
+                ("logprobs", orjson.dumps(self.logprobs)),
+            ]
+        )
+
+    def shown(self, status: str, *, summarizes: bool, is_empty: bool = False) -> bytes:
+        """The item as JSON; `is_empty`: as it begins."""
+        said = orjson.dumps(status)
+        made = [("id", orjson.dumps(self.item_id)), ("type", b'"%b"' % self.kind.encode())]
+        made.append(("status", said))
+        part = b"" if is_empty else self.part(summarizes=summarizes)
+        if self.kind == "message":
+            made += [("role", b'"assistant"'), ("content", b"[" + part + b"]")]
+        elif self.kind == "reasoning":
+            summary, content = (part, b"") if summarizes else (b"", part)
+            made += [("summary", b"[" + summary + b"]"), ("content", b"[" + content + b"]")]
+        else:
+            made += [("call_id", orjson.dumps(self.call_id)), ("name", orjson.dumps(self.name))]
+            made.append(("arguments", b'""' if is_empty else self.text))
+        return object_of(made)
+
+
+class Response:
+    """A response in the making: its items, and the object that shows them."""
+
+    def __init__(self, asked: Asked, chat: Json) -> None:
+        self.asked = asked
+        self.hex = hex_of(str(chat.get("id") or ""))
+        self.response_id = "resp_" + self.hex
+        self._created = int(chat.get("created") or 0)
+        self._model = orjson.dumps(str(chat.get("model") or ""))
+        self.items: list[Item] = []
+        self.reason = "stop"
+        """The chat's finish_reason."""
+        self.usage: Json = {}
+
+    def add(self, kind: str, prefix: str, call_id: str = "", name: str = "") -> Item:
+        """A new item."""
+        index = len(self.items)
+        item = Item(kind, f"{prefix}_{self.hex}_{index}", index, call_id, name)
+        self.items.append(item)
+        return item
+
+    @property
+    def status(self) -> str:
+        """Of the response that has ended."""
+        return "incomplete" if self.reason in _INCOMPLETE else "completed"
+
+    def status_of(self, item: Item) -> str:
+        """Of an item of the response that has ended: only the last can have been cut off."""
+        return self.status if item is self.items[-1] else "completed"
+
+    def shown(self, status: str, error: Json | None = None) -> bytes:
+        """The response object. `error`: why it failed."""
+        has_ended = status != "in_progress"
+        output: list[bytes] = []
+        if has_ended:
+            for item in self.items:
+                said = "incomplete" if error is not None else self.status_of(item)
+                output.append(item.shown(said, summarizes=self.asked.summarizes))
+        reason = _INCOMPLETE.get(self.reason) if status == "incomplete" else None
+        completed = int(self.asked.clock()) if status == "completed" else None
+        made = [
+            ("id", orjson.dumps(self.response_id)),
+            ("object", b'"response"'),
+            ("created_at", b"%d" % self._created),
+            ("status", orjson.dumps(status)),
+            ("completed_at", orjson.dumps(completed)),
+            ("error", orjson.dumps(error)),
+            ("incomplete_details", orjson.dumps(reason and {"reason": reason})),
+            ("model", self._model),
+            ("output", b"[" + b",".join(output) + b"]"),
+            ("usage", usage_of(self.usage) if has_ended else _NO_USAGE),
+        ]
+        return b"".join((object_of(made)[:-1], b",", self.asked.tail, b"}"))
+
+    def end(self) -> bytes:
+        """The whole response, which is kept where the router keeps responses."""
+        body = self.shown(self.status)
+        calls = [item.call_id for item in self.items if item.kind == "function_call"]
+        self.asked.keep(Finished(self.response_id, body, tuple(self._messages()), tuple(calls)))
+        return body
+
+    def _messages(self) -> list[bytes]:
+        said, thought, called = b"", list[bytes](), list[bytes]()
+        made: list[bytes] = []
+        for item in self.items:
+            if item.kind == "function_call":
+                called.append(call_of(item.call_id, item.name, item.text))
+                continue
+            if said or called:
+                made.append(object_of(assistant(said, thought, called)))
+                said, thought, called = b"", [], []
+            if item.kind == "message":
+                said = item.text
+            else:
+                thought.append(item.text)
+        return [*made, object_of(assistant(said, thought, called))]
+
+
+def response_of(asked: Asked, answer: Json) -> bytes:
+    """The response of a whole chat."""
+    choice = cast(Json, answer["choices"][0])
+    message = cast(Json, choice["message"])
+    made = Response(asked, answer)
+    if thought := _text_in(message, "reasoning_content") or _text_in(message, "reasoning"):
+        made.add("reasoning", "rs").pieces.append(thought)
+    calls = cast("list[Json]", message.get("tool_calls") or [])
+    text = _text_in(message, "content")
+    if text or not (made.items or calls):
+        item = made.add("message", "msg")
+        item.pieces.append(text)
+        if asked.shows_logprobs:
+            item.logprobs += logprobs_in(choice)
+    for call in calls:
+        function = cast(Json, call.get("function") or {})
+        name = str(function.get("name") or "")
+        item = made.add("function_call", "fc", str(call.get("id") or ""), name)
+        item.pieces.append(_text_in(function, "arguments"))
+    made.reason = str(choice.get("finish_reason") or "stop")
+    made.usage = cast(Json, answer.get("usage") or {})
+    return made.end()
+
+
+def _text_in(found: Json, name: str) -> bytes:
+    """The text of this member, inside its quotes; empty where it is none."""
+    text = found.get(name)
+    return orjson.dumps(text)[1:-1] if isinstance(text, str) else b""
+
+
+def logprobs_in(choice: Json) -> list[Json]:
+    """The log probabilities of a chat's choice, as Responses has them."""
+    said = choice.get("logprobs")
+    entries = cast(Json, said).get("content") if isinstance(said, dict) else None
+    return [_logprob(entry) for entry in cast("list[Json]", entries or [])]
+
+
+def _logprob(entry: Json) -> Json:
+    top = cast("list[Json]", entry.get("top_logprobs") or [])
+    return {**_score(entry), "top_logprobs": [_score(one) for one in top]}
+
+
+def _score(entry: Json) -> Json:
+    """A token's; the bytes of some are not known."""
+    shown = {"token": entry.get("token"), "logprob": entry.get("logprob")}
+    return {**shown, "bytes": entry.get("bytes") or []}
+
+
+def _failed(error: ChatError) -> Json:
+    """Responses has few codes; engines' failures are the server's."""
+    code = "rate_limit_exceeded" if error.type == "rate_limit_error" else "server_error"
+    if error.type == "invalid_request_error":
+        code = "invalid_prompt"
+    return {"code": code, "message": error.message}
+
+
+class ResponseEvents:
+    """seam.Events of Responses. One item is open at a time."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._made = Response(asked, {})
+        self._count = 0
+        """Events so far."""
+        self._open: Item | None = None
+        self._head = self._tail = b""
+        """A delta of the open item around its number and its text."""
+        self._calls: dict[int, Item] = {}
+        self._logprobs: list[Json] = []
+        """Of the text that follows."""
+
+    def begin(self, chunk: Json, usage: Json) -> bytes:
+        """See seam.Events."""
+        self._made = Response(self._asked, chunk)
+        shown = self._made.shown("in_progress")
+        return self._event("response.created", ("response", shown)) + self._event(
+            "response.in_progress", ("response", shown)
+        )
+
+    def content(self, text: bytes) -> bytes:
+        """See seam.Events."""
+        item = self._open
+        if item is None or item.kind != "message":
+            return self._begin("message", "msg") + self.content(text)
+        if self._logprobs:
+            return self._scored(item, text)
+        return self._delta(item, text)
+
+    def logprobs(self, choice: Json) -> None:
+        """See seam.Events."""
+        self._logprobs += logprobs_in(choice)
+
+    def reasoning(self, text: bytes) -> bytes:
+        """See seam.Events."""
+        item = self._open
+        if item is None or item.kind != "reasoning":
+            return self._begin("reasoning", "rs") + self.reasoning(text)
+        return self._delta(item, text)
+
+    def tool_call(self, index: int, call_id: str, name: str) -> bytes:
+        """See seam.Events."""
+        begun = self._begin("function_call", "fc", call_id, name)
+        self._calls[index] = self._made.items[-1]
+        return begun
+
+    def arguments(self, index: int, text: bytes) -> bytes:
+        """See seam.Events."""
+        item = self._calls[index]
+        if item is not self._open:
+            return b""  # engines write one call behind the other
+        return self._delta(item, text)
+
+    def finish(self, reason: str, stop_reason: object) -> bytes:
+        """See seam.Events."""
+        self._made.reason = reason
+        begun = b"" if self._made.items else self._begin("message", "msg")
+        return begun + self._close(self._made.status)
+
+    def usage(self, usage: Json) -> bytes:
+        """See seam.Events."""
+        self._made.usage = usage
+        return b""
+
+    def end(self) -> bytes:
+        """See seam.Events."""
+        body = self._made.end()
+        return self._event(f"response.{self._made.status}", ("response", body))
+
+    def fail(self, error: ChatError) -> bytes:
+        """See seam.Events."""
+        body = self._made.shown("failed", _failed(error))
+        return self._event("response.failed", ("response", body))
+
+    def ping(self) -> bytes:
+        """See seam.Events. Responses has none; every reader of events skips a comment."""
+        return b": ping\n\n"
+
+    def _scored(self, item: Item, text: bytes) -> bytes:
+        """A delta with log probabilities: of its tokens, and those before that showed no text."""
+        scores, self._logprobs = self._logprobs, []
+        item.logprobs += scores
+        shown = (("delta", b'"' + text + b'"'), ("logprobs", orjson.dumps(scores)))
+        item.pieces.append(text)
+        return self._event("response.output_text.delta", *self._at(item), *shown)
+
+    def _delta(self, item: Item, text: bytes) -> bytes:
+        item.pieces.append(text)
+        number, self._count = self._count, self._count + 1
+        return b"".join((self._head, b'%d,"delta":"' % number, text, self._tail))
+
+    def _event(self, kind: str, *members: tuple[str, bytes]) -> bytes:
+        number, self._count = self._count, self._count + 1
+        said = [("type", b'"%b"' % kind.encode()), ("sequence_number", b"%d" % number)]
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), object_of([*said, *members]))
+
+    def _begin(self, kind: str, prefix: str, call_id: str = "", name: str = "") -> bytes:
+        closed = self._close("completed")
+        item = self._open = self._made.add(kind, prefix, call_id, name)
+        summarizes = self._asked.summarizes
+        shown = item.shown("in_progress", summarizes=summarizes, is_empty=True)
+        begun = self._event("response.output_item.added", self._at(item)[1], ("item", shown))
+        part = ("part", item.part(summarizes=summarizes, text=b'""'))
+        if kind == "message" or (kind == "reasoning" and not summarizes):
+            begun += self._event("response.content_part.added", *self._at(item), part)
+        elif kind == "reasoning":
+            begun += self._event("response.reasoning_summary_part.added", *self._at(item), part)
+        self._set_delta(item)
+        return closed + begun
+
+    def _names(self, item: Item) -> str:
+        """What the events of an item's text begin with."""
+        if item.kind == "message":
+            return "response.output_text"
+        if item.kind == "function_call":
+            return "response.function_call_arguments"
+        summarizes = self._asked.summarizes
+        return "response.reasoning_summary_text" if summarizes else "response.reasoning_text"
+
+    def _at(self, item: Item) -> list[tuple[str, bytes]]:
+        """Members that say where an event of the item's text belongs."""
+        made = [("item_id", orjson.dumps(item.item_id)), ("output_index", b"%d" % item.index)]
+        if item.kind == "reasoning" and self._asked.summarizes:
+            return [*made, ("summary_index", b"0")]
+        return made if item.kind == "function_call" else [*made, ("content_index", b"0")]
+
+    def _set_delta(self, item: Item) -> None:
+        kind = self._names(item) + ".delta"
+        made = object_of([("type", b'"%b"' % kind.encode()), *self._at(item)])
+        self._head = b'event: %b\ndata: %b,"sequence_number":' % (kind.encode(), made[:-1])
+        self._tail = b'","logprobs":[]}\n\n' if item.kind == "message" else b'"}\n\n'
+
+    def _close(self, status: str) -> bytes:
+        item, self._open = self._open, None
+        if item is None:
+            return b""
+        summarizes, at, name = self._asked.summarizes, self._at(item), self._names(item)
+        whole = "arguments" if item.kind == "function_call" else "text"
+        done: list[tuple[str, bytes]] = [(whole, item.text)]
+        if item.kind == "message":
+            done.append(("logprobs", orjson.dumps(item.logprobs)))
+        closed = self._event(name + ".done", *at, *done)
+        if item.kind != "function_call":
+            is_summary = item.kind == "reasoning" and summarizes
+            kind = "reasoning_summary_part" if is_summary else "content_part"
+            part = ("part", item.part(summarizes=summarizes))
+            closed += self._event(f"response.{kind}.done", *at, part)
+        shown = item.shown(status, summarizes=summarizes)
+        return closed + self._event("response.output_item.done", at[1], ("item", shown))

@@ -1,0 +1,338 @@
+"""OpenAI's Responses: input items as the messages of a chat. Pure.
+
+A chat has one message where Responses has several items: what an assistant thought, said and
+called becomes one assistant's message, as it was when the model wrote it. Texts are copied as the
+client wrote their JSON. The role `developer` becomes `system`: templates of open models drop what
+they do not know. What has no counterpart in a chat is refused by its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, cast
+
+import msgspec
+from msgspec import Meta
+
+from xpyd_core.bodies import NO_VALUE, is_absent, list_items, read, refuse
+from xpyd_core.openai import MAX_MESSAGES
+
+MAX_ITEMS = MAX_MESSAGES
+MAX_PARTS = 4096
+"""Of one content."""
+MAX_CALL_ID_CHARACTERS = 256
+_QUOTE, _BRACKET = b'"['
+_ROLES = ("user", "assistant", "system", "developer")
+_SAID = ("input_text", "output_text", "text")
+_THOUGHT = ("reasoning_text", "summary_text", "text")
+
+_CallId = Annotated[str, Meta(min_length=1, max_length=MAX_CALL_ID_CHARACTERS)]
+Members = list[tuple[str, bytes]]
+"""Names of a JSON object, and the JSON of their values."""
+
+
+class _Item(msgspec.Struct, frozen=True, gc=False):
+    """An item of any type; other members, such as its id, are skipped."""
+
+    type: str | None = None
+    role: str | None = None
+    content: msgspec.Raw = NO_VALUE
+    call_id: _CallId | None = None
+    name: Annotated[str, Meta(min_length=1)] | None = None
+    arguments: msgspec.Raw = NO_VALUE
+    output: msgspec.Raw = NO_VALUE
+    summary: msgspec.Raw = NO_VALUE
+    encrypted_content: str | None = None
+
+
+class _Part(msgspec.Struct, frozen=True, gc=False):
+    type: str = ""
+    text: msgspec.Raw = NO_VALUE
+    refusal: msgspec.Raw = NO_VALUE
+
+
+def object_of(members: Iterable[tuple[str, bytes]]) -> bytes:
+    """The JSON object with these members."""
+    return b"{" + b",".join([b'"%b":%b' % (name.encode(), text) for name, text in members]) + b"}"
+
+
+class Conversation:
+    """The messages of a chat, in the making: those of earlier responses, then the input's."""
+
+    def __init__(
+        self, system: Iterable[str] = (), turns: Iterable[bytes] = (), calls: Iterable[str] = ()
+    ) -> None:
+        self.system = list(system)
+        """What is said to the model before the first turn."""
+        self.turns = list(turns)
+        """The messages behind it."""
+        self.calls = set(calls)
+        """Ids of all tool calls so far."""
+        self._thought: list[bytes] = []
+        self._said = b""
+        self._called: list[bytes] = []
+
+    def take(self, raw: msgspec.Raw) -> None:
+        """The whole `input` of a request: a text, or items."""
+        if memoryview(raw)[0] == _QUOTE:
+            self._take_message("user", bytes(raw))
+        else:
+            if memoryview(raw)[0] != _BRACKET:
+                raise refuse("input", "expected a string or a list of items")
+            items = list_items(raw, MAX_ITEMS, "input")
+            if not items:
+                raise refuse("input", "at least one item is needed")
+            for index, item in enumerate(items):
+                place = f"input[{index}]"
+                self._take_item(read(_Item, item, place), place)
+        self._end_turn()
+
+    def messages(self, instructions: str | None) -> list[bytes]:
+        """All messages; `instructions`, and what else is said to the model before the first turn,
+        are one message: many templates take no second one."""
+        system = [instructions, *self.system] if instructions else self.system
+        if not system:
+            return self.turns
+        text = msgspec.json.encode("\n\n".join(system))
+        return [object_of([("role", b'"system"'), ("content", text)]), *self.turns]
+
+    def _take_item(self, item: _Item, place: str) -> None:
+        kind = item.type or ("message" if item.role is not None else None)
+        if kind == "message":
+            if item.role not in _ROLES:
+                raise refuse(f"{place}.role", f"expected one of {', '.join(_ROLES)}")
+            self._take_message(item.role, _content(item.content, f"{place}.content"))
+        elif kind == "function_call":
+            self._take_call(item, place)
+        elif kind == "function_call_output":
+            self._take_output(item, place)
+        elif kind == "reasoning":
+            self._take_reasoning(item, place)
+        elif kind == "item_reference":
+            raise refuse(f"{place}.type", "no single items are kept here: send the item itself")
+        else:
+            known = "message, function_call, function_call_output, reasoning"
+            shown = "this field is missing" if kind is None else f"{kind[:64]!r} is not supported"
+            raise refuse(f"{place}.type", f"{shown}; expected one of {known}")
+
+    def _take_message(self, role: str, content: bytes) -> None:
+        if role == "assistant":
+            if self._said or self._called:
+                self._end_turn()
+            self._said = content
+            return
+        self._end_turn()
+        if role == "user":
+            self._add([("role", b'"user"'), ("content", content)])
+        elif not self.turns:
+            self.system.append(_text_of(content))
+        else:
+            self._add([("role", b'"system"'), ("content", content)])
+
+    def _take_call(self, item: _Item, place: str) -> None:
+        if item.call_id is None or item.name is None:
+            missing = "call_id" if item.call_id is None else "name"
+            raise refuse(f"{place}.{missing}", "this field is missing")
+        self.calls.add(item.call_id)
+        arguments = _string(item.arguments, f"{place}.arguments")
+        self._called.append(call_of(item.call_id, item.name, arguments))
+
+    def _take_output(self, item: _Item, place: str) -> None:
+        self._end_turn()
+        if item.call_id is None:
+            raise refuse(f"{place}.call_id", "this field is missing")
+        if item.call_id not in self.calls:
+            message = f"no function_call before it has the id {item.call_id[:64]!r}"
+            raise refuse(f"{place}.call_id", message)
+        content = _content(item.output, f"{place}.output")
+        call_id = msgspec.json.encode(item.call_id)
+        self._add([("role", b'"tool"'), ("tool_call_id", call_id), ("content", content)])
+
+    def _take_reasoning(self, item: _Item, place: str) -> None:
+        if self._said or self._called:
+            self._end_turn()
+        texts: list[bytes] = []
+        for name, raw in (("content", item.content), ("summary", item.summary)):
+            if not texts and not is_absent(raw):
+                texts = _texts(raw, f"{place}.{name}", _THOUGHT)
+        if not texts and item.encrypted_content:
+            message = "only the server that made it can read it: leave the item out"
+            raise refuse(f"{place}.encrypted_content", message)
+        self._thought += texts
+
+    def _end_turn(self) -> None:
+        """Write the assistant's message that has gathered."""
+        if self._said or self._thought or self._called:
+            said, thought, called = self._said, self._thought, self._called
+            self._said, self._thought, self._called = b"", [], []
+            self._add(assistant(said, thought, called))
+
+    def _add(self, members: Members) -> None:
+        self.turns.append(object_of(members))
+
+
+def assistant(said: bytes, thought: Sequence[bytes], called: Sequence[bytes]) -> Members:
+    """An assistant's message: what it said (JSON of a content, or nothing), thought (JSON strings)
+    and called (`call_of`)."""
+    made: Members = [("role", b'"assistant"')]
+    if thought:
+        inner = rb"\n".join([one[1:-1] for one in thought])
+        made.append(("reasoning_content", b'"' + inner + b'"'))
+    made.append(("content", said or (b"null" if called else b'""')))
+    if called:
+        made.append(("tool_calls", b"[" + b",".join(called) + b"]"))
+    return made
+
+
+def call_of(call_id: str, name: str, arguments: bytes) -> bytes:
+    """A tool call of a chat; `arguments` is a JSON string."""
+    function = object_of([("name", msgspec.json.encode(name)), ("arguments", arguments)])
+    shown_id = msgspec.json.encode(call_id)
+    return object_of([("id", shown_id), ("type", b'"function"'), ("function", function)])
+
+
+def _parts(raw: msgspec.Raw, place: str) -> list[_Part]:
+    if memoryview(raw)[0] != _BRACKET:
+        raise refuse(place, "expected a string or a list of parts")
+    parts = list_items(raw, MAX_PARTS, place, what="parts")
+    return [read(_Part, part, f"{place}[{index}]") for index, part in enumerate(parts)]
+
+
+def _texts(raw: msgspec.Raw, place: str, kinds: Sequence[str]) -> list[bytes]:
+    """The JSON strings of a content."""
+    found: list[bytes] = []
+    for index, part in enumerate(_parts(raw, place)):
+        inside = f"{place}[{index}]"
+        if part.type in kinds:
+            found.append(_string(part.text, f"{inside}.text"))
+        elif part.type == "refusal" and kinds is _SAID:
+            found.append(_string(part.refusal, f"{inside}.refusal"))
+        else:
+            message = f"{part.type[:64]!r} is not supported; expected one of {', '.join(kinds)}"
+            raise refuse(f"{inside}.type", message)
+    return found
+
+
+def _content(raw: msgspec.Raw, place: str) -> bytes:
+    """A chat message's content. A list of one text and that text are the same prompt."""
+    if memoryview(raw)[0] == _QUOTE:
+        return bytes(raw)
+    texts = _texts(raw, place, _SAID)
+    if len(texts) == 1:
+        return texts[0]
+    parts = [b'{"type":"text","text":%b}' % text for text in texts]
+    return b"[" + b",".join(parts) + b"]" if parts else b'""'
+
+
+def _text_of(content: bytes) -> str:
+    """The text of a chat message's content, as engines join its parts."""
+    if content.startswith(b'"'):
+        return msgspec.json.decode(content, type=str)
+    parts = msgspec.json.decode(content, type=list[dict[str, str]])
+    return "\n".join(part["text"] for part in parts)
+
+
+def _string(raw: msgspec.Raw, place: str) -> bytes:
+    if memoryview(raw)[0] != _QUOTE:
+        raise refuse(place, "this field is missing" if is_absent(raw) else "expected a string")
+    return bytes(raw)
+
+
+Choice = Literal["none", "auto", "required"]
+
+
+class _Function(msgspec.Struct, frozen=True, gc=False):
+    type: str = ""
+    name: Annotated[str, Meta(min_length=1, max_length=MAX_CALL_ID_CHARACTERS)] | None = None
+    description: str | None = None
+    parameters: msgspec.Raw = NO_VALUE
+    strict: bool | None = None
+
+
+MAX_TOOLS = 1024
+
+
+class Tools:
+    """The functions of a request: for the chat, and as the response shows them."""
+
+    def __init__(self, raw: msgspec.Raw) -> None:
+        self.shown: list[bytes] = []
+        self._chat: dict[str, bytes] = {}
+        if is_absent(raw):
+            return
+        if memoryview(raw)[0] != _BRACKET:
+            raise refuse("tools", "expected a list")
+        for index, function in enumerate(list_items(raw, MAX_TOOLS, "tools", what="tools")):
+            place = f"tools[{index}]"
+            self._add(read(_Function, function, place), place)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their names, in order."""
+        return tuple(self._chat)
+
+    def chat(self, names: Iterable[str]) -> bytes:
+        """The tools of these names, for a chat."""
+        return b"[" + b",".join([self._chat[name] for name in names]) + b"]"
+
+    def _add(self, function: _Function, place: str) -> None:
+        if function.type != "function":
+            message = "this router runs no tools of its own; expected function"
+            raise refuse(f"{place}.type", f"{function.type[:64]!r} is not supported: {message}")
+        if function.name is None:
+            raise refuse(f"{place}.name", "this field is missing")
+        if function.name in self._chat:
+            raise refuse(f"{place}.name", f"another tool has the name {function.name[:64]!r}")
+        schema = function.parameters
+        if not is_absent(schema) and memoryview(schema)[0] != ord("{"):
+            raise refuse(f"{place}.parameters", "expected an object, the schema of the arguments")
+        name, description = msgspec.json.encode(function.name), None
+        if function.description is not None:
+            description = msgspec.json.encode(function.description)
+        strict = msgspec.json.encode(function.strict)
+        made: Members = [("name", name)]
+        made += [("description", description)] if description is not None else []
+        made += [] if is_absent(schema) else [("parameters", bytes(schema))]
+        made += [] if function.strict is None else [("strict", strict)]
+        self._chat[function.name] = object_of(
+            [("type", b'"function"'), ("function", object_of(made))]
+        )
+        shown: Members = [("type", b'"function"'), ("name", name)]
+        shown.append(("description", description or b"null"))
+        self.shown.append(object_of([*shown, ("parameters", bytes(schema)), ("strict", strict)]))
+
+
+class _ToolChoice(msgspec.Struct, frozen=True, gc=False):
+    type: str = ""
+    name: str | None = None
+    mode: Choice = "auto"
+    tools: list[_Function] = []
+
+
+def tool_members(tools: Tools, raw: msgspec.Raw) -> Members:
+    """`tools` and `tool_choice` of the chat."""
+    names = tools.names
+    if is_absent(raw):
+        return [("tools", tools.chat(names))] if names else []
+    if memoryview(raw)[0] == _QUOTE:
+        wanted: object = read(cast(Any, Choice), raw, "tool_choice")
+    else:
+        choice = read(_ToolChoice, raw, "tool_choice")
+        if choice.type == "function":
+            if choice.name not in names:
+                raise refuse("tool_choice.name", "expected the name of one of the tools")
+            wanted = {"type": "function", "function": {"name": choice.name}}
+        elif choice.type == "allowed_tools":
+            allowed = {one.name for one in choice.tools}
+            if strange := allowed.difference(names):
+                shown = ", ".join(sorted(str(one)[:64] for one in strange))
+                raise refuse("tool_choice.tools", f"these are not in tools: {shown}")
+            wanted, names = choice.mode, tuple(name for name in names if name in allowed)
+        else:
+            message = f"{choice.type[:64]!r} is not supported; expected function or allowed_tools"
+            raise refuse("tool_choice.type", message)
+    if not names:
+        if wanted in ("none", "auto"):
+            return []
+        raise refuse("tool_choice", "needs tools")
+    return [("tools", tools.chat(names)), ("tool_choice", msgspec.json.encode(wanted))]

@@ -1,0 +1,81 @@
+"""Responses that are kept for `previous_response_id`: in memory, up to a size. Pure.
+
+A process has its own; nothing is written anywhere. The response that was used longest ago goes
+first. A long body is read on a thread, so that `get` may be called there: it is one operation of
+an ordered dict.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+_ENTRY_BYTES = 1024
+"""What an entry takes besides its texts, at least."""
+_OBJECT_BYTES = 100
+
+
+class Kept(NamedTuple):
+    """What is kept of a response."""
+
+    body: bytes
+    """The response object."""
+    system: tuple[str, ...]
+    """What was said to the model before the first turn, but for `instructions`: those of one
+    request are not the next one's."""
+    turns: tuple[bytes, ...]
+    """The messages of the chat behind it."""
+    calls: tuple[str, ...]
+    """Ids of all tool calls in it."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Its part of the limit. Messages of earlier responses count anew, though they are shared:
+        the limit holds whichever of them goes first."""
+        count = len(self.system) + len(self.turns) + len(self.calls)
+        texts = sum(map(len, (self.body, *self.turns, *self.calls)))
+        system_bytes = 4 * sum(map(len, self.system))
+        return _ENTRY_BYTES + texts + system_bytes + _OBJECT_BYTES * count
+
+
+class ResponseStore:
+    """See the module."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self.used_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, response_id: str, kept: Kept) -> bool:
+        """Keep it; False where it alone is above the limit."""
+        size = kept.size_bytes
+        if size > self._limit_bytes:
+            return False
+        self.remove(response_id)
+        self._kept[response_id] = kept
+        self.used_bytes += size
+        while self.used_bytes > self._limit_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self.used_bytes -= oldest.size_bytes
+        return True
+
+    def get(self, response_id: str) -> Kept | None:
+        """What is kept of it, which was used just now."""
+        kept = self._kept.get(response_id)
+        if kept is not None:
+            try:
+                self._kept.move_to_end(response_id)
+            except KeyError:  # gone meanwhile
+                return kept
+        return kept
+
+    def remove(self, response_id: str) -> bool:
+        """Keep it no more; False where it is not kept."""
+        kept = self._kept.pop(response_id, None)
+        if kept is None:
+            return False
+        self.used_bytes -= kept.size_bytes
+        return True
