@@ -46,6 +46,10 @@ def streams_are_whole(context: Any, response: Any, case: Any) -> None:
     if case.path == "/v1/messages":
         assert events[-1].startswith("event: message_stop\n")
         return
+    if case.path == "/v1/responses":
+        ended = ("completed", "incomplete", "failed")
+        assert events[-1].startswith(tuple(f"event: response.{how}\n" for how in ended))
+        return
     payloads = [event.removeprefix("data: ") for event in events]
     assert payloads.pop() == "[DONE]"
     chunks = [json.loads(payload) for payload in payloads]

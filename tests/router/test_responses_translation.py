@@ -166,6 +166,17 @@ def test_what_the_model_is_told_before_the_first_turn_is_one_message() -> None:
     ]
 
 
+def test_an_image_is_the_chats_for_models_that_take_images() -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+    parts = [image, {**image, "detail": "low"}, {"type": "input_text", "text": "?"}]
+    url = {"url": "data:image/png;base64,AA=="}
+    assert messages_of({"role": "user", "content": parts})[0]["content"] == [
+        {"type": "image_url", "image_url": url},
+        {"type": "image_url", "image_url": {**url, "detail": "low"}},
+        {"type": "text", "text": "?"},
+    ]
+
+
 FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
 OTHER = {"type": "function", "name": "g", "description": "G"}
 CHAT_TOOLS = [
@@ -222,7 +233,15 @@ REFUSED: list[tuple[Json, str]] = [
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
     (
-        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
+        "input[0].content[0].type",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
+        "input[0].content[0].image_url",
+    ),
+    (
+        {"input": [{"role": "system", "content": [{"type": "input_image"}]}]},
         "input[0].content[0].type",
     ),
     (

@@ -62,7 +62,7 @@ async def test_every_route_is_described_and_no_other() -> None:
 
     async with fleet() as fleet_:
         for rule in quart_app(fleet_.router.state, make_apis(time.time)).url_map.iter_rules():
-            path = re.sub(r"<(?:path:)?(\w+)>", r"{\1}", rule.rule)
+            path = re.sub(r"<(?:\w+:)?(\w+)>", r"{\1}", rule.rule)
             # Every path has OPTIONS, and with GET also HEAD.
             methods = set(rule.methods or ()) - {"OPTIONS", "HEAD"}
             found.update((path, method.lower()) for method in methods)

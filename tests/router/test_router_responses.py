@@ -180,6 +180,8 @@ async def test_without_a_store_each_use_of_it_says_the_flag() -> None:
         for method in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
             with pytest.raises(openai.NotFoundError, match="--responses-store-mib"):
                 await method(response.id)
+        async with made.http.post(f"{made.base}/v1/responses/compact", json={}) as answered:
+            assert answered.status == 404
         for fields in ({"store": True}, {"previous_response_id": response.id}):
             with pytest.raises(openai.BadRequestError, match="--responses-store-mib"):
                 await client.responses.create(model="m", input="Hi", **fields)

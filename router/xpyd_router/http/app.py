@@ -21,6 +21,7 @@ import orjson
 from prometheus_client import CONTENT_TYPE_LATEST
 from quart import Blueprint, Quart, Response, request
 from werkzeug.exceptions import HTTPException
+from werkzeug.routing import BaseConverter
 
 from xpyd_core import __version__
 from xpyd_core.bodies import BodyBudget
@@ -294,8 +295,15 @@ def _add_models(app: Quart, app_state: AppState) -> None:
     _ = models, model
 
 
+class _ResponseId(BaseConverter):
+    """An id as this router makes them: other paths are no responses'."""
+
+    regex = "resp_[0-9a-f]{32}"
+
+
 def _add_responses(app: Quart, store: ResponseStore | None) -> None:
     """Responses that are kept."""
+    app.url_map.converters["response"] = _ResponseId
 
     def missing(response_id: str) -> Response:
         if store is None:
@@ -304,20 +312,20 @@ def _add_responses(app: Quart, store: ResponseStore | None) -> None:
             reason = f"no response {response_id[:80]!r} is kept in this router's process"
         return error_reply(ApiError(404, reason, param="response_id"))
 
-    @app.get("/v1/responses/<response_id>")
+    @app.get("/v1/responses/<response:response_id>")
     async def show(response_id: str) -> Response:
         kept = None if store is None else store.get(response_id)
         if kept is None:
             return missing(response_id)
         return Response(kept.body, content_type="application/json")
 
-    @app.delete("/v1/responses/<response_id>")
+    @app.delete("/v1/responses/<response:response_id>")
     async def delete(response_id: str) -> Response:
         if store is None or not store.remove(response_id):
             return missing(response_id)
         return json_reply(ResponseDeleted(id=response_id))
 
-    @app.post("/v1/responses/<response_id>/cancel")
+    @app.post("/v1/responses/<response:response_id>/cancel")
     async def cancel(response_id: str) -> Response:
         if store is None or store.get(response_id) is None:
             return missing(response_id)

@@ -49,6 +49,8 @@ class _Part(msgspec.Struct, frozen=True, gc=False):
     type: str = ""
     text: msgspec.Raw = NO_VALUE
     refusal: msgspec.Raw = NO_VALUE
+    image_url: msgspec.Raw = NO_VALUE
+    detail: Literal["auto", "low", "high", "original"] | None = None
 
 
 def object_of(members: Iterable[tuple[str, bytes]]) -> bytes:
@@ -101,7 +103,9 @@ class Conversation:
         if kind == "message":
             if item.role not in _ROLES:
                 raise refuse(f"{place}.role", f"expected one of {', '.join(_ROLES)}")
-            self._take_message(item.role, _content(item.content, f"{place}.content"))
+            images = item.role == "user"
+            content = _content(item.content, f"{place}.content", images=images)
+            self._take_message(item.role, content)
         elif kind == "function_call":
             self._take_call(item, place)
         elif kind == "function_call_output":
@@ -154,7 +158,7 @@ class Conversation:
         texts: list[bytes] = []
         for name, raw in (("content", item.content), ("summary", item.summary)):
             if not texts and not is_absent(raw):
-                texts = _texts(raw, f"{place}.{name}", _THOUGHT)
+                texts = _thoughts(raw, f"{place}.{name}")
         if not texts and item.encrypted_content:
             message = "only the server that made it can read it: leave the item out"
             raise refuse(f"{place}.encrypted_content", message)
@@ -198,30 +202,50 @@ def _parts(raw: msgspec.Raw, place: str) -> list[_Part]:
     return [read(_Part, part, f"{place}[{index}]") for index, part in enumerate(parts)]
 
 
-def _texts(raw: msgspec.Raw, place: str, kinds: Sequence[str]) -> list[bytes]:
-    """The JSON strings of a content."""
+def _thoughts(raw: msgspec.Raw, place: str) -> list[bytes]:
+    """The JSON strings of a reasoning's content, or summary."""
     found: list[bytes] = []
     for index, part in enumerate(_parts(raw, place)):
-        inside = f"{place}[{index}]"
-        if part.type in kinds:
-            found.append(_string(part.text, f"{inside}.text"))
-        elif part.type == "refusal" and kinds is _SAID:
-            found.append(_string(part.refusal, f"{inside}.refusal"))
-        else:
-            message = f"{part.type[:64]!r} is not supported; expected one of {', '.join(kinds)}"
-            raise refuse(f"{inside}.type", message)
+        if part.type not in _THOUGHT:
+            raise _unsupported(part, f"{place}[{index}]", _THOUGHT)
+        found.append(_string(part.text, f"{place}[{index}].text"))
     return found
 
 
-def _content(raw: msgspec.Raw, place: str) -> bytes:
+def _content(raw: msgspec.Raw, place: str, *, images: bool = True) -> bytes:
     """A chat message's content. A list of one text and that text are the same prompt."""
     if memoryview(raw)[0] == _QUOTE:
         return bytes(raw)
-    texts = _texts(raw, place, _SAID)
-    if len(texts) == 1:
+    texts: list[bytes] = []
+    parts: list[bytes] = []
+    for index, part in enumerate(_parts(raw, place)):
+        inside = f"{place}[{index}]"
+        if part.type == "input_image" and images:
+            parts.append(_image(part, inside))
+            continue
+        if part.type in _SAID:
+            texts.append(_string(part.text, f"{inside}.text"))
+        elif part.type == "refusal":
+            texts.append(_string(part.refusal, f"{inside}.refusal"))
+        else:
+            raise _unsupported(part, inside, (*_SAID, "input_image") if images else _SAID)
+        parts.append(b'{"type":"text","text":%b}' % texts[-1])
+    if len(parts) == len(texts) == 1:
         return texts[0]
-    parts = [b'{"type":"text","text":%b}' % text for text in texts]
     return b"[" + b",".join(parts) + b"]" if parts else b'""'
+
+
+def _image(part: _Part, place: str) -> bytes:
+    """The chat's part; whether the model takes images is the engine's to say."""
+    inner = [("url", _string(part.image_url, f"{place}.image_url"))]
+    if part.detail is not None:
+        inner.append(("detail", msgspec.json.encode(part.detail)))
+    return object_of([("type", b'"image_url"'), ("image_url", object_of(inner))])
+
+
+def _unsupported(part: _Part, place: str, kinds: Sequence[str]) -> Exception:
+    message = f"{part.type[:64]!r} is not supported; expected one of {', '.join(kinds)}"
+    return refuse(f"{place}.type", message)
 
 
 def _text_of(content: bytes) -> str:

@@ -30,8 +30,11 @@ from xpyd_router.http.openapi.responses import (
     error_responses,
     event_schema,
     headers,
+    named_event_schema,
+    response_schemas,
     stream_example,
 )
+from xpyd_router.translations.responses import ResponsesRequest
 
 Json = dict[str, Any]
 _BODY = (
@@ -64,6 +67,18 @@ def _body(routed: type[msgspec.Struct], engine: type[msgspec.Struct]) -> Json:
         "description": _BODY,
         "properties": {**properties, "kv_transfer_params": _SET_BY_ROUTER},
         "required": ["model", *schema["required"]],
+        "additionalProperties": True,
+    }
+
+
+def responses_request() -> Json:
+    """The body of POST /v1/responses."""
+    schema = body_schema(ResponsesRequest)
+    schema["properties"]["model"]["type"] = "string"
+    return {
+        **schema,
+        "description": "Fields that are not listed change nothing, but for those of vLLM's.",
+        "required": ["model", "input"],
         "additionalProperties": True,
     }
 
@@ -133,6 +148,16 @@ def paths() -> Json:
         "/v1/completions": {"post": _inference("completions", "createCompletion")},
         "/v1/chat/completions": {"post": chat},
         **message_paths(chat, tokenize),
+        "/v1/responses": {"post": _responses()},
+        "/v1/responses/{response_id}": {
+            "parameters": [_RESPONSE],
+            "get": _read("getResponse", "Inference", "Response", _KEPT, 404),
+            "delete": _read("deleteResponse", "Inference", "ResponseDeleted", _DELETED, 404),
+        },
+        "/v1/responses/{response_id}/cancel": {
+            "parameters": [_RESPONSE],
+            "post": _read("cancelResponse", "Inference", "Response", _CANCEL, 404),
+        },
         "/tokenize": {"post": tokenize},
         "/detokenize": {"post": _text("Detokenize", "detokenize", {"tokens": [19, 11, 6]})},
         "/v1/models": {"get": _read("listModels", "Models", "ModelList", _MODELS)},
@@ -166,6 +191,9 @@ def paths() -> Json:
     }
 
 
+_KEPT = "A response that the router keeps."
+_DELETED = "The router keeps it no more."
+_CANCEL = "Refused: a response that is kept has ended."
 _MODELS = "The models that can be served now."
 _HEALTH = "200 while the process works."
 _INSTANCES = "The registry. It shows engine addresses: do not expose it to clients."
@@ -182,11 +210,15 @@ _NAMES_OF_METRICS: Json = {
 _DOCUMENT = ("This document.", "OpenAPI 3.1.")
 
 
-def _path(name: str, text: str) -> Json:
-    schema = {"type": "string", "minLength": 1}
+_NAME = {"type": "string", "minLength": 1}
+
+
+def _path(name: str, text: str, pattern: str = "") -> Json:
+    schema = {"type": "string", "pattern": pattern} if pattern else _NAME
     return {"name": name, "in": "path", "required": True, "description": text, "schema": schema}
 
 
+_RESPONSE = _path("response_id", "A response's id.", "^resp_[0-9a-f]{32}$")
 _INSTANCE = _path("name", "The instance's HTTP address, or the name it gives itself.")
 
 
@@ -290,6 +322,25 @@ def _inference(endpoint: Literal["completions", "chat/completions"], operation: 
     }
 
 
+def _responses() -> Json:
+    made = _inference("chat/completions", "createResponse")
+    ask: Json = {"model": "demo-model", "input": "Where is San Francisco?", "max_output_tokens": 5}
+    made["summary"] = "OpenAI's responses, as chats."
+    made["requestBody"]["content"]["application/json"] = {
+        **_schema("ResponsesRequest"),
+        "examples": {"whole": {"summary": "A response", "value": ask}},
+    }
+    made["responses"]["200"] |= {
+        "description": "The response; with `stream` its events, each with its type as its name. "
+        "The last one has the response: completed, incomplete or failed.",
+        "content": {
+            "application/json": _schema("Response"),
+            "text/event-stream": {"schema": named_event_schema("ResponseEvent")},
+        },
+    }
+    return made
+
+
 def _text(name: str, operation: str, example: Json) -> Json:
     """A POST that any instance of a model answers."""
     body = {**_schema(f"{name}Request"), "example": example}
@@ -307,7 +358,14 @@ def _text(name: str, operation: str, example: Json) -> Json:
 
 
 _SHAPES = (
-    *(shapes.ModelList, shapes.Alive, shapes.Ready, shapes.NotReady, shapes.Version),
+    *(
+        shapes.ResponseDeleted,
+        shapes.ModelList,
+        shapes.Alive,
+        shapes.Ready,
+        shapes.NotReady,
+        shapes.Version,
+    ),
     *(shapes.Instances, shapes.AdminState, shapes.ErrorBody),
 )
 _ABOUT = """\
@@ -332,6 +390,8 @@ def openapi_document(version: str) -> dict[str, Any]:
         **made,
         **answer_schemas(),
         **message_schemas(),
+        **response_schemas(),
+        "ResponsesRequest": responses_request(),
         "CompletionRequest": completion_request(),
         "ChatCompletionRequest": chat_request(),
         "TokenizeRequest": tokenize_request(),

@@ -140,6 +140,44 @@ def answer_schemas() -> dict[str, Schema]:
     }
 
 
+def response_schemas() -> dict[str, Schema]:
+    """`components.schemas` of /v1/responses."""
+    items: Schema = {"type": "array", "items": _object({"type": _TEXT, "id": _TEXT})}
+    return {
+        "Response": _object(
+            {
+                "id": {"type": "string", "pattern": "^resp_[0-9a-f]{32}$"},
+                "object": {"const": "response"},
+                "created_at": {**_COUNT, "description": "Unix time."},
+                "completed_at": _nullable(_COUNT),
+                "status": {"enum": ["in_progress", "completed", "incomplete", "failed"]},
+                "error": _nullable(_object({"code": _TEXT, "message": _TEXT})),
+                "incomplete_details": _nullable(_object({"reason": _TEXT})),
+                "model": _TEXT,
+                "output": {**items, "description": "Items: reasoning, message, function_call."},
+                "usage": _nullable(
+                    _object(
+                        {"input_tokens": _COUNT, "output_tokens": _COUNT, "total_tokens": _COUNT}
+                    )
+                ),
+                "store": {"type": "boolean", "description": "Whether the router keeps it."},
+            },
+            text="It repeats the fields of its request, too.",
+        ),
+        "ResponseEvent": _object({"type": _TEXT, "sequence_number": _COUNT}),
+    }
+
+
+def named_event_schema(event: str) -> Schema:
+    """As `event_schema`, of a stream whose events have names and no [DONE]."""
+    data = {"contentMediaType": "application/json", "contentSchema": _ref(event)}
+    return {
+        "type": "object",
+        "properties": {"event": _TEXT, "data": {**_TEXT, **data}},
+        "required": ["data"],
+    }
+
+
 def event_schema(chunk: str) -> Schema:
     """Of each event of a stream, read as an object of its fields, as OpenAPI 3.2 has it and tools
     for 3.1 do: JSON in `data`, in the last one [DONE].
@@ -225,6 +263,14 @@ ERRORS: tuple[ErrorKind, ...] = (
         "prompt",
     ),
     ErrorKind(
+        400,
+        "previous_response_not_found",
+        "`previous_response_id` names a response that the router does not keep.",
+        "previous_response_id: no response 'resp_1' is kept in this router's process; send the "
+        "conversation in input",
+        "previous_response_id",
+    ),
+    ErrorKind(
         401,
         None,
         "The admin API, without a key or with a wrong one.",
@@ -236,7 +282,12 @@ ERRORS: tuple[ErrorKind, ...] = (
         "The router has no admin keys.",
         "the admin API is closed: start the router with --admin-key-file",
     ),
-    ErrorKind(404, None, "No such path, or no such instance.", "no such path: GET /v1/nothing"),
+    ErrorKind(
+        404,
+        None,
+        "No such path, instance or kept response.",
+        "no such path: GET /v1/nothing",
+    ),
     ErrorKind(
         404,
         "model_not_found",
