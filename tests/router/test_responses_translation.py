@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from typing import Any
 
+import jsonschema_rs
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_core.errors import ApiError
+from xpyd_router.http.openapi.document import responses_request
 from xpyd_router.request.client_request import parse_request
 from xpyd_router.translations.responses import Responses
 from xpyd_router.translations.responses_store import Kept, ResponseStore
@@ -28,7 +31,7 @@ def api(store_bytes: int = 0) -> Responses:
 
 def read(served: Responses | None = None, **fields: Any) -> Translation:
     body = {"model": "m", "input": "Hi", **fields}
-    return (served or api()).read(orjson.dumps(body))
+    return (served or api()).read(json.dumps(body).encode())
 
 
 def chat_of(**fields: Any) -> Json:
@@ -756,3 +759,26 @@ def test_the_response_that_was_used_longest_ago_goes_first() -> None:
     assert [name for name in "abcd" if store.get(name)] == ["a", "c", "d"]
     assert not store.put("e", Kept(bytes(20_000), (), (), ()))
     assert store.get("e") is None
+
+
+# The document.
+
+SCHEMA = responses_request()
+ANY_VALUES: tuple[Any, ...] = (
+    *(True, 0, -3, 1.5, 1e9, 2**70, "", "x", "x" * 2000, [], [""], [-1], [[]], ["x"] * 300),
+    *({}, {"x": 1}, {"x": "y" * 600}, {str(n): "x" for n in range(20)}, {"format": 1}),
+)
+
+
+@pytest.mark.parametrize("name", SCHEMA["properties"])
+def test_the_router_takes_of_a_field_what_the_document_says(name: str) -> None:
+    schema = SCHEMA["properties"][name]
+    assert schema["description"]
+    fits = jsonschema_rs.Draft202012Validator({**schema, "$defs": {}})
+    wrong = [value for value in ANY_VALUES if not fits.is_valid(value)]
+    assert len(wrong) > 5
+    for value in wrong:
+        with pytest.raises(ApiError) as caught:
+            read(api(100_000), **{name: value})
+        assert caught.value.status == 400
+        assert (caught.value.param or "").startswith(name), (name, value)

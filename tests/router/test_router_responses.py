@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +15,8 @@ from pydantic import BaseModel
 
 from tests.router.chat_engines import ChatEngine, content, reasoning, tool_call
 from tests.router.fakes import Fleet, answer, fleet, pair, until
+from xpyd_core.errors import UserError
+from xpyd_router.command import command, read_config
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 MIB = 1024 * 1024
@@ -205,3 +208,19 @@ async def test_events_come_as_the_engine_sends_its_chunks() -> None:
         assert kinds[0] == "response.created"
         assert kinds[-1] == "response.completed"
         assert kinds.count("response.output_text.delta") == 2
+
+
+def test_the_flag_of_the_store_is_mebibytes_of_a_router_of_one_process() -> None:
+    def read(*flags: str) -> int:
+        parser = argparse.ArgumentParser()
+        command.configure(parser)
+        return read_config(parser.parse_args(["--kv-insecure", *flags])).responses_store_bytes
+
+    assert read() == 0
+    assert read("--responses-store-mib", "3") == 3 * MIB
+    for wrong in (
+        ("--processes", "2", "--responses-store-mib", "1"),
+        ("--responses-store-mib=-1",),
+    ):
+        with pytest.raises(UserError, match="--responses-store-mib"):
+            read(*wrong)
