@@ -1,5 +1,5 @@
-"""Other APIs in front of the chat path: Anthropic's Messages (ADR 0069), OpenAI's Responses (ADR
-0070).
+"""Other APIs in front of the chat path: Anthropic's Messages (ADR 0069) and OpenAI's
+Responses (ADR 0070).
 
 A translation is pure. It makes a chat of the client's body, and turns the chat's answer into its
 own API's bytes. Between the two, the chat is served as every chat: admission, retries,
