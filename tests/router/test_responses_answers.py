@@ -6,6 +6,7 @@ in tests/testdata/messages.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 
 import orjson
@@ -25,6 +26,7 @@ from tests.router.responses_kit import (
     ROLE,
     Json,
     api,
+    call_chunk,
     chunk,
     messages_of,
     parsed,
@@ -286,7 +288,9 @@ def test_log_probabilities_that_are_asked_for_come_with_their_text() -> None:
     asked: Json = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
     entries = [{**scored(text), "top_logprobs": [scored(text)]} for text in ("a", "", "b", "b")]
     data = [ROLE, *(chunk({"content": e["token"]}, logprobs={"content": [e]}) for e in entries)]
-    events = streamed(b"".join([*data, chunk({}, "stop"), ENDING, DONE]), **asked)
+    data += [chunk({}, "stop"), ENDING, DONE]
+    ends = list(accumulate(map(len, data)))  # each event by itself, as engines send them
+    events = streamed(b"".join(data), ends, **asked)
     deltas = [e for e in events if e["type"] == "response.output_text.delta"]
     assert [one["delta"] for one in deltas] == ["a", "b", "b"]
     assert [one["logprobs"] for one in deltas] == [entries[:1], entries[1:3], entries[3:]]
@@ -343,6 +347,24 @@ def test_a_response_goes_on_from_one_that_is_kept() -> None:
     assert second == messages_of(*items, instructions="Be long.")
     assert second[0]["content"] == "Be long.\n\nTold."
     assert second[2]["reasoning_content"] == "Hm"
+
+
+def test_text_behind_a_call_is_another_message_of_the_chat() -> None:
+    served = api(100_000)
+    assert served.store is not None
+    reader = ChatReader(read(served, stream=True).events(), dict)
+    call = call_chunk(0, "{}", id="c", type="function", name="f")
+    said = [chunk({"content": text}) for text in ("a", "b")]
+    for event in (ROLE, said[0], call, said[1], chunk({}, "stop"), DONE):
+        reader.feed(event)
+    kept = served.store.get(f"resp_{HEX}")
+    assert kept is not None
+    turns = [orjson.loads(one) for one in kept.turns]
+    assert [(one["role"], one["content"], len(one.get("tool_calls", ()))) for one in turns] == [
+        ("user", "Hi", 0),
+        ("assistant", "a", 1),
+        ("assistant", "b", 0),
+    ]
 
 
 def test_a_stream_is_kept_at_its_end_and_not_where_it_fails_or_must_not_be() -> None:
