@@ -128,21 +128,20 @@ def prompt_items(raw: msgspec.Raw, most_prompts: int) -> Sequence[msgspec.Raw]:
     first = view[blanks.end()]
     if first not in (_LIST, _TEXT):
         return () if first == ord("]") else (raw,)
-    items = list_items(raw, most_prompts, "prompt", what="prompts")
+    items = list_items(msgspec.Raw, raw, most_prompts, "prompt", "prompts")
     for index, item in enumerate(items):
         if memoryview(item)[0] not in (_LIST, _TEXT):
             raise refuse("prompt", f"item {index}: expected a string or token ids")
     return items
 
 
-def list_items(raw: msgspec.Raw, most: int, name: str, what: str = "items") -> list[msgspec.Raw]:
-    """The JSON of each item of the list `name`, not copied; ApiError 400 for more than `most`."""
-    too_many = refuse(name, f"at most {most} {what}")
-    if len(raw) > _SHORT_BYTES:
-        _check_count(raw, most, too_many)
-    items = read(list[msgspec.Raw], raw, name)
+def list_items(kind: type[T], raw: msgspec.Raw, most: int, name: str, what: str) -> list[T]:
+    """The items of the list `name`; ApiError 400 for more than `most`."""
+    if len(raw) > MAX_MEMBER_BYTES:
+        _check_count(raw, most, refuse(name, f"at most {most} {what}"))
+    items = read(list[kind], raw, name)
     if len(items) > most:
-        raise too_many
+        raise refuse(name, f"at most {most} {what}")
     return items
 
 

@@ -8,9 +8,9 @@ the router has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta
@@ -30,7 +30,7 @@ from xpyd_router.translations.responses_items import (
     Conversation,
     Members,
     Tools,
-    object_of,
+    chat_of,
     tool_members,
 )
 from xpyd_router.translations.responses_store import Kept, ResponseStore
@@ -209,9 +209,14 @@ _REFUSED = {
 }
 """Fields that would change the answer, and why they are not taken. What changes nothing is: null,
 false, an `n` of 1."""
-_Others = msgspec.defstruct(
-    "_Others", [(name, msgspec.Raw, NO_VALUE) for name in (*_VLLMS, *_REFUSED)], gc=False
+_Body = msgspec.defstruct(
+    "_Body",
+    [(name, msgspec.Raw, NO_VALUE) for name in (*_VLLMS, *_REFUSED)],
+    bases=(ResponsesRequest,),
+    frozen=True,
+    kw_only=True,
 )
+"""All that is read of a body, at once."""
 
 
 class Responses:
@@ -228,8 +233,9 @@ class Responses:
     def read(self, body: bytes) -> ResponsesTranslation:
         """See seam.Api."""
         check_text(body)
-        request, others = read(ResponsesRequest, body), read(_Others, body)
-        return ResponsesTranslation(request, others, self.store, self._clock)
+        return ResponsesTranslation(
+            cast(ResponsesRequest, read(_Body, body)), self.store, self._clock
+        )
 
     def refusal(self, error: ChatError, request_id: str) -> bytes:
         """See seam.Api."""
@@ -240,26 +246,18 @@ class ResponsesTranslation:
     """seam.Translation of one request."""
 
     def __init__(
-        self,
-        request: ResponsesRequest,
-        others: Any,  # noqa: ANN401 - a struct that is made of names
-        store: ResponseStore | None,
-        clock: Callable[[], float],
+        self, request: ResponsesRequest, store: ResponseStore | None, clock: Callable[[], float]
     ) -> None:
-        _check(request, others, store)
+        _check(request, store)
         before = _before(request.previous_response_id, store)
         conversation = Conversation(before.system, before.turns, before.calls)
         conversation.take(request.input)
         tools = Tools(request.tools)
         made: Members = [("model", _dumps(request.model))]
-        messages = conversation.messages(request.instructions)
-        made.append(("messages", b"[" + b",".join(messages) + b"]"))
         made += tool_members(tools, request.tool_choice)
         made += _options(request)
-        for name in _VLLMS:
-            if not is_absent(value := getattr(others, name)):
-                made.append((name, bytes(value)))
-        self.chat = object_of(made)
+        made += _given(request, _VLLMS)
+        self.chat = chat_of(conversation.messages(request.instructions), made)
         keep = store is not None and request.store is not False
         self._asked = Asked(
             tail=_tail(request, tools, is_kept=keep),
@@ -311,12 +309,17 @@ def _before(response_id: str | None, store: ResponseStore | None) -> Kept:
     return kept
 
 
-def _check(request: ResponsesRequest, others: Any, store: ResponseStore | None) -> None:  # noqa: ANN401
+def _given(request: ResponsesRequest, names: Iterable[str]) -> Members:
+    """Those of these fields of a _Body that are given."""
+    found = [(name, value) for name in names if (value := getattr(request, name)) is not NO_VALUE]
+    return [(name, bytes(value)) for name, value in found if not is_absent(value)]
+
+
+def _check(request: ResponsesRequest, store: ResponseStore | None) -> None:
     """ApiError 400 for a field that would change the answer, and cannot."""
-    for name, why in _REFUSED.items():
-        value = getattr(others, name)
-        if not is_absent(value) and bytes(value) not in (b"false", b"1"):
-            raise refuse(name, why)
+    for name, value in _given(request, _REFUSED):
+        if value not in (b"false", b"1"):
+            raise refuse(name, _REFUSED[name])
     if request.model is None:
         raise refuse("model", "you must provide the model's name as a string")
     if is_absent(request.input):
@@ -393,32 +396,31 @@ def _tail(request: ResponsesRequest, tools: Tools, *, is_kept: bool) -> bytes:
                 "schema": text.format.schema,
                 "strict": bool(text.format.strict),
             }
-    values: list[tuple[str, Any]] = [
-        ("instructions", request.instructions),
-        ("previous_response_id", request.previous_response_id),
-        ("temperature", _default(request.temperature, 1.0)),
-        ("top_p", _default(request.top_p, 1.0)),
-        ("presence_penalty", _default(request.presence_penalty, 0.0)),
-        ("frequency_penalty", _default(request.frequency_penalty, 0.0)),
-        ("top_logprobs", request.top_logprobs or 0),
-        ("max_output_tokens", request.max_output_tokens),
-        ("max_tool_calls", request.max_tool_calls),
-        ("parallel_tool_calls", request.parallel_tool_calls is not False),
-        ("text", {"format": format_, "verbosity": "medium"}),
-        ("reasoning", {"effort": reasoning and reasoning.effort, "summary": _summary(request)}),
-        ("truncation", "disabled"),
-        ("store", is_kept),
-        ("background", False),
-        ("service_tier", "default"),
-        ("metadata", request.metadata or {}),
-        ("user", request.user),
-        ("safety_identifier", request.safety_identifier),
-        ("prompt_cache_key", request.prompt_cache_key),
-    ]
-    made = [(name, _dumps(value)) for name, value in values]
-    choice = b'"auto"' if is_absent(request.tool_choice) else bytes(request.tool_choice)
-    made += [("tools", b"[" + b",".join(tools.shown) + b"]"), ("tool_choice", choice)]
-    return object_of(made)[1:-1]
+    values: Json = {
+        "instructions": request.instructions,
+        "previous_response_id": request.previous_response_id,
+        "temperature": _default(request.temperature, 1.0),
+        "top_p": _default(request.top_p, 1.0),
+        "presence_penalty": _default(request.presence_penalty, 0.0),
+        "frequency_penalty": _default(request.frequency_penalty, 0.0),
+        "top_logprobs": request.top_logprobs or 0,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "text": {"format": format_, "verbosity": "medium"},
+        "reasoning": {"effort": reasoning and reasoning.effort, "summary": _summary(request)},
+        "truncation": "disabled",
+        "store": is_kept,
+        "background": False,
+        "service_tier": "default",
+        "metadata": request.metadata or {},
+        "user": request.user,
+        "safety_identifier": request.safety_identifier,
+        "prompt_cache_key": request.prompt_cache_key,
+        "tools": [msgspec.Raw(one) for one in tools.shown],
+        "tool_choice": "auto" if is_absent(request.tool_choice) else request.tool_choice,
+    }
+    return _dumps(values)[1:-1]
 
 
 def _default(value: float | None, default: float) -> float:

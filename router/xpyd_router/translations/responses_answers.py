@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import orjson
 
@@ -63,8 +63,7 @@ def _count(found: object, name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """What a response repeats of its request, and what the answers need of it."""
 
     tail: bytes
@@ -78,8 +77,7 @@ class Asked:
     """Called with the response once it is whole."""
 
 
-@dataclass(frozen=True)
-class Finished:
+class Finished(NamedTuple):
     """A whole response."""
 
     response_id: str
@@ -90,7 +88,7 @@ class Finished:
     """Ids of its tool calls."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Item:
     """An output item. Texts are the insides of JSON strings."""
 

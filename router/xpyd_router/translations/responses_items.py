@@ -54,8 +54,25 @@ class _Part(msgspec.Struct, frozen=True, gc=False):
 
 
 def object_of(members: Iterable[tuple[str, bytes]]) -> bytes:
-    """The JSON object with these members."""
-    return b"{" + b",".join([b'"%b":%b' % (name.encode(), text) for name, text in members]) + b"}"
+    """The JSON object with these members, of which there is one at least; each is copied once."""
+    pieces: list[bytes] = []
+    for name, text in members:
+        pieces += (b',"', name.encode(), b'":', text)
+    pieces[0] = b'{"'
+    pieces.append(b"}")
+    return b"".join(pieces)
+
+
+def chat_of(messages: Sequence[bytes], members: Members) -> bytes:
+    """The body of a chat; a long one is copied once."""
+    pieces: list[bytes] = [b'{"messages":[']
+    for message in messages:
+        pieces += (message, b",")
+    pieces[-1] = b"]"
+    for name, text in members:
+        pieces += (b',"', name.encode(), b'":', text)
+    pieces.append(b"}")
+    return b"".join(pieces)
 
 
 class Conversation:
@@ -81,12 +98,11 @@ class Conversation:
         else:
             if memoryview(raw)[0] != _BRACKET:
                 raise refuse("input", "expected a string or a list of items")
-            items = list_items(raw, MAX_ITEMS, "input")
+            items = list_items(_Item, raw, MAX_ITEMS, "input", "items")
             if not items:
                 raise refuse("input", "at least one item is needed")
             for index, item in enumerate(items):
-                place = f"input[{index}]"
-                self._take_item(read(_Item, item, place), place)
+                self._take_item(item, f"input[{index}]")
         self._end_turn()
 
     def messages(self, instructions: str | None) -> list[bytes]:
@@ -198,8 +214,7 @@ def call_of(call_id: str, name: str, arguments: bytes) -> bytes:
 def _parts(raw: msgspec.Raw, place: str) -> list[_Part]:
     if memoryview(raw)[0] != _BRACKET:
         raise refuse(place, "expected a string or a list of parts")
-    parts = list_items(raw, MAX_PARTS, place, what="parts")
-    return [read(_Part, part, f"{place}[{index}]") for index, part in enumerate(parts)]
+    return list_items(_Part, raw, MAX_PARTS, place, "parts")
 
 
 def _thoughts(raw: msgspec.Raw, place: str) -> list[bytes]:
@@ -286,9 +301,8 @@ class Tools:
             return
         if memoryview(raw)[0] != _BRACKET:
             raise refuse("tools", "expected a list")
-        for index, function in enumerate(list_items(raw, MAX_TOOLS, "tools", what="tools")):
-            place = f"tools[{index}]"
-            self._add(read(_Function, function, place), place)
+        for index, function in enumerate(list_items(_Function, raw, MAX_TOOLS, "tools", "tools")):
+            self._add(function, f"tools[{index}]")
 
     @property
     def names(self) -> tuple[str, ...]:
