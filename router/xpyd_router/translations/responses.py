@@ -264,7 +264,7 @@ class ResponsesTranslation:
             summarizes=_summary(request) is not None,
             shows_logprobs=_LOGPROBS in (request.include or ()),
             clock=clock,
-            keep=partial(_keep, store, conversation) if keep else _drop,
+            keep=partial(_keep, store, conversation) if keep else None,
         )
 
     def whole(self, answer: Json) -> bytes:
@@ -282,10 +282,6 @@ def _keep(store: ResponseStore | None, conversation: Conversation, finished: Fin
         calls = (*conversation.calls, *finished.calls)
         kept = Kept(finished.body, tuple(conversation.system), turns, calls)
         store.put(finished.response_id, kept)
-
-
-def _drop(finished: Finished) -> None:
-    """The response is not kept."""
 
 
 _NOTHING = Kept(b"", (), (), ())

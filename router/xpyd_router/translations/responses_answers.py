@@ -73,8 +73,8 @@ class Asked(NamedTuple):
     shows_logprobs: bool
     clock: Callable[[], float]
     """Unix seconds."""
-    keep: Callable[[Finished], None]
-    """Called with the response once it is whole."""
+    keep: Callable[[Finished], None] | None
+    """Called with the response once it is whole; None where it is not kept."""
 
 
 class Finished(NamedTuple):
@@ -95,6 +95,8 @@ class Item:
     kind: str
     item_id: str
     index: int
+    is_summary: bool
+    """Reasoning that is shown as a summary."""
     call_id: str = ""
     name: str = ""
     pieces: list[bytes] = field(default_factory=list[bytes])
@@ -105,34 +107,55 @@ class Item:
         """All of its text, a JSON string."""
         return b'"' + b"".join(self.pieces) + b'"'
 
-    def part(self, *, summarizes: bool, text: bytes | None = None) -> bytes:
-        """Its only part, or a part with `text`."""
-        text = self.text if text is None else text
-        if self.kind == "reasoning":
-            kind = b'"summary_text"' if summarizes else b'"reasoning_text"'
-            return object_of([("type", kind), ("text", text)])
-        return object_of(
-            [
-                *(("type", b'"output_text"'), ("text", text), ("annotations", b"[]")),
-                ("logprobs", orjson.dumps(self.logprobs)),
-            ]
-        )
+    @property
+    def place(self) -> bytes:
+        """The member of an event that says which item is meant."""
+        return b'"output_index":%d' % self.index
 
-    def shown(self, status: str, *, summarizes: bool, is_empty: bool = False) -> bytes:
-        """The item as JSON; `is_empty`: as it begins."""
-        said = orjson.dumps(status)
-        made = [("id", orjson.dumps(self.item_id)), ("type", b'"%b"' % self.kind.encode())]
-        made.append(("status", said))
-        part = b"" if is_empty else self.part(summarizes=summarizes)
+    @property
+    def at(self) -> bytes:
+        """Members of an event that say where in the item its text belongs."""
+        inside = b',"summary_index":0' if self.is_summary else b',"content_index":0'
+        if self.kind == "function_call":
+            inside = b""
+        return b'"item_id":"%b","output_index":%d%b' % (self.item_id.encode(), self.index, inside)
+
+    @property
+    def events(self) -> str:
+        """What the names of the events of its text begin with."""
         if self.kind == "message":
-            made += [("role", b'"assistant"'), ("content", b"[" + part + b"]")]
-        elif self.kind == "reasoning":
-            summary, content = (part, b"") if summarizes else (b"", part)
-            made += [("summary", b"[" + summary + b"]"), ("content", b"[" + content + b"]")]
-        else:
-            made += [("call_id", orjson.dumps(self.call_id)), ("name", orjson.dumps(self.name))]
-            made.append(("arguments", b'""' if is_empty else self.text))
-        return object_of(made)
+            return "response.output_text"
+        if self.kind == "function_call":
+            return "response.function_call_arguments"
+        return "response.reasoning_summary_text" if self.is_summary else "response.reasoning_text"
+
+    @property
+    def part_events(self) -> str:
+        """The same of its part, of an item that has parts."""
+        return "response.reasoning_summary_part" if self.is_summary else "response.content_part"
+
+    def part(self, text: bytes) -> bytes:
+        """Its only part, with `text`."""
+        if self.kind == "reasoning":
+            kind = b"summary_text" if self.is_summary else b"reasoning_text"
+            return b"".join((b'{"type":"', kind, b'","text":', text, b"}"))
+        scores = orjson.dumps(self.logprobs) if self.logprobs else b"[]"
+        head = b'{"type":"output_text","text":'
+        return b"".join((head, text, b',"annotations":[],"logprobs":', scores, b"}"))
+
+    def shown(self, status: str, *, is_empty: bool = False) -> bytes:
+        """The item as JSON; `is_empty`: as it begins."""
+        head = f'{{"id":"{self.item_id}","type":"{self.kind}","status":"{status}"'.encode()
+        part = b"" if is_empty else self.text
+        if self.kind == "function_call":
+            name, call_id = orjson.dumps(self.name), orjson.dumps(self.call_id)
+            called = b',"call_id":%b,"name":%b,"arguments":' % (call_id, name)
+            return b"".join((head, called, part or b'""', b"}"))
+        part = part and self.part(part)
+        if self.kind == "message":
+            return b"".join((head, b',"role":"assistant","content":[', part, b"]}"))
+        summary, content = (part, b"") if self.is_summary else (b"", part)
+        return b"".join((head, b',"summary":[', summary, b'],"content":[', content, b"]}"))
 
 
 class Response:
@@ -140,10 +163,11 @@ class Response:
 
     def __init__(self, asked: Asked, chat: Json) -> None:
         self.asked = asked
-        self.hex = hex_of(str(chat.get("id") or ""))
-        self.response_id = "resp_" + self.hex
+        digits = hex_of(str(chat.get("id") or ""))
+        self.response_id = "resp_" + digits
+        self._inside_ids = orjson.dumps(digits)[1:-1].decode()
         self._created = int(chat.get("created") or 0)
-        self._model = orjson.dumps(str(chat.get("model") or ""))
+        self._model = str(chat.get("model") or "")
         self.items: list[Item] = []
         self.reason = "stop"
         """The chat's finish_reason."""
@@ -152,7 +176,8 @@ class Response:
     def add(self, kind: str, prefix: str, call_id: str = "", name: str = "") -> Item:
         """A new item."""
         index = len(self.items)
-        item = Item(kind, f"{prefix}_{self.hex}_{index}", index, call_id, name)
+        is_summary = kind == "reasoning" and self.asked.summarizes
+        item = Item(kind, f"{prefix}_{self._inside_ids}_{index}", index, is_summary, call_id, name)
         self.items.append(item)
         return item
 
@@ -172,28 +197,30 @@ class Response:
         if has_ended:
             for item in self.items:
                 said = "incomplete" if error is not None else self.status_of(item)
-                output.append(item.shown(said, summarizes=self.asked.summarizes))
+                output.append(item.shown(said))
         reason = _INCOMPLETE.get(self.reason) if status == "incomplete" else None
         completed = int(self.asked.clock()) if status == "completed" else None
-        made = [
-            ("id", orjson.dumps(self.response_id)),
-            ("object", b'"response"'),
-            ("created_at", b"%d" % self._created),
-            ("status", orjson.dumps(status)),
-            ("completed_at", orjson.dumps(completed)),
-            ("error", orjson.dumps(error)),
-            ("incomplete_details", orjson.dumps(reason and {"reason": reason})),
-            ("model", self._model),
-            ("output", b"[" + b",".join(output) + b"]"),
-            ("usage", usage_of(self.usage) if has_ended else _NO_USAGE),
-        ]
-        return b"".join((object_of(made)[:-1], b",", self.asked.tail, b"}"))
+        details: Json = {
+            "id": self.response_id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "completed_at": completed,
+            "error": error,
+            "incomplete_details": reason and {"reason": reason},
+            "model": self._model,
+        }
+        pieces = [orjson.dumps(details)[:-1], b',"output":[', b",".join(output), b'],"usage":']
+        pieces += (usage_of(self.usage) if has_ended else _NO_USAGE, b",", self.asked.tail, b"}")
+        return b"".join(pieces)
 
     def end(self) -> bytes:
         """The whole response, which is kept where the router keeps responses."""
         body = self.shown(self.status)
-        calls = [item.call_id for item in self.items if item.kind == "function_call"]
-        self.asked.keep(Finished(self.response_id, body, tuple(self._messages()), tuple(calls)))
+        if self.asked.keep is not None:
+            calls = [item.call_id for item in self.items if item.kind == "function_call"]
+            messages = tuple(self._messages())
+            self.asked.keep(Finished(self.response_id, body, messages, tuple(calls)))
         return body
 
     def _messages(self) -> list[bytes]:
@@ -287,10 +314,9 @@ class ResponseEvents:
     def begin(self, chunk: Json, usage: Json) -> bytes:
         """See seam.Events."""
         self._made = Response(self._asked, chunk)
-        shown = self._made.shown("in_progress")
-        return self._event("response.created", ("response", shown)) + self._event(
-            "response.in_progress", ("response", shown)
-        )
+        shown = b'"response":' + self._made.shown("in_progress")
+        created = self._event("response.created", shown)
+        return created + self._event("response.in_progress", shown)
 
     def content(self, text: bytes) -> bytes:
         """See seam.Events."""
@@ -339,12 +365,12 @@ class ResponseEvents:
     def end(self) -> bytes:
         """See seam.Events."""
         body = self._made.end()
-        return self._event(f"response.{self._made.status}", ("response", body))
+        return self._event(f"response.{self._made.status}", b'"response":', body)
 
     def fail(self, error: ChatError) -> bytes:
         """See seam.Events."""
         body = self._made.shown("failed", _failed(error))
-        return self._event("response.failed", ("response", body))
+        return self._event("response.failed", b'"response":', body)
 
     def ping(self) -> bytes:
         """See seam.Events. Responses has none; every reader of events skips a comment."""
@@ -354,70 +380,48 @@ class ResponseEvents:
         """A delta with log probabilities: of its tokens, and those before that showed no text."""
         scores, self._logprobs = self._logprobs, []
         item.logprobs += scores
-        shown = (("delta", b'"' + text + b'"'), ("logprobs", orjson.dumps(scores)))
         item.pieces.append(text)
-        return self._event("response.output_text.delta", *self._at(item), *shown)
+        shown = (item.at, b',"delta":"', text, b'","logprobs":', orjson.dumps(scores))
+        return self._event("response.output_text.delta", *shown)
 
     def _delta(self, item: Item, text: bytes) -> bytes:
         item.pieces.append(text)
         number, self._count = self._count, self._count + 1
         return b"".join((self._head, b'%d,"delta":"' % number, text, self._tail))
 
-    def _event(self, kind: str, *members: tuple[str, bytes]) -> bytes:
+    def _event(self, kind: str, *members: bytes) -> bytes:
+        """An event; `members` joined are JSON without braces."""
         number, self._count = self._count, self._count + 1
-        said = [("type", b'"%b"' % kind.encode()), ("sequence_number", b"%d" % number)]
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), object_of([*said, *members]))
+        head = f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":{number},'.encode()
+        return b"".join((head, *members, b"}\n\n"))
 
     def _begin(self, kind: str, prefix: str, call_id: str = "", name: str = "") -> bytes:
         closed = self._close("completed")
         item = self._open = self._made.add(kind, prefix, call_id, name)
-        summarizes = self._asked.summarizes
-        shown = item.shown("in_progress", summarizes=summarizes, is_empty=True)
-        begun = self._event("response.output_item.added", self._at(item)[1], ("item", shown))
-        part = ("part", item.part(summarizes=summarizes, text=b'""'))
-        if kind == "message" or (kind == "reasoning" and not summarizes):
-            begun += self._event("response.content_part.added", *self._at(item), part)
-        elif kind == "reasoning":
-            begun += self._event("response.reasoning_summary_part.added", *self._at(item), part)
-        self._set_delta(item)
+        shown = item.shown("in_progress", is_empty=True)
+        begun = self._event("response.output_item.added", item.place, b',"item":', shown)
+        at = item.at
+        if kind != "function_call":
+            part = item.part(b'""')
+            begun += self._event(item.part_events + ".added", at, b',"part":', part)
+        delta = item.events + ".delta"
+        head = f'event: {delta}\ndata: {{"type":"{delta}",'.encode()
+        self._head = head + at + b',"sequence_number":'
+        self._tail = b'","logprobs":[]}\n\n' if kind == "message" else b'"}\n\n'
         return closed + begun
-
-    def _names(self, item: Item) -> str:
-        """What the events of an item's text begin with."""
-        if item.kind == "message":
-            return "response.output_text"
-        if item.kind == "function_call":
-            return "response.function_call_arguments"
-        summarizes = self._asked.summarizes
-        return "response.reasoning_summary_text" if summarizes else "response.reasoning_text"
-
-    def _at(self, item: Item) -> list[tuple[str, bytes]]:
-        """Members that say where an event of the item's text belongs."""
-        made = [("item_id", orjson.dumps(item.item_id)), ("output_index", b"%d" % item.index)]
-        if item.kind == "reasoning" and self._asked.summarizes:
-            return [*made, ("summary_index", b"0")]
-        return made if item.kind == "function_call" else [*made, ("content_index", b"0")]
-
-    def _set_delta(self, item: Item) -> None:
-        kind = self._names(item) + ".delta"
-        made = object_of([("type", b'"%b"' % kind.encode()), *self._at(item)])
-        self._head = b'event: %b\ndata: %b,"sequence_number":' % (kind.encode(), made[:-1])
-        self._tail = b'","logprobs":[]}\n\n' if item.kind == "message" else b'"}\n\n'
 
     def _close(self, status: str) -> bytes:
         item, self._open = self._open, None
         if item is None:
             return b""
-        summarizes, at, name = self._asked.summarizes, self._at(item), self._names(item)
-        whole = "arguments" if item.kind == "function_call" else "text"
-        done: list[tuple[str, bytes]] = [(whole, item.text)]
-        if item.kind == "message":
-            done.append(("logprobs", orjson.dumps(item.logprobs)))
-        closed = self._event(name + ".done", *at, *done)
-        if item.kind != "function_call":
-            is_summary = item.kind == "reasoning" and summarizes
-            kind = "reasoning_summary_part" if is_summary else "content_part"
-            part = ("part", item.part(summarizes=summarizes))
-            closed += self._event(f"response.{kind}.done", *at, part)
-        shown = item.shown(status, summarizes=summarizes)
-        return closed + self._event("response.output_item.done", at[1], ("item", shown))
+        at, text, done = item.at, item.text, item.events + ".done"
+        if item.kind == "function_call":
+            closed = self._event(done, at, b',"arguments":', text)
+        else:
+            scores = b""
+            if item.kind == "message":
+                scores = b',"logprobs":' + orjson.dumps(item.logprobs)
+            closed = self._event(done, at, b',"text":', text, scores)
+            closed += self._event(item.part_events + ".done", at, b',"part":', item.part(text))
+        shown = item.shown(status)
+        return closed + self._event("response.output_item.done", item.place, b',"item":', shown)
