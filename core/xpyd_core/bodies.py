@@ -118,8 +118,7 @@ def prompt_items(raw: msgspec.Raw, most_prompts: int) -> Sequence[msgspec.Raw]:
     """The JSON of each prompt of a `prompt`, not copied: all of it where it is no list of prompts,
     none of an empty list.
 
-    Raises ApiError 400 for more than `most_prompts`, and for a list of prompts with an item that is
-    none.
+    Raises ApiError 400 for more than `most_prompts`, and for an item that is no prompt.
     """
     view = memoryview(raw)
     blanks = _BLANKS.match(view, 1) if view[0] == _LIST else None
@@ -146,8 +145,7 @@ def list_items(kind: type[T], raw: msgspec.Raw, most: int, name: str, what: str)
 
 
 def _check_count(raw: msgspec.Raw, most: int, too_many: ApiError) -> None:
-    """`too_many` for a list of more than `most` items. It builds no more than these: fifty bytes
-    for each would be many times the text of short ones."""
+    """`too_many` for a list of more than `most` items; no more than these are built."""
     try:
         _counter(most).decode(raw)
     except msgspec.ValidationError as error:

@@ -15,9 +15,9 @@ import msgspec
 from msgspec import Meta
 
 from xpyd_core.bodies import NO_VALUE, is_absent, list_items, read, refuse
-from xpyd_core.openai import MAX_MESSAGES
 
-MAX_ITEMS = MAX_MESSAGES
+MAX_ITEMS = 4096
+"""As many as a chat may have messages."""
 MAX_PARTS = 4096
 """Of one content."""
 MAX_CALL_ID_CHARACTERS = 256
