@@ -301,24 +301,38 @@ def test_log_probabilities_that_are_asked_for_come_with_their_text() -> None:
     assert orjson.loads(read(**asked).whole(answer)) == response
 
 
-def test_an_engines_error_names_the_field_that_the_client_wrote() -> None:
-    error = ChatError(400, "response_format: no", param="response_format", code="x")
+@pytest.mark.parametrize(
+    ("place", "own"),
+    [
+        ("response_format", "text.format"),
+        ("response_format.json_schema.schema.items", "text.format.schema.items"),
+        ("max_completion_tokens", "max_output_tokens"),
+        ("reasoning_effort", "reasoning.effort"),
+        ("messages[3].content[0].type", "input"),
+        ("tools[1].function.parameters.type", "tools[1].parameters.type"),
+        ("tools[1]", "tools[1]"),
+        ("temperature", "temperature"),
+    ],
+)
+def test_an_engines_error_names_the_field_that_the_client_wrote(place: str, own: str) -> None:
+    inside = place.partition(".")[0]  # some engines name the field, and in words the place in it
+    for param in (place, inside):
+        error = ChatError(400, f"{place}: expected: x", param=param, code="c")
+        said = orjson.loads(api().refusal(error, ""))["error"]
+        assert said["message"] == f"{own}: expected: x"
+        assert (said["type"], said["code"]) == ("invalid_request_error", "c")
+        assert param != place or said["param"] == own
+
+
+def test_an_error_that_names_no_place_is_as_it_came() -> None:
+    error = ChatError(404, "no such model", "not_found_error", "model", "model_not_found")
     assert orjson.loads(api().refusal(error, "")) == {
         "error": {
-            "message": "text.format: no",
-            "type": "invalid_request_error",
-            "param": "text.format",
-            "code": "x",
+            "message": "no such model",
+            "type": "not_found_error",
+            "param": "model",
+            "code": "model_not_found",
         }
-    }
-    inside = ChatError(400, "messages[3].role: no", param="messages[3].role")
-    assert orjson.loads(api().refusal(inside, ""))["error"]["message"] == "input: no"
-    other = ChatError(404, "no such model", "not_found_error", "model", "model_not_found")
-    assert orjson.loads(api().refusal(other, ""))["error"] == {
-        "message": "no such model",
-        "type": "not_found_error",
-        "param": "model",
-        "code": "model_not_found",
     }
 
 

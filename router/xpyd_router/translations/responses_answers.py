@@ -18,8 +18,8 @@ from xpyd_router.translations.seam import ChatError, Json, hex_of
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """The chat's finish_reason: why the response is not complete."""
 _PARAMS = {
-    "messages": "input",
     "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
@@ -30,14 +30,23 @@ _NO_USAGE = b"null"
 def refusal_body(error: ChatError) -> bytes:
     """The body of an answer that says `error`."""
     message, param = error.message, error.param
-    for chat, own in _PARAMS.items():
-        if param is not None and (param == chat or param.startswith((chat + "[", chat + "."))):
-            # Places inside are the chat's, and mean nothing to the client.
-            message = own + message.removeprefix(param) if message.startswith(param) else message
-            param = own
-            break
+    if param is not None:
+        place, colon, rest = message.partition(": ")
+        if place.startswith(param):
+            message = f"{_own(place)}{colon}{rest}"
+        param = _own(param)
     said = {"message": message, "type": error.type, "param": param, "code": error.code}
     return orjson.dumps({"error": said})
+
+
+def _own(place: str) -> str:
+    """A place in the chat as one in the client's request. Messages are not its items."""
+    if place.startswith("messages"):
+        return "input"
+    for chat, own in _PARAMS.items():
+        if place == chat or place.startswith((chat + "[", chat + ".")):
+            return own + place[len(chat) :]
+    return place.replace("].function.", "].", 1) if place.startswith("tools[") else place
 
 
 def usage_of(usage: Json) -> bytes:
