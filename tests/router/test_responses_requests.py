@@ -256,6 +256,7 @@ REFUSED: list[tuple[Json, str]] = [
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
     ({"include": ["all"]}, "include"),
     ({"metadata": {"a": 1}}, "metadata"),
+    ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
 ]
