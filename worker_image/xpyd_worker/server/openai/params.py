@@ -38,6 +38,7 @@ from xpyd_core.openai import (
     TokenId,
 )
 from xpyd_core.openai import Message as ChatMessage
+from xpyd_worker.grammar.spec import Grammar
 from xpyd_worker.model.generation import OPENAI_DEFAULTS, SamplingDefaults
 from xpyd_worker.server.openai.not_built import refuse_not_built
 
@@ -99,6 +100,7 @@ class Options:
     as are `min_p` 0, `repetition_penalty` 1, and the other two penalties 0. The lower
     its `priority`, the earlier a request runs.
     `include_stop`: stop strings and stop tokens are part of the text.
+    `grammar`: what each choice must look like as a whole; None: anything.
     """
 
     model: str | None
@@ -131,6 +133,7 @@ class Options:
     cache_salt: bytes
     priority: int
     kv: KvParams
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)

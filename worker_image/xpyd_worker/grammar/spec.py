@@ -1,0 +1,212 @@
+"""What an answer must look like, as a frozen tree of parts. Pure.
+
+`response_format`, `structured_outputs` and the older `guided_*` fields become a Grammar (fields.py),
+and so does a tool call that must come. A Grammar says nothing of tokens: the compiler renders it
+for one tokenizer, in which a marker such as `</think>` may be a token of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from xpyd_core.bodies import refuse
+from xpyd_worker.grammar.schema import checked_schema
+
+MAX_PARTS = 1024
+"""Parts of one grammar: tools and tags are many times fewer."""
+MAX_PATTERN_CHARACTERS = 8192
+MAX_RULES_CHARACTERS = 64 * 1024
+MAX_CHOICES = 10_000
+MAX_TEXT_CHARACTERS = 16 * 1024
+
+
+@dataclass(frozen=True)
+class Text:
+    """Exactly this text. Special tokens that the tokenizer has for parts of it are these tokens."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Json:
+    """A JSON value. `schema` is a checked JSON schema, as JSON. `spaces`: one blank may follow a
+    comma or a colon; without it none. `blanks`: a pattern of what may stand between any two parts
+    of the value, instead of both."""
+
+    schema: str
+    spaces: bool = True
+    blanks: str | None = None
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A text that this regular expression matches as a whole."""
+
+    regex: str
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A text of this context-free grammar, in Lark's or GBNF's notation."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Until:
+    """Any text up to the first `end`, and `end` itself."""
+
+    end: str
+
+
+@dataclass(frozen=True)
+class AnyText:
+    """Any text in which none of `without` is."""
+
+    without: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Concat:
+    """One part behind the other."""
+
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of several."""
+
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """The part again and again: `least` times at least; `most` None: without an end."""
+
+    part: Part
+    least: int = 0
+    most: int | None = None
+
+
+Part = Text | Json | Pattern | Rules | Until | AnyText | Concat | OneOf | Repeat
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a whole answer must look like. `field` is the request's field that asks for it: errors
+    name it. Equal grammars are compiled once."""
+
+    root: Part
+    field: str = "response_format"
+
+    def after_reasoning(self, end: str, *, start: str = "") -> Grammar:
+        """This grammar behind a reasoning that ends with `end`, such as `</think>`.
+
+        `start` empty: the prompt has opened the reasoning already. Otherwise the model may open it
+        with `start`, or answer at once. Up to two line feeds may be behind `end`.
+        """
+        behind = Concat((Until(end), Pattern(r"\n{0,2}"), self.root))
+        if not start:
+            return replace(self, root=behind)
+        return replace(self, root=OneOf((Concat((Text(start), behind)), self.root)))
+
+
+def json_schema_part(
+    schema: object,
+    field: str = "response_format.json_schema.schema",
+    *,
+    spaces: bool = True,
+    blanks: str | None = None,
+    closed: bool = False,
+) -> Json:
+    """A JSON value of `schema`: an object or a boolean, as Python values or as JSON text.
+
+    `closed`: objects have no members but those that the schema names, whatever it says. Raises
+    ApiError 400 that names `field` and the place in the schema.
+    """
+    text = checked_schema(schema, field, closed=closed)
+    return Json(text, spaces=spaces, blanks=blanks)
+
+
+def json_schema_grammar(
+    schema: object, field: str = "response_format.json_schema.schema", *, closed: bool = False
+) -> Grammar:
+    """An answer that is one JSON value of `schema`; see `json_schema_part`."""
+    return Grammar(json_schema_part(schema, field, closed=closed), field)
+
+
+def tagged_grammar(
+    tags: Sequence[Part],
+    *,
+    field: str,
+    least: int = 1,
+    most: int | None = None,
+    separator: str = "",
+) -> Grammar:
+    """One of `tags` again and again, with `separator` between: what `tool_choice: required` wants.
+
+    A tag is e.g. `Concat((Text("<tool_call>\\n"), json_schema_part(...), Text("\\n</tool_call>")))`.
+    """
+    one = tags[0] if len(tags) == 1 else OneOf(tuple(tags))
+    return Grammar(repeated(one, least=least, most=most, separator=separator), field)
+
+
+def repeated(one: Part, *, least: int = 0, most: int | None = None, separator: str = "") -> Part:
+    """`one` from `least` to `most` times, with `separator` between."""
+    if not separator:
+        return one if least == most == 1 else Repeat(one, least, most)
+    more = Repeat(
+        Concat((Text(separator), one)),
+        max(0, least - 1),
+        None if most is None else most - 1,
+    )
+    some = one if most == 1 else Concat((one, more))
+    return some if least else Repeat(some, 0, 1)
+
+
+def triggered_part(
+    tags: Mapping[str, Sequence[Part]], *, least: int = 0, most: int | None = None
+) -> Part:
+    """Free text in which each trigger begins a tag: by trigger, what may be behind it. `most`: as
+    many tags, and then the answer is over; None: any number, and free text behind the last."""
+    each = [
+        Concat((Until(trigger), parts[0] if len(parts) == 1 else OneOf(tuple(parts))))
+        for trigger, parts in tags.items()
+    ]
+    one: Part = each[0] if len(each) == 1 else OneOf(tuple(each))
+    some = Repeat(one, least, most)
+    return some if most is not None and least == most else Concat((some, AnyText(tuple(tags))))
+
+
+def check_parts(root: Part, field: str) -> None:
+    """ApiError 400 for more than MAX_PARTS parts, or one that is too long."""
+    todo: list[Part] = [root]
+    count = 0
+    while todo:
+        part = todo.pop()
+        count += 1
+        if count > MAX_PARTS:
+            raise refuse(field, f"at most {MAX_PARTS} parts")
+        match part:
+            case Concat(parts) | OneOf(parts):
+                todo.extend(parts)
+            case Repeat(one):
+                todo.append(one)
+            case Text(text) | Until(text) if len(text) > MAX_TEXT_CHARACTERS:
+                raise refuse(field, f"a text has at most {MAX_TEXT_CHARACTERS} characters")
+            case Pattern(regex) if len(regex) > MAX_PATTERN_CHARACTERS:
+                raise refuse(field, f"at most {MAX_PATTERN_CHARACTERS} characters of a pattern")
+            case Rules(text) if len(text) > MAX_RULES_CHARACTERS:
+                raise refuse(field, f"at most {MAX_RULES_CHARACTERS} characters of a grammar")
+            case _:
+                pass
+
+
+def as_json(value: Any) -> str:  # noqa: ANN401 - any JSON value
+    """`value` as compact JSON."""
+    return msgspec.json.encode(value).decode()
