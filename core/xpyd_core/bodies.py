@@ -30,6 +30,9 @@ take 200 KiB."""
 _LONGER: Mapping[str, int] = {
     "allowed_token_ids": 1024 * 1024,
     "first_logprobs": 4 * 1024 * 1024,
+    # Agents send the schemas of a hundred tools.
+    "tools": 1024 * 1024,
+    "documents": 4 * 1024 * 1024,
     # These have bounds of their own, or are texts mostly.
     **dict.fromkeys(
         ("prompt", "messages", "tokens", "kv_transfer_params", "continue_from"), sys.maxsize

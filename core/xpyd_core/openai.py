@@ -31,6 +31,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
+MAX_DOCUMENTS = 1024
 MAX_LOGPROBS = 20
 """OpenAI's bound for chat; vLLM has the same default for both endpoints."""
 MAX_TOKENS = 2**62
@@ -55,6 +57,7 @@ _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 _Text64 = Annotated[str, Meta(max_length=64)]
 _Text1024 = Annotated[str, Meta(max_length=1024)]
+_FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 _Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _PromptItem = (
     TokenId | Annotated[str, Meta(min_length=1)] | Annotated[list[TokenId], Meta(min_length=1)]
@@ -199,6 +202,10 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: Annotated[
         _Text1024 | None, _engine("Prefixes are shared only within one cache_salt.")
     ] = None
+    truncate_prompt_tokens: Annotated[
+        Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None,
+        _engine("So many tokens of the prompt's end are kept; -1: as many as there is room for."),
+    ] = None
 
 
 class CompletionOptions(Generation, frozen=True, kw_only=True):
@@ -240,15 +247,36 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """A message of a chat."""
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """What a call calls. `arguments`: JSON, as a model wrote it."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
+    name: _FunctionName
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call in an assistant's message."""
+
+    function: CalledFunction
+    id: Annotated[str, Meta(max_length=256)] | None = None
+    type: Literal["function"] = "function"
+
+
+_ToolCalls = Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """A message of a chat. Only an assistant's may be without content."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
     name: Annotated[str, Meta(max_length=256)] | None = None
-    # Engines do not have these yet: they refuse what is not empty. By factories: the schema cannot
+    tool_calls: _ToolCalls | None = None
+    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    # Engines do not have these: they refuse what is not empty. By factories: the schema cannot
     # show such a default.
-    tool_calls: msgspec.Raw = msgspec.field(default_factory=lambda: NO_VALUE)
     function_call: msgspec.Raw = msgspec.field(default_factory=lambda: NO_VALUE)
     audio: msgspec.Raw = msgspec.field(default_factory=lambda: NO_VALUE)
 
@@ -256,13 +284,90 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 _Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
+class Function(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tool is. `parameters`: the JSON schema of its arguments."""
+
+    name: _FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """The name of a function among `tools`."""
+
+    name: _FunctionName
+
+
+class NamedTool(msgspec.Struct, frozen=True, kw_only=True):
+    """The only tool that is called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+_Tools = Annotated[
+    Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None,
+    _engine("Functions that the model may call."),
+]
+_ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | None,
+    _engine(
+        "none: the model does not see the tools; required: it calls at least one; "
+        "a function: just that one. Default: auto."
+    ),
+]
+_Documents = Annotated[
+    Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS)] | None,
+    _engine("For templates that have a place for them."),
+]
+_TemplateVariables = Annotated[
+    dict[str, Any] | None, _engine("Variables of the template, e.g. enable_thinking.")
+]
+_ReasoningEffort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
+    _engine("A variable of the template, and enable_thinking with it: false for none, else true."),
+]
+_GenerationPrompt = Annotated[
+    bool | None,
+    _engine("The template opens the answer. Default: true; false with continue_final_message."),
+]
+_FinalMessage = Annotated[
+    bool | None,
+    _engine("The answer goes on in the last message; not with add_generation_prompt."),
+]
+
+
 class ChatRequest(Generation, frozen=True, kw_only=True):
     """What only the engine reads of a /v1/chat/completions body."""
 
     messages: Annotated[_Messages, _engine("The chat so far.")]
+    tools: _Tools = None
+    tool_choice: _ToolChoice = None
+    documents: _Documents = None
+    chat_template_kwargs: _TemplateVariables = None
+    reasoning_effort: _ReasoningEffort = None
+    add_generation_prompt: _GenerationPrompt = None
+    continue_final_message: _FinalMessage = None
     logprobs: Annotated[bool | None, _engine("Log probabilities of the answer's tokens.")] = None
     top_logprobs: Annotated[
         _Logprobs | None, _engine("With logprobs: of so many tokens at each place.")
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, _engine("false: one call at most. Default: true.")
+    ] = None
+    include_reasoning: Annotated[
+        bool | None, _engine("false: the answer is without its reasoning. Default: true.")
+    ] = None
+    metadata: Annotated[
+        dict[str, str] | None, _engine("Changes nothing, since answers are not stored.")
     ] = None
 
 
@@ -291,7 +396,7 @@ _TEXT_MODEL = "A name that GET /v1/models shows; needed only where there are sev
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of POST /tokenize: `prompt` or `messages`."""
+    """The body of POST /tokenize: `prompt` or `messages`, and what belongs to these."""
 
     model: Annotated[_Name | None, _router(_TEXT_MODEL)] = None
     prompt: Annotated[
@@ -303,7 +408,13 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: Annotated[
         bool | None, _engine("Default: true with prompt, false with messages.")
     ] = None
-    add_generation_prompt: Annotated[bool | None, _engine("With messages. Default: true.")] = None
+    tools: _Tools = None
+    tool_choice: _ToolChoice = None
+    documents: _Documents = None
+    chat_template_kwargs: _TemplateVariables = None
+    reasoning_effort: _ReasoningEffort = None
+    add_generation_prompt: _GenerationPrompt = None
+    continue_final_message: _FinalMessage = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

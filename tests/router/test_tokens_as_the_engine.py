@@ -49,7 +49,7 @@ class Both:
         async def requests() -> list[EngineRequest]:
             if is_chat:
                 chat = parse_chat(orjson.dumps(body))
-                prompts, options = [await chat_ids(self.service, chat.messages)], chat.options
+                prompts, options = [await chat_ids(self.service, chat.conversation)], chat.options
             else:
                 call = parse_completion(orjson.dumps(body))
                 prompts = await completion_ids(self.service, call.prompts)

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.router.fakes import Fleet, fleet, replace_beat
+from tests.router.fakes import Fleet, fleet
 from tests.worker.server_fakes import EOS, KEY, VOCAB, ByteTokenizer, Running, serving
 from xpyd_core.messages import Heartbeat
 from xpyd_worker.engine.block_manager import BlockManager

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import httpx
@@ -25,6 +27,7 @@ from xpyd_worker.engine.request import (
     TransferReport,
 )
 from xpyd_worker.model.generation import OPENAI_DEFAULTS, SamplingDefaults
+from xpyd_worker.parsers.registry import NO_PARSERS, Parsers
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.http.admin import Admin, DrainState, Process
 from xpyd_worker.server.http.admission import Lifecycle
@@ -66,11 +69,36 @@ class ByteTokenizer:
         return bytes([token_id]) if token_id < 256 else b"<%d>" % token_id
 
     def apply_chat_template(
-        self, messages: Any, *, add_generation_prompt: bool, add_special_tokens: bool = False
+        self,
+        messages: Any,
+        *,
+        add_generation_prompt: bool,
+        add_special_tokens: bool = False,
+        continue_final_message: bool = False,
+        tools: Any = (),
+        documents: Any = (),
+        variables: Any = MappingProxyType({}),
     ) -> list[int]:
         if messages[0]["role"] == "assistant":
             raise UserError("messages: must not begin with the assistant")
-        return list("".join(f"{m['role']}:{m['content']}\n" for m in messages).encode())
+        text = "".join(
+            f"{name}:{json.dumps(one)}\n"
+            for name, one in (
+                ("tools", tools),
+                ("documents", documents),
+                ("variables", dict(variables)),
+            )
+            if one
+        )
+        for message in messages:
+            text += f"{message['role']}:{message['content']}"
+            more = {k: v for k, v in message.items() if k not in ("role", "content", "name")}
+            text += f"{json.dumps(more)}\n" if more else "\n"
+        if continue_final_message:
+            text = text.removesuffix("\n")
+        elif "enable_thinking" in variables:
+            text += "<think>\n" if variables["enable_thinking"] else "<think>\n\n</think>\n\n"
+        return list(text.encode())
 
 
 Script = Callable[[EngineRequest, int], Sequence[int]]
@@ -262,6 +290,7 @@ async def serving(
     bodies: BodyBudget | None = None,
     signed_by: tuple[bytes, ...] | None = None,
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
+    parsers: Parsers = NO_PARSERS,
 ) -> AsyncIterator[Running]:
     """The API over `engine` on a loopback port."""
     engine = engine or ScriptedEngine()
@@ -290,6 +319,7 @@ async def serving(
             max_model_len,
             7,
             defaults=defaults,
+            parsers=parsers,
         )
         api.service = Service(
             model,
@@ -298,6 +328,7 @@ async def serving(
             max_requests,
             has_priorities=has_priorities,
             draw_seed=seeds(seed),
+            malformed_calls=metrics.malformed_calls,
         )
         lifecycle.become("Ready")
     sockets = listen("127.0.0.1", 0)

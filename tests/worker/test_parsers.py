@@ -21,7 +21,7 @@ from xpyd_worker.parsers.registry import (
     find_parsers,
 )
 
-PARIS = {"city": "Pa\"ris", "n": [1, {"a": "}</tool_call>[TOOL_CALLS]"}], "ü": "é😀\n"}
+PARIS = {"city": 'Pa"ris', "n": [1, {"a": "}</tool_call>[TOOL_CALLS]"}], "ü": "é😀\n"}
 LYON: dict[str, Any] = {}
 
 
@@ -89,7 +89,8 @@ WRITTEN = [
     ("hermes", "Let me see. \n" + hermes("f", PARIS), "Let me see.", [("f", PARIS)]),
     ("hermes", f"{hermes('f', PARIS)}\n{hermes('g', LYON)}\n", "", [("f", PARIS), ("g", LYON)]),
     ("hermes", hermes("f", PARIS) + "\nDone. ", "\nDone. ", [("f", PARIS)]),
-    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", {"a": 1})]),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "",
+     [("f", {"a": 1})]),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
     ("hermes", '<tool_call>{"id": [1], "name": "f", "arguments": null}', "", [("f", {})]),
     ("hermes", hermes("f", json.dumps(PARIS)), "", [("f", PARIS)]),
@@ -214,7 +215,8 @@ def test_arguments_come_as_they_are_written() -> None:
     [
         ("[]", True), ('{"a":[1,-0.5e+3,null,{"b":"\\u00e9"}]}', True), ('"x"', True),
         ("[1,]", False), ('{"a" 1}', False), ("{1:2}", False), ("[01]", False), ('["\n"]', False),
-        ('["\\x"]', False), ("[nul]", False), ("]", False), ('{"a":1,}', False), ('["\\u00g0"]', False),
+        ('["\\x"]', False), ("[nul]", False), ("]", False), ('{"a":1,}', False),
+        ('["\\u00g0"]', False),
     ],
 )  # fmt: skip
 def test_a_json_value_ends_or_is_found_to_be_none(text: str, is_json: bool) -> None:
@@ -260,9 +262,7 @@ def test_the_prompts_end_says_whether_reasoning_is_open() -> None:
 
 def test_calls_are_looked_for_behind_the_reasoning_only() -> None:
     def make() -> ChatParser:
-        return ChatParser(
-            Thinking("<think>", "</think>", "either"), TOOL_FAMILIES["hermes"].make()
-        )
+        return ChatParser(Thinking("<think>", "</think>", "either"), TOOL_FAMILIES["hermes"].make())
 
     text = f"<think>\n{hermes('no', {})}\n</think>\n\n{hermes('f', PARIS)}"
     parsed = parse(make, text)

@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 
 from xpyd_core.errors import ApiError
-from xpyd_worker.server.openai.params import (
-    MAX_PARTS,
-    parse_chat,
-    parse_completion,
-)
+from xpyd_worker.server.openai.chats import MAX_PARTS
+from xpyd_worker.server.openai.params import parse_chat, parse_completion
 
 USER = {"role": "user", "content": "hi"}
 
@@ -125,7 +122,8 @@ def test_defaults_are_openais() -> None:
         ("length_penalty", True),
         ("stop_regex", ["a+"]),
         ("add_special_tokens", False),
-        ("truncate_prompt_tokens", 5),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -2),
         ("priority", 1.5),
         ("priority", "high"),
         ("priority", 2**63),
@@ -145,17 +143,14 @@ def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
         ("top_logprobs", 3),
         ("logprobs", 3),
         ("max_completion_tokens", 0),
-        ("tools", [{"type": "function"}]),
+        ("service_tier", "flex"),
+        ("store", True),
         ("tool_choice", "required"),
         ("echo", True),
-        ("continue_final_message", True),
-        ("add_generation_prompt", False),
         ("chat_template", "{{ x }}"),
-        ("reasoning_effort", "high"),
         ("modalities", ["audio"]),
         ("separate_reasoning", False),
         ("add_special_tokens", True),
-        ("documents", [{"text": "a"}]),
         ("functions", [{"name": "f"}]),
     ],
 )
@@ -167,14 +162,25 @@ def test_a_wrong_value_of_a_chat_is_refused_by_name(field: str, value: Any) -> N
     ("message", "param"),
     [
         ("hi", "messages[0]"),
-        ({"role": "tool", "content": "x"}, "messages[0].role"),
+        ({"role": "function", "content": "x"}, "messages[0].role"),
         ({"content": "x"}, "messages[0].role"),
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": 5}, "messages[0].content"),
         ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0].type"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
-        ({"role": "assistant", "content": "", "tool_calls": [1]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "", "tool_calls": [1]}, "messages[0].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0].function"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "a b"}}]},
+            "messages[0].tool_calls[0].function.name",
+        ),
+        ({"role": "tool", "content": None}, "messages[0].content"),
+        (
+            {"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]},
+            "messages[0].tool_calls",
+        ),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "messages[0].function_call"),
     ],
 )
 def test_a_wrong_message_is_refused_with_its_place(message: Any, param: str) -> None:
@@ -257,7 +263,7 @@ def test_min_tokens_above_max_tokens_is_refused() -> None:
 def test_parts_of_type_text_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     call = chat(messages=[{"role": "user", "content": parts}])
-    assert call.messages == ({"role": "user", "content": "a\nb"},)
+    assert call.conversation.messages == ({"role": "user", "content": "a\nb"},)
 
 
 def test_chat_logprobs_count_top_logprobs() -> None:

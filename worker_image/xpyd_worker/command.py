@@ -8,6 +8,7 @@ import os
 import sys
 from functools import partial
 from ipaddress import ip_address
+from pathlib import Path
 from typing import cast
 
 from xpyd_core.cli import Command, parse_flag
@@ -45,6 +46,10 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
     config = WorkerConfig(
         **engine_fields({**vars(args), "kv_cache_memory": cache_bytes}),
         served_model_names=tuple(args.served_model_name),
+        chat_template=_template(args.chat_template),
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
+        enable_auto_tool_choice=args.enable_auto_tool_choice,
         # Of one stage there is nothing to override; the variable is for the pools with more.
         layer_partition=env.layer_partition if args.pipeline_parallel_size > 1 else (),
         role=cast("Role", args.role or env.role),  # both are checked against ROLES
@@ -91,6 +96,17 @@ def _buffer(text: str) -> tuple[int | None, int]:
     """Bytes, or None and a percentage of a cache whose size may not be known yet."""
     size = parse_flag("--kv-buffer-size", partial(parse_bytes, of=100), text)
     return (None, size) if text.endswith("%") else (size, 0)
+
+
+def _template(given: str | None) -> str | None:
+    """The template of a file, or `given` itself where it is one, which has braces. UserError for a
+    file that cannot be read."""
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--chat-template: cannot read {given}: {error}") from error
 
 
 def _host(given: str | None, env: PodEnv) -> str:

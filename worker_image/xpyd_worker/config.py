@@ -80,6 +80,15 @@ class WorkerConfig:
     none but OpenAI's; else a folder with such a file."""
     override_generation_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Sampling defaults that win over those."""
+    chat_template: str | None = None
+    """A template in the place of the checkpoint's."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls; `auto`: as its template shows; `none`: chats have no tools.
+    """
+    reasoning_parser: str = "auto"
+    """How it marks its reasoning, likewise; `none`: reasoning is content."""
+    enable_auto_tool_choice: bool = False
+    """An engine that cannot tell tool calls from content does not start."""
     threads: int | None = None
     """Threads of torch, of each rank; None: OMP_NUM_THREADS, else the cores, which ranks share."""
     tensor_parallel_size: int = 1

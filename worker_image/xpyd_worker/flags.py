@@ -152,6 +152,34 @@ MODEL_FLAGS = (
         help="sampling defaults that win over those, e.g. '{\"temperature\": 0.2}' (default: none)",
     ),
     _flag(
+        "--chat-template",
+        metavar="FILE_OR_TEXT",
+        help="a template for chats in place of the checkpoint's: a file, or a text with braces, "
+        "e.g. chat.jinja (default: the checkpoint's)",
+    ),
+    _flag(
+        "--tool-call-parser",
+        default=WorkerConfig.tool_call_parser,
+        metavar="NAME",
+        help="how the model writes tool calls: hermes, llama3_json, mistral or one of another "
+        "package; auto: as the chat template shows; none: requests with tools are refused. The "
+        "same on P and D (default: %(default)s)",
+    ),
+    _flag(
+        "--reasoning-parser",
+        default=WorkerConfig.reasoning_parser,
+        metavar="NAME",
+        help="how the model marks its reasoning: qwen3, deepseek_r1 or one of another package; "
+        "auto: as the chat template shows; none: it is content. The same on P and D "
+        "(default: %(default)s)",
+    ),
+    _flag(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="do not start where tool calls cannot be told from content; without, requests with "
+        "tools are refused then",
+    ),
+    _flag(
         "--threads",
         programs=_BOTH,
         type=int,

@@ -228,6 +228,7 @@ class _Worker:
                 has_priorities=config.scheduling_policy == "priority",
                 draw_seed=seeds(config.seed),
                 kv_peers=loaded.kv.peers,
+                malformed_calls=self._metrics.malformed_calls,
             )
             self._lifecycle.become("Ready")
             self._metrics.watch(

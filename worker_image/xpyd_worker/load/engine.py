@@ -32,6 +32,7 @@ from xpyd_worker.kv.engine import HeldKv, Kv, KvParts, make_kv
 from xpyd_worker.load.ready_model import ReadyModel, log_memory, ranks_memory_table
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.registry import Checkpoint, own_name, read_checkpoint
+from xpyd_worker.parsers.registry import REASONING_FAMILIES, Parsers, find_parsers
 from xpyd_worker.ranks.executor import RankedExecutor
 from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.loss import Loss
@@ -177,10 +178,11 @@ def load(
 def _tokenizer(config: WorkerConfig, folder: Path) -> Generator[Callable[[], Tokenizer]]:
     """What loads it. Ranks import torch meanwhile; in one process there would be nothing to win."""
     if config.sizes.replica == 1:
-        yield partial(Tokenizer.load, folder)
+        yield partial(Tokenizer.load, folder, chat_template=config.chat_template)
         return
     with ThreadPoolExecutor(1, "tokenizer") as pool:
-        yield pool.submit(Tokenizer.load, folder).result
+        load = partial(Tokenizer.load, folder, chat_template=config.chat_template)
+        yield pool.submit(load).result
 
 
 def _served_model(
@@ -188,7 +190,14 @@ def _served_model(
 ) -> ServedModel:
     """What the server has of the model."""
     folder, model_config, defaults = checkpoint
-    knows_developer = _template_has(folder, "developer")
+    templates = list(tokenizer.chat_templates.values())
+    knows_developer = any("developer" in template for template in templates)
+    parsers = find_parsers(config.tool_call_parser, config.reasoning_parser, templates)
+    if config.enable_auto_tool_choice and parsers.tools is None:
+        raise UserError(
+            "--enable-auto-tool-choice: how the model writes tool calls is not known from its chat "
+            "template; give --tool-call-parser"
+        )
     files = TokenizerFiles(
         tokenizer=tokenizer.to_json(),
         chat_templates=tokenizer.chat_templates,
@@ -209,7 +218,9 @@ def _served_model(
         knows_developer=knows_developer,
         files=ServedFiles.of(files),
         defaults=defaults,
+        parsers=parsers,
     )
+    _log_parsers(parsers, templates)
     # Asks every token of the vocabulary; now, not when the first long prompt waits for it.
     _ = model.max_token_bytes
     return model
@@ -281,10 +292,15 @@ def _ranked_kv(instance: Instance, ready: Sequence[RankReady]) -> HeldKv | None:
     )
 
 
-def _template_has(folder: Path, role: str) -> bool:
-    """Whether the chat template, in either of its two places, speaks of `role`."""
-    files = (folder / "chat_template.jinja", folder / "tokenizer_config.json")
-    return any(path.exists() and role in path.read_text(errors="replace") for path in files)
+def _log_parsers(parsers: Parsers, templates: Sequence[str]) -> None:
+    reasoning = next((n for n, f in REASONING_FAMILIES.items() if f is parsers.reasoning), "own")
+    _log.info(
+        "chats: tool calls by %s, reasoning by %s",
+        parsers.tools_name or "none",
+        reasoning if parsers.reasoning else "none",
+    )
+    if templates and not any("tools" in template for template in templates):
+        _log.info("the chat template has no place for tools: the model does not see them")
 
 
 def _context(config: WorkerConfig, model: ModelConfig, ready: ReadyModel) -> int:

@@ -213,7 +213,7 @@ def _conversation(messages: Sequence[object], index: int) -> Chat:
                 found.append(as_json(message, f"messages[{place}]"))
     except UserError as error:
         raise UserError(f"prompts[{index}]: {error}") from error
-    return Chat(parse_chat(msgspec.json.encode({"messages": found})).messages)
+    return Chat(parse_chat(msgspec.json.encode({"messages": found})).conversation)
 
 
 def _for_each(

@@ -18,9 +18,10 @@ from xpyd_core.openai import TokenId
 from xpyd_worker.offline.outputs import RequestOutput, completion_output, prompt_alternatives
 from xpyd_worker.offline.sampling import SamplingParams, as_json, check_text
 from xpyd_worker.server.openai.answers import collect
+from xpyd_worker.server.openai.chats import Conversation
 from xpyd_worker.server.openai.generation import ChoiceDelta, Generation, ending_of
 from xpyd_worker.server.openai.jobs import Job, make_jobs
-from xpyd_worker.server.openai.params import Message, Options
+from xpyd_worker.server.openai.params import Options
 from xpyd_worker.server.openai.prompts import bad_word_ids, chat_ids, completion_ids
 from xpyd_worker.server.request_ids import read_request_id
 from xpyd_worker.server.service import Service
@@ -59,7 +60,7 @@ class CompletionPrompt:
 class Chat:
     """A conversation to go on with."""
 
-    messages: tuple[Message, ...]
+    conversation: Conversation
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,11 @@ async def _prepare(
     service: Service, prompt: CompletionPrompt | Chat, params: SamplingParams, priority: int
 ) -> Request:
     if isinstance(prompt, Chat):
-        for index, message in enumerate(prompt.messages):
+        for index, message in enumerate(prompt.conversation.messages):
             for member, value in message.items():
-                check_text(value, f"messages[{index}].{member}")
-        text, ids = None, await chat_ids(service, prompt.messages)
+                if isinstance(value, str):
+                    check_text(value, f"messages[{index}].{member}")
+        text, ids = None, await chat_ids(service, prompt.conversation)
     elif prompt.text is not None:
         if not prompt.text:
             raise UserError("is empty")

@@ -14,10 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from xpyd_core.errors import UserError
-from xpyd_worker.grammar.spec import Concat, Json, Part as GrammarPart, Text
+from xpyd_core.openai import Function
+from xpyd_worker.grammar.spec import Concat, Json, Text
+from xpyd_worker.grammar.spec import Part as GrammarPart
 from xpyd_worker.parsers import Part, ToolParser
 from xpyd_worker.parsers.reasoning import Start, Thinking, start_of
 from xpyd_worker.parsers.tools import Hermes, Llama3Json, Mistral
@@ -42,6 +44,8 @@ class ToolFamily:
     """What is before the first call and behind the last."""
     arguments: str = "arguments"
     """The member that holds the arguments."""
+    is_triggered: bool = True
+    """Whether calls begin with the trigger always; else one is all of an answer."""
     special: tuple[str, ...] = ()
     """Tokens that the parser needs to see, though they have no text otherwise."""
     signs: tuple[str, ...] = ()
@@ -109,6 +113,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = MappingProxyType(
             call=("", ""),
             separator="; ",
             arguments="parameters",
+            is_triggered=False,
             special=("<|python_tag|>",),
             signs=("<|start_header_id|>", '"parameters"'),
         ),
@@ -135,6 +140,8 @@ class Parsers:
     tools_name: str = ""
     """For metrics and errors."""
 
+
+NO_PARSERS = Parsers()
 
 Family = TypeVar("Family", ToolFamily, ReasoningFamily)
 
@@ -187,6 +194,23 @@ def _fits(family: ToolFamily | ReasoningFamily, template: str) -> bool:
     return has_all and not any(sign in template for sign in not_signs)
 
 
+@dataclass(frozen=True)
+class ChatOptions:
+    """What a chat's answer may hold besides content. `choice` is of `tool_choice`, `named` where
+    that is a function; `tools` are none where it is `none`."""
+
+    tools: tuple[Function, ...] = ()
+    choice: Literal["none", "auto", "required", "named"] = "none"
+    named: str = ""
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+
+    @property
+    def most_calls(self) -> int | None:
+        """How many calls the answer may have; None: any number."""
+        return None if self.parallel_tool_calls and self.choice != "named" else 1
+
+
 class ChatParser:
     """The parts of one choice's text: reasoning first, then content and tool calls."""
 
@@ -205,6 +229,11 @@ class ChatParser:
         self._most_calls = most_calls
         self.calls = 0
         """Calls that were begun."""
+
+    @property
+    def thinks(self) -> bool:
+        """Whether reasoning is told from the answer."""
+        return self._thinking is not None
 
     @property
     def is_reasoning(self) -> bool:

@@ -20,7 +20,7 @@ _LONGEST_HEAD = 1024
 
 
 class Machine:
-    """What all families share: the rest, the parts, content up to a marker, and calls as objects."""
+    """What all families share: the rest, the parts, content up to a marker, calls as objects."""
 
     begin = ""
     """The marker before a call."""

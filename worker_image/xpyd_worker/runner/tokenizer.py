@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from xpyd_core.errors import UserError
@@ -89,8 +90,9 @@ class Tokenizer:
         self._byte_of_char = _byte_of_char() if byte_level else None
 
     @classmethod
-    def load(cls, folder: Path | str) -> Tokenizer:
+    def load(cls, folder: Path | str, *, chat_template: str | None = None) -> Tokenizer:
         """Read the tokenizer of the checkpoint in `folder`. No network, no code from the folder.
+        `chat_template` takes the place of the checkpoint's.
 
         Raises UserError when there is no tokenizer.json or it cannot be read.
         """
@@ -100,6 +102,8 @@ class Tokenizer:
             tokenizer = import_library().from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # the Rust library raises plain Exception for a broken file
             raise UserError(f"model: cannot load the tokenizer in {folder}: {error}") from error
+        if chat_template is not None:
+            tokenizer.chat_template = chat_template
         return cls(tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -163,32 +167,46 @@ class Tokenizer:
         *,
         add_generation_prompt: bool,
         add_special_tokens: bool = False,
+        **more: Any,  # noqa: ANN401 - see render_chat_template
     ) -> list[int]:
         """Token ids of a conversation in the checkpoint's own template, which brings its own BOS;
-        `add_special_tokens` puts another before it.
+        `add_special_tokens` puts another before it. The rest as `render_chat_template`.
 
         Raises UserError naming `messages` when there is no template or it refuses the conversation.
         """
-        return self.encode(
-            self.render_chat_template(messages, add_generation_prompt=add_generation_prompt),
-            add_special_tokens=add_special_tokens,
+        text = self.render_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, **more
         )
+        return self.encode(text, add_special_tokens=add_special_tokens)
 
     def render_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        documents: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Text of a conversation in the checkpoint's template; raises as `apply_chat_template`."""
+        """Text of a conversation in the checkpoint's template; raises as `apply_chat_template`.
+
+        `continue_final_message`: the text ends with the last message's content, so that an answer
+        goes on in it. `variables` are the template's own; names of arguments are not allowed.
+        """
         if not self.has_chat_template:
             raise UserError("messages: this model has no chat template; use /v1/completions")
-        from jinja2 import TemplateError
-
         try:
             text = self._hf.apply_chat_template(
                 [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                documents=[dict(document) for document in documents] or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **variables,
             )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # a template may raise whatever it likes
             raise UserError(f"messages: refused by the model's chat template: {error}") from error
         return str(text)
 

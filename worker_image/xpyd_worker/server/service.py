@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import random
 import threading
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,6 +24,15 @@ from xpyd_core.kv_outcome import PeerCounts
 from xpyd_core.tokenizer_files import ServedFiles
 from xpyd_worker.config import Role
 from xpyd_worker.model.generation import OPENAI_DEFAULTS, SamplingDefaults
+from xpyd_worker.parsers.reasoning import Thinking
+from xpyd_worker.parsers.registry import (
+    FALLBACK,
+    NO_PARSERS,
+    PROMPT_END_TOKENS,
+    ChatOptions,
+    ChatParser,
+    Parsers,
+)
 from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.output_text import Detokenizer
@@ -116,7 +126,7 @@ class ServedModel:
     `vocab_size`: ids the model can embed. `max_model_len`: tokens of prompt and output together.
     `created`: Unix time of the load. `knows_developer`: the chat template has that role.
     `files`: what routers tokenize by; None where no router asks for it. `defaults`: of what a
-    request does not say.
+    request does not say. `parsers`: how chats tell reasoning and tool calls from content.
     """
 
     names: tuple[str, ...]
@@ -128,6 +138,7 @@ class ServedModel:
     knows_developer: bool = False
     files: ServedFiles | None = None
     defaults: SamplingDefaults = OPENAI_DEFAULTS
+    parsers: Parsers = NO_PARSERS
 
     def name_for(self, asked: str | None) -> str:
         """The name that the answer carries; 404 for a model that is not served here."""
@@ -142,10 +153,18 @@ class ServedModel:
         *,
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
     ) -> Detokenizer:
-        """A new one, for one choice behind `prompt`."""
+        """A new one, for one choice behind `prompt`. `shown`: special tokens that are text even
+        so."""
         tokenizer = self.tokenizer
-
+        if skip_special_tokens and shown:
+            return Detokenizer(
+                partial(tokenizer.decode, skip_special_tokens=False),
+                tokenizer.special_ids - shown,
+                byte_ids=tokenizer.byte_ids,
+                context=prompt,
+            )
         joined: dict[int, str] = {}
         if not (skip_special_tokens or spaces_between_special_tokens):
             joined = {i: tokenizer.token_text(i) for i in tokenizer.special_ids}
@@ -156,6 +175,51 @@ class ServedModel:
             joined=joined,
             context=prompt,
         )
+
+    def tokens_for(self, chat: ChatOptions | None) -> frozenset[int]:
+        """Special tokens that the parsers of a chat must see."""
+        if chat is None or not self._special:
+            return frozenset()
+        calls, thoughts = self._special
+        return thoughts if chat.choice == "none" else calls | thoughts
+
+    @cached_property
+    def _special(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Special tokens with the texts that tool calls, and that reasoning, are known by."""
+        tools, thinks = self.parsers.tools or FALLBACK, self.parsers.reasoning
+        texts = {i: self.tokenizer.token_text(i) for i in self.tokenizer.special_ids}
+        tags = () if thinks is None else (thinks.begin, thinks.end)
+        return (
+            frozenset(i for i, text in texts.items() if text in tools.special),
+            frozenset(i for i, text in texts.items() if text in tags),
+        )
+
+    def prompt_end(self, prompt: Sequence[int]) -> str:
+        """The text of a prompt's end, which may open the reasoning or close it."""
+        end = prompt[-PROMPT_END_TOKENS:]
+        return self.tokenizer.decode(end, skip_special_tokens=False)
+
+    def parser_maker(
+        self, chat: ChatOptions | None, prompt: Sequence[int]
+    ) -> Callable[[], ChatParser | None]:
+        """Makes the parser of each choice behind `prompt`; None where text is content only."""
+        thinks = self.parsers.reasoning
+        calls = chat is not None and chat.choice != "none"
+        if chat is None or not (calls or thinks):
+            return lambda: None
+        start = "closed" if thinks is None else thinks.start_behind(self.prompt_end(prompt))
+        family = self.parsers.tools or FALLBACK
+
+        def make() -> ChatParser:
+            thinking = None if thinks is None else Thinking(thinks.begin, thinks.end, start)
+            return ChatParser(
+                thinking,
+                family.make() if calls else None,
+                shows_reasoning=chat.include_reasoning,
+                most_calls=chat.most_calls,
+            )
+
+        return make
 
     @cached_property
     def max_token_bytes(self) -> int:
@@ -181,7 +245,8 @@ class Service:
     """All that a request needs. `max_requests`: prompts in the engine, over which 503 is given.
     `probe`: on P only; tests the way to a D and calls back, on another thread. `has_priorities`:
     the engine ranks by them. `draw_seed`: 64 bits for a request without a seed. `threads`: where
-    long texts become tokens. `kv_peers`: on D, what became of the KV of requests, by P."""
+    long texts become tokens. `kv_peers`: on D, what became of the KV of requests, by P.
+    `malformed_calls`: tool calls that were not whole, by parser."""
 
     model: ServedModel
     instance: InstanceInfo
@@ -192,3 +257,4 @@ class Service:
     draw_seed: Callable[[], int] = field(default_factory=seeds)
     threads: TextThreads = field(default_factory=TextThreads)
     kv_peers: PeerCounts = field(default_factory=PeerCounts)
+    malformed_calls: Counter[str] = field(default_factory=Counter[str])

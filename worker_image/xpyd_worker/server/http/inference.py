@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from quart import Response, request
 from xpyd_core.errors import ApiError
 from xpyd_core.kv_outcome import HEADER as KV_HEADER
 from xpyd_core.kv_outcome import header_of, read_header
+from xpyd_worker.parsers.registry import FALLBACK
 from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.http.admission import Admitted, Lifecycle, RequestGate
 from xpyd_worker.server.http.bodies import JSON, error_response, json_response, parsed_body
@@ -32,7 +33,8 @@ from xpyd_worker.server.openai.answers import (
     prefill_params,
     usage_json,
 )
-from xpyd_worker.server.openai.formats import ChatFormat, CompletionFormat
+from xpyd_worker.server.openai.chats import chat_grammar, check_tools
+from xpyd_worker.server.openai.formats import CallIds, ChatFormat, CompletionFormat
 from xpyd_worker.server.openai.generation import ChoiceDelta, Generation, ending_of
 from xpyd_worker.server.openai.jobs import Job, make_jobs, offered_ids
 from xpyd_worker.server.openai.params import (
@@ -122,9 +124,13 @@ class Api:
         body = await parsed_body(service.threads, parse)
         model = service.model.name_for(body.options.model)
         call.admitted.prepare(1)
+        assert body.options.chat is not None, "set by parse_chat"
+        check_tools(service.model.parsers, body.options.chat)
         jobs = await _chat_jobs(service, call.request_id, body)
         head = answer_id("chatcmpl", body.options, model, alone=call.request_id.alone)
-        return await self._answer(call, body.options, jobs, ChatFormat, head)
+        family = service.model.parsers.tools or FALLBACK
+        make = partial(ChatFormat, ids=CallIds(head.id, family.id_characters))
+        return await self._answer(call, body.options, jobs, make, head)
 
     async def _answer(
         self,
@@ -220,11 +226,13 @@ async def _completion_jobs(
         offered_ids(service, request_id, options, index) or prompt
         for index, prompt in enumerate(call.prompts)
     ]
-    prompts = await completion_ids(service, known)
+    prompts = await completion_ids(service, known, truncate=options.truncate)
     echo_texts = None
     if call.echo:
         echo_texts = await prompt_texts(
-            service, call.prompts, skip_special_tokens=options.skip_special_tokens
+            service,
+            call.prompts if options.truncate is None else prompts,
+            skip_special_tokens=options.skip_special_tokens,
         )
     return make_jobs(
         service,
@@ -241,7 +249,11 @@ async def _chat_jobs(service: Service, request_id: RequestId, call: ChatCall) ->
     options = call.options
     ids = offered_ids(service, request_id, options, 0)
     if ids is None:
-        ids = await chat_ids(service, call.messages)
+        ids = await chat_ids(service, call.conversation, truncate=options.truncate)
+    if options.chat is not None:
+        end, parsers = service.model.prompt_end(ids), service.model.parsers
+        grammar = chat_grammar(options.chat, parsers, end, options.grammar)
+        options = replace(options, grammar=grammar)
     return make_jobs(
         service,
         request_id,

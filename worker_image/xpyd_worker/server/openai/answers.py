@@ -91,6 +91,9 @@ def collect(into: dict[int, ChoiceDelta], deltas: Sequence[ChoiceDelta]) -> None
         if known is delta:
             continue
         known.text += delta.text
+        known.reasoning += delta.reasoning
+        for call in delta.calls:
+            known.add_call(call)
         known.token_ids += delta.token_ids
         known.logprobs += delta.logprobs
         known.finish_reason = delta.finish_reason
@@ -99,12 +102,15 @@ def collect(into: dict[int, ChoiceDelta], deltas: Sequence[ChoiceDelta]) -> None
 
 def usage_json(usage: Usage) -> dict[str, Any]:
     """OpenAI's `usage` object."""
-    return {
+    found: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.reasoning_tokens is not None:
+        found["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return found
 
 
 def prefill_params(generation: Generation) -> dict[str, Any]:

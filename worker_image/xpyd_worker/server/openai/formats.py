@@ -7,13 +7,15 @@ answers.py writes them into chunks and bodies.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 from msgspec.structs import replace
 
 from xpyd_worker.engine.request import TokenLogprob
 from xpyd_worker.runner.tokenizer import Tokenizer
-from xpyd_worker.server.openai.generation import ChoiceDelta, Generation
+from xpyd_worker.server.openai.generation import CallDelta, ChoiceDelta, Generation
 from xpyd_worker.server.openai.jobs import Job
 from xpyd_worker.server.openai.params import Options
 
@@ -122,16 +124,34 @@ def join_logprobs(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | No
     return joined
 
 
+@dataclass(frozen=True)
+class CallIds:
+    """Ids of an answer's tool calls: functions of the answer's own id, so that whoever goes on with
+    a stream has the same. `characters`: see ToolFamily."""
+
+    answer_id: str
+    characters: int = 24
+
+    def of(self, choice: int, call: int) -> str:
+        """The id of one call."""
+        key = f"{self.answer_id}/{choice}/{call}".encode()
+        digits = blake2b(key, digest_size=16).hexdigest()[: self.characters]
+        return digits if self.characters < 10 else f"call_{digits}"
+
+
 class ChatFormat:
     """answers.Format for chats."""
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer, options: Options, generation: Generation) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, options: Options, generation: Generation, ids: CallIds
+    ) -> None:
         self._tokenizer = tokenizer
         self._options = options
         self._generation = generation
+        self._ids = ids
 
     def opening(self) -> list[dict[str, Any]]:
         """The role of each choice; none where a stream goes on that has it already."""
@@ -170,11 +190,11 @@ class ChatFormat:
     def chunk(self, delta: ChoiceDelta) -> dict[str, Any] | None:
         """See answers.Format."""
         want_ids = bool(self._options.kv.continue_from) or self._options.return_token_ids
-        if not (delta.text or delta.finish_reason or delta.logprobs or want_ids):
+        if delta.says_nothing and not (delta.finish_reason or delta.logprobs or want_ids):
             return None
         choice: dict[str, Any] = {
             "index": delta.index,
-            "delta": {"content": delta.text} if delta.text or not delta.finish_reason else {},
+            "delta": self._delta(delta),
             "logprobs": chat_logprobs(self._tokenizer, delta.logprobs) if delta.logprobs else None,
             "finish_reason": delta.finish_reason,
         }
@@ -193,14 +213,54 @@ class ChatFormat:
             logprobs = join_logprobs([given[delta.index] if given else None, own])
         choice: dict[str, Any] = {
             "index": delta.index,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "message": self._message(delta),
             "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+        if self._options.kv.from_router and (delta.reasoning or delta.calls):
+            # A message cannot say that a call goes on.
+            choice["delta"] = self._delta(delta)
         if self._options.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
+
+    def _delta(self, delta: ChoiceDelta) -> dict[str, Any]:
+        if delta.says_nothing:
+            return {} if delta.finish_reason else {"content": ""}
+        said = _reasoning(delta)
+        if delta.text:
+            said["content"] = delta.text
+        if delta.calls:
+            said["tool_calls"] = [
+                {"index": call.index, **self._call(delta.index, call)} for call in delta.calls
+            ]
+        return said
+
+    def _message(self, delta: ChoiceDelta) -> dict[str, Any]:
+        has_more = delta.reasoning or delta.calls
+        content = None if has_more and not delta.text else delta.text
+        message = {"role": "assistant", "content": content, "refusal": None, **_reasoning(delta)}
+        if delta.calls:
+            message["tool_calls"] = [self._call(delta.index, call) for call in delta.calls]
+        return message
+
+    def _call(self, choice: int, call: CallDelta) -> dict[str, Any]:
+        """A call from its beginning on, or only more of its arguments."""
+        if not call.name:
+            return {"function": {"arguments": call.arguments}}
+        return {
+            "id": self._ids.of(choice, call.index),
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+
+
+def _reasoning(delta: ChoiceDelta) -> dict[str, Any]:
+    """By the name that most clients know, and by vLLM's newer one."""
+    if not delta.reasoning:
+        return {}
+    return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
 
 
 class CompletionFormat:

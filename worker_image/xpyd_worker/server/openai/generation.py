@@ -22,6 +22,8 @@ from xpyd_worker.engine.request import (
     TokenLogprob,
     TransferReport,
 )
+from xpyd_worker.parsers import Part
+from xpyd_worker.parsers.registry import ChatOptions, ChatParser
 from xpyd_worker.server.bridge import Mailbox, RequestTimes
 from xpyd_worker.server.openai.jobs import Job
 from xpyd_worker.server.openai.params import Options
@@ -42,11 +44,12 @@ _FAILURES: Mapping[ErrorKind, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Ending:
-    """When a choice of this request ends, as far as the server decides.
+    """When a choice of this request ends, as far as the server decides, and how its text is read.
 
     `hold_at_length`: P, asked by our router, goes on elsewhere after its max_tokens, so text that
     may still change stays back. `discard`: the tokens computed are not wanted (max_tokens 0).
-    `include_stop`: what ends a choice, string or token, is part of its text.
+    `include_stop`: what ends a choice, string or token, is part of its text. `chat`: what a chat's
+    answer may hold besides content; None of a completion, whose text is not parsed.
     """
 
     stop: tuple[str, ...] = ()
@@ -58,6 +61,7 @@ class Ending:
     include_stop: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    chat: ChatOptions | None = None
 
     def text_of(self, service: Service, prompt: Sequence[int]) -> OutputText:
         """A new text machine for one choice behind `prompt`."""
@@ -65,6 +69,7 @@ class Ending:
             prompt,
             skip_special_tokens=self.skip_special_tokens,
             spaces_between_special_tokens=self.spaces_between_special_tokens,
+            shown=service.model.tokens_for(self.chat),
         )
         return OutputText(
             detokenizer,
@@ -86,7 +91,18 @@ def ending_of(service: Service, options: Options) -> Ending:
         include_stop=options.include_stop,
         skip_special_tokens=options.skip_special_tokens,
         spaces_between_special_tokens=options.spaces_between_special_tokens,
+        chat=options.chat,
     )
+
+
+@dataclass
+class CallDelta:
+    """What one tool call gained: its name, where it begins, and more of its arguments' JSON.
+    `index`: which of the choice's calls it is."""
+
+    index: int
+    name: str = ""
+    arguments: str = ""
 
 
 @dataclass
@@ -94,30 +110,56 @@ class ChoiceDelta:
     """What one choice gained: text, ids and logprobs that the client does not have yet.
 
     `index` is OpenAI's. `stop_reason`: the stop string or stop token id that ended it, if any.
+    `calls`: in their order, of each call one.
     """
 
     index: int
     text: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list[CallDelta])
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
+    def add_call(self, more: CallDelta) -> None:
+        """Add what a call gained behind what it has here."""
+        if self.calls and self.calls[-1].index == more.index:
+            self.calls[-1].arguments += more.arguments
+        else:
+            self.calls.append(more)
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether there is neither text nor a part of another kind."""
+        return not (self.text or self.reasoning or self.calls)
+
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of the whole request; the prompt counts once for all its choices."""
+    """Token counts of the whole request; the prompt counts once for all its choices.
+    `reasoning_tokens`: those of the completion that are reasoning; None where it is not told
+    from the answer."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int | None = None
 
 
 class _Choice:
     """One choice: its text machine and what is not yet handed out."""
 
-    def __init__(self, index: int, text: OutputText, ending: Ending) -> None:
+    def __init__(
+        self, index: int, text: OutputText, ending: Ending, parser: ChatParser | None
+    ) -> None:
         self.text = text
+        self.parser = parser
+        self.reasoning_tokens = 0
+        self.malformed = 0
+        """Calls that were not whole, of those whose end came here."""
+        self._known_malformed = 0
+        self._calls = 0
         self.ended = False
         self.reason = ""
         self.tokens = 0
@@ -131,12 +173,48 @@ class _Choice:
             self.tokens += 1
             last = position == len(ids) - 1
             new = "" if last and self._is_end(token_id) else self.text.push(token_id)
-            if position >= emit_from:
-                self._delta.text += new
+            is_news = position >= emit_from
+            self._say(new, shown=is_news)
+            if is_news:
                 self._delta.token_ids.append(token_id)
             if self.text.stop_found is not None:
+                self._finish_text(shown=is_news)
                 self._end("stop", self.text.stop_found)
                 return
+
+    def _say(self, text: str, *, shown: bool = True) -> None:
+        """Take the text that one more token completes; hand it out where it is to be `shown`."""
+        parser = self.parser
+        if parser is None:
+            self._delta.text += text if shown else ""
+            return
+        self.reasoning_tokens += parser.is_reasoning
+        if text:
+            self._add(parser, parser.push(text), shown=shown)
+
+    def _finish_text(self, *, shown: bool = True) -> None:
+        """Hand out what was held back: the text has ended."""
+        rest, parser = self.text.finish(), self.parser
+        if parser is None:
+            self._delta.text += rest if shown else ""
+        else:
+            self._add(parser, (*parser.push(rest), *parser.finish()), shown=shown)
+
+    def _add(self, parser: ChatParser, parts: Iterable[Part], *, shown: bool) -> None:
+        delta = self._delta if shown else ChoiceDelta(self._index)
+        self.malformed += parser.malformed - self._known_malformed if shown else 0
+        self._known_malformed = parser.malformed
+        for kind, text in parts:
+            match kind:
+                case "content":
+                    delta.text += text
+                case "reasoning":
+                    delta.reasoning += text
+                case "call":
+                    self._calls += 1
+                    delta.add_call(CallDelta(self._calls - 1, name=text))
+                case "arguments":
+                    delta.add_call(CallDelta(self._calls - 1, arguments=text))
 
     def _is_end(self, token_id: int) -> bool:
         """Whether the token, as a choice's last, has no text."""
@@ -159,7 +237,7 @@ class _Choice:
             self._end("length", None)
         elif reason is not None:
             if not (self._ending.hold_at_length and reason == "length"):
-                self._delta.text += self.text.finish()
+                self._finish_text()
             ended_by = output.stop_token_id
             self._end(reason, ended_by if ended_by in self._ending.stop_token_ids else None)
         return False
@@ -173,11 +251,14 @@ class _Choice:
             self._delta.logprobs.append(token.logprob)
         # The token that ends a choice has no text, also where it is no special one.
         if not is_end or self._ending.include_stop:
-            self._delta.text += self.text.push(token.token_id)
+            self._say(self.text.push(token.token_id))
         if self.text.stop_found is not None:
+            self._finish_text()
             self._end("stop", self.text.stop_found)
 
     def _end(self, reason: str, stop_reason: str | int | None) -> None:
+        if reason == "stop" and self.parser is not None and self.parser.calls:
+            reason = "tool_calls"
         self.ended = True
         self.reason = reason
         self._delta.finish_reason = reason
@@ -186,7 +267,7 @@ class _Choice:
     def gained(self) -> ChoiceDelta | None:
         """The delta since the last call, or None when there is none."""
         delta, self._delta = self._delta, ChoiceDelta(self._index)
-        empty = not (delta.token_ids or delta.text or delta.finish_reason)
+        empty = not (delta.token_ids or delta.finish_reason) and delta.says_nothing
         return None if empty else delta
 
 
@@ -211,12 +292,20 @@ class Generation:
         self.failure = ""
         """One word for why the engine did not finish the request; "" where it did, or may yet."""
         self._bridge = service.bridge
+        self._malformed_calls = service.malformed_calls
+        self._parser_name = service.model.parsers.tools_name
         self._mailbox = Mailbox()
         self._prompts: dict[str, _Prompt] = {}
         for job in jobs:
             request = job.request
+            make_parser = service.model.parser_maker(ending.chat, request.prompt)
             choices = [
-                _Choice(request.first_choice + j, ending.text_of(service, request.prompt), ending)
+                _Choice(
+                    request.first_choice + j,
+                    ending.text_of(service, request.prompt),
+                    ending,
+                    make_parser(),
+                )
                 for j in range(request.n)
             ]
             self._prompts[request.request_id] = _Prompt(job, choices)
@@ -310,6 +399,10 @@ class Generation:
     def close(self) -> None:
         """Abort what still runs. May be called again."""
         for request_id, prompt in self._prompts.items():
+            for choice in prompt.choices:
+                if choice.malformed:
+                    self._malformed_calls[self._parser_name] += choice.malformed
+                    choice.malformed = 0
             if not prompt.finished:
                 prompt.finished = True
                 self._bridge.abort(request_id)
@@ -363,10 +456,13 @@ class Generation:
     def usage(self) -> Usage:
         """Counts so far."""
         prompts = self._prompts.values()
+        choices = [choice for prompt in prompts for choice in prompt.choices]
+        tells = any(choice.parser is not None and choice.parser.thinks for choice in choices)
         return Usage(
             prompt_tokens=sum(len(prompt.job.request.prompt) for prompt in prompts),
-            completion_tokens=sum(c.tokens for prompt in prompts for c in prompt.choices),
+            completion_tokens=sum(choice.tokens for choice in choices),
             cached_tokens=sum(prompt.cached_tokens for prompt in prompts),
+            reasoning_tokens=sum(c.reasoning_tokens for c in choices) if tells else None,
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -30,16 +30,16 @@ from xpyd_core.openai import (
     MAX_PROMPTS,
     ChatRequest,
     CompletionOptions,
-    ContentPart,
     KvTransferParams,
     Prompts,
     RoutedChat,
     RoutedCompletion,
     TokenId,
 )
-from xpyd_core.openai import Message as ChatMessage
 from xpyd_worker.grammar.spec import Grammar
 from xpyd_worker.model.generation import OPENAI_DEFAULTS, SamplingDefaults
+from xpyd_worker.parsers.registry import ChatOptions
+from xpyd_worker.server.openai.chats import Conversation, chat_options, conversation_of
 from xpyd_worker.server.openai.not_built import refuse_not_built
 
 COMPLETION_MAX_TOKENS = 16
@@ -48,8 +48,6 @@ MAX_N = 128
 MAX_CHOICES = 1024
 """The most choices of all prompts. vLLM has no bound; without one a small body could order
 unbounded work."""
-MAX_PARTS = 16_384
-"""The most parts of the contents of all messages together."""
 MAX_CONTINUE_TOKENS = 2**20
 # OpenAI's range. A value outside of it is taken for its end, as vLLM does.
 _MOST_BIAS = 100.0
@@ -86,7 +84,6 @@ class KvParams:
 
 Prompt = str | Sequence[int]
 """A text, or ids: a tuple, or an array where there are many."""
-Message = dict[str, str]
 _Common = RoutedCompletion | RoutedChat
 _Own = CompletionOptions | ChatRequest
 
@@ -100,7 +97,9 @@ class Options:
     as are `min_p` 0, `repetition_penalty` 1, and the other two penalties 0. The lower
     its `priority`, the earlier a request runs.
     `include_stop`: stop strings and stop tokens are part of the text.
-    `grammar`: what each choice must look like as a whole; None: anything.
+    `truncate`: so many tokens of each prompt's end are kept, of -1 as many as there is room for;
+    None: all. `grammar`: what each choice must look like as a whole; None: anything. `chat`: what
+    an answer may hold besides content; None of a completion.
     """
 
     model: str | None
@@ -133,7 +132,9 @@ class Options:
     cache_salt: bytes
     priority: int
     kv: KvParams
+    truncate: int | None = None
     grammar: Grammar | None = None
+    chat: ChatOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,10 @@ class CompletionCall:
 
 @dataclass(frozen=True)
 class ChatCall:
-    """A checked /v1/chat/completions body. Parts of type text are joined by line feeds."""
+    """A checked /v1/chat/completions body."""
 
     options: Options
-    messages: tuple[Message, ...]
+    conversation: Conversation
 
 
 class _LongMembers(msgspec.Struct, frozen=True, gc=False):
@@ -177,7 +178,8 @@ def parse_completion(
     common, own = read(RoutedCompletion, body), read(CompletionOptions, body)
     refuse_not_built(body, chat=False)
     members = read(_LongMembers, body)
-    prompts = read_prompts(members.prompt, max_model_len)
+    most = None if own.truncate_prompt_tokens else max_model_len
+    prompts = read_prompts(members.prompt, most)
     options = _options(
         members.kv_transfer_params,
         common,
@@ -197,7 +199,8 @@ def parse_chat(body: bytes, *, defaults: SamplingDefaults = OPENAI_DEFAULTS) -> 
     common = read(RoutedChat, body)
     refuse_not_built(body, chat=True)
     own, members = read(ChatRequest, body), read(_LongMembers, body)
-    messages = as_messages(own.messages)
+    conversation = conversation_of(body, own.messages, own)
+    chat = chat_options(own)
     newer = _max_tokens("max_completion_tokens", common.max_completion_tokens, own)
     older = _max_tokens("max_tokens", common.max_tokens, own)
     if own.top_logprobs and not own.logprobs:
@@ -212,7 +215,7 @@ def parse_chat(body: bytes, *, defaults: SamplingDefaults = OPENAI_DEFAULTS) -> 
         defaults=defaults,
         own_max_tokens=None,
     )
-    return ChatCall(options, messages)
+    return ChatCall(replace(options, chat=chat), conversation)
 
 
 def too_long(max_model_len: int, detail: str, param: str) -> ApiError:
@@ -288,7 +291,14 @@ def _options(
         priority=own.priority or 0,
         cache_salt=(own.cache_salt or "").encode(),
         kv=_kv_params(kv_transfer_params, choices=n * prompts, prompts=prompts),
+        truncate=_truncated(own.truncate_prompt_tokens),
     )
+
+
+def _truncated(tokens: int | None) -> int | None:
+    if tokens == 0:
+        raise refuse("truncate_prompt_tokens", "expected -1 or at least 1: no token would be left")
+    return tokens
 
 
 def _or(value: _Item | None, default: _Item) -> _Item:
@@ -375,34 +385,6 @@ def _prompts(value: _Prompts) -> tuple[Prompt, ...]:
             raise refuse("prompt", f"item {index}: expected a string or token ids, got {one}")
         found.append(one if isinstance(one, str) else tuple(one))
     return tuple(found)
-
-
-_EMPTY = (b"null", b"[]", b"{}", b'""', b"false", b"0")
-_LONGEST_EMPTY = max(map(len, _EMPTY))
-
-
-def as_messages(found: Sequence[ChatMessage]) -> tuple[Message, ...]:
-    """Messages as templates take them: of several text parts, one text."""
-    for index, message in enumerate(found):
-        for key in ("tool_calls", "function_call", "audio"):
-            text = getattr(message, key)
-            if len(text) > _LONGEST_EMPTY or bytes(text) not in _EMPTY:
-                raise refuse(f"messages[{index}].{key}", "this engine does not support it yet")
-    parts = sum(len(one.content) for one in found if not isinstance(one.content, str))
-    if parts > MAX_PARTS:
-        raise refuse("messages", f"at most {MAX_PARTS} parts of content, got {parts}")
-    return tuple(_message(one) for one in found)
-
-
-def _message(found: ChatMessage) -> Message:
-    content = found.content
-    text = content if isinstance(content, str) else _joined(content)
-    message: Message = {"role": found.role, "content": text}
-    return message if found.name is None else {**message, "name": found.name}
-
-
-def _joined(parts: Sequence[ContentPart]) -> str:
-    return "\n".join(part.text for part in parts)
 
 
 def _kv_params(raw: msgspec.Raw, *, choices: int, prompts: int) -> KvParams:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -21,8 +21,9 @@ from xpyd_core.openai import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from xpyd_worker.server.openai.chats import Conversation, conversation_of
 from xpyd_worker.server.openai.not_built import refuse_not_built
-from xpyd_worker.server.openai.params import Message, Prompt, as_messages, too_long
+from xpyd_worker.server.openai.params import Prompt, too_long
 from xpyd_worker.server.service import ServedModel, Service
 
 _Item = TypeVar("_Item", bound=Sized)
@@ -38,11 +39,24 @@ INLINE_TOKENS = 4096
 _HOP = 16
 
 
-async def completion_ids(service: Service, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
-    """Ids of each prompt of /v1/completions, with the model's BOS where it uses one."""
+def kept_tokens(model: ServedModel, truncate: int | None) -> int | None:
+    """How many tokens of a prompt's end are kept; None: all. Of -1 one is left for the answer."""
+    return model.max_model_len - 1 if truncate == -1 else truncate
+
+
+async def completion_ids(
+    service: Service, prompts: Sequence[Prompt], *, truncate: int | None = None
+) -> list[tuple[int, ...]]:
+    """Ids of each prompt of /v1/completions, with the model's BOS where it uses one. `truncate` as
+    in Options."""
     model = service.model
+    kept = kept_tokens(model, truncate)
+    if kept is not None:
+        prompts = [one if isinstance(one, str) else one[-kept:] for one in prompts]
     for prompt in prompts:
         if isinstance(prompt, str):
+            if kept is not None:
+                continue
             _refuse_hopeless(model, len(prompt), "prompt")
         elif len(prompt) >= model.max_model_len:
             raise too_long(model.max_model_len, f"your prompt has {len(prompt)} tokens", "prompt")
@@ -52,6 +66,8 @@ async def completion_ids(service: Service, prompts: Sequence[Prompt]) -> list[tu
     encode = partial(model.tokenizer.encode, add_special_tokens=True)
     encoded = iter(await _each(service, encode, texts, inline=_INLINE_CHARACTERS))
     found = [tuple(next(encoded) if isinstance(one, str) else one) for one in prompts]
+    if kept is not None:
+        found = [ids[-kept:] for ids in found]
     if not all(found):
         raise refuse("prompt", "is empty after tokenization")
     return found
@@ -90,18 +106,15 @@ def _groups(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
     yield items[start:]
 
 
-async def chat_ids(service: Service, messages: Sequence[Message]) -> tuple[int, ...]:
+async def chat_ids(
+    service: Service, conversation: Conversation, *, truncate: int | None = None
+) -> tuple[int, ...]:
     """Ids of a conversation, the beginning of the assistant's answer included."""
-    _refuse_hopeless(service.model, characters_of(messages), "messages")
-    ids = await template_ids(
-        service, messages, add_generation_prompt=True, add_special_tokens=False
-    )
-    return tuple(ids)
-
-
-def characters_of(messages: Sequence[Message]) -> int:
-    """Characters of all contents."""
-    return sum(len(message["content"]) for message in messages)
+    kept = kept_tokens(service.model, truncate)
+    if kept is None:
+        _refuse_hopeless(service.model, conversation.characters, "messages")
+    ids = await template_ids(service, conversation, add_special_tokens=False)
+    return tuple(ids if kept is None else ids[-kept:])
 
 
 async def text_ids(service: Service, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -111,14 +124,11 @@ async def text_ids(service: Service, text: str, *, add_special_tokens: bool) -> 
 
 
 async def template_ids(
-    service: Service,
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool,
-    add_special_tokens: bool,
+    service: Service, conversation: Conversation, *, add_special_tokens: bool
 ) -> list[int]:
     """Ids of a conversation in the model's template, however many; 400 where it refuses it."""
     model = service.model
+    messages: Sequence[dict[str, Any]] = conversation.messages
     if not model.knows_developer:
         # OpenAI's newer name for the same thing; templates of older models know one of them.
         messages = [
@@ -128,11 +138,15 @@ async def template_ids(
     apply = partial(
         model.tokenizer.apply_chat_template,
         messages,
-        add_generation_prompt=add_generation_prompt,
+        tools=conversation.tools,
+        documents=conversation.documents,
+        variables=conversation.variables,
+        add_generation_prompt=conversation.add_generation_prompt,
+        continue_final_message=conversation.continue_final_message,
         add_special_tokens=add_special_tokens,
     )
     try:
-        is_short = characters_of(messages) <= _INLINE_CHARACTERS
+        is_short = conversation.is_plain and conversation.characters <= _INLINE_CHARACTERS
         return await service.threads.run(apply, is_short=is_short)
     except ApiError:
         raise
@@ -201,25 +215,26 @@ def output_limit(
     return asked
 
 
-_TEMPLATE_FIELDS = (
-    "chat_template",
-    "chat_template_kwargs",
-    "continue_final_message",
-    "documents",
-    "mm_processor_kwargs",
-    "tools",
-)
+_TEMPLATE_FIELDS = ("chat_template", "mm_processor_kwargs")
 
 
-def parse_tokenize(body: bytes) -> TokenizeRequest:
+class ToTokenize(NamedTuple):
+    """A body of POST /tokenize, and its conversation where it has one."""
+
+    asked: TokenizeRequest
+    conversation: Conversation | None
+
+
+def parse_tokenize(body: bytes) -> ToTokenize:
     """The body of POST /tokenize."""
     check_text(body)
     asked = read(TokenizeRequest, body)
     if (asked.prompt is None) == (asked.messages is None):
         raise refuse("prompt", "give either prompt, a text, or messages, a conversation")
-    if asked.messages is not None:
-        refuse_not_built(body, chat=True, names=_TEMPLATE_FIELDS)
-    return asked
+    if asked.messages is None:
+        return ToTokenize(asked, None)
+    refuse_not_built(body, chat=True, names=_TEMPLATE_FIELDS)
+    return ToTokenize(asked, conversation_of(body, asked.messages, asked))
 
 
 def parse_detokenize(body: bytes) -> DetokenizeRequest:
@@ -237,14 +252,15 @@ class _DetokenizeTexts(msgspec.Struct, frozen=True, gc=False):
     tokens: msgspec.Raw = NO_VALUE
 
 
-async def tokenize(service: Service, asked: TokenizeRequest) -> dict[str, Any]:
+async def tokenize(service: Service, call: ToTokenize) -> dict[str, Any]:
     """The answer to `prompt` (text) or `messages` (a conversation in the model's template)."""
+    asked, conversation = call
     service.model.name_for(asked.model)
-    if asked.prompt is not None:
+    if conversation is None:
         add_special = asked.add_special_tokens is not False
-        ids = await text_ids(service, asked.prompt, add_special_tokens=add_special)
+        ids = await text_ids(service, asked.prompt or "", add_special_tokens=add_special)
     else:
-        ids = await _conversation_ids(service, asked)
+        ids = await _conversation_ids(service, asked, conversation)
     return {
         "count": len(ids),
         "max_model_len": service.model.max_model_len,
@@ -262,17 +278,14 @@ async def detokenize(service: Service, asked: DetokenizeRequest) -> dict[str, An
     return {"prompt": await service.threads.run(decode, is_short=len(ids) <= INLINE_TOKENS)}
 
 
-async def _conversation_ids(service: Service, asked: TokenizeRequest) -> list[int]:
-    messages = as_messages(asked.messages or ())
-    characters = characters_of(messages)
+async def _conversation_ids(
+    service: Service, asked: TokenizeRequest, conversation: Conversation
+) -> list[int]:
+    characters = conversation.characters
     if characters > MAX_TOKENIZED_CHARACTERS:
         raise refuse("messages", f"at most {MAX_TOKENIZED_CHARACTERS} characters, got {characters}")
-    return await template_ids(
-        service,
-        messages,
-        add_generation_prompt=asked.add_generation_prompt is not False,
-        add_special_tokens=bool(asked.add_special_tokens),
-    )
+    add_special = bool(asked.add_special_tokens)
+    return await template_ids(service, conversation, add_special_tokens=add_special)
 
 
 async def _pieces(service: Service, ids: Sequence[int]) -> list[str]:

@@ -9,6 +9,7 @@ zeros for its KV transfer, an engine of one process shows no ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -162,6 +163,14 @@ def request_samples(metrics: RequestMetrics) -> Iterable[AnySample]:
     )
 
 
+def parser_samples(malformed_calls: Mapping[str, int]) -> Iterable[Sample]:
+    """What parsers found; nothing before the first."""
+    text = "Tool calls that were not whole, or none at all, by parser"
+    for parser, count in sorted(malformed_calls.items()):
+        labels = (("parser", parser),)
+        yield Sample(f"{_PREFIX}malformed_tool_calls", "counter", text, float(count), labels)
+
+
 def vllm_samples(stats: EngineStats, *, model: str, block_size: int) -> Iterable[AnySample]:
     """What the Gateway API inference extension's endpoint picker, and llm-d's, scrape."""
     labels = (("model_name", model),)
@@ -190,9 +199,12 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         self.requests = RequestMetrics()
+        self.malformed_calls = Counter[str]()
+        """By parser; filled by the requests' generations."""
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._registry.register(_SampleCollector(lambda: request_samples(self.requests)))
+        self._registry.register(_SampleCollector(lambda: parser_samples(self.malformed_calls)))
 
     def watch(
         self,
