@@ -49,7 +49,9 @@ class Both:
         async def requests() -> list[EngineRequest]:
             if is_chat:
                 chat = parse_chat(orjson.dumps(body))
-                prompts, options = [await chat_ids(self.service, chat.conversation)], chat.options
+                options = chat.options
+                ids = await chat_ids(self.service, chat.conversation, truncate=options.truncate)
+                prompts = [ids]
             else:
                 call = parse_completion(orjson.dumps(body))
                 prompts = await completion_ids(self.service, call.prompts)
@@ -100,6 +102,20 @@ CONVERSATION = [
     {"role": "assistant", "content": "<think>well</think>\n\nhello  "},
     {"role": "user", "content": "日本語 é😀 <|im_end|> hello", "name": "anna"},
 ]
+TOOLS = [{"type": "function", "function": {"parameters": {"b": 1, "a": []}, "name": "f"}, "x": 1}]
+CALLED = [
+    {"role": "user", "content": "hello"},
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "well",
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"b": "é"}'}},
+            {"function": {"name": "f", "arguments": '{"b'}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "1", "name": "f", "content": text_parts("20", "C")},
+]
 COMPLETIONS: list[dict[str, Any]] = [
     {"prompt": "hello hello"},
     {"prompt": LONG},
@@ -116,6 +132,10 @@ CHATS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": text_parts("hello", "there"), "x": 1}]},
     {"messages": CONVERSATION, "cache_salt": "tenant", "tools": [], "chat_template_kwargs": {}},
     {"messages": [{**CONVERSATION[0], "reasoning_content": "dropped", "tool_calls": None}]},
+    {"messages": CONVERSATION, "reasoning_effort": "none", "documents": [{"title": "t"}]},
+    {"messages": CONVERSATION, "truncate_prompt_tokens": 40},
+    {"messages": CONVERSATION, "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": True}},
+    {"messages": CONVERSATION, "tools": TOOLS, "tool_choice": "none"},
 ]
 
 
@@ -151,6 +171,27 @@ def test_a_developer_is_the_system_where_the_template_does_not_know_it(tmp_path:
     both(save_byte_level(tmp_path, CHATML)).assert_equal({"messages": messages}, is_chat=True)
 
 
+SHOWS_ALL = """{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"tools": TOOLS},
+        {
+            "messages": [*CALLED, {"role": "assistant", "content": "It is"}],
+            "continue_final_message": True,
+        },
+    ],
+)
+def test_earlier_calls_reach_templates_as_they_do_the_engines(
+    more: dict[str, Any], tmp_path: Path
+) -> None:
+    pair = both(save_byte_level(tmp_path, SHOWS_ALL))
+    pair.assert_equal({"messages": CALLED, **more}, is_chat=True)
+
+
 REFUSED: list[tuple[bool, dict[str, Any]]] = [
     (False, {"prompt": ""}),
     (False, {"prompt": []}),
@@ -167,7 +208,9 @@ REFUSED: list[tuple[bool, dict[str, Any]]] = [
     (True, {"messages": [{"role": "user"}]}),
     (True, {"messages": [{"role": "user", "content": None}]}),
     (True, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
-    (True, {"messages": [{"role": "tool", "content": "x"}]}),
+    (True, {"messages": [{"role": "function", "content": "x"}]}),
+    (True, {"messages": [{"role": "user", "content": "x"}], "continue_final_message": True}),
+    (True, {"messages": [{"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}]}),
     (True, {"messages": [{"role": "user", "content": "x", "name": 3}]}),
     (True, {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}),
     (True, {"messages": [{"role": "assistant", "content": "x"}]}),  # the template wants a user

@@ -9,12 +9,14 @@ P says so, and D computes the prompt.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from tests.router.fakes import Fleet, fleet
 from tests.worker.server_fakes import EOS, KEY, VOCAB, ByteTokenizer, Running, serving
+from xpyd_core.errors import XpydError
 from xpyd_core.messages import Heartbeat
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import EngineCore
@@ -68,6 +70,8 @@ class ReplayExecutor:
     counters: StepCounters = field(default_factory=StepCounters)
     prompts: dict[str, str] = field(default_factory=dict)
     """The texts of prompts, by the requests' log id."""
+    fails_at: set[int] = field(default_factory=set)
+    """Positions whose next draw fails, once each, and with it the requests of its step."""
 
     def await_oldest(self, awake: int) -> bool:
         return True
@@ -78,6 +82,9 @@ class ReplayExecutor:
     def _draw(self, sequence: ScheduledSequence) -> tuple[SampledToken, ...]:
         drawn: list[SampledToken] = []
         for sample in sequence.samples:
+            if sample.position in self.fails_at:
+                self.fails_at.discard(sample.position)
+                raise XpydError("a scripted failure")
             ids = self.ids(self.prompts[sequence.log_id], sample.choice_index)
             token = ids[sample.position] if sample.position < len(ids) else EOS
             wanted = sequence.sampling.logprobs
@@ -132,18 +139,23 @@ async def replaying(play: Play | str, **served: Any) -> AsyncGenerator[Running]:
 
 @contextlib.asynccontextmanager
 async def replayed(
-    play: Play | str, *, prefill: int = 1, decode: int = 1, **config: Any
+    play: Play | str,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    served: Mapping[str, Any] = MappingProxyType({}),
+    **config: Any,
 ) -> AsyncIterator[tuple[Fleet, dict[str, list[Running]]]]:
     """A real router in front of replay engines, by role: `Prefill` and `Decode`, or, where there
-    are none of these, one `Aggregated`. `config`: of the router."""
+    are none of these, one `Aggregated`. `served`: of the engines, `config`: of the router."""
     roles = ["Prefill"] * prefill + ["Decode"] * decode or ["Aggregated"]
     engines: dict[str, list[Running]] = {}
     async with contextlib.AsyncExitStack() as stack:
         made = await stack.enter_async_context(fleet(**config))
         for number, role in enumerate(roles):
             # Requests of a router without a key are unsigned; the engine takes them as they are.
-            served = replaying(play, role=role, signed_by=None, keys=(KEY,))
-            running = await stack.enter_async_context(served)
+            engine = replaying(play, role=role, signed_by=None, keys=(KEY,), **served)
+            running = await stack.enter_async_context(engine)
             engines.setdefault(role, []).append(running)
             await _join(made, running, role, number)
         yield made, engines

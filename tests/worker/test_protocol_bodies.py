@@ -337,7 +337,7 @@ def test_the_bounds_themselves_are_taken_and_what_is_behind_them_is_not() -> Non
 
 def test_the_parts_of_all_messages_together_are_bounded() -> None:
     half = {"role": "user", "content": [{"type": "text", "text": "a"}] * (MAX_PARTS // 2)}
-    assert len(chat(messages=[half, half]).messages) == 2
+    assert len(chat(messages=[half, half]).conversation.messages) == 2
     more = {"role": "user", "content": [{"type": "text", "text": "a"}]}
     assert param_of(chat, messages=[half, half, more]) == "messages"
 

@@ -57,7 +57,12 @@ class Strict(ByteTokenizer):
         return [EOS if add_special_tokens else 0]
 
     def apply_chat_template(
-        self, messages: Any, *, add_generation_prompt: bool, add_special_tokens: bool = False
+        self,
+        messages: Any,
+        *,
+        add_generation_prompt: bool,
+        add_special_tokens: bool = False,
+        **more: Any,
     ) -> list[int]:
         return [int(add_generation_prompt), int(add_special_tokens)]
 

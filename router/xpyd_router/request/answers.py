@@ -99,11 +99,14 @@ class FirstChoice:
 
     index: int
     text: str
+    """Empty where there is none, or a chat says something else."""
     token_ids: tuple[int, ...]
     logprobs: object
     finish_reason: str
     extras: Json
     """stop_reason and, where asked for, the prompt's ids: passed on as they are."""
+    delta: Json | None = None
+    """What a chat says besides content, too: reasoning, tool calls; as a chunk says it."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,26 @@ def _text(choice: Json, is_chat: bool) -> str:
     return cast(str, text)
 
 
+def _delta(choice: Json, is_chat: bool) -> Json | None:
+    """What a chat says besides content. Our engines give it; of others it is their message."""
+    delta = choice.get("delta")
+    if not is_chat:
+        return None
+    if isinstance(delta, dict):
+        return cast(Json, delta)
+    message = cast(Json, choice["message"])
+    said: Json = {name: message[name] for name in _REASONING if message.get(name)}
+    if calls := message.get("tool_calls"):
+        calls = _objects(calls, "tool_calls")
+        said["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+    if said and message.get("content"):
+        said["content"] = message["content"]
+    return said or None
+
+
+_REASONING = ("reasoning_content", "reasoning")
+
+
 def _first_choice(choice: Json, index: int, is_chat: bool) -> FirstChoice:
     _require(choice.get("index") == index, "choices are not in order")
     ids = choice.get("token_ids")
@@ -162,6 +185,7 @@ def _first_choice(choice: Json, index: int, is_chat: bool) -> FirstChoice:
         logprobs=choice.get("logprobs"),
         finish_reason=finish,
         extras={k: choice[k] for k in ("stop_reason", "prompt_token_ids") if k in choice},
+        delta=_delta(choice, is_chat),
     )
 
 
@@ -260,9 +284,11 @@ def _base(request: InferenceRequest, head: Head, model: str) -> Json:
 
 
 def _counted(usage: Json, generated: int) -> Json:
-    """The usage of a stream so far; `usage` counts its prompt."""
+    """The usage of a stream so far; `usage` counts its prompt. What it says of P's tokens alone is
+    left out."""
     total = usage.get("prompt_tokens", 0) + generated
-    return {"usage": {**usage, "completion_tokens": generated, "total_tokens": total}}
+    kept = {name: usage[name] for name in usage if name != "completion_tokens_details"}
+    return {"usage": {**kept, "completion_tokens": generated, "total_tokens": total}}
 
 
 def role_events(request: InferenceRequest, head: Head, model: str, usage: Json) -> bytes:
@@ -352,10 +378,14 @@ class ChunkWriter:
     def _piece(self, choice: FirstChoice) -> Json | None:
         """One choice of the first content chunk; None where it would be empty."""
         request = self._ask
-        if not choice.text and choice.logprobs is None and not request.wants_token_ids:
+        is_silent = not choice.text and choice.delta is None and choice.logprobs is None
+        if is_silent and not request.wants_token_ids:
             return None
         piece: Json = {"index": choice.index, "logprobs": choice.logprobs, "finish_reason": None}
-        piece |= {"delta": {"content": choice.text}} if request.is_chat else {"text": choice.text}
+        if request.is_chat:
+            piece["delta"] = choice.delta or {"content": choice.text}
+        else:
+            piece["text"] = choice.text
         if request.wants_token_ids:
             piece["token_ids"] = choice.token_ids
             if "prompt_token_ids" in choice.extras:
@@ -367,11 +397,12 @@ def whole_answer(request: InferenceRequest, head: Head, answer: PrefillAnswer) -
     """P's answer as the client's, where every choice ended at its first token."""
     document = {k: v for k, v in answer.document.items() if k != "kv_transfer_params"}
     document |= {"id": head.response_id, "created": head.created}
-    if not request.wants_token_ids:
-        document.pop("prompt_token_ids", None)
-        for choice in _objects(document["choices"], "choices"):
-            choice.pop("token_ids", None)
-            choice.pop("prompt_token_ids", None)
+    ids = () if request.wants_token_ids else ("token_ids", "prompt_token_ids")
+    for name in ids:
+        document.pop(name, None)
+    for choice in _objects(document["choices"], "choices"):
+        for name in ("delta", *ids):
+            choice.pop(name, None)
     return orjson.dumps(document)
 
 

@@ -23,7 +23,7 @@ around it."""
 _MAX_PROMPTS = 256
 _MAX_MESSAGES = 4096
 _MAX_PARTS = 16_384
-_ROLES = ("system", "developer", "user", "assistant")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Prompt = str | Sequence[int]
 
@@ -36,7 +36,7 @@ class Refused(Exception):
 class Conversation:
     """What a chat template is rendered with."""
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     tools: list[Any] | None
     documents: list[Any] | None
     add_generation_prompt: bool
@@ -101,35 +101,84 @@ def conversation(fields: Mapping[str, Any], *, knows_developer: bool) -> Convers
             for message in messages
         ]
     continues = flag(fields, "continue_final_message", default=False)
-    generates = flag(fields, "add_generation_prompt", default=True)
+    generates = flag(fields, "add_generation_prompt", default=not continues)
     if continues and generates:
         raise Refused("continue_final_message: not with add_generation_prompt")
-    variables: object = fields.get("chat_template_kwargs") or {}
-    if not isinstance(variables, dict):
-        raise Refused("chat_template_kwargs: no object")
+    if continues and (messages[-1]["role"] != "assistant" or not messages[-1]["content"]):
+        raise Refused("continue_final_message: needs an assistant's last message with content")
     return Conversation(
         messages=messages,
-        tools=_objects(fields, "tools"),
+        # The model does not see tools that it may not call.
+        tools=None if fields.get("tool_choice") == "none" else _objects(fields, "tools"),
         documents=_objects(fields, "documents"),
         add_generation_prompt=generates,
         continue_final_message=continues,
-        variables=cast("dict[str, Any]", variables),
+        variables=_variables(fields),
     )
 
 
-def _message(value: object) -> dict[str, str]:
+def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
+    given: object = fields.get("chat_template_kwargs") or {}
+    if not isinstance(given, dict):
+        raise Refused("chat_template_kwargs: no object")
+    variables = cast("dict[str, Any]", given)
+    effort = fields.get("reasoning_effort")
+    if effort is None:
+        return variables
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none", **variables}
+
+
+def _message(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Refused("messages: an item is no object")
     fields = cast("dict[str, Any]", value)
-    role, name = fields.get("role"), fields.get("name")
-    if role not in _ROLES or any(fields.get(key) for key in ("tool_calls", "function_call")):
+    role, name, content = fields.get("role"), fields.get("name"), fields.get("content")
+    if role not in _ROLES or fields.get("function_call"):
         raise Refused("messages: a role or a member that engines do not take")
-    message = {"role": cast(str, role), "content": _content(fields.get("content"))}
-    if name is None:
-        return message
-    if not isinstance(name, str):
-        raise Refused("messages: a name is no text")
-    return {**message, "name": name}
+    is_assistant = role == "assistant"
+    if content is None and is_assistant:
+        content = ""
+    message: dict[str, Any] = {"role": cast(str, role), "content": _content(content)}
+    if name is not None:
+        message["name"] = _member(name, "a name")
+    if role == "tool" and (call_id := fields.get("tool_call_id")) is not None:
+        message["tool_call_id"] = _member(call_id, "a tool_call_id")
+    reasoning = fields.get("reasoning_content") or fields.get("reasoning")
+    if is_assistant and reasoning:
+        message["reasoning_content"] = _member(reasoning, "reasoning")
+    if calls := fields.get("tool_calls"):
+        if not is_assistant or not isinstance(calls, list):
+            raise Refused("messages: calls that are no list of an assistant's")
+        message["tool_calls"] = [_call(call) for call in cast("list[object]", calls)]
+    return message
+
+
+def _member(value: object, what: str) -> str:
+    if not isinstance(value, str):
+        raise Refused(f"messages: {what} is no text")
+    return value
+
+
+def _call(value: object) -> dict[str, Any]:
+    """An earlier call; its arguments as the object that their JSON says, where it says one."""
+    fields = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    function: object = fields.get("function")
+    if not isinstance(function, dict) or fields.get("type", "function") != "function":
+        raise Refused("messages: a call of no function")
+    called = cast("dict[str, Any]", function)
+    arguments: Any = _member(called.get("arguments", ""), "a call's arguments")
+    try:
+        parsed: object = msgspec.json.decode(arguments or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        parsed = None
+    return {
+        "type": "function",
+        **({} if fields.get("id") is None else {"id": _member(fields["id"], "a call's id")}),
+        "function": {
+            "name": _member(called.get("name"), "a call's name"),
+            "arguments": cast("Any", parsed) if isinstance(parsed, dict) else arguments,
+        },
+    }
 
 
 def _content(value: object) -> str:
@@ -170,13 +219,13 @@ def flag(fields: Mapping[str, Any], name: str, *, default: bool) -> bool:
 
 def kept_tokens(fields: Mapping[str, Any], max_model_len: int) -> int | None:
     """`truncate_prompt_tokens`, vLLM's: so many ids of a prompt's end are kept; -1 means the
-    context's length. None: all of them."""
+    context's length less one. None: all of them."""
     value = fields.get("truncate_prompt_tokens")
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < -1 or value == 0:
         raise Refused("truncate_prompt_tokens: neither -1 nor above 0")
-    return max_model_len if value == -1 else value
+    return max_model_len - 1 if value == -1 else value
 
 
 def salt(fields: Mapping[str, Any]) -> bytes:

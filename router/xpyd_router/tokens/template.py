@@ -130,7 +130,7 @@ class ChatTemplates:
         source = self._sources.get(name)
         if source is None:
             raise Refused("the model has no chat template")
-        messages: list[dict[str, str]] = given.messages
+        messages = given.messages
         if given.continue_final_message:
             last = messages[-1]
             messages = [*messages[:-1], {**last, "content": last["content"] + _TAG}]
