@@ -171,7 +171,9 @@ def test_a_developer_is_the_system_where_the_template_does_not_know_it(tmp_path:
     both(save_byte_level(tmp_path, CHATML)).assert_equal({"messages": messages}, is_chat=True)
 
 
-SHOWS_ALL = """{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"""
+SHOWS_ALL = (
+    """{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{{ m.content }}{% endfor %}"""
+)
 
 
 @pytest.mark.parametrize(

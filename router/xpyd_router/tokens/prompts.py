@@ -145,7 +145,8 @@ def _message(value: object) -> dict[str, Any]:
         message["tool_call_id"] = _member(call_id, "a tool_call_id")
     reasoning = fields.get("reasoning_content") or fields.get("reasoning")
     if is_assistant and reasoning:
-        message["reasoning_content"] = _member(reasoning, "reasoning")
+        text = _member(reasoning, "reasoning")
+        message = {"thinking": text, **message, "reasoning_content": text}
     if calls := fields.get("tool_calls"):
         if not is_assistant or not isinstance(calls, list):
             raise Refused("messages: calls that are no list of an assistant's")

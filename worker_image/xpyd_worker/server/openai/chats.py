@@ -141,7 +141,8 @@ def _message(found: ChatMessage, place: str) -> Message:
     if found.role == "tool" and found.tool_call_id is not None:
         message["tool_call_id"] = found.tool_call_id
     if is_assistant and (reasoning := found.reasoning_content or found.reasoning):
-        message["reasoning_content"] = reasoning
+        # transformers gives it to templates by both names; here they are the same everywhere.
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     if found.tool_calls:
         message["tool_calls"] = [
             {
