@@ -62,6 +62,14 @@ _Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _PromptItem = (
     TokenId | Annotated[str, Meta(min_length=1)] | Annotated[list[TokenId], Meta(min_length=1)]
 )
+_Pattern = Annotated[str, Meta(min_length=1, max_length=8192)]
+_Rules = Annotated[str, Meta(min_length=1, max_length=64 * 1024)]
+_Choice = Annotated[
+    list[Annotated[str, Meta(min_length=1, max_length=16 * 1024)]],
+    Meta(min_length=1, max_length=10_000),
+]
+_OBJECT: dict[str, Any] = {"type": "object"}
+_LIST: dict[str, Any] = {"type": "array"}
 _BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 # msgspec knows one list type in a union; a list of token ids is one prompt, and holds nothing else.
 _ONE_PROMPT: list[dict[str, Any]] = [
@@ -144,6 +152,59 @@ class RoutedChat(Routed, frozen=True, gc=False, kw_only=True):
     max_completion_tokens: MaxCompletionTokens = None
 
 
+class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """`response_format.json_schema`."""
+
+    name: Annotated[_Text1024 | None, _engine("Changes nothing.")] = None
+    description: Annotated[str | None, _engine("Changes nothing.")] = None
+    schema: Annotated[
+        msgspec.Raw, _engine("A JSON schema. Without it any object.", type=["object", "boolean"])
+    ] = msgspec.field(default_factory=lambda: NO_VALUE)
+    strict: Annotated[
+        bool | None, _engine("Objects have no members but those that the schema names.")
+    ] = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """What the answer must look like, as OpenAI says it; structural_tag as vLLM."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: Annotated[JsonSchemaFormat | None, _engine("With the type json_schema.")] = None
+    format: Annotated[msgspec.Raw, _engine("With structural_tag.", **_OBJECT)] = msgspec.field(
+        default_factory=lambda: NO_VALUE
+    )
+    structures: Annotated[msgspec.Raw, _engine("With structural_tag, its older form.", **_LIST)] = (
+        msgspec.field(default_factory=lambda: NO_VALUE)
+    )
+    triggers: Annotated[msgspec.Raw, _engine("With structural_tag, its older form.", **_LIST)] = (
+        msgspec.field(default_factory=lambda: NO_VALUE)
+    )
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """What the answer must look like, as vLLM says it: one of the first six, and how."""
+
+    json: Annotated[
+        msgspec.Raw, _engine("A JSON schema, or its text.", type=["object", "boolean", "string"])
+    ] = msgspec.field(default_factory=lambda: NO_VALUE)
+    json_object: Annotated[bool | None, _engine("Any JSON object.")] = None
+    regex: Annotated[_Pattern | None, _engine("A regular expression.")] = None
+    choice: Annotated[_Choice | None, _engine("One of these texts.")] = None
+    grammar: Annotated[_Rules | None, _engine("Rules in Lark's or GBNF's notation.")] = None
+    structural_tag: Annotated[
+        msgspec.Raw, _engine("As in response_format, or its text.", type=["object", "string"])
+    ] = msgspec.field(default_factory=lambda: NO_VALUE)
+    disable_any_whitespace: Annotated[
+        bool | None, _engine("No blank even behind a comma or a colon.")
+    ] = None
+    disable_additional_properties: Annotated[bool | None, _engine("As strict of json_schema.")] = (
+        None
+    )
+    whitespace_pattern: Annotated[
+        _Text1024 | None, _engine("What may be between the parts of a JSON value.")
+    ] = None
+
+
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of both endpoints that only the engine reads. Ranges are OpenAI's or vLLM's."""
 
@@ -202,10 +263,37 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: Annotated[
         _Text1024 | None, _engine("Prefixes are shared only within one cache_salt.")
     ] = None
-    truncate_prompt_tokens: Annotated[
-        Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None,
-        _engine("So many tokens of the prompt's end are kept; -1: as many as there is room for."),
+    response_format: Annotated[
+        ResponseFormat | None, _engine("What the answer must look like.")
     ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None, _engine("The same, as vLLM says it.")
+    ] = None
+    guided_json: Annotated[
+        msgspec.Raw,
+        _engine("structured_outputs.json of older vLLM.", type=["object", "boolean", "string"]),
+    ] = msgspec.field(default_factory=lambda: NO_VALUE)
+    guided_json_object: Annotated[
+        bool | None, _engine("structured_outputs.json_object of older vLLM.")
+    ] = None
+    guided_regex: Annotated[_Pattern | None, _engine("structured_outputs.regex of older vLLM.")] = (
+        None
+    )
+    guided_choice: Annotated[
+        Annotated[
+            list[Annotated[str, Meta(min_length=1, max_length=16 * 1024)]],
+            Meta(max_length=10_000),
+        ]
+        | None,
+        _engine("structured_outputs.choice of older vLLM."),
+    ] = None
+    guided_grammar: Annotated[
+        _Rules | None, _engine("structured_outputs.grammar of older vLLM.")
+    ] = None
+    guided_whitespace_pattern: Annotated[
+        _Text1024 | None, _engine("structured_outputs.whitespace_pattern of older vLLM.")
+    ] = None
+    guided_decoding_backend: Annotated[str | None, _engine("Changes nothing.")] = None
 
 
 class CompletionOptions(Generation, frozen=True, kw_only=True):

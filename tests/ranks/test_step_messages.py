@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.ranks.kit.coded_executor import MOST_TOKENS
 from xpyd_worker.engine.executor import (
     DRAWN_BEFORE,
+    KnownMask,
     KnownTokens,
     SampleSpec,
     ScheduledSequence,
@@ -53,8 +54,8 @@ GOING = replace(SOME, token_ids=(20,), start=3, samples=(SampleSpec(0, 1),))
 
 
 # Before and behind the sampling parameters, which come by name.
-GOLDEN_BEGIN = "94099493000191079301cd012c909502029205ce000111709091009c03030604910892040905919200"
-GOLDEN_END = "9102a161940102030491920102c4026b76"
+GOLDEN_BEGIN = "95099493000191079301cd012c909502029205ce000111709091009c03030604910892040905919200"
+GOLDEN_END = "9102a161940102030491920102c4026b76919202c404ff000001"
 
 
 class Line:
@@ -103,6 +104,7 @@ def test_the_bytes_of_a_step_are_these():
         ),
         ((1, 2),),
         b"kv",
+        ((2, b"\xff\x00\x00\x01"),),
     )
     encoded = encode_step(message)
     assert encoded.hex().startswith(GOLDEN_BEGIN)
@@ -160,6 +162,24 @@ def test_only_what_the_ranks_know_is_left_out(second: ScheduledSequence, kind: t
     line.send(SOME)
     (row,) = line.send(second).rows
     assert type(row) is kind
+
+
+def test_masks_come_along_with_each_step_whatever_row_their_sequence_has():
+    """Each `send` compares the step that a rank makes."""
+    line = Line()
+    first, other = KnownMask(b"\x06\x00\x00\x00"), replace(SOME, seq_id=6, block_ids=(7,))
+    line.send(other, replace(SOME, mask=first))
+    going = replace(other, token_ids=(20,), start=3, samples=(SampleSpec(0, 1),))
+    rows = line.send(replace(GOING, mask=KnownMask(b"\x01\x00\x00\x80")), going).rows
+    assert {type(row) for row in rows} == {Going}
+    assert line.send(replace(GOING, start=4, samples=(SampleSpec(0, 2),))).masks == ()
+
+
+def test_a_mask_for_a_row_that_is_not_there_is_refused():
+    line = Line()
+    line.send(SOME)
+    with pytest.raises(MessageError, match="a mask for row 1 of 1"):
+        line.decoder.read(StepMessage(2, (Going(0),), masks=((1, b""),)))
 
 
 def test_chunks_of_a_prompt_carry_their_tokens_and_no_more():

@@ -23,6 +23,7 @@ from xpyd_worker.engine.request import (
     SchedulerConfig,
     SendTo,
 )
+from xpyd_worker.grammar.matcher import Matcher
 
 # How many steps are under way: one, one more that is drawn ahead for, or those of a pipeline.
 Way = dict[str, Any]
@@ -85,6 +86,8 @@ class EngineDriver:
         self.consumer = FakeConsumer(self.pool, self.executor) if receives else None
         self.outputs: dict[str, list[EngineOutput]] = {}
         self.requests: dict[str, EngineRequest] = {}
+        # By request, as they were when it was submitted.
+        self.matchers: dict[str, tuple[Matcher, ...]] = {}
         self.core = EngineCore(
             self.executor,
             pool=self.pool,
@@ -100,6 +103,7 @@ class EngineDriver:
     def submit(self, request: EngineRequest) -> EngineRequest:
         self.requests[request.request_id] = request
         self.outputs[request.request_id] = []
+        self.matchers[request.request_id] = tuple(one.copy() for one in request.matchers)
         self.core.submit(request)
         return request
 
@@ -137,9 +141,13 @@ class EngineDriver:
         assert len(dict(ends)) == len(ends), "a choice ended twice"
         return dict(ends)
 
-    def assert_as_alone(self, request_id: str) -> None:
+    def alone(self, request_id: str) -> list[tuple[list[int], str]]:
+        """See engine_fakes.alone."""
         request = self.requests[request_id]
-        for choice, (tokens, reason) in enumerate(alone(request, self.model_len)):
+        return alone(request, self.model_len, self.matchers[request_id])
+
+    def assert_as_alone(self, request_id: str) -> None:
+        for choice, (tokens, reason) in enumerate(self.alone(request_id)):
             assert self.tokens(request_id, choice) == tokens, (request_id, choice)
             assert self.reasons(request_id)[choice] == reason
         assert [o.finished for o in self.outputs[request_id]].count(True) == 1
@@ -147,9 +155,7 @@ class EngineDriver:
 
     def assert_begins_as_alone(self, request_id: str) -> None:
         """For a request that was cut off: it put out nothing wrong."""
-        for choice, (tokens, _reason) in enumerate(
-            alone(self.requests[request_id], self.model_len)
-        ):
+        for choice, (tokens, _reason) in enumerate(self.alone(request_id)):
             got = self.tokens(request_id, choice)
             assert got == tokens[: len(got)], (request_id, choice)
 
@@ -178,6 +184,7 @@ def make_request(
     max_tokens: int = 8,
     cache_salt: bytes = b"",
     priority: int = 0,
+    matchers: tuple[Matcher, ...] = (),
     **sampling: Any,
 ) -> EngineRequest:
     """A request with the fields that a test cares about."""
@@ -192,6 +199,7 @@ def make_request(
         transfer=transfer,
         cache_salt=cache_salt,
         priority=priority,
+        matchers=matchers,
     )
 
 

@@ -27,6 +27,7 @@ from xpyd_worker.engine.request import (
     SchedulerConfig,
     TokenLogprob,
 )
+from xpyd_worker.grammar.matcher import Matcher
 
 BLOCK = 4
 EOS = 0
@@ -53,14 +54,30 @@ def next_token(kv: int, choice_index: int, position: int, sampling: SamplingPara
     return drawn if drawn != EOS or position >= sampling.min_tokens else 1
 
 
-def alone(request: EngineRequest, max_model_len: int) -> list[tuple[list[int], str]]:
-    """Each choice's new tokens and end, when the request runs alone."""
+def within(mask: bytes | None, drawn: int, position: int, sampling: SamplingParams) -> int:
+    """What becomes of a draw under a grammar's mask: EOS before min_tokens only where nothing else
+    may come."""
+    if mask is None:
+        return drawn
+    bits = int.from_bytes(mask, "little")
+    ids = [i for i in range(len(mask) * 8) if bits >> i & 1]
+    if position < sampling.min_tokens:
+        ids = [i for i in ids if i != EOS] or ids
+    return drawn if drawn in ids else ids[drawn % len(ids)]
+
+
+def alone(
+    request: EngineRequest, max_model_len: int, matchers: Sequence[Matcher] = ()
+) -> list[tuple[list[int], str]]:
+    """Each choice's new tokens and end, when the request runs alone. `matchers`: as they were when
+    it was submitted."""
     results: list[tuple[list[int], str]] = []
     params = request.sampling
     for choice in range(request.n):
         known = list(request.continue_from[choice]) if request.continue_from else []
         output: list[int] = []
         kv = reduce(chain, request.prompt, _ROOT)
+        matcher = matchers[choice].copy() if matchers else None
         reason = ""
         if params.max_tokens == 0:
             reason = "length"
@@ -69,15 +86,21 @@ def alone(request: EngineRequest, max_model_len: int) -> list[tuple[list[int], s
                 token = known[len(output)]
             else:
                 token = next_token(kv, request.first_choice + choice, len(output), params)
+                if matcher is not None:
+                    token = within(matcher.mask().words(), token, len(output), params)
+                    assert matcher.accept([token])
             output.append(token)
             kv = chain(kv, token)
             may_stop = len(output) > params.min_tokens
             stops = params.stop_token_ids if params.ignore_eos else (EOS, *params.stop_token_ids)
             full = len(request.prompt) + len(output) >= max_model_len
-            if may_stop and token in stops:
+            is_complete = matcher is not None and matcher.is_finished
+            if (may_stop and token in stops) or (is_complete and len(output) >= len(known)):
                 reason = "stop"
             elif full or len(output) >= params.max_tokens:
                 reason = "length"
+        if matcher is not None and matcher.is_finished:
+            reason = "stop"  # complete, also where there is room for no more
         results.append((output[len(known) :], reason))
     return results
 
@@ -183,15 +206,20 @@ class FakeExecutor:
             if sequence.log_id in self.unlucky:
                 failed[sequence.seq_id] = "no token"
             elif sequence.samples:
-                samples[sequence.seq_id] = tuple(
-                    SampledToken(next_token(kv, s.choice_index, s.position, sequence.sampling))
-                    for s in sequence.samples
-                )
+                samples[sequence.seq_id] = self._draw(sequence, kv)
             if sequence.sampling.prompt_logprobs is not None:
                 scores[sequence.seq_id] = self._score(sequence)
         layer_done(0)
         layer_done(1)
         return StepOutput(samples, scores, failed)
+
+    def _draw(self, sequence: ScheduledSequence, kv: int) -> tuple[SampledToken, ...]:
+        words = None if sequence.mask is None else sequence.mask.words()
+        found: list[SampledToken] = []
+        for one in sequence.samples:
+            token = next_token(kv, one.choice_index, one.position, sequence.sampling)
+            found.append(SampledToken(within(words, token, one.position, sequence.sampling)))
+        return tuple(found)
 
     def _check(self, step: StepInput) -> None:
         assert 0 < step.tokens <= self._limits.max_num_batched_tokens

@@ -344,6 +344,7 @@ async def serving(
         await task
         if api.service is not None:
             api.service.threads.close()
+            api.service.grammars.close()
         for left in list(engine.tasks):
             left.cancel()
 

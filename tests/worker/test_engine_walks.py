@@ -14,8 +14,10 @@ import pytest
 
 from tests.worker.engine_driver import EngineDriver, StepFailed, Way, make_request, walks
 from tests.worker.engine_fakes import BLOCK
+from tests.worker.grammar_kit import GRAMMARS, ids_within, start_of
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_worker.engine.request import EngineRequest, ReceiveFrom, SendTo
+from xpyd_worker.grammar.matcher import Matcher
 
 PEER = Address("127.0.0.1", 21001)
 
@@ -26,7 +28,12 @@ def draw_request(rng: random.Random, number: int, driver: EngineDriver) -> Engin
     prompt = head + [rng.randrange(40) for _ in range(rng.randrange(1, 12))]
     n = rng.choice([1, 1, 1, 2, 3, 5])
     known: tuple[tuple[int, ...], ...] = ()
-    if rng.random() < 0.4:
+    matchers: tuple[Matcher, ...] = ()
+    if rng.random() < 0.3:
+        start = start_of(rng.choice(GRAMMARS))
+        matchers = tuple(start.copy() for _ in range(n))
+        known = tuple(ids_within(rng, one) for one in matchers)
+    elif rng.random() < 0.4:
         known = tuple(
             tuple(rng.randrange(1, 40) for _ in range(rng.randrange(4))) for _ in range(n)
         )
@@ -45,6 +52,7 @@ def draw_request(rng: random.Random, number: int, driver: EngineDriver) -> Engin
         # The fake at the other end knows no salts.
         cache_salt=b"" if driver.consumer else rng.choice([b"", b"", b"salt"]),
         priority=rng.randrange(-2, 3),
+        matchers=matchers,
     )
 
 

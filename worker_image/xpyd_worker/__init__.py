@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from xpyd_worker.offline.llm import LLM
     from xpyd_worker.offline.outputs import CompletionOutput, Logprob, RequestOutput
-    from xpyd_worker.offline.sampling import SamplingParams
+    from xpyd_worker.offline.sampling import SamplingParams, StructuredOutputsParams
     from xpyd_worker.ranks.loss import RankLostError
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "RankLostError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 _HOMES = {
@@ -38,6 +39,7 @@ _HOMES = {
     "RankLostError": "ranks.loss",
     "RequestOutput": "offline.outputs",
     "SamplingParams": "offline.sampling",
+    "StructuredOutputsParams": "offline.sampling",
 }
 
 

@@ -237,6 +237,7 @@ class _Worker:
                 model=loaded.model.names[0],
                 block_size=config.block_size,
                 load_s=self._age_s(),
+                grammars=self._api.service.grammars.metrics,
             )
             self._lifecycle.listen(heartbeat.beat_now)
             heartbeat.start()
@@ -245,6 +246,7 @@ class _Worker:
         finally:
             if self._api.service is not None:
                 self._api.service.threads.close()
+                self._api.service.grammars.close()
             if self._lifecycle.state != "Gone":
                 self._lifecycle.become("Gone")
             await asyncio.to_thread(loaded.close, engine_s=_ENGINE_STOP_S, kv_s=_KV_CLOSE_S)

@@ -37,6 +37,7 @@ from xpyd_worker.engine.request import (
 )
 from xpyd_worker.engine.scheduler import Scheduler
 from xpyd_worker.engine.sequences import ScheduledStep
+from xpyd_worker.grammar.matcher import MaskFiller
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class EngineCore:
         self._layer_done = producer.layer_done if producer else no_layer_done
         self._stats = copy(self._scheduler.observe())
         self._recompute_log = RecomputeLog()
+        self._masks = MaskFiller()
         self._is_quiet = True
         self._stopping = False
         self._failure: BaseException | None = None
@@ -234,6 +236,7 @@ class EngineCore:
 
     def _launch(self, step: ScheduledStep) -> None:
         begun_s = self._clock()
+        self._masks.begin(one.mask for one in step.input.sequences)
         try:
             running = self._executor.launch(step.input, self._layer_done)
         except XpydError as error:
@@ -325,6 +328,7 @@ class EngineCore:
         for item in self._inbox.close():
             item()
         self._scheduler.end_all(reason, message)
+        self._masks.close()
         self._hand_out()
         self._observe()
 

@@ -41,6 +41,26 @@ class KnownTokens:
     output: tuple[int, ...]
 
 
+class TokenMask(Protocol):
+    """Which tokens a draw may take, where a grammar says so. It may be computed meanwhile."""
+
+    def words(self) -> bytes:
+        """One bit for each token id, 1 for those that may come, in little-endian words of 32 bits;
+        ids behind the last word may not come. Waits until it is computed."""
+        ...
+
+
+@dataclass(frozen=True)
+class KnownMask:
+    """A mask that is computed: what comes to a rank."""
+
+    bits: bytes
+
+    def words(self) -> bytes:
+        """See TokenMask."""
+        return self.bits
+
+
 @dataclass(frozen=True)
 class ScheduledSequence:
     """A sequence's share of one step: compute `token_ids` at positions start, start + 1, ...
@@ -51,7 +71,8 @@ class ScheduledSequence:
     `prompt_tokens` is the length of its prompt, so that computed prompt tokens can be counted.
     With `prompt_logprobs`, rows of prompt positions are scored too. `known` is there only where
     `samples` are drawn under parameters that read earlier tokens: the executor may not have seen
-    those whose KV was found or received.
+    those whose KV was found or received. `mask` is there only where `samples` are drawn under a
+    grammar; it is the same for all of them.
     """
 
     seq_id: int
@@ -66,6 +87,7 @@ class ScheduledSequence:
     eos_token_ids: tuple[int, ...] = ()
     log_id: str = ""
     known: KnownTokens | None = None
+    mask: TokenMask | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from xpyd_core.kv_outcome import header_of
 from xpyd_kv.connector.consumer import KvConsumer
@@ -32,6 +33,9 @@ from xpyd_worker.engine.request import (
 )
 from xpyd_worker.engine.sending import Sending
 from xpyd_worker.engine.sequences import BlockTables, RequestState, Sequence
+
+if TYPE_CHECKING:
+    from xpyd_worker.grammar.matcher import Matcher
 
 logger = logging.getLogger(__name__)
 
@@ -268,6 +272,7 @@ class TokenCommit:
                 prompt_tokens=state.prompt_tokens,
                 sampling=request.sampling,
             )
+            end = _unless_complete(end, state.matcher(choice))
             if end is None:
                 state.open.append(choice)
             else:
@@ -295,6 +300,7 @@ class TokenCommit:
                 prompt_tokens=state.prompt_tokens,
                 sampling=state.request.sampling,
             )
+            end = _unless_complete(end, state.matcher(choice))
             if end is None:
                 drawn[choice] = sample.token_id
                 state.gained.append(ChoiceOutput(choice, (sample,)))
@@ -336,6 +342,14 @@ class TokenCommit:
         sequence = Sequence(next(self._ids), state, choice, tokens)
         state.sequences.append(sequence)
         return sequence
+
+
+def _unless_complete(end: End | None, matcher: Matcher | None) -> End | None:
+    """`end`; of a choice whose grammar is complete `stop`, also where its last token fits exactly:
+    nothing but EOS could follow, so that is not computed."""
+    if matcher is None or not matcher.is_finished:
+        return end
+    return end if end is not None and end.reason == "stop" else End("stop")
 
 
 class Verdict(Enum):

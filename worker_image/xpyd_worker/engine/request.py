@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from xpyd_core.distribution import Distribution
 from xpyd_core.request_id import Address, TransferKey
+
+if TYPE_CHECKING:
+    # Its library is needed only where a request has a grammar.
+    from xpyd_worker.grammar.matcher import Matcher
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Policy = Literal["fcfs", "priority"]
@@ -104,6 +108,8 @@ class EngineRequest:
     `first_choice` is OpenAI's index of choice 0 (prompt index x n); it keys the random numbers.
     `continue_from` has the ids each choice already put out (n entries) or is empty for none.
     `priority`: the lower runs first, where the engine's policy is by priority.
+    `matchers`: where each choice must follow a grammar, its place in that, behind `continue_from`;
+    the engine moves them on. Empty for none.
     """
 
     request_id: str
@@ -119,6 +125,7 @@ class EngineRequest:
     kv_missing: str = ""
     cache_salt: bytes = b""
     priority: int = 0
+    matchers: tuple[Matcher, ...] = ()
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

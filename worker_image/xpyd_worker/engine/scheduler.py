@@ -257,8 +257,12 @@ class Scheduler:
         self._requests.compare_kv(sequence)
         self._requests.take_prompt_logprobs(sequence, count, result)
         if sequence.num_computed == len(sequence.tokens):
+            drawn = _samples(part, result)
+            if broken := sequence.state.follow(drawn):
+                self._requests.fail(sequence.state, "internal", broken)
+                return
             room = self._config.max_num_seqs - len(self._running)
-            self._place(self._commit.commit(sequence, _samples(part, result), room))
+            self._place(self._commit.commit(sequence, drawn, room))
 
     def _shares(self) -> dict[int, int]:
         """The number of tokens of each running sequence, by id, that the next step may compute."""
@@ -479,4 +483,5 @@ class StepMaker:
             eos_token_ids=self._rules.eos_token_ids,
             log_id=request.log_id,
             known=sequence.known_tokens() if samples else None,
+            mask=sequence.mask() if samples else None,
         )

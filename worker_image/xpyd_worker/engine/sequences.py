@@ -9,23 +9,28 @@ owner of these values; the block manager knows blocks only, and never a sequence
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from xpyd_core.blocks import blocks_for, extend_block_hashes
 from xpyd_core.kv_outcome import MOVED, header_of
 from xpyd_worker.engine.block_manager import BlockManager
-from xpyd_worker.engine.executor import KnownTokens, ScheduledSequence, StepInput
+from xpyd_worker.engine.executor import KnownTokens, ScheduledSequence, StepInput, TokenMask
 from xpyd_worker.engine.request import (
     ChoiceOutput,
     EngineRequest,
     FinishReason,
     ReceiveFrom,
+    SampledToken,
     SamplingParams,
     SendTo,
     TokenLogprob,
 )
+
+if TYPE_CHECKING:
+    from xpyd_worker.grammar.matcher import Matcher
 
 # (priority, arrival, sequence id): the lowest goes first, the highest is preempted first.
 Rank = tuple[int, int, int]
@@ -111,6 +116,20 @@ class RequestState:
         ids = self.request.continue_from
         return ids[choice] if ids else ()
 
+    def matcher(self, choice: int) -> Matcher | None:
+        """The choice's place in the grammar that it must follow, if there is one."""
+        matchers = self.request.matchers
+        return matchers[choice] if matchers else None
+
+    def follow(self, drawn: Mapping[int, SampledToken]) -> str:
+        """Move the choices on in their grammar by the tokens drawn for them. Why one of them cannot
+        go on, empty where all can."""
+        for choice, sample in drawn.items():
+            matcher = self.matcher(choice)
+            if matcher is not None and not matcher.accept((sample.token_id,)):
+                return f"the grammar cannot go on: {matcher.error}"
+        return ""
+
     @property
     def scores_prompt(self) -> bool:
         """Whether rows of the prompt are still to be scored: then nothing may be skipped."""
@@ -170,10 +189,12 @@ class Sequence:
     @property
     def hangs(self) -> bool:
         """Whether its next step cannot be made before the one under way is over, though a device
-        draws ahead: choices fork at the token that is being drawn, or the next draw reads it."""
+        draws ahead: choices fork at the token that is being drawn, or the next draw reads it, or
+        the grammar does."""
         if not self.drawing:
             return False
-        return self.is_trunk or self.state.request.sampling.reads_tokens
+        request = self.state.request
+        return self.is_trunk or bool(request.matchers) or request.sampling.reads_tokens
 
     def launch(self, step: int, count: int, draws: int) -> None:
         """Step number `step` begins; it computes the next `count` tokens and draws `draws`."""
@@ -210,6 +231,12 @@ class Sequence:
         """Tokens that its choice has put out, those being drawn included; 0 in a trunk."""
         drawing = 0 if self.is_trunk else self.drawing
         return len(self.tokens) + drawing - self.state.prompt_tokens
+
+    def mask(self) -> TokenMask | None:
+        """What its next draw may take; None: anything. Choices that draw from one row have all put
+        out nothing, so the mask is the same for all."""
+        matcher = self.state.matcher(self.sampling_choices()[0])
+        return None if matcher is None else matcher.mask()
 
     def known_tokens(self) -> KnownTokens | None:
         """What its next draw reads of the tokens before it; None where that is nothing."""

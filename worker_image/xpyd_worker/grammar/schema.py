@@ -22,47 +22,56 @@ MAX_PROPERTIES = 5000
 """Of the whole schema, as OpenAI."""
 
 # Keywords by what their values hold.
-_ONE = ("additionalProperties", "additionalItems", "items", "contentSchema")
+_ONE = ("additionalProperties", "items")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_VALUES = frozenset(
-    (
-        *("type", "enum", "const", "$ref", "required"),
-        *("minLength", "maxLength", "pattern", "format"),
-        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-        *("minItems", "maxItems", "minProperties", "maxProperties"),
-    )
-)
-_ANNOTATIONS = frozenset(
-    (
-        *("title", "description", "default", "examples", "example", "deprecated"),
-        *("readOnly", "writeOnly", "$comment", "$schema", "$id", "id", "contentMediaType"),
-        *("contentEncoding", "strict", "nullable"),
-    )
-)
-_KNOWN = frozenset((*_ONE, *_LISTS, *_MAPS)) | _VALUES | _ANNOTATIONS
-# What JSON Schema defines, and neither of the above follows.
+_OF_OBJECTS = frozenset(("properties", "patternProperties", "additionalProperties", "required"))
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_TEXTS = ("$ref", "pattern", "format")
+_TYPES = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
+# What JSON Schema defines, and the compiler does not follow.
 _UNSUPPORTED = frozenset(
     (
         *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
         *("propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
-        *("unevaluatedProperties", "unevaluatedItems", "$anchor"),
+        *("unevaluatedProperties", "unevaluatedItems", "$anchor", "additionalItems"),
         *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
+    )
+)
+_FORMATS = frozenset(
+    (
+        *("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6"),
+        *("uuid", "uri"),
+    )
+)
+# Those that JSON Schema defines besides. Any other name is an annotation: no validator knows it.
+_UNSUPPORTED_FORMATS = frozenset(
+    (
+        *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template"),
+        *("json-pointer", "relative-json-pointer", "regex"),
     )
 )
 
 
 def checked_schema(schema: object, field: str, *, closed: bool = False) -> str:
-    """`schema` as JSON for the compiler. Raises ApiError 400 that names `field` and the place."""
+    """`schema` as JSON for the compiler. Raises ApiError 400 that names `field` and the place.
+
+    `closed`: objects have no members but those that it names, whatever it says.
+    """
     if isinstance(schema, str | bytes | msgspec.Raw):
         schema = _decoded(schema, field)
-    if not isinstance(schema, dict | bool):
-        raise refuse(field, "expected a JSON schema: an object or a boolean")
-    nodes = list(_nodes(cast("Any", schema), field))
+    if not isinstance(schema, dict) and schema is not True:
+        raise refuse(field, "expected a JSON schema: an object, or true")
+    nodes = list(_nodes(cast("object", schema), field))
     properties = sum(len(node.get("properties", ())) for _, node in nodes)
     if properties > MAX_PROPERTIES:
         raise refuse(field, f"at most {MAX_PROPERTIES} properties, got {properties}")
-    text = msgspec.json.encode(_closed(schema, nodes) if closed else schema)
+    close = "all" if closed else "open" if _may_be_closed(nodes) else ""
+    try:
+        text = msgspec.json.encode(_normal(cast("object", schema), close))
+    except (OverflowError, TypeError, ValueError, RecursionError) as error:
+        raise refuse(field, f"not a value of JSON: {error}") from None
     if len(text) > MAX_SCHEMA_BYTES:
         raise refuse(field, f"at most {MAX_SCHEMA_BYTES} bytes, got {len(text)}")
     return text.decode()
@@ -97,12 +106,47 @@ def _nodes(root: object, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _check_node(node: Mapping[str, Any], place: str) -> None:
-    for keyword in node:
-        if keyword in _UNSUPPORTED:
+    for keyword in _UNSUPPORTED & node.keys():
+        if keyword != "uniqueItems" or node[keyword] is not False:
             raise refuse(f"{place}.{keyword}", "this keyword is not supported")
-    enum = node.get("enum", ())
-    if not isinstance(enum, list | tuple) or len(cast("list[Any]", enum)) > MAX_ENUM:
-        raise refuse(f"{place}.enum", f"expected a list of at most {MAX_ENUM} values")
+    for names, is_right, what in (
+        (_COUNTS, _is_count, "a whole number from 0 on"),
+        (_NUMBERS, _is_number, "a number"),
+        (_TEXTS, _is_text, "a text"),
+        (("required",), _is_texts, "a list of texts"),
+        (("type",), _is_type, f"one of {', '.join(sorted(_TYPES))}, or a list of these"),
+        (("enum",), _is_enum, f"a list of 1 to {MAX_ENUM} values"),
+    ):
+        for keyword in names:
+            if keyword in node and not is_right(node[keyword]):
+                raise refuse(f"{place}.{keyword}", f"expected {what}")
+    if node.get("format") in _UNSUPPORTED_FORMATS:
+        raise refuse(f"{place}.format", f"{node['format']!r} is not supported")
+
+
+def _is_count(value: object) -> bool:
+    return _is_number(value) and cast("float", value) >= 0 and cast("float", value) % 1 == 0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_text, cast("list[object]", value)))
+
+
+def _is_type(value: object) -> bool:
+    some = cast("list[object]", value) if isinstance(value, list) else [value]
+    return bool(some) and all(isinstance(one, str) and one in _TYPES for one in some)
+
+
+def _is_enum(value: object) -> bool:
+    return isinstance(value, list) and 1 <= len(cast("list[object]", value)) <= MAX_ENUM
 
 
 def _children(node: Mapping[str, Any], place: str) -> Iterator[tuple[str, object]]:
@@ -123,9 +167,49 @@ def _children(node: Mapping[str, Any], place: str) -> Iterator[tuple[str, object
             yield f"{place}.{keyword}.{name}", one
 
 
-def _closed(schema: object, nodes: list[tuple[str, dict[str, Any]]]) -> object:
-    """The schema with objects closed. The nodes are the schema's own."""
-    for _, node in nodes:
-        if "properties" in node:
-            node["additionalProperties"] = False
-    return schema
+def _may_be_closed(nodes: list[tuple[str, dict[str, Any]]]) -> bool:
+    """Whether an object's own properties are all that another part of the schema may want of it.
+
+    Then objects whose schema leaves further members open are taken as closed: what fits the closed
+    schema fits the open one, and a small model comes to an end.
+    """
+    return not any("allOf" in node or "oneOf" in node or _is_mixed(node) for _, node in nodes)
+
+
+def _is_mixed(node: Mapping[str, Any]) -> bool:
+    """Whether a value must fit the node's own keywords and a schema that the node refers to."""
+    refers = sum(keyword in node for keyword in ("$ref", "anyOf"))
+    return refers > 0 and bool(refers > 1 or (node.keys() & _OF_OBJECTS))
+
+
+def _normal(schema: object, close: str) -> object:
+    """A copy without what says nothing. `close`: which objects are closed, `all`, those that leave
+    it `open`, or none."""
+    if not isinstance(schema, dict):
+        return schema
+    node = dict(cast("dict[str, Any]", schema))
+    for keyword in ("uniqueItems", "x-guidance"):  # the latter would be the compiler's options
+        node.pop(keyword, None)
+    if "format" in node and node["format"] not in _FORMATS:
+        del node["format"]
+    for keyword in _ONE:
+        if keyword in node:
+            node[keyword] = _normal(node[keyword], close)
+    for keyword in _LISTS:
+        if keyword in node:
+            node[keyword] = [_normal(one, close) for one in node[keyword]]
+    for keyword in _MAPS:
+        if keyword in node:
+            members = cast("dict[str, object]", node[keyword])
+            node[keyword] = {name: _normal(one, close) for name, one in members.items()}
+    if "properties" in node and (close == "all" or (close and _is_open(node))):
+        node["additionalProperties"] = False
+    return node
+
+
+def _is_open(node: Mapping[str, Any]) -> bool:
+    """Whether the schema lets an object have members that it does not name, and needs none."""
+    named = node["properties"].keys()
+    says = "additionalProperties" in node or "patternProperties" in node
+    needs = set(node.get("required", ())) <= named and node.get("minProperties", 0) <= len(named)
+    return needs and not says

@@ -1,17 +1,14 @@
 """What an answer must look like, as a frozen tree of parts. Pure.
 
-`response_format`, `structured_outputs` and the older `guided_*` fields become a Grammar (fields.py),
-and so does a tool call that must come. A Grammar says nothing of tokens: the compiler renders it
-for one tokenizer, in which a marker such as `</think>` may be a token of its own.
+The fields that ask for structured output become a Grammar (fields.py), and so does a tool call that
+must come. A Grammar says nothing of tokens: it is rendered for one tokenizer, in which a marker
+such as `</think>` may be a token of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import msgspec
 
 from xpyd_core.bodies import refuse
 from xpyd_worker.grammar.schema import checked_schema
@@ -150,7 +147,7 @@ def tagged_grammar(
 ) -> Grammar:
     """One of `tags` again and again, with `separator` between: what `tool_choice: required` wants.
 
-    A tag is e.g. `Concat((Text("<tool_call>\\n"), json_schema_part(...), Text("\\n</tool_call>")))`.
+    A tag is e.g. `Concat((Text("<call>"), json_schema_part(...), Text("</call>")))`.
     """
     one = tags[0] if len(tags) == 1 else OneOf(tuple(tags))
     return Grammar(repeated(one, least=least, most=most, separator=separator), field)
@@ -205,8 +202,3 @@ def check_parts(root: Part, field: str) -> None:
                 raise refuse(field, f"at most {MAX_RULES_CHARACTERS} characters of a grammar")
             case _:
                 pass
-
-
-def as_json(value: Any) -> str:  # noqa: ANN401 - any JSON value
-    """`value` as compact JSON."""
-    return msgspec.json.encode(value).decode()

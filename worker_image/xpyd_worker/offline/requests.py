@@ -20,8 +20,8 @@ from xpyd_worker.offline.sampling import SamplingParams, as_json, check_text
 from xpyd_worker.server.openai.answers import collect
 from xpyd_worker.server.openai.chats import Conversation
 from xpyd_worker.server.openai.generation import ChoiceDelta, Generation, ending_of
-from xpyd_worker.server.openai.jobs import Job, make_jobs
-from xpyd_worker.server.openai.params import Options
+from xpyd_worker.server.openai.jobs import Job, constrained, make_jobs
+from xpyd_worker.server.openai.params import Message, Options
 from xpyd_worker.server.openai.prompts import bad_word_ids, chat_ids, completion_ids
 from xpyd_worker.server.request_ids import read_request_id
 from xpyd_worker.server.service import Service
@@ -128,7 +128,7 @@ async def _prepare(
     room = service.model.max_model_len - len(ids)
     if options.max_tokens is not None and 0 < room < options.max_tokens:
         options = replace(options, max_tokens=room)
-    (job,) = make_jobs(
+    jobs = make_jobs(
         service,
         read_request_id(None),
         options,
@@ -136,6 +136,7 @@ async def _prepare(
         default_max_tokens=None,
         bad_words=await bad_word_ids(service, options.bad_words),
     )
+    (job,) = await constrained(service, options, jobs)
     return Request(text, options, job)
 
 

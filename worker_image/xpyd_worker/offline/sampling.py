@@ -20,6 +20,35 @@ from xpyd_worker.server.openai.params import Options, parse_completion
 
 
 @dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What an answer must look like: one of the first six, under vLLM's names.
+
+    Their meanings are those of the HTTP API's `structured_outputs` (docs/agents.md).
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    """A JSON schema, or its text."""
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    """Rules in Lark's or GBNF's notation."""
+    structural_tag: str | Mapping[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def as_json(self) -> dict[str, object]:
+        """The member `structured_outputs` of a body."""
+        root = "structured_outputs"
+        return {
+            one.name: as_json(value, f"{root}.{one.name}")
+            for one in fields(self)
+            if (value := getattr(self, one.name)) != one.default
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the tokens of a request are drawn, and when it ends.
 
@@ -60,6 +89,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     """Matters only without skip_special_tokens, to tokenizers that put spaces between tokens."""
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self.options()
@@ -89,6 +119,8 @@ def default_params(defaults: SamplingDefaults) -> SamplingParams:
 
 def as_json(value: object, name: str) -> object:
     """A value as it would come out of a JSON body. UserError for what cannot."""
+    if isinstance(value, StructuredOutputsParams):
+        return value.as_json()
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

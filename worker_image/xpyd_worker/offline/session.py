@@ -156,6 +156,7 @@ class Session:
             self._loop.call_soon_threadsafe(self._end.set)
             self._thread.join(_STOP_S)
             parts[1].threads.close()
+            parts[1].grammars.close()
         del parts
         # The parts know each other in circles; the memory is large enough not to wait for it.
         gc.collect()

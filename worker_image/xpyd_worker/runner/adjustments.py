@@ -184,6 +184,28 @@ class _Counts:
         self._output_counts[place] += count
 
 
+def apply_masks(logits: Tensor, masks: Sequence[tuple[int, bytes]]) -> None:
+    """Take out of contiguous `logits` [rows, vocab] what a row's mask forbids (TokenMask.words)."""
+    if not masks:
+        return
+    vocab = logits.shape[1]
+    words = -(-vocab // 32)
+    # What a mask says of ids behind the vocabulary is dropped; where it ends before, none may come.
+    table = torch.zeros((len(masks), words), dtype=torch.int32)
+    for at, (_, mask) in enumerate(masks):
+        known = torch.frombuffer(bytearray(mask), dtype=torch.int32)[:words]
+        table[at, : known.shape[0]] = known
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (to_device(table, logits.device)[:, :, None] >> bits) & 1
+    forbidden = allowed.view(len(masks), -1)[:, :vocab] == 0
+    if len(masks) == logits.shape[0]:
+        logits.masked_fill_(forbidden, _MINUS_INFINITY)
+        return
+    rows = numbers([row for row, _ in masks], torch.int64, logits.device)
+    kept = logits.index_select(0, rows).masked_fill_(forbidden, _MINUS_INFINITY)
+    logits.index_copy_(0, rows, kept)
+
+
 def apply_allowed(logits: Tensor, adjustments: Sequence[tuple[int, Adjustment]]) -> None:
     """Set contiguous `logits` [rows, vocab] to -inf where a row with allowed ids has others."""
     some = [(row, one.allowed) for row, one in adjustments if one.allowed is not None]

@@ -231,6 +231,8 @@ class ModelRunner:
         for index, rows in enumerate(asking):
             sequence = rows.sequence
             adjustment = self._adjustments.of(sequence)
+            # The forward is launched: a mask that a thread still fills has had that long.
+            mask = None if sequence.mask is None else sequence.mask.words()
             wanted += [
                 SampleRow(
                     index,
@@ -239,6 +241,7 @@ class ModelRunner:
                     spec.position,
                     sequence.eos_token_ids,
                     adjustment,
+                    mask,
                 )
                 for spec in sequence.samples
             ]

@@ -7,12 +7,13 @@ into the next step without the host. It must not know sequences, blocks or the m
 Order of the steps, as in vLLM V1 (v1/sample/sampler.py there):
 1. raw log probabilities are what `logprobs` reports;
 2. allowed_token_ids, bad words, EOS and stop ids while fewer than min_tokens are out: the others'
-   or their logits become -inf; then logit_bias is added;
+   or their logits become -inf, as do those that a grammar's mask forbids; then logit_bias is added;
 3. penalties: repetition over prompt and output, frequency and presence over the output;
 4. greedy rows take the best token (the lowest id among equals);
 5. the others divide by the temperature, keep what the filters leave (min_p, top_k, top_p), and draw
    from that by inverse CDF, lower ids first.
-Where step 2 leaves a row no token at all, bad words and min_tokens give way for that draw. A row
+Where step 2 leaves a row no token at all, bad words and min_tokens give way for that draw, and
+before a mask allowed_token_ids, too: the mask never does. A row
 whose logits are not finite gets no token; the others of its step are drawn as without it.
 
 Steps 4 and 5 are a `Draw`: on a CPU torch's operators over all rows, on a GPU one Triton kernel.
@@ -37,6 +38,7 @@ from xpyd_worker.runner.adjustments import (
     apply_allowed,
     apply_banned,
     apply_bias,
+    apply_masks,
     apply_penalties,
 )
 from xpyd_worker.runner.tensors import can_be_read, numbers, rows_of, to_floats, to_host, to_ints
@@ -257,7 +259,7 @@ class SampleRow:
     """One token to draw from row `logits_row`; `choice_index` and `position` key its random number.
 
     `position` is also how many tokens the choice has put out. `adjustment` is what its options
-    change in the logits, if they change any.
+    change in the logits, if they change any; `mask` is what a grammar allows (TokenMask's words).
     """
 
     logits_row: int
@@ -266,13 +268,16 @@ class SampleRow:
     position: int
     eos_token_ids: tuple[int, ...] = ()
     adjustment: Adjustment | None = None
+    mask: bytes | None = None
 
     @property
     def has_bans(self) -> bool:
-        """Whether bad words or min_tokens may take a token away."""
-        return bool(self.early_stops) or (
-            self.adjustment is not None and self.adjustment.banned is not None
-        )
+        """Whether something may take a token away that gives way where no other is left."""
+        one = self.adjustment
+        if one is None:
+            return bool(self.early_stops)
+        narrows = self.mask is not None and one.allowed is not None
+        return bool(self.early_stops) or one.banned is not None or narrows
 
     @property
     def early_stops(self) -> set[int]:
@@ -343,16 +348,19 @@ def _settled(tokens: Tensor, chosen: Tensor, rows: Sequence[SampleRow], draw: Dr
 
 
 def adjust(logits: Tensor, rows: Sequence[SampleRow], *, bans: bool = True) -> Tensor:
-    """`logits`, or a copy that the rows' options have changed; without bad words and min_tokens
-    where `bans` is false."""
+    """`logits`, or a copy that the rows' options have changed; where `bans` is false without what
+    gives way."""
     adjustments = [
         (index, row.adjustment) for index, row in enumerate(rows) if row.adjustment is not None
     ]
     stops = _early_stops(rows, logits) if bans else None
-    if not adjustments and stops is None:
+    masks = [(index, row.mask) for index, row in enumerate(rows) if row.mask is not None]
+    if not adjustments and stops is None and not masks:
         return logits
     changed = logits.clone(memory_format=torch.contiguous_format)
-    apply_allowed(changed, adjustments)
+    apply_masks(changed, masks)
+    masked = {index for index, _ in masks}
+    apply_allowed(changed, [one for one in adjustments if bans or one[0] not in masked])
     if bans:
         apply_banned(changed, adjustments)
     if stops is not None:

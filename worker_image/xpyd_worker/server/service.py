@@ -23,6 +23,7 @@ from xpyd_core.errors import ApiError
 from xpyd_core.kv_outcome import PeerCounts
 from xpyd_core.tokenizer_files import ServedFiles
 from xpyd_worker.config import Role
+from xpyd_worker.grammar.compiler import GrammarCompiler
 from xpyd_worker.model.generation import OPENAI_DEFAULTS, SamplingDefaults
 from xpyd_worker.parsers.reasoning import Thinking
 from xpyd_worker.parsers.registry import (
@@ -245,8 +246,8 @@ class Service:
     """All that a request needs. `max_requests`: prompts in the engine, over which 503 is given.
     `probe`: on P only; tests the way to a D and calls back, on another thread. `has_priorities`:
     the engine ranks by them. `draw_seed`: 64 bits for a request without a seed. `threads`: where
-    long texts become tokens. `kv_peers`: on D, what became of the KV of requests, by P.
-    `malformed_calls`: tool calls that were not whole, by parser."""
+    long texts become tokens. `kv_peers`: on D, what became of the KV of requests, by P. `grammars`:
+    where what an answer must look like is compiled."""
 
     model: ServedModel
     instance: InstanceInfo
@@ -257,4 +258,4 @@ class Service:
     draw_seed: Callable[[], int] = field(default_factory=seeds)
     threads: TextThreads = field(default_factory=TextThreads)
     kv_peers: PeerCounts = field(default_factory=PeerCounts)
-    malformed_calls: Counter[str] = field(default_factory=Counter[str])
+    grammars: GrammarCompiler = field(default_factory=GrammarCompiler)

@@ -8,11 +8,12 @@ It must not know tensors or groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from xpyd_worker.engine.executor import (
     DRAWN_BEFORE,
+    KnownMask,
     KnownTokens,
     SampleSpec,
     ScheduledSequence,
@@ -96,6 +97,10 @@ class StepDecoder:
                 sequences.append(self._begin(row))
             else:
                 sequences.append(self._go_on(row, states[row.slot]))
+        for index, words in message.masks:
+            if index >= len(sequences):
+                raise MessageError(f"a mask for row {index} of {len(sequences)}")
+            sequences[index] = replace(sequences[index], mask=KnownMask(words))
         return StepInput(message.step, tuple(sequences), message.block_copies, message.kv)
 
     def _begin(self, row: Full) -> ScheduledSequence:

@@ -56,8 +56,13 @@ class StepEncoder:
             if sequence.seq_id in self._known:
                 self._known.move_to_end(sequence.seq_id)
         rows = tuple([self._row(sequence, step.step) for sequence in step.sequences])
+        masks = tuple(
+            (index, sequence.mask.words())
+            for index, sequence in enumerate(step.sequences)
+            if sequence.mask is not None
+        )
         try:
-            return encode_step(StepMessage(step.step, rows, step.block_copies, step.kv))
+            return encode_step(StepMessage(step.step, rows, step.block_copies, step.kv, masks))
         except MessageError:
             self._known.clear()
             raise

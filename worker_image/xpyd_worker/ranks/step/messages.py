@@ -80,12 +80,14 @@ Row = Going | Ahead | Chunk | Full
 
 
 class StepMessage(msgspec.Struct, frozen=True, array_like=True):
-    """One StepInput; `rows` are its sequences in order."""
+    """One StepInput; `rows` are its sequences in order. `masks`: of those that draw under a grammar
+    (row, words of the mask)."""
 
     step: int
     rows: tuple[Row, ...]
     block_copies: tuple[tuple[int, int], ...] = ()
     kv: bytes = b""
+    masks: tuple[tuple[int, bytes], ...] = ()
 
 
 class OutputMessage(msgspec.Struct, frozen=True, array_like=True):

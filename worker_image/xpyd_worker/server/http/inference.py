@@ -36,7 +36,7 @@ from xpyd_worker.server.openai.answers import (
 from xpyd_worker.server.openai.chats import chat_grammar, check_tools
 from xpyd_worker.server.openai.formats import CallIds, ChatFormat, CompletionFormat
 from xpyd_worker.server.openai.generation import ChoiceDelta, Generation, ending_of
-from xpyd_worker.server.openai.jobs import Job, make_jobs, offered_ids
+from xpyd_worker.server.openai.jobs import Job, constrained, make_jobs, offered_ids
 from xpyd_worker.server.openai.params import (
     COMPLETION_MAX_TOKENS,
     ChatCall,
@@ -234,7 +234,7 @@ async def _completion_jobs(
             call.prompts if options.truncate is None else prompts,
             skip_special_tokens=options.skip_special_tokens,
         )
-    return make_jobs(
+    jobs = make_jobs(
         service,
         request_id,
         options,
@@ -243,18 +243,15 @@ async def _completion_jobs(
         bad_words=await bad_word_ids(service, options.bad_words),
         echo_texts=echo_texts,
     )
+    return await constrained(service, options, jobs)
 
 
 async def _chat_jobs(service: Service, request_id: RequestId, call: ChatCall) -> list[Job]:
     options = call.options
     ids = offered_ids(service, request_id, options, 0)
     if ids is None:
-        ids = await chat_ids(service, call.conversation, truncate=options.truncate)
-    if options.chat is not None:
-        end, parsers = service.model.prompt_end(ids), service.model.parsers
-        grammar = chat_grammar(options.chat, parsers, end, options.grammar)
-        options = replace(options, grammar=grammar)
-    return make_jobs(
+        ids = await chat_ids(service, call.messages)
+    jobs = make_jobs(
         service,
         request_id,
         options,
@@ -263,6 +260,7 @@ async def _chat_jobs(service: Service, request_id: RequestId, call: ChatCall) ->
         bad_words=await bad_word_ids(service, options.bad_words),
         name="messages",
     )
+    return await constrained(service, options, jobs)
 
 
 def _whole_answer(

@@ -14,6 +14,7 @@ from xpyd_core.blocks import prompt_digest
 from xpyd_core.bodies import refuse
 from xpyd_core.request_id import TransferKey, is_dialable
 from xpyd_worker.engine.request import EngineRequest, ReceiveFrom, SamplingParams, SendTo
+from xpyd_worker.grammar.compiler import Target
 from xpyd_worker.server.openai.params import Options
 from xpyd_worker.server.openai.prompts import check_vocabulary, output_limit
 from xpyd_worker.server.request_ids import RequestId
@@ -100,6 +101,22 @@ def make_jobs(
         echo_text = echo_texts[index] if echo_texts is not None else None
         jobs.append(Job(request, emit_from, echo_text))
     return jobs
+
+
+async def constrained(service: Service, options: Options, jobs: Sequence[Job]) -> list[Job]:
+    """The jobs with the grammar that the call asks for, each choice behind what it has put out.
+    ApiError 400 where that cannot be compiled."""
+    if options.grammar is None:
+        return list(jobs)
+    model = service.model
+    target = Target(model.tokenizer, model.eos_token_ids, model.vocab_size)
+    found: list[Job] = []
+    for job in jobs:
+        request = job.request
+        outputs = request.continue_from or ((),) * request.n
+        matchers = await service.grammars.matchers(options.grammar, target, outputs)
+        found.append(replace(job, request=replace(request, matchers=matchers)))
+    return found
 
 
 def _check_ids(service: Service, options: Options) -> None:

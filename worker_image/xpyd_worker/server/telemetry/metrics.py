@@ -31,6 +31,7 @@ from xpyd_kv.metrics import EndpointCounters, KvMetrics, together
 from xpyd_kv.transport.devices.nccl.library import NcclMetrics
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.engine.request import EngineStats
+from xpyd_worker.grammar.compiler import GrammarMetrics
 from xpyd_worker.server.bridge import RequestMetrics
 
 if TYPE_CHECKING:
@@ -163,12 +164,17 @@ def request_samples(metrics: RequestMetrics) -> Iterable[AnySample]:
     )
 
 
-def parser_samples(malformed_calls: Mapping[str, int]) -> Iterable[Sample]:
-    """What parsers found; nothing before the first."""
-    text = "Tool calls that were not whole, or none at all, by parser"
-    for parser, count in sorted(malformed_calls.items()):
-        labels = (("parser", parser),)
-        yield Sample(f"{_PREFIX}malformed_tool_calls", "counter", text, float(count), labels)
+def grammar_samples(metrics: GrammarMetrics) -> Iterable[AnySample]:
+    """What structured output costs before a request starts."""
+    for name, text, value in (
+        ("compiled", "Grammars compiled, refused ones included", metrics.compiled),
+        ("cache_hits", "Requests whose grammar was compiled before", metrics.hits),
+        ("failures", "Grammars that could not be compiled", metrics.failures),
+    ):
+        yield Sample(f"{_PREFIX}grammar_{name}", "counter", text, float(value))
+    yield HistogramSample(
+        f"{_PREFIX}grammar_compile_seconds", "Time to compile a grammar", metrics.seconds
+    )
 
 
 def vllm_samples(stats: EngineStats, *, model: str, block_size: int) -> Iterable[AnySample]:
@@ -214,6 +220,7 @@ class ServerMetrics:
         model: str,
         block_size: int,
         load_s: float,
+        grammars: GrammarMetrics,
     ) -> None:
         """Show a loaded engine's metrics from now on, and what `more` gives: its KV transfer's and
         its ranks'. `load_s`: from the process' start to there."""
@@ -223,6 +230,7 @@ class ServerMetrics:
             yield from engine_samples(now)
             yield Sample(f"{_PREFIX}load_seconds", "gauge", "Start of the process to Ready", load_s)
             yield from more(now)
+            yield from grammar_samples(grammars)
             yield from vllm_samples(now, model=model, block_size=block_size)
 
         self._registry.register(_SampleCollector(samples))

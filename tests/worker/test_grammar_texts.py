@@ -1,0 +1,162 @@
+"""Which texts each part of a grammar takes, and where special tokens are tokens of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.worker.grammar_kit import BYTES, EOS_TEXT, allowed_ids, matchers_of
+from xpyd_core.errors import ApiError
+from xpyd_worker.grammar.spec import (
+    AnyText,
+    Concat,
+    Grammar,
+    OneOf,
+    Part,
+    Pattern,
+    Repeat,
+    Rules,
+    Text,
+    Until,
+    json_schema_grammar,
+    json_schema_part,
+    tagged_grammar,
+    triggered_part,
+)
+
+ONE = json_schema_part({"const": 1}, "x")
+CALL = Concat((Text("<call>\n"), ONE, Text("\n</call>")))
+THINK = ("<think>why", "</think>")
+
+
+def outcome(grammar: Grammar | Part, *texts: str) -> str:
+    """Whether the texts are a whole answer: `ends` (only EOS may follow), `may end`, `goes on`, or
+    `no`."""
+    (matcher,) = matchers_of(grammar)
+    if not matcher.accept(BYTES.ids(*texts)):
+        return "no"
+    if matcher.is_finished:
+        return "ends"
+    return "may end" if matcher.is_accepting else "goes on"
+
+
+OBJECT = json_schema_part(
+    {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a"]}, "x"
+)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text", "is_like"),
+    [
+        (Text('a"b\n\\é/'), ['a"b\n\\Ã©/'], "ends"),
+        (Text("ab"), ["a"], "goes on"),
+        (Text("ab"), ["b"], "no"),
+        (Pattern(r"\d{3}-[a-z/]+\n"), ["123-a/\n"], "ends"),
+        (Pattern("^abc$"), ["abc"], "ends"),
+        (Pattern("a+"), ["aa"], "may end"),
+        (Rules('start: "a" b+\nb: "x" | "y"\n'), ["axy"], "may end"),
+        (Rules('root ::= "a" b+\nb ::= "x" | "y"\n'), ["axy"], "may end"),
+        (OneOf((Text("yes"), Text("no"), Text("nope"))), ["no"], "may end"),
+        (OneOf((Text("yes"), Text("no"), Text("nope"))), ["nope"], "ends"),
+        (OneOf((Text("yes"), Text("no"))), ["maybe"], "no"),
+        (AnyText(), ["a\n/"], "may end"),
+        (AnyText(("<call>",)), ["a <cal"], "may end"),
+        (AnyText(("<call>",)), ["a <call>"], "no"),
+        (Until("</a>"), ["b</</a>"], "ends"),
+        (Concat((Until("</a>"), Text("x"))), ["b</a>y"], "no"),
+        (Repeat(Text("ab"), 2, 3), ["ababab"], "ends"),
+        (Repeat(Text("ab"), 2, 3), ["ab"], "goes on"),
+        (Repeat(Text("ab"), 0, 1), [""], "may end"),
+        (OBJECT, ['{"a": 1}'], "ends"),
+        (OBJECT, ['{"a":1, "b":[1,2]}'], "ends"),
+        (OBJECT, ['{"a":  1}'], "no"),
+        (OBJECT, ['{"a":1,"c":2}'], "no"),
+        (OBJECT, ['{\n"a":1}'], "no"),
+        (json_schema_part({"const": {"a": [1, 2]}}, "x", spaces=False), ['{"a": 1}'], "no"),
+        (json_schema_part({"const": {"a": 1}}, "x", blanks="\n?"), ['{\n"a":\n1}'], "ends"),
+        (json_schema_part(True, "x"), ["[null]"], "ends"),
+        (json_schema_part('{"type": "null"}', "x"), ["null"], "ends"),
+        (tagged_grammar([CALL], field="x"), ["<call>\n1\n</call>"], "may end"),
+        (tagged_grammar([CALL], field="x", most=1), ["<call>\n1\n</call>"], "ends"),
+        (
+            tagged_grammar([CALL], field="x", separator="\n"),
+            ["<call>\n1\n</call>\n<call>\n1\n</call>"],
+            "may end",
+        ),
+        (tagged_grammar([CALL], field="x", separator="\n"), ["<call>\n1\n</call><"], "no"),
+        (tagged_grammar([CALL], field="x", least=0, separator="\n"), [""], "may end"),
+        (tagged_grammar([CALL], field="x"), ["hi"], "no"),
+        (triggered_part({"<call>": [Concat((ONE, Text(";")))]}), ["hi <call>1;yes"], "may end"),
+        (triggered_part({"<call>": [Concat((ONE, Text(";")))]}), ["hi"], "may end"),
+        (triggered_part({"<call>": [Concat((ONE, Text(";")))]}), ["hi <call>2"], "no"),
+        (triggered_part({"<call>": [ONE]}, least=1, most=1), ["hi<call>1"], "ends"),
+        (Grammar(ONE).after_reasoning("</think>"), ["why", "</think>", "\n\n1"], "ends"),
+        (Grammar(ONE).after_reasoning("</think>"), ["1"], "goes on"),
+        (Grammar(ONE).after_reasoning("</think>", start="<think>"), ["1"], "ends"),
+        (Grammar(ONE).after_reasoning("</think>", start="<think>"), [*THINK, "1"], "ends"),
+        (Grammar(ONE).after_reasoning("</think>", start="<think>"), [*THINK, "\n2"], "no"),
+        (Grammar(ONE).after_reasoning("</think>", start="<think>"), ["why"], "no"),
+        # Of a special token the text is not the token.
+        (Text("</think>"), ["<"], "no"),
+        (Text("a</think>b"), ["a", "</think>", "b"], "ends"),
+        (Until("\n</think>b"), ["a\n", "</think>", "b"], "ends"),
+        (Until("\n</think>b"), ["a", "</think>"], "no"),
+        (ONE, ["1", EOS_TEXT], "ends"),
+        (Text("ab"), ["a", EOS_TEXT], "no"),
+    ],
+)
+def test_a_grammar_takes_these_texts_only(grammar: Any, text: list[str], is_like: str) -> None:
+    assert outcome(grammar, *text) == is_like
+
+
+def test_a_mask_has_a_bit_for_each_token_that_may_come() -> None:
+    (matcher,) = matchers_of(Text("ab"), target=BYTES.target(320))
+    words = matcher.mask().words()
+    assert len(words) >= 320 // 8
+    assert allowed_ids(words) == [ord("a")]
+    assert matcher.accept([ord("a")])
+    assert allowed_ids(matcher.mask().words()) == [ord("b")]
+
+
+def test_where_an_answer_may_end_eos_is_in_the_mask() -> None:
+    (matcher,) = matchers_of(Pattern("a?"))
+    (eos,) = BYTES.ids(EOS_TEXT)
+    assert allowed_ids(matcher.mask().words()) == [ord("a"), eos]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "says"),
+    [
+        (Pattern("("), "unclosed group"),
+        (Pattern("a(?=b)"), "look-around"),
+        (Rules("nonsense"), "neither Lark nor GBNF"),
+        (Rules("start: nope"), "unknown name"),
+        (json_schema_part({"minLength": 5, "maxLength": 3, "type": "string"}, "x"), "minLength"),
+        (json_schema_part({"$ref": "#/$defs/a"}, "x"), "/$defs/a"),
+        (json_schema_part({"$ref": "http://a/b"}, "x"), "http://a/b"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_the_reason(grammar: Part, says: str) -> None:
+    with pytest.raises(ApiError, match=r"^the_field: ") as caught:
+        matchers_of(Grammar(grammar, "the_field"))
+    assert caught.value.status == 400
+    assert caught.value.param == "the_field"
+    assert says in str(caught.value)
+
+
+def test_choices_begin_behind_what_they_put_out() -> None:
+    one, two = matchers_of(Text("abc"), [BYTES.ids("a"), BYTES.ids("ab")])
+    assert allowed_ids(one.mask().words()) == [ord("b")]
+    assert allowed_ids(two.mask().words()) == [ord("c")]
+
+
+def test_ids_that_do_not_follow_the_grammar_are_refused() -> None:
+    with pytest.raises(ApiError, match=r"^kv_transfer_params.continue_from: "):
+        matchers_of(Text("abc"), [BYTES.ids("a"), BYTES.ids("b")])
+
+
+def test_a_schema_of_python_values_is_not_changed() -> None:
+    schema: dict[str, Any] = {"properties": {"a": {"format": "ours"}}, "uniqueItems": False}
+    json_schema_grammar(schema, closed=True)
+    assert schema == {"properties": {"a": {"format": "ours"}}, "uniqueItems": False}
