@@ -1,0 +1,128 @@
+"""What an answer must look like where a tool is to be called: each family's format, by schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.worker import test_grammar_texts as texts
+from tests.worker.test_parsers import parse
+from xpyd_core.errors import ApiError
+from xpyd_core.openai import Function
+from xpyd_worker.grammar.spec import Grammar, json_schema_grammar
+from xpyd_worker.parsers.registry import (
+    REASONING_FAMILIES,
+    TOOL_FAMILIES,
+    ChatOptions,
+    Parsers,
+)
+from xpyd_worker.server.openai.chats import chat_grammar
+
+_KINDS = {"ends": "whole", "may end": "whole", "goes on": "open", "no": "refused"}
+
+
+def outcome(asked: Grammar | None, text: str) -> str:
+    """Whether the text is a whole answer, may become one, or neither. The kit's vocabulary has the
+    end of a reasoning as a token of its own."""
+    assert asked is not None
+    return _KINDS[texts.outcome(asked, *re.split("(</think>)", text))]
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = Function(name="weather", parameters=CITY)
+STRICT = Function(name="weather", parameters=CITY, strict=True)
+CLOCK = Function(name="clock")
+ANSWER = json_schema_grammar({"type": "integer"})
+
+
+def grammar(
+    family: str, prompt: str = "", *, reasoning: str | None = None, asked: Any = None, **chosen: Any
+) -> Grammar | None:
+    options = ChatOptions(**{"tools": (WEATHER, CLOCK), "choice": "required", **chosen})
+    thinks = None if reasoning is None else REASONING_FAMILIES[reasoning]
+    return chat_grammar(options, Parsers(TOOL_FAMILIES[family], thinks), prompt, asked)
+
+
+def call(family: str, name: str, arguments: Any) -> str:
+    """A call as the grammar writes it."""
+    made = TOOL_FAMILIES[family]
+    before, behind = made.call
+    said = json.dumps(arguments)
+    return f'{before}{{"name": "{name}", "{made.arguments}": {said}}}{behind}'
+
+
+def calls(family: str, *some: tuple[str, Any]) -> str:
+    made = TOOL_FAMILIES[family]
+    before, behind = made.around
+    return before + made.separator.join(call(family, *one) for one in some) + behind
+
+
+PARIS = ("weather", {"city": "Paris"})
+NOW = ("clock", {})
+
+
+@pytest.mark.parametrize("family", TOOL_FAMILIES)
+def test_a_call_that_must_come_is_one_that_the_familys_parser_reads(family: str) -> None:
+    required = grammar(family)
+    for some in ([PARIS], [NOW], [PARIS, NOW, PARIS]):
+        text = calls(family, *some)
+        assert outcome(required, text) == "whole"
+        parsed = parse(TOOL_FAMILIES[family].make, text)
+        assert parsed.content == ""
+        assert [(name, json.loads(said)) for name, said in parsed.calls] == some
+    for wrong in ("Hello", calls(family, ("weather", {"city": 5})), calls(family, ("other", {}))):
+        assert outcome(required, wrong) == "refused"
+    assert outcome(required, calls(family, *[NOW] * 9)) == "refused"
+    one = grammar(family, parallel_tool_calls=False)
+    assert outcome(one, calls(family, PARIS)) == "whole"
+    assert outcome(one, calls(family, PARIS, NOW)) == "refused"
+    named = grammar(family, choice="named", named="clock")
+    assert outcome(named, calls(family, NOW)) == "whole"
+    assert outcome(named, calls(family, PARIS)) == "refused"
+
+
+@pytest.mark.parametrize("family", TOOL_FAMILIES)
+def test_a_strict_tools_call_is_as_its_schema_says_where_the_model_makes_one(family: str) -> None:
+    assert grammar(family, choice="auto") is None
+    free = grammar(family, choice="auto", tools=(STRICT, CLOCK))
+    assert outcome(free, "Hello, how are you?") == "whole"
+    assert outcome(free, calls(family, PARIS)) == "whole"
+    assert outcome(free, calls(family, ("clock", {"any": 1}))) == "whole"
+    assert outcome(free, calls(family, ("weather", {"city": 5}))) == "refused"
+    assert outcome(free, calls(family, ("weather", {"city": "x", "more": 1}))) == "refused"
+
+
+def test_calls_come_behind_the_reasoning() -> None:
+    said = calls("hermes", NOW)
+    opened = grammar("hermes", "<|assistant|><think>\n", reasoning="qwen3")
+    assert outcome(opened, f"hm, <tool_call></think>\n\n{said}") == "whole"
+    assert outcome(opened, said) == "open"
+    closed = grammar("hermes", "<think>\n\n</think>\n\n", reasoning="qwen3")
+    assert outcome(closed, said) == "whole"
+    assert outcome(closed, f"<think>hm</think>\n\n{said}") == "refused"
+    either = grammar("hermes", "<|assistant|>", reasoning="qwen3")
+    assert outcome(either, said) == "whole"
+    assert outcome(either, f"<think>hm</think>\n\n{said}") == "whole"
+    older = grammar("hermes", "<|assistant|>", reasoning="deepseek_r1")
+    assert outcome(older, f"hm</think>\n\n{said}") == "whole"
+
+
+def test_an_answer_that_is_asked_for_may_be_a_call_where_the_model_chooses() -> None:
+    either = grammar("hermes", choice="auto", asked=ANSWER)
+    assert outcome(either, "17") == "whole"
+    assert outcome(either, calls("hermes", NOW)) == "whole"
+    assert outcome(either, "seventeen") == "refused"
+    assert grammar("hermes", choice="none", tools=(), asked=ANSWER) == ANSWER
+    with pytest.raises(ApiError, match=r"response_format.*tool_choice"):
+        grammar("hermes", asked=ANSWER)
+
+
+def test_a_wrong_schema_of_a_tool_is_refused_by_its_place() -> None:
+    wrong = Function(name="f", parameters={"properties": {"a": {"not": {}}}})
+    with pytest.raises(ApiError) as caught:
+        grammar("hermes", tools=(CLOCK, wrong))
+    assert caught.value.param == "tools[1].function.parameters.properties.a.not"
+    assert grammar("hermes", tools=(CLOCK, wrong), choice="auto") is None
