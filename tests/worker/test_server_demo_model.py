@@ -55,6 +55,34 @@ def test_streamed_text_equals_the_whole(worker: Worker) -> None:
         assert "".join(deltas) == whole["choices"][0]["message"]["content"]
 
 
+@pytest.mark.parametrize("choice", ["required", "named"])
+def test_a_call_that_must_come_has_arguments_as_the_schema_says(
+    worker: Worker, choice: str
+) -> None:
+    city = {"type": "string", "maxLength": 12}
+    schema = {"type": "object", "properties": {"city": city}, "required": ["city"]}
+    function = {"name": "weather", "parameters": {**schema, "additionalProperties": False}}
+    named = {"type": "function", "function": {"name": "weather"}}
+    body = {
+        "messages": [{"role": "user", "content": "Weather?"}],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": named if choice == "named" else "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 200,
+        "temperature": 1.2,
+    }
+    for seed in range(3):
+        answer = worker.client.post("/v1/chat/completions", json={**body, "seed": seed})
+        assert answer.status_code == 200, answer.text
+        (found,) = answer.json()["choices"]
+        assert found["finish_reason"] == "tool_calls", found
+        (call,) = found["message"]["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        assert call["function"]["name"] == "weather"
+        assert list(arguments) == ["city"]
+        assert len(arguments["city"]) <= 12
+
+
 def test_sigterm_refuses_new_work_finishes_the_rest_and_exits_0(worker: Worker) -> None:
     body = {"prompt": "The", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with worker.client.stream("POST", "/v1/completions", json=body) as answer:
