@@ -41,6 +41,9 @@ FLAGS_PAGE = "docs/engine.md"
 FLAGS_BEGIN = "<!-- From xpyd_worker/flags.py, by `make generate`. Do not edit. -->\n"
 FLAGS_END = "<!-- End of the flags. -->\n"
 FLAG_PAGES = {
+    "--chat-template": "agents.md#tools-and-reasoning",
+    "--tool-call-parser": "agents.md#tools-and-reasoning",
+    "--reasoning-parser": "agents.md#tools-and-reasoning",
     "--seed": "#who-runs-when",
     "--tensor-parallel-size": "parallel.md",
     "--pipeline-parallel-size": "parallel.md",

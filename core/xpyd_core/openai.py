@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from xpyd_core.bodies import NO_VALUE
+from xpyd_core.chats import MAX_DOCUMENTS, MAX_TOOLS, Messages, NamedTool, Tool
 
 # vLLM has no bound on these; without one a small body could order unbounded work.
 MAX_NAME_CHARACTERS = 512
@@ -30,9 +31,6 @@ MAX_PROMPTS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 256
-MAX_MESSAGES = 4096
-MAX_TOOLS = 1024
-MAX_DOCUMENTS = 1024
 MAX_LOGPROBS = 20
 """OpenAI's bound for chat; vLLM has the same default for both endpoints."""
 MAX_TOKENS = 2**62
@@ -57,7 +55,6 @@ _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 _Text64 = Annotated[str, Meta(max_length=64)]
 _Text1024 = Annotated[str, Meta(max_length=1024)]
-_FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 _Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _PromptItem = (
     TokenId | Annotated[str, Meta(min_length=1)] | Annotated[list[TokenId], Meta(min_length=1)]
@@ -328,79 +325,6 @@ class CompletionRequest(CompletionOptions, frozen=True, kw_only=True):
     ]
 
 
-class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
-    """What a call calls. `arguments`: JSON, as a model wrote it."""
-
-    name: _FunctionName
-    arguments: str = ""
-
-
-class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call in an assistant's message."""
-
-    function: CalledFunction
-    id: Annotated[str, Meta(max_length=256)] | None = None
-    type: Literal["function"] = "function"
-
-
-_ToolCalls = Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)]
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """A message of a chat. Only an assistant's may be without content."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-    name: Annotated[str, Meta(max_length=256)] | None = None
-    tool_calls: _ToolCalls | None = None
-    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    # Engines do not have these: they refuse what is not empty. By factories: the schema cannot
-    # show such a default.
-    function_call: msgspec.Raw = msgspec.field(default_factory=lambda: NO_VALUE)
-    audio: msgspec.Raw = msgspec.field(default_factory=lambda: NO_VALUE)
-
-
-_Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-
-
-class Function(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tool is. `parameters`: the JSON schema of its arguments."""
-
-    name: _FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool that the model may call."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
-    """The name of a function among `tools`."""
-
-    name: _FunctionName
-
-
-class NamedTool(msgspec.Struct, frozen=True, kw_only=True):
-    """The only tool that is called."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
 _Tools = Annotated[
     Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None,
     _engine("Functions that the model may call."),
@@ -436,7 +360,7 @@ _FinalMessage = Annotated[
 class ChatRequest(Generation, frozen=True, kw_only=True):
     """What only the engine reads of a /v1/chat/completions body."""
 
-    messages: Annotated[_Messages, _engine("The chat so far.")]
+    messages: Annotated[Messages, _engine("The chat so far.")]
     tools: _Tools = None
     tool_choice: _ToolChoice = None
     documents: _Documents = None
@@ -491,7 +415,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[str, Meta(max_length=MAX_TOKENIZED_CHARACTERS)] | None,
         _engine("A text. Give this or messages."),
     ] = None
-    messages: Annotated[_Messages | None, _engine("A chat, for its template.")] = None
+    messages: Annotated[Messages | None, _engine("A chat, for its template.")] = None
     return_token_strs: Annotated[bool | None, _engine("Default: false.")] = None
     add_special_tokens: Annotated[
         bool | None, _engine("Default: true with prompt, false with messages.")

@@ -10,8 +10,8 @@ import pytest
 
 from tests.worker import test_grammar_texts as texts
 from tests.worker.test_parsers import parse
+from xpyd_core.chats import Function
 from xpyd_core.errors import ApiError
-from xpyd_core.openai import Function
 from xpyd_worker.grammar.spec import Grammar, json_schema_grammar
 from xpyd_worker.parsers.registry import (
     REASONING_FAMILIES,

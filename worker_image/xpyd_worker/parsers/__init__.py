@@ -7,7 +7,7 @@ and tool calls, by the format of a model family (tools.py, which reads calls by 
 `registry` has the families and finds that of a chat template. What is put out depends on the text
 alone, not on its cuts, and text is held back only while it may still become something else: so P,
 D and a continuation, which replay the same tokens, stand at the same place. What only looks like a
-call is content again, all of it: nothing a model writes raises here.
+call is content again, all of it: nothing a model writes raises here. See docs/adr/0067.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
+from xpyd_core.chats import Function
 from xpyd_core.errors import UserError
-from xpyd_core.openai import Function
 from xpyd_worker.grammar.spec import Concat, Json, Text
 from xpyd_worker.grammar.spec import Part as GrammarPart
 from xpyd_worker.parsers import Part, ToolParser

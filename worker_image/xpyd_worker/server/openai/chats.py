@@ -1,7 +1,7 @@
 """A chat's messages and tools as the template, the parser and the grammar take them. Pure.
 
 It must not know the model: whether its template has a place for tools, or how it writes calls, is
-in the parsers that a caller brings.
+in the parsers that a caller brings. Why it is so: docs/adr/0068.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any, Literal, cast
 import msgspec
 
 from xpyd_core.bodies import NO_VALUE, read, refuse
-from xpyd_core.openai import ChatRequest, ContentPart, Function, TokenizeRequest
-from xpyd_core.openai import Message as ChatMessage
+from xpyd_core.chats import ContentPart, Function
+from xpyd_core.chats import Message as ChatMessage
+from xpyd_core.openai import ChatRequest, TokenizeRequest
 from xpyd_worker.grammar.spec import (
     Concat,
     Grammar,

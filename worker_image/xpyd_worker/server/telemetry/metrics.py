@@ -32,6 +32,7 @@ from xpyd_kv.transport.devices.nccl.library import NcclMetrics
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.grammar.compiler import GrammarMetrics
+from xpyd_worker.parsers.registry import TOOL_FAMILIES
 from xpyd_worker.server.bridge import RequestMetrics
 
 if TYPE_CHECKING:
@@ -162,6 +163,14 @@ def request_samples(metrics: RequestMetrics) -> Iterable[AnySample]:
     yield Sample(
         f"{_PREFIX}output_tokens", "counter", "Tokens that requests put out", metrics.output_tokens
     )
+
+
+def parser_samples(malformed_calls: Mapping[str, int]) -> Iterable[Sample]:
+    """What parsers found, those of other packages from their first such call on."""
+    text = "Tool calls that were not whole, or none at all, by parser"
+    for parser in sorted({*TOOL_FAMILIES, *malformed_calls}):
+        value, labels = float(malformed_calls.get(parser, 0)), (("parser", parser),)
+        yield Sample(f"{_PREFIX}malformed_tool_calls", "counter", text, value, labels)
 
 
 def grammar_samples(metrics: GrammarMetrics) -> Iterable[AnySample]:

@@ -1,0 +1,91 @@
+"""Messages and tools of a chat, with their bounds: parts of the bodies that `openai` has. Pure.
+
+Null counts as absent, unknown members are skipped, as everywhere in bodies.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from xpyd_core.bodies import NO_VALUE
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
+MAX_DOCUMENTS = 1024
+_FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+
+
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """What a call calls. `arguments`: JSON, as a model wrote it."""
+
+    name: _FunctionName
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call in an assistant's message."""
+
+    function: CalledFunction
+    id: Annotated[str, Meta(max_length=256)] | None = None
+    type: Literal["function"] = "function"
+
+
+_ToolCalls = Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """A message of a chat. Only an assistant's may be without content."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    tool_calls: _ToolCalls | None = None
+    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    # Engines do not have these: they refuse what is not empty. By factories: the schema cannot
+    # show such a default.
+    function_call: msgspec.Raw = msgspec.field(default_factory=lambda: NO_VALUE)
+    audio: msgspec.Raw = msgspec.field(default_factory=lambda: NO_VALUE)
+
+
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class Function(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tool is. `parameters`: the JSON schema of its arguments."""
+
+    name: _FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """The name of a function among `tools`."""
+
+    name: _FunctionName
+
+
+class NamedTool(msgspec.Struct, frozen=True, kw_only=True):
+    """The only tool that is called."""
+
+    type: Literal["function"]
+    function: NamedFunction
