@@ -34,7 +34,10 @@ from xpyd_worker.ranks.watch.judge import Shown
 from xpyd_worker.server.openai.not_built import refuse_not_built
 from xpyd_worker.server.telemetry.metrics import ServerMetrics, kv_samples, rank_samples
 
-CHAT_ONLY = {"tools", "functions", "chat_template", "audio"}
+CHAT_ONLY = {
+    *("functions", "function_call", "chat_template", "audio", "modalities", "prediction"),
+    *("verbosity", "web_search_options", "mm_processor_kwargs", "separate_reasoning"),
+}
 DOCS = Path(__file__).parents[2] / "docs"
 
 
