@@ -47,6 +47,8 @@ class Endpoint(BaseHTTPRequestHandler):
             self.rfile.read(1)  # until the client goes away
             return
         events = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}]
+        if last == "think":
+            events += [{"choices": [{"delta": {"reasoning_content": "hm", "reasoning": "hm"}}]}]
         events += [{"choices": [{"delta": {"content": word}}]} for word in ("you ", "said ", last)]
         if last == "break":
             events[-1] = {"error": {"message": "the engine died"}}
@@ -91,6 +93,20 @@ def test_a_conversation_remembers_both_sides(endpoint):
     _, _, conversation = talk(endpoint, "one")
     assert list(conversation.ask("two"))[-1] == "two"
     assert [m["content"] for m in endpoint.bodies[-1]["messages"]] == ["one", "you said one", "two"]
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_what_the_model_thinks_and_the_next_question_is_without_it(endpoint):
+    conversation = Conversation(f"http://127.0.0.1:{endpoint.server_port}")
+    out = Screen()
+    assert run_chat(conversation, "think", stdin=io.StringIO(), out=out) == 0
+    assert out.getvalue() == "\033[2mhm\033[0myou said think\n"
+    assert conversation.messages[-1] == {"role": "assistant", "content": "you said think"}
+    assert talk(endpoint, "think")[1] == "you said think\n"
 
 
 def test_a_refusal_is_shown_and_forgotten(endpoint):

@@ -180,6 +180,18 @@ def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": "\ud83d"}])
 
 
+def test_a_chats_answer_can_go_on_in_the_last_message(llm: LLM) -> None:
+    begun = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "A list is"}]
+    ways: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    (one,) = llm.chat(begun, GREEDY, use_tqdm=False, **ways)
+    (whole,) = llm.chat(begun, GREEDY, use_tqdm=False, chat_template_kwargs={"unknown": 1})
+    behind = len(one.prompt_token_ids)
+    assert whole.prompt_token_ids[:behind] == one.prompt_token_ids
+    assert len(whole.prompt_token_ids) > behind
+    with pytest.raises(UserError, match="tools: set is no value of JSON"):
+        llm.chat(begun, GREEDY, use_tqdm=False, tools=[{"a": {1}}])
+
+
 def test_more_prompts_than_may_run_at_once_all_end(llm: LLM) -> None:
     with make_llm(max_num_seqs=2) as narrow:
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from xpyd_core.errors import ApiError
-from xpyd_worker.server.openai.chats import MAX_PARTS
+from xpyd_worker.server.openai.chats import MAX_ARGUMENT_CHARACTERS, MAX_PARTS
 from xpyd_worker.server.openai.params import parse_chat, parse_completion
 
 USER = {"role": "user", "content": "hi"}
@@ -338,6 +338,19 @@ def test_the_parts_of_all_messages_together_are_bounded() -> None:
     assert len(chat(messages=[half, half]).conversation.messages) == 2
     more = {"role": "user", "content": [{"type": "text", "text": "a"}]}
     assert param_of(chat, messages=[half, half, more]) == "messages"
+
+
+def test_earlier_calls_and_their_arguments_are_bounded() -> None:
+    def said(count: int, arguments: str) -> dict[str, Any]:
+        call = {"function": {"name": "f", "arguments": arguments}}
+        return {"role": "assistant", "tool_calls": [call] * count}
+
+    assert chat(messages=[USER, *[said(1024, "")] * 16])
+    assert param_of(chat, messages=[USER, *[said(1024, "")] * 16, said(1, "")]) == "messages"
+    assert param_of(chat, messages=[said(1025, "")]) == "messages[0].tool_calls"
+    half = "x" * (MAX_ARGUMENT_CHARACTERS // 2)
+    assert chat(messages=[said(2, half)])
+    assert param_of(chat, messages=[said(2, half), said(1, "x")]) == "messages"
 
 
 def test_a_wrong_list_is_shown_short() -> None:

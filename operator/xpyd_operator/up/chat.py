@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -31,6 +31,8 @@ class Conversation:
     max_tokens: int | None = None
     temperature: float | None = None
     messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
+    on_reasoning: Callable[[str], None] | None = None
+    """Gets what the model thinks, which is no part of the answer."""
 
     def ask(self, text: str) -> Iterator[str]:
         """Send `text`; yields the answer's pieces as they arrive and keeps them as a message."""
@@ -44,9 +46,12 @@ class Conversation:
             body["temperature"] = self.temperature
         answer: list[str] = []
         try:
-            for piece in _stream(self.url, body):
-                answer.append(piece)
-                yield piece
+            for thought, piece in _stream(self.url, body):
+                if thought and self.on_reasoning is not None:
+                    self.on_reasoning(thought)
+                if piece:
+                    answer.append(piece)
+                    yield piece
         finally:
             if answer:
                 self.messages.append({"role": "assistant", "content": "".join(answer)})
@@ -55,7 +60,15 @@ class Conversation:
 
 
 def run_chat(conversation: Conversation, message: str | None, *, stdin: TextIO, out: TextIO) -> int:
-    """Print one answer to `message` (or to what stdin holds), or talk until Ctrl-D."""
+    """Print one answer to `message` (or to what stdin holds), or talk until Ctrl-D. A terminal shows
+    the reasoning, too, less bright."""
+    if out.isatty():
+
+        def show(thought: str) -> None:
+            out.write(f"\033[2m{thought}\033[0m")
+            out.flush()
+
+        conversation.on_reasoning = show
     if message is None and not stdin.isatty():
         message = stdin.read()
     if message is not None:
@@ -109,7 +122,8 @@ def first_model(url: str) -> str:
     raise UserError(f"{url} names no model; say --model")
 
 
-def _stream(url: str, body: dict[str, Any]) -> Iterator[str]:
+def _stream(url: str, body: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Pieces of reasoning and of the answer."""
     with closing(_connect(url)) as connection:
         answer = _send(connection, "POST", f"{_base(url)}/v1/chat/completions", body, url)
         while line := _read_line(answer, url):
@@ -122,8 +136,10 @@ def _stream(url: str, body: dict[str, Any]) -> Iterator[str]:
             if "error" in event:
                 raise UserError(f"the answer broke off: {_message(event)}")
             choices: list[dict[str, Any]] = event.get("choices") or []
-            pieces = (choice.get("delta", {}).get("content") for choice in choices)
-            yield from (str(piece) for piece in pieces if piece)
+            for choice in choices:
+                delta: dict[str, Any] = choice.get("delta") or {}
+                thought = delta.get("reasoning_content") or delta.get("reasoning")
+                yield str(thought or ""), str(delta.get("content") or "")
 
 
 def _read_line(answer: http.client.HTTPResponse, url: str) -> bytes:

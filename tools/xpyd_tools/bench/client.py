@@ -190,6 +190,10 @@ def split_url(url: str) -> BaseUrl:
     return BaseUrl(parts.hostname or "", port or (443 if tls else 80), tls, prefix.rstrip("/"))
 
 
+# What tokens become; engines with reasoning parsers say it in a member of its own.
+_SAID = ("content", "text", "reasoning_content", "reasoning", "tool_calls")
+
+
 @dataclass
 class _Times:
     """Takes the events of one answer."""
@@ -219,8 +223,7 @@ class _Times:
             ids = choice.get("token_ids")
             self._ids += len(ids or ())
             delta = cast("dict[str, Any]", choice.get("delta") or choice)
-            text = delta.get("content") or delta.get("text")
-            if ids or text:
+            if ids or any(delta.get(name) for name in _SAID):
                 self._arrive(now, len(ids or "1"))
 
     def _arrive(self, now: float, tokens: int) -> None:

@@ -127,13 +127,24 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """The assistant's answer to one conversation or to each of several, in the checkpoint's
-        chat template. Messages are those of the HTTP API; the rest as in `generate`."""
+        chat template. Messages and what else the template gets are those of the HTTP API; the rest
+        as in `generate`. The text is as the model wrote it: calls and reasoning are not parted."""
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if one else messages
         each = enumerate(cast("Sequence[Sequence[object]]", conversations))
-        prompts = [_conversation(one, index) for index, one in each]
+        templated = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": as_json(tools, "tools"),
+            "chat_template_kwargs": as_json(chat_template_kwargs, "chat_template_kwargs"),
+        }
+        prompts = [_conversation(one, index, templated) for index, one in each]
         return self._run(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def _run(
@@ -202,7 +213,7 @@ def _completion_prompt(prompt: Prompt, index: int) -> CompletionPrompt:
     )
 
 
-def _conversation(messages: Sequence[object], index: int) -> Chat:
+def _conversation(messages: Sequence[object], index: int, templated: Mapping[str, object]) -> Chat:
     found: list[object] = []
     try:
         for place, message in enumerate(messages):
@@ -213,7 +224,7 @@ def _conversation(messages: Sequence[object], index: int) -> Chat:
                 found.append(as_json(message, f"messages[{place}]"))
     except UserError as error:
         raise UserError(f"prompts[{index}]: {error}") from error
-    return Chat(parse_chat(msgspec.json.encode({"messages": found})).conversation)
+    return Chat(parse_chat(msgspec.json.encode({"messages": found, **templated})).conversation)
 
 
 def _for_each(

@@ -150,7 +150,7 @@ class CallObject:
         self.has_begun = False
         """Its name was put out."""
         self.text = ""
-        """All that was taken."""
+        """All that was taken before it began."""
         self._keys = keys
         self._want = "{"  # or "key?", "key", ":", "value", ","
         self._value: JsonValue | None = None
@@ -170,7 +170,8 @@ class CallObject:
                 at += 1
             else:
                 at = self._between(text[at], at, parts)
-        self.text += text[start:at]
+        if not self.has_begun:
+            self.text += text[start:at]
         return at
 
     def _between(self, char: str, at: int, parts: list[Part]) -> int:

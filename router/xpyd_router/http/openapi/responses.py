@@ -34,7 +34,8 @@ def _ref(name: str) -> Schema:
 
 _FINISH: Schema = {
     **_nullable(_TEXT),
-    "description": "`stop`, `length`, or another of the engine's; null: the choice goes on.",
+    "description": "`stop`, `length`, `tool_calls`, or another of the engine's; null: the choice "
+    "goes on.",
 }
 _IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _EXTRAS: Schema = {
@@ -46,6 +47,20 @@ _TOKEN_LOGPROB: Schema = _object(
     {"token": _TEXT, "logprob": {"type": "number"}},
     {"bytes": _nullable({"type": "array", "items": {"type": "integer"}})},
 )
+
+
+_REASONING: Schema = {
+    "reasoning_content": {**_nullable(_TEXT), "description": "What the model thought."},
+    "reasoning": {**_nullable(_TEXT), "description": "The same, as vLLM names it."},
+}
+
+
+def _calls(*required: str) -> Schema:
+    """`tool_calls` of a message or of a delta, in which a call's members come but once."""
+    function = _object({}, {"name": _TEXT, "arguments": _TEXT}, "Arguments: JSON, as text.")
+    members: Schema = {"index": _COUNT, "id": _TEXT, "type": _TEXT, "function": function}
+    needed = {name: members[name] for name in required}
+    return {"type": ["array", "null"], "items": _object(needed, members)}
 
 
 def _named(of: str) -> Schema:
@@ -86,8 +101,19 @@ def answer_schemas() -> dict[str, Schema]:
     index, completion, chat = _COUNT, _ref("CompletionLogprobs"), _ref("ChatLogprobs")
     text = {"index": index, "text": _TEXT, "finish_reason": _FINISH}
     text_more = {"logprobs": _nullable(completion), **_EXTRAS}
-    message = _object({"role": {"const": "assistant"}, "content": _nullable(_TEXT)})
-    delta = _object({}, {"role": _TEXT, "content": _nullable(_TEXT)})
+    message = _object(
+        {"role": {"const": "assistant"}, "content": _nullable(_TEXT)},
+        {**_REASONING, "tool_calls": _calls("id", "type", "function")},
+    )
+    delta = _object(
+        {},
+        {
+            "role": _TEXT,
+            "content": _nullable(_TEXT),
+            **_REASONING,
+            "tool_calls": _calls("index", "function"),
+        },
+    )
     chat_more = {"logprobs": _nullable(chat), **_EXTRAS}
     return {
         "TokenizeAnswer": _object(

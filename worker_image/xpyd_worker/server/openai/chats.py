@@ -31,6 +31,9 @@ from xpyd_worker.parsers.registry import FALLBACK, ChatOptions, Parsers, ToolFam
 
 MAX_PARTS = 16_384
 """The most parts of the contents of all messages together."""
+MAX_CALLS = 16_384
+MAX_ARGUMENT_CHARACTERS = 4 * 1024 * 1024
+"""Of the earlier calls of all messages together: as objects they take up to thirty times that."""
 MOST_FORCED_CALLS = 8
 """Calls of an answer that must have some: a small model would write them until max_tokens."""
 _EMPTY = (b"null", b"[]", b"{}", b'""', b"false", b"0")
@@ -123,6 +126,15 @@ def as_messages(found: Sequence[ChatMessage]) -> tuple[Message, ...]:
     parts = sum(len(one.content) for one in found if isinstance(one.content, list))
     if parts > MAX_PARTS:
         raise refuse("messages", f"at most {MAX_PARTS} parts of content, got {parts}")
+    calls = [call for one in found for call in one.tool_calls or ()]
+    if len(calls) > MAX_CALLS:
+        raise refuse("messages", f"at most {MAX_CALLS} calls, got {len(calls)}")
+    characters = sum(len(call.function.arguments) for call in calls)
+    if characters > MAX_ARGUMENT_CHARACTERS:
+        raise refuse(
+            "messages",
+            f"at most {MAX_ARGUMENT_CHARACTERS} characters of arguments, got {characters}",
+        )
     return tuple(_message(one, f"messages[{index}]") for index, one in enumerate(found))
 
 
