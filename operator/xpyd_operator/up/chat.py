@@ -60,8 +60,10 @@ class Conversation:
 
 
 def run_chat(conversation: Conversation, message: str | None, *, stdin: TextIO, out: TextIO) -> int:
-    """Print one answer to `message` (or to what stdin holds), or talk until Ctrl-D. A terminal shows
-    the reasoning, too, less bright."""
+    """Print one answer to `message` (or to what stdin holds), or talk until Ctrl-D.
+
+    A terminal shows the reasoning, too, less bright.
+    """
     if out.isatty():
 
         def show(thought: str) -> None:
