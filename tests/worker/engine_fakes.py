@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 
+from tests.worker.grammar_kit import allowed_ids
 from xpyd_worker.engine.executor import (
     DRAWN_BEFORE,
     Finished,
@@ -59,8 +60,7 @@ def within(mask: bytes | None, drawn: int, position: int, sampling: SamplingPara
     may come."""
     if mask is None:
         return drawn
-    bits = int.from_bytes(mask, "little")
-    ids = [i for i in range(len(mask) * 8) if bits >> i & 1]
+    ids = allowed_ids(mask)
     if position < sampling.min_tokens:
         ids = [i for i in ids if i != EOS] or ids
     return drawn if drawn in ids else ids[drawn % len(ids)]

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
+
 from xpyd_worker.grammar.compiler import GrammarCompiler, Target
 from xpyd_worker.grammar.matcher import Matcher
 from xpyd_worker.grammar.spec import Grammar, Part, Pattern, json_schema_part
@@ -101,21 +103,20 @@ def matchers_of(
 ) -> tuple[Matcher, ...]:
     """As the server makes them for one request."""
     asked = grammar if isinstance(grammar, Grammar) else Grammar(grammar)
+    of = target or BYTES.target()
+    return asyncio.run(compiler_of(of).matchers(asked, of, outputs))
 
-    async def make() -> tuple[Matcher, ...]:
-        compiler = GrammarCompiler()
-        try:
-            return await compiler.matchers(asked, target or BYTES.target(), outputs)
-        finally:
-            compiler.close()
 
-    return asyncio.run(make())
+@cache
+def compiler_of(target: Target) -> GrammarCompiler:
+    """One for all tests of a process: it reads the tokenizer once."""
+    return GrammarCompiler()
 
 
 def allowed_ids(words: bytes) -> list[int]:
     """The ids whose bits are set in a mask."""
-    bits = int.from_bytes(words, "little")
-    return [i for i in range(len(words) * 8) if bits >> i & 1]
+    bits = np.unpackbits(np.frombuffer(words, np.uint8), bitorder="little")
+    return bits.nonzero()[0].tolist()
 
 
 # --- of the fake engine, whose tokens are 0 to 39 and whose EOS is 0

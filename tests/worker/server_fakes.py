@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import httpx
 
+from tests.worker.grammar_kit import tokenizer_json
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.values import OfferedPrompt
@@ -26,6 +27,7 @@ from xpyd_worker.engine.request import (
     TokenLogprob,
     TransferReport,
 )
+from xpyd_worker.grammar.compiler import GrammarCompiler
 from xpyd_worker.model.generation import OPENAI_DEFAULTS, SamplingDefaults
 from xpyd_worker.parsers.registry import NO_PARSERS, Parsers
 from xpyd_worker.server.bridge import EngineBridge
@@ -52,6 +54,10 @@ class ByteTokenizer:
     byte_ids: ClassVar[dict[int, int]] = {}
     has_chat_template = True
     vocab_size = VOCAB
+
+    def to_json(self) -> str:
+        pieces = [self.token_piece(i) if i > 255 else chr(i) for i in range(VOCAB)]
+        return tokenizer_json(pieces, {pieces[i]: i for i in self.special_ids})
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(text.encode())
@@ -298,7 +304,15 @@ async def serving(
     bridge = EngineBridge(metrics.requests)
     engine.deliver = bridge.deliver
     bridge.bind(engine)
-    metrics.watch(engine.stats, lambda _stats: (), model="fake", block_size=16, load_s=0.5)
+    grammars = GrammarCompiler()
+    metrics.watch(
+        engine.stats,
+        lambda _stats: (),
+        model="fake",
+        block_size=16,
+        load_s=0.5,
+        grammars=grammars.metrics,
+    )
     lifecycle = Lifecycle()
     api = Api(lifecycle)
     api.tracer = tracer
@@ -328,7 +342,7 @@ async def serving(
             max_requests,
             has_priorities=has_priorities,
             draw_seed=seeds(seed),
-            malformed_calls=metrics.malformed_calls,
+            grammars=grammars,
         )
         lifecycle.become("Ready")
     sockets = listen("127.0.0.1", 0)

@@ -18,18 +18,32 @@ import pytest
 from tests.ranks.kit.instances import is_alive
 from xpyd_core.cli import main
 from xpyd_core.errors import UserError
-from xpyd_worker import LLM, RankLostError, RequestOutput, SamplingParams
+from xpyd_worker import (
+    LLM,
+    RankLostError,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from xpyd_worker.ranks.instance import Instance
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples/demo-model"
 WAIT_S = 120.0
-PROMPTS = ["San Francisco is a", "Return a list of", "class", "The"]
+PROMPTS = ["San Francisco is a", "Return a list of", "class", "The", "A city:"]
+TWO_KEYS = StructuredOutputsParams(
+    json={
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}},
+        "required": ["name"],
+    }
+)
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1),
     SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=1),
     SamplingParams(temperature=1.5, seed=7, n=2, max_tokens=8, ignore_eos=True),
     SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.3),
+    SamplingParams(seed=5, n=2, max_tokens=60, structured_outputs=TWO_KEYS),
 ]
 starts_ranks = pytest.mark.slow  # torch is imported in each
 

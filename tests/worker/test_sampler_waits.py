@@ -107,7 +107,8 @@ def rows_of_all_options(vocab: int = VOCAB) -> list[SampleRow]:
         for seq_id, changes in enumerate([*CASES.values(), *more.values()])
         for temperature in (0.0, 1.0)
     ]
-    return [row_of(one, index % 5, adjustments) for index, one in enumerate(asked)]
+    rows = [row_of(one, index % 5, adjustments) for index, one in enumerate(asked)]
+    return [*rows, *(replace(row, mask=bytes(-(-vocab // 32) * 4)) for row in rows)]
 
 
 @pytest.mark.parametrize("has_kernel", [False, True])

@@ -30,6 +30,7 @@ from xpyd_core.parallel.checks import check_parallel
 from xpyd_core.sizes import format_bytes
 from xpyd_kv.connector.build import MakeStore
 from xpyd_worker.config import WorkerConfig
+from xpyd_worker.grammar.compiler import GrammarCompiler
 from xpyd_worker.kv.engine import LETTER
 from xpyd_worker.model.registry import read_checkpoint
 from xpyd_worker.ranks.loss import Loss, RankLostError
@@ -108,6 +109,7 @@ class _Worker:
         admin = Admin(self._api, self._metrics, process)
         self._server = make_server(create_app(self._api, admin, signed_by=signed_by))
         self._begun_s = time.monotonic()
+        self._grammars = GrammarCompiler()
         self._loaded: LoadedEngine | None = None
         self._signals = 0
         self._last_signal_s = 0.0
@@ -188,7 +190,7 @@ class _Worker:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         from xpyd_worker.load.engine import load
 
-        return load(
+        loaded = load(
             config,
             deliver=self._bridge.deliver,
             keys=self._keys,
@@ -197,6 +199,8 @@ class _Worker:
             logs=self._logs,
             checkpoint=checkpoint,
         )
+        self._grammars.prepare(loaded.model.grammar_target)
+        return loaded
 
     async def _serve_loaded(
         self, loaded: LoadedEngine, port: int, serving: asyncio.Task[None]
@@ -228,7 +232,7 @@ class _Worker:
                 has_priorities=config.scheduling_policy == "priority",
                 draw_seed=seeds(config.seed),
                 kv_peers=loaded.kv.peers,
-                malformed_calls=self._metrics.malformed_calls,
+                grammars=self._grammars,
             )
             self._lifecycle.become("Ready")
             self._metrics.watch(
@@ -237,7 +241,7 @@ class _Worker:
                 model=loaded.model.names[0],
                 block_size=config.block_size,
                 load_s=self._age_s(),
-                grammars=self._api.service.grammars.metrics,
+                grammars=self._grammars.metrics,
             )
             self._lifecycle.listen(heartbeat.beat_now)
             heartbeat.start()
@@ -246,7 +250,7 @@ class _Worker:
         finally:
             if self._api.service is not None:
                 self._api.service.threads.close()
-                self._api.service.grammars.close()
+                self._grammars.close()
             if self._lifecycle.state != "Gone":
                 self._lifecycle.become("Gone")
             await asyncio.to_thread(loaded.close, engine_s=_ENGINE_STOP_S, kv_s=_KV_CLOSE_S)

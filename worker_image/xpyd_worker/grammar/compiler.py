@@ -1,13 +1,14 @@
 """Compiles grammars on threads of its own, once for all that ask, and keeps the last ones.
 
 The server's loop asks; the engine never does. How long a compilation may take is bounded by the
-compiler's own fuel (LIMITS): a thread that runs cannot be ended. What is refused is kept as well,
-so that a client that repeats a bad schema costs nothing.
+sizes of a grammar (schema, spec) and the library's limits: a thread that runs cannot be ended. What
+is refused is kept as well, so that a client that repeats a bad schema costs nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +27,17 @@ from xpyd_worker.grammar.spec import Grammar, Part, check_parts
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+_log = logging.getLogger(__name__)
 THREADS = 2
 MAX_WAITING = 64
 MOST_ENTRIES = 256
 MOST_BYTES = 16 << 20
 """Of the kept grammars' documents. Compiled, one takes a few times as much."""
-DEADLINE_S = 10.0
+DEADLINE_S = 5.0
 COMPILE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-_LIMITS: Mapping[str, Any] = {"verbose_errors": False}
+# A state of a lexer takes 1 to 2 KB, and each choice has its own: patterns that need more are made
+# to explode. The other limits are the library's.
+_LIMITS: Mapping[str, Any] = {"verbose_errors": False, "max_lexer_states": 50_000}
 _SHOWN_CHARACTERS = 300
 
 
@@ -89,6 +93,15 @@ class GrammarCompiler:
         self._size = 0
         self._coming: dict[Part, asyncio.Future[_Compiled]] = {}
         self._tokens: _Tokens | None = None
+
+    def prepare(self, target: Target) -> None:
+        """Read the target's tokenizer. It holds Python's lock, for a large vocabulary a second, so
+        a server does it before it serves; where it was not done the first grammar does it."""
+        self._tokens = _Tokens(target)
+        try:
+            self._tokens.get()
+        except UserError as error:
+            _log.warning("%s: requests for structured output get 400", error)
 
     async def matchers(
         self, grammar: Grammar, target: Target, outputs: Sequence[Sequence[int]]
@@ -173,16 +186,23 @@ class _Tokens:
         return {tokenizer.token_piece(i): i for i in sorted(tokenizer.special_ids)}
 
     def get(self) -> LLTokenizer:
-        """Two threads may both make one: the later is as good."""
+        """Two threads may both make one: the later is as good. UserError where the library has no
+        such tokenizers."""
         if self._made is None:
             from llguidance import LLTokenizer
 
             target = self._target
-            self._made = LLTokenizer(
-                target.tokenizer.to_json(),
-                n_vocab=target.vocab_size,
-                eos_token=sorted(target.eos_token_ids),
-            )
+            try:
+                self._made = LLTokenizer(
+                    target.tokenizer.to_json(),
+                    n_vocab=target.vocab_size,
+                    eos_token=sorted(target.eos_token_ids) or None,
+                )
+            except (
+                Exception
+            ) as error:  # the library raises plain exceptions for what it cannot read
+                message = f"the tokenizer of this model can follow no grammar: {error}"
+                raise UserError(message) from error
         return self._made
 
 
@@ -192,9 +212,10 @@ def _compile(tokens: _Tokens, root: Part) -> _Compiled:
     begun = time.monotonic()
     try:
         document = render(root, tokens.special())
+        made = tokens.get()
     except UserError as error:
         return _Compiled(None, str(error)[:_SHOWN_CHARACTERS], 0, time.monotonic() - begun)
-    start = LLMatcher(tokens.get(), document, log_level=0, limits=LLParserLimits(**_LIMITS))
+    start = LLMatcher(made, document, log_level=0, limits=LLParserLimits(**_LIMITS))
     error = " ".join(start.get_error().split())[:_SHOWN_CHARACTERS]
     seconds = time.monotonic() - begun
     found = None if start.is_error() else Matcher(start)

@@ -20,6 +20,13 @@ MAX_DEPTH = 64
 MAX_ENUM = 10_000
 MAX_PROPERTIES = 5000
 """Of the whole schema, as OpenAI."""
+# Compiling costs by the squares of these: at each bound some tenths of a second.
+MAX_PROPERTIES_OF_ONE = 1000
+MAX_ALTERNATIVES = 500
+MAX_CONJUNCTS = 16
+MAX_MULTIPLE = 10_000
+"""Of multipleOf: an automaton with as many states."""
+_SHOWN_PLACE = 200
 
 # Keywords by what their values hold.
 _ONE = ("additionalProperties", "items")
@@ -27,7 +34,7 @@ _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _OF_OBJECTS = frozenset(("properties", "patternProperties", "additionalProperties", "required"))
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _TEXTS = ("$ref", "pattern", "format")
 _TYPES = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
 # What JSON Schema defines, and the compiler does not follow.
@@ -100,6 +107,8 @@ def _nodes(root: object, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if depth > MAX_DEPTH:
             raise refuse(place, f"at most {MAX_DEPTH} schemas inside each other")
         node = cast("dict[str, Any]", value)
+        if len(place) > _SHOWN_PLACE:  # names in it may be long
+            place = f"{field}...{place[-_SHOWN_PLACE // 2 :]}"
         _check_node(node, place)
         yield place, node
         todo += [(one, where, depth + 1) for where, one in _children(node, place)]
@@ -112,6 +121,7 @@ def _check_node(node: Mapping[str, Any], place: str) -> None:
     for names, is_right, what in (
         (_COUNTS, _is_count, "a whole number from 0 on"),
         (_NUMBERS, _is_number, "a number"),
+        (("multipleOf",), _is_step, f"a number above 0, at most {MAX_MULTIPLE}"),
         (_TEXTS, _is_text, "a text"),
         (("required",), _is_texts, "a list of texts"),
         (("type",), _is_type, f"one of {', '.join(sorted(_TYPES))}, or a list of these"),
@@ -130,6 +140,10 @@ def _is_count(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_step(value: object) -> bool:
+    return _is_number(value) and 0 < cast("float", value) <= MAX_MULTIPLE
 
 
 def _is_text(value: object) -> bool:
@@ -155,14 +169,16 @@ def _children(node: Mapping[str, Any], place: str) -> Iterator[tuple[str, object
             yield f"{place}.{keyword}", node[keyword]
     for keyword in _LISTS:
         some = node.get(keyword, [])
-        if not isinstance(some, list):
-            raise refuse(f"{place}.{keyword}", "expected a list of schemas")
+        most = MAX_CONJUNCTS if keyword == "allOf" else MAX_ALTERNATIVES
+        if not isinstance(some, list) or len(cast("list[object]", some)) > most:
+            raise refuse(f"{place}.{keyword}", f"expected a list of at most {most} schemas")
         for index, one in enumerate(cast("list[object]", some)):
             yield f"{place}.{keyword}[{index}]", one
     for keyword in _MAPS:
         members = node.get(keyword, {})
-        if not isinstance(members, dict):
-            raise refuse(f"{place}.{keyword}", "expected an object of schemas")
+        most = MAX_PROPERTIES_OF_ONE
+        if not isinstance(members, dict) or len(cast("dict[str, object]", members)) > most:
+            raise refuse(f"{place}.{keyword}", f"expected an object of at most {most} schemas")
         for name, one in cast("dict[str, object]", members).items():
             yield f"{place}.{keyword}.{name}", one
 
@@ -192,6 +208,9 @@ def _normal(schema: object, close: str) -> object:
         node.pop(keyword, None)
     if "format" in node and node["format"] not in _FORMATS:
         del node["format"]
+    if node.get("format") in ("time", "date-time"):
+        # The compiler lets every minute have a leap second.
+        node.setdefault("pattern", "^[^:]*:[^:]*:[0-5]")
     for keyword in _ONE:
         if keyword in node:
             node[keyword] = _normal(node[keyword], close)

@@ -23,7 +23,7 @@ from xpyd_core.errors import ApiError
 from xpyd_core.kv_outcome import PeerCounts
 from xpyd_core.tokenizer_files import ServedFiles
 from xpyd_worker.config import Role
-from xpyd_worker.grammar.compiler import GrammarCompiler
+from xpyd_worker.grammar.compiler import GrammarCompiler, Target
 from xpyd_worker.model.generation import OPENAI_DEFAULTS, SamplingDefaults
 from xpyd_worker.parsers.reasoning import Thinking
 from xpyd_worker.parsers.registry import (
@@ -221,6 +221,11 @@ class ServedModel:
             )
 
         return make
+
+    @cached_property
+    def grammar_target(self) -> Target:
+        """What grammars are compiled for."""
+        return Target(self.tokenizer, self.eos_token_ids, self.vocab_size)
 
     @cached_property
     def max_token_bytes(self) -> int:

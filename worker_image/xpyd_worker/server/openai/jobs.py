@@ -14,7 +14,6 @@ from xpyd_core.blocks import prompt_digest
 from xpyd_core.bodies import refuse
 from xpyd_core.request_id import TransferKey, is_dialable
 from xpyd_worker.engine.request import EngineRequest, ReceiveFrom, SamplingParams, SendTo
-from xpyd_worker.grammar.compiler import Target
 from xpyd_worker.server.openai.params import Options
 from xpyd_worker.server.openai.prompts import check_vocabulary, output_limit
 from xpyd_worker.server.request_ids import RequestId
@@ -108,8 +107,7 @@ async def constrained(service: Service, options: Options, jobs: Sequence[Job]) -
     ApiError 400 where that cannot be compiled."""
     if options.grammar is None:
         return list(jobs)
-    model = service.model
-    target = Target(model.tokenizer, model.eos_token_ids, model.vocab_size)
+    target = service.model.grammar_target
     found: list[Job] = []
     for job in jobs:
         request = job.request

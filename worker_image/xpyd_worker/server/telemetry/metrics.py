@@ -229,7 +229,7 @@ class ServerMetrics:
         model: str,
         block_size: int,
         load_s: float,
-        grammars: GrammarMetrics,
+        grammars: GrammarMetrics | None = None,
     ) -> None:
         """Show a loaded engine's metrics from now on, and what `more` gives: its KV transfer's and
         its ranks'. `load_s`: from the process' start to there."""
@@ -239,7 +239,7 @@ class ServerMetrics:
             yield from engine_samples(now)
             yield Sample(f"{_PREFIX}load_seconds", "gauge", "Start of the process to Ready", load_s)
             yield from more(now)
-            yield from grammar_samples(grammars)
+            yield from grammar_samples(grammars or GrammarMetrics())
             yield from vllm_samples(now, model=model, block_size=block_size)
 
         self._registry.register(_SampleCollector(samples))

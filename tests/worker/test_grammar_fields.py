@@ -1,0 +1,256 @@
+"""The fields that ask for structured output: what each becomes, and how it is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from xpyd_core.errors import ApiError
+from xpyd_worker.grammar.schema import checked_schema
+from xpyd_worker.grammar.spec import (
+    AnyText,
+    Concat,
+    Grammar,
+    Json,
+    OneOf,
+    Pattern,
+    Repeat,
+    Rules,
+    Text,
+    Until,
+)
+from xpyd_worker.server.openai.params import parse_chat, parse_completion
+
+OBJECT = Json('{"type":"object"}')
+INTEGER = Json('{"type":"integer"}')
+TAG = {"type": "tag", "begin": "<f>", "content": {"type": "any_text"}, "end": "</f>"}
+STRUCTURES = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"}],
+    "triggers": ["<f"],
+}
+TRIGGERED = Concat(
+    (
+        Repeat(Concat((Until("<f"), Concat((Text("=a>"), Concat((INTEGER, Text("</f>")))))))),
+        AnyText(("<f",)),
+    )
+)
+
+
+def grammar(**fields: Any) -> Grammar | None:
+    """The same of both endpoints."""
+    completion = parse_completion(json.dumps({"prompt": "a", **fields}).encode())
+    chat = parse_chat(
+        json.dumps({"messages": [{"role": "user", "content": "a"}], **fields}).encode()
+    )
+    assert completion.options.grammar == chat.options.grammar
+    return chat.options.grammar
+
+
+def format_of(**members: Any) -> Any:
+    return {"response_format": {"type": "structural_tag", "format": members}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "root", "field"),
+    [
+        ({"response_format": {"type": "json_object"}}, OBJECT, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            OBJECT,
+            "response_format.json_schema.schema",
+        ),
+        ({"guided_json": {"type": "integer"}}, INTEGER, "guided_json"),
+        ({"guided_json": '{"type": "integer"}'}, INTEGER, "guided_json"),
+        ({"guided_json_object": True}, OBJECT, "guided_json_object"),
+        ({"guided_regex": "a+"}, Pattern("a+"), "guided_regex"),
+        ({"guided_choice": ["a", "b", "a"]}, OneOf((Text("a"), Text("b"))), "guided_choice"),
+        ({"guided_grammar": "root ::= a"}, Rules("root ::= a"), "guided_grammar"),
+        (
+            {"guided_json": {"type": "integer"}, "guided_whitespace_pattern": " *"},
+            Json('{"type":"integer"}', blanks=" *"),
+            "guided_json",
+        ),
+        ({"structured_outputs": {"json": True}}, Json("true"), "structured_outputs.json"),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+            Json('{"type":"object"}', spaces=False),
+            "structured_outputs.json_object",
+        ),
+        (
+            {"structured_outputs": {"choice": ["a"], "regex": None}},
+            OneOf((Text("a"),)),
+            "structured_outputs.choice",
+        ),
+        ({"response_format": STRUCTURES}, TRIGGERED, "response_format"),
+        (
+            {"structured_outputs": {"structural_tag": json.dumps(STRUCTURES)}},
+            TRIGGERED,
+            "structured_outputs.structural_tag",
+        ),
+        (format_of(**TAG), Concat((Text("<f>"), Until("</f>"))), "response_format"),
+        (
+            format_of(type="optional", content={"type": "regex", "pattern": "a"}),
+            Repeat(Pattern("a"), 0, 1),
+            "response_format",
+        ),
+        (
+            format_of(type="sequence", elements=[{"type": "const_string", "value": "a"}]),
+            Concat((Text("a"),)),
+            "response_format",
+        ),
+        (
+            format_of(type="tags_with_separator", tags=[TAG], separator="", at_least_one=True),
+            Repeat(Concat((Text("<f>"), Until("</f>"))), 1),
+            "response_format",
+        ),
+        (
+            format_of(type="triggered_tags", tags=[TAG], triggers=["<"], stop_after_first=True),
+            Concat(
+                (
+                    Repeat(Concat((Until("<"), Concat((Text("f>"), Until("</f>"))))), 0, 1),
+                    AnyText(("<",)),
+                )
+            ),
+            "response_format",
+        ),
+    ],
+)
+def test_a_field_becomes_this_grammar(fields: Any, root: Any, field: str) -> None:
+    assert grammar(**fields) == Grammar(root, field)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"response_format": {"type": "text"}},
+        {"response_format": None, "structured_outputs": None, "guided_json": None},
+        {"guided_choice": [], "guided_json_object": False, "guided_decoding_backend": "auto"},
+    ],
+)
+def test_without_these_fields_there_is_none(fields: Any) -> None:
+    assert grammar(**fields) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.structures", "a list"),
+        (format_of(type="qwen_xml_parameter"), "response_format.format.type", "not supported"),
+        (format_of(type="or", elements=5), "response_format.format.elements", "a list"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"json": False}}, "structured_outputs.json", "or true"),
+        ({"guided_json": 5}, "guided_json", "an object"),
+        ({"guided_json": "{"}, "guided_json", "not valid JSON"),
+        ({"guided_regex": ""}, "guided_regex", "empty"),
+        ({"guided_choice": [""]}, "guided_choice", "item 0"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "only one of it"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "one"),
+        ({"guided_json": {"not": {}}}, "guided_json.not", "not supported"),
+        (
+            {"guided_json": {"items": {"properties": {"a": {"if": {}}}}}},
+            "guided_json.items.properties.a.if",
+            "not supported",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_place(fields: Any, param: str, says: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        grammar(**fields)
+    assert caught.value.status == 400
+    assert caught.value.param == param
+    assert says in str(caught.value)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"uniqueItems": True}, "s.uniqueItems"),
+        ({"anyOf": [{}, {"contains": {}}]}, "s.anyOf[1].contains"),
+        ({"$defs": {"a": {"else": {}}}}, "s.$defs.a.else"),
+        ({"patternProperties": {"^a": {"dependentRequired": {}}}}, "s.patternProperties.^a."),
+        ({"items": [{}]}, "s.items"),
+        ({"properties": {"a": 5}}, "s.properties.a"),
+        ({"properties": []}, "s.properties"),
+        ({"type": "text"}, "s.type"),
+        ({"type": []}, "s.type"),
+        ({"enum": []}, "s.enum"),
+        ({"enum": list(range(100_000))}, "s.enum"),
+        ({"required": "a"}, "s.required"),
+        ({"required": [{}]}, "s.required"),
+        ({"minLength": -1}, "s.minLength"),
+        ({"maxItems": 1.5}, "s.maxItems"),
+        ({"exclusiveMinimum": True}, "s.exclusiveMinimum"),
+        ({"pattern": 5}, "s.pattern"),
+        ({"format": "iri"}, "s.format"),
+        ({"properties": {str(i): {} for i in range(1001)}}, "s.properties"),
+        ({"allOf": [{}] * 17}, "s.allOf"),
+        ({"anyOf": [{}] * 501}, "s.anyOf"),
+        (nested(200), "s..."),
+        ({"description": "x" * 300_000}, "s"),
+        ("[" * 100_000, "s"),
+        (None, "s"),
+        (False, "s"),
+        ({"multipleOf": 0}, "s.multipleOf"),
+        ({"multipleOf": 10_001}, "s.multipleOf"),
+    ],
+    ids=str,
+)
+def test_a_schema_that_cannot_be_followed_is_refused_with_the_place(
+    schema: object, place: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        checked_schema(schema, "s")
+    assert caught.value.status == 400
+    assert (caught.value.param or "").startswith(place)
+    assert len(str(caught.value)) < 500
+
+
+CLOSED = {"additionalProperties": False}
+ONE = {"properties": {"a": {}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "normal"),
+    [
+        (ONE, {**ONE, **CLOSED}),
+        ({**ONE, "additionalProperties": True}, {**ONE, "additionalProperties": True}),
+        ({**ONE, "required": ["b"]}, {**ONE, "required": ["b"]}),
+        ({**ONE, "minProperties": 2}, {**ONE, "minProperties": 2}),
+        ({"items": ONE}, {"items": {**ONE, **CLOSED}}),
+        # What one part closes, the other may want.
+        ({"allOf": [ONE]}, {"allOf": [ONE]}),
+        ({"oneOf": [ONE]}, {"oneOf": [ONE]}),
+        ({"anyOf": [ONE], "required": ["b"]}, {"anyOf": [ONE], "required": ["b"]}),
+        ({"anyOf": [ONE]}, {"anyOf": [{**ONE, **CLOSED}]}),
+        ({"uniqueItems": False, "x-guidance": {"lenient": True}}, {}),
+        ({"format": "int32", "title": "t"}, {"title": "t"}),
+    ],
+)
+def test_a_schema_goes_to_the_compiler_without_what_says_nothing(
+    schema: object, normal: object
+) -> None:
+    assert json.loads(checked_schema(schema, "s")) == normal
+
+
+def test_strict_closes_objects_whatever_the_schema_says() -> None:
+    schema = {"allOf": [ONE], **ONE, "additionalProperties": True}
+    asked = {"type": "json_schema", "json_schema": {"strict": True, "schema": schema}}
+    found = grammar(response_format=asked)
+    assert found is not None
+    assert isinstance(found.root, Json)
+    closed = {**ONE, **CLOSED}
+    assert json.loads(found.root.schema) == {"allOf": [closed], **closed}
