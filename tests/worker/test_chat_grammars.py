@@ -110,6 +110,20 @@ def test_calls_come_behind_the_reasoning() -> None:
     assert outcome(older, f"hm</think>\n\n{said}") == "whole"
 
 
+@pytest.mark.parametrize("family", TOOL_FAMILIES)
+@pytest.mark.parametrize("prompt", ["<|assistant|>", "<think>\n", "<think></think>"])
+def test_free_text_with_strict_calls_may_be_behind_a_reasoning(family: str, prompt: str) -> None:
+    free = grammar(family, prompt, reasoning="qwen3", choice="auto", tools=(STRICT, CLOCK))
+    thought = {"<|assistant|>": "<think>\nhm\n</think>\n\n", "<think>\n": "hm</think>"}.get(
+        prompt, ""
+    )
+    if prompt != "<think>\n":
+        assert outcome(free, "Hello!") == "whole"
+    assert outcome(free, f"{thought}Hello!") == "whole"
+    assert outcome(free, thought + calls(family, PARIS, NOW)) == "whole"
+    assert outcome(free, thought + calls(family, ("weather", {"city": 5}))) == "refused"
+
+
 def test_an_answer_that_is_asked_for_may_be_a_call_where_the_model_chooses() -> None:
     either = grammar("hermes", choice="auto", asked=ANSWER)
     assert outcome(either, "17") == "whole"

@@ -16,7 +16,7 @@ from xpyd_worker.parsers.registry import REASONING_FAMILIES, TOOL_FAMILIES, Pars
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-OTHER = {"type": "function", "function": {"name": "g", "strict": True}}
+OTHER = {"type": "function", "function": {"name": "g"}}
 
 
 def parsers(tools: str = "hermes", reasoning: str | None = "qwen3") -> Parsers:

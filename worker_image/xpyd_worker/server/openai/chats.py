@@ -6,6 +6,7 @@ in the parsers that a caller brings. Why it is so: docs/adr/0068.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
@@ -23,11 +24,18 @@ from xpyd_worker.grammar.spec import (
     Part,
     Pattern,
     Text,
+    Until,
     json_schema_part,
     repeated,
     triggered_part,
 )
-from xpyd_worker.parsers.registry import FALLBACK, ChatOptions, Parsers, ToolFamily
+from xpyd_worker.parsers.registry import (
+    FALLBACK,
+    ChatOptions,
+    Parsers,
+    ReasoningFamily,
+    ToolFamily,
+)
 
 MAX_PARTS = 16_384
 """The most parts of the contents of all messages together."""
@@ -226,17 +234,21 @@ def chat_grammar(
 ) -> Grammar | None:
     """What the answer must look like: `asked` is of other fields. Calls that must come do so in the
     family's format, and whatever is asked for comes behind the reasoning."""
-    grammar = _answer_grammar(options, parsers.tools or FALLBACK, asked)
-    thinks = parsers.reasoning
-    if grammar is None or thinks is None:
+    family, thinks = parsers.tools or FALLBACK, parsers.reasoning
+    start = "closed" if thinks is None else thinks.start_behind(prompt_end)
+    is_free = options.choice == "auto" and asked is None
+    if is_free and not any(tool.strict for tool in options.tools):
+        return None
+    if is_free:
+        may_think = thinks if start == "either" else None
+        grammar = Grammar(_free_or_calls(options, family, may_think), "tools")
+    else:
+        grammar = _answer_grammar(options, family, asked)
+    if grammar is None or thinks is None or start == "closed":
         return grammar
-    match thinks.start_behind(prompt_end):
-        case "open":
-            return grammar.after_reasoning(thinks.end)
-        case "either":
-            return grammar.after_reasoning(thinks.end, start=thinks.begin)
-        case "closed":
-            return grammar
+    if start == "open":
+        return grammar.after_reasoning(thinks.end)
+    return grammar if is_free else grammar.after_reasoning(thinks.end, start=thinks.begin)
 
 
 def _answer_grammar(
@@ -248,11 +260,8 @@ def _answer_grammar(
         if asked is not None:
             raise refuse(asked.field, "not together with a call that tool_choice asks for")
         return Grammar(_calls(options, family, MOST_FORCED_CALLS), "tool_choice")
-    if asked is not None:
-        return replace(asked, root=OneOf((_calls(options, family, MOST_FORCED_CALLS), asked.root)))
-    if any(tool.strict for tool in options.tools):
-        return Grammar(_free_or_calls(options, family), "tools")
-    return None
+    assert asked is not None, "what is free has a grammar of its own"
+    return replace(asked, root=OneOf((_calls(options, family, MOST_FORCED_CALLS), asked.root)))
 
 
 def _calls(options: ChatOptions, family: ToolFamily, most: int | None) -> Part:
@@ -284,11 +293,19 @@ def _arguments_schema(tool: Function) -> dict[str, Any]:
     return {"type": "object", **tool.parameters}
 
 
-def _free_or_calls(options: ChatOptions, family: ToolFamily) -> Part:
-    """Free text in which calls are of the tools, and those of strict ones as their schemas say."""
+def _free_or_calls(
+    options: ChatOptions, family: ToolFamily, thinks: ReasoningFamily | None
+) -> Part:
+    """Free text in which calls are of the tools, and those of strict ones as their schemas say.
+    `thinks`: how the model may open its reasoning in it."""
     if not family.is_triggered:
         # A call is all of an answer, which begins with its brace.
-        return OneOf((_calls(options, family, None), Pattern(r"([^{\s][\s\S]*)?")))
+        first = "{" if thinks is None else "{" + re.escape(thinks.begin[0])
+        free = OneOf((_calls(options, family, None), Pattern(rf"([^{first}\s][\s\S]*)?")))
+        if thinks is None:
+            return free
+        thought = Concat((Text(thinks.begin), Until(thinks.end), Pattern(r"\n{0,2}"), free))
+        return OneOf((thought, free))
     behind: list[Part]
     if family.around[0]:
         before, after = (text.removeprefix(family.trigger) for text in family.around)
@@ -298,4 +315,7 @@ def _free_or_calls(options: ChatOptions, family: ToolFamily) -> Part:
         start = family.call[0].removeprefix(family.trigger)
         bare = replace(family, call=(start, family.call[1]))
         behind = _objects(options, bare)
-    return triggered_part({family.trigger: behind}, most=options.most_calls)
+    if thinks is None:
+        return triggered_part({family.trigger: behind}, most=options.most_calls)
+    # Two branches, of which one is free text, would not be told apart by their first letters.
+    return triggered_part({family.trigger: behind, thinks.begin: (Until(thinks.end),)})
