@@ -107,6 +107,29 @@ def test_the_kernels_draw_gives_the_tokens_of_the_draw_on_a_cpu(
             assert [i for i, _ in found.logprob.top] == [i for i, _ in wanted.logprob.top]
 
 
+@pytest.mark.parametrize("masked", [slice(None), slice(None, None, 2)])
+def test_what_a_grammar_allows_is_drawn_on_a_device_as_on_a_cpu(kit: Kit, masked: slice) -> None:
+    """All rows under a mask, and every second one."""
+    asked = rows(2)
+    draws = torch.rand(len(asked), VOCAB, generator=torch.Generator().manual_seed(1)) < 0.3
+    for index in range(len(asked))[masked]:
+        bits = sum(1 << token for token in draws[index].nonzero()[:, 0].tolist())
+        asked[index] = replace(asked[index], mask=bits.to_bytes(20, "little"))
+    logits = noise(len(asked), 6)
+    expected = sample(logits, asked).result()
+    for index in range(len(asked))[masked]:
+        token = expected[index]
+        assert token is None or draws[index, token.token_id]
+    on_device, draw = logits.to(kit.device), kernel_draw(kit.gpu.sampling.sample)
+    sample(on_device, asked, draw)
+    with no_waits(kit.device):
+        drawn = sample(on_device, asked, draw).to_host()
+    if kit.device.type == "cuda":
+        torch.cuda.synchronize()
+    found = [one and one.token_id for one in drawn.result()]
+    assert found == [one and one.token_id for one in expected]
+
+
 def test_the_mix_draws_many_tokens(kit: Kit) -> None:
     """What the equality above is worth: the rows are not all of one mind."""
     asked = rows(3)

@@ -66,6 +66,16 @@ def within(mask: bytes | None, drawn: int, position: int, sampling: SamplingPara
     return drawn if drawn in ids else ids[drawn % len(ids)]
 
 
+def drawn_for(sequence: ScheduledSequence, kv: int) -> tuple[SampledToken, ...]:
+    """What the fake model draws behind a sequence's last KV."""
+    words = None if sequence.mask is None else sequence.mask.words()
+    found: list[SampledToken] = []
+    for one in sequence.samples:
+        token = next_token(kv, one.choice_index, one.position, sequence.sampling)
+        found.append(SampledToken(within(words, token, one.position, sequence.sampling)))
+    return tuple(found)
+
+
 def alone(
     request: EngineRequest, max_model_len: int, matchers: Sequence[Matcher] = ()
 ) -> list[tuple[list[int], str]]:
@@ -206,20 +216,12 @@ class FakeExecutor:
             if sequence.log_id in self.unlucky:
                 failed[sequence.seq_id] = "no token"
             elif sequence.samples:
-                samples[sequence.seq_id] = self._draw(sequence, kv)
+                samples[sequence.seq_id] = drawn_for(sequence, kv)
             if sequence.sampling.prompt_logprobs is not None:
                 scores[sequence.seq_id] = self._score(sequence)
         layer_done(0)
         layer_done(1)
         return StepOutput(samples, scores, failed)
-
-    def _draw(self, sequence: ScheduledSequence, kv: int) -> tuple[SampledToken, ...]:
-        words = None if sequence.mask is None else sequence.mask.words()
-        found: list[SampledToken] = []
-        for one in sequence.samples:
-            token = next_token(kv, one.choice_index, one.position, sequence.sampling)
-            found.append(SampledToken(within(words, token, one.position, sequence.sampling)))
-        return tuple(found)
 
     def _check(self, step: StepInput) -> None:
         assert 0 < step.tokens <= self._limits.max_num_batched_tokens

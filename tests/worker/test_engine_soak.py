@@ -144,7 +144,7 @@ class Soak:
                     driver.assert_begins_as_alone(name)
                 else:
                     driver.assert_as_alone(name)
-                del driver.requests[name], driver.outputs[name]
+                del driver.requests[name], driver.outputs[name], driver.matchers[name]
                 self.cut.discard(name)
                 self.left.discard(name)
         driver.executor.steps.clear()

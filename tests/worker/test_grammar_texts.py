@@ -41,6 +41,8 @@ def outcome(grammar: Grammar | Part, *texts: str) -> str:
     return "may end" if matcher.is_accepting else "goes on"
 
 
+DATE = json_schema_part({"type": "string", "format": "date"}, "x")
+DATE_TIME = json_schema_part({"type": "string", "format": "date-time"}, "x")
 OBJECT = json_schema_part(
     {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a"]}, "x"
 )
@@ -76,6 +78,15 @@ OBJECT = json_schema_part(
         (json_schema_part({"const": {"a": [1, 2]}}, "x", spaces=False), ['{"a": 1}'], "no"),
         (json_schema_part({"const": {"a": 1}}, "x", blanks="\n?"), ['{\n"a":\n1}'], "ends"),
         (json_schema_part(True, "x"), ["[null]"], "ends"),
+        (DATE, ['"2021-02-29"'], "no"),
+        (DATE, ['"2024-02-29"'], "ends"),
+        (DATE, ['"2000-02-29"'], "ends"),
+        (DATE, ['"1900-02-29"'], "no"),
+        (DATE, ['"1900-02-28"'], "ends"),
+        (DATE, ['"1900-12-30"'], "ends"),
+        (DATE_TIME, ['"2021-02-29T10:00:00Z"'], "no"),
+        (DATE_TIME, ['"2021-12-29T10:00:60Z"'], "no"),
+        (DATE_TIME, ['"2021-12-29T10:00:59Z"'], "ends"),
         (json_schema_part('{"type": "null"}', "x"), ["null"], "ends"),
         (tagged_grammar([CALL], field="x"), ["<call>\n1\n</call>"], "may end"),
         (tagged_grammar([CALL], field="x", most=1), ["<call>\n1\n</call>"], "ends"),

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tests.worker.engine_fakes import BLOCK, FakeExecutor, chain, next_token
+from tests.worker.engine_fakes import BLOCK, FakeExecutor, chain, drawn_for
 from xpyd_worker.engine.executor import (
     DRAWN_BEFORE,
     Running,
@@ -153,10 +153,7 @@ class FakeStage:
                 leaving.append(Flow(true.token + spoilt, true.kv))
                 kv += spoilt if self.is_last else 0
             if self.is_last and one.samples:
-                samples[one.seq_id] = tuple(
-                    SampledToken(next_token(kv, s.choice_index, s.position, one.sampling))
-                    for s in one.samples
-                )
+                samples[one.seq_id] = drawn_for(one, kv)
         assert not coming
         if not self.is_last:
             self.after.append(leaving)

@@ -2,7 +2,7 @@
 
 A keyword that would be ignored makes answers that are wrong, so each keyword is either one that the
 compiler follows, or one that says nothing of the value (an annotation), or it is refused. Sizes are
-bounded, since compiling costs by them.
+bounded, since compiling costs by them (docs/adr/0065).
 """
 
 from __future__ import annotations
@@ -52,6 +52,11 @@ _FORMATS = frozenset(
         *("uuid", "uri"),
     )
 )
+# The compiler lets every minute have a leap second and every year a leap day.
+_TIME = "[^:]*:[^:]*:[0-5]"
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DAY = f"(?:[0-9]{{4}}-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+_NARROWED = {"time": f"^{_TIME}", "date": f"^{_DAY}", "date-time": f"^{_DAY}{_TIME}"}
 # Those that JSON Schema defines besides. Any other name is an annotation: no validator knows it.
 _UNSUPPORTED_FORMATS = frozenset(
     (
@@ -208,9 +213,8 @@ def _normal(schema: object, close: str) -> object:
         node.pop(keyword, None)
     if "format" in node and node["format"] not in _FORMATS:
         del node["format"]
-    if node.get("format") in ("time", "date-time"):
-        # The compiler lets every minute have a leap second.
-        node.setdefault("pattern", "^[^:]*:[^:]*:[0-5]")
+    if node.get("format") in _NARROWED:
+        node.setdefault("pattern", _NARROWED[node["format"]])
     for keyword in _ONE:
         if keyword in node:
             node[keyword] = _normal(node[keyword], close)
