@@ -14,11 +14,11 @@ from tests.worker.test_server_tools import OTHER, TOOL, join, parsers
 
 THOUGHT = "<think>\nwell, é\n</think>\n\n"
 PLAYED = {
-    "hermes": f"{THOUGHT}Now.\n{hermes('f', PARIS)}\n{hermes('g', {})}",
-    "llama3_json": f"{llama('f', PARIS)}; {llama('g', {})}",
-    "mistral": f"[TOOL_CALLS][{compact('f', PARIS)}, {compact('g', {})}]",
+    "hermes": f"{THOUGHT}Now.\n{hermes('f', PARIS)}\n{hermes('g', PARIS)}",
+    "llama3_json": f"{llama('f', PARIS)}; {llama('g', PARIS)}",
+    "mistral": f"[TOOL_CALLS][{compact('f', PARIS)}, {compact('g', PARIS)}]",
 }
-CALLS = [("f", PARIS), ("g", {})]
+CALLS = [("f", PARIS), ("g", PARIS)]
 TOOLS = [TOOL, OTHER]
 
 

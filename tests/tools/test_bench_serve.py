@@ -107,6 +107,25 @@ def test_a_request_carries_its_members_and_its_tokens_are_counted() -> None:
     asyncio.run(go())
 
 
+def test_reasoning_and_tool_calls_are_tokens_too() -> None:
+    said: list[dict[str, Any]] = [
+        {"role": "assistant", "content": ""},
+        {"reasoning": "hm"},
+        {"reasoning_content": "hm"},
+        {"tool_calls": [{"index": 0}]},
+        {"content": "x"},
+    ]
+    chunks = [f"data: {json.dumps({'choices': [{'delta': one}]})}\n\n" for one in said]
+    events = "".join([*chunks, "data: [DONE]\n\n"]).encode()
+
+    async def go() -> None:
+        async with serving(Server(b"HTTP/1.1 200 OK\r\n\r\n" + events)) as target:
+            sample = await send_streaming(target, LoadRequest((1, 2, 3), 6))
+        assert (sample.error, sample.output_tokens) == ("", 4)
+
+    asyncio.run(go())
+
+
 def test_a_base_urls_path_stands_before_every_path() -> None:
     async def go() -> None:
         server = Server()
