@@ -21,19 +21,23 @@ SPECIAL_TOKENS = (END_OF_TEXT, PAD, SYSTEM, USER, ASSISTANT, END_OF_TURN)
 VOCAB_TOKENS = 3072
 CONTEXT_TOKENS = 2048
 
-# `developer` is the newer API name of `system`; content parts of type text are joined.
+# `developer` is the newer API name of `system`; content parts of type text are joined. The model
+# was not trained for tools, so it is not shown them; an agent's history is accepted.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message['role'] in ['system', 'developer'] -%}{{- '<|system|>' -}}
-{%- elif message['role'] == 'user' -%}{{- '<|user|>' -}}
+{%- elif message['role'] in ['user', 'tool'] -%}{{- '<|user|>' -}}
 {%- elif message['role'] == 'assistant' -%}{{- '<|assistant|>' -}}
-{%- else -%}{{- raise_exception('role must be system, developer, user or assistant') -}}
+{%- else -%}{{- raise_exception('role must be system, developer, user, assistant or tool') -}}
 {%- endif -%}
 {{- '\\n' -}}
 {%- if message['content'] is string -%}{{- message['content'] -}}
 {%- elif message['content'] -%}
 {%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}
 {%- endif -%}
+{%- for call in message['tool_calls'] or [] -%}
+{{- '<tool_call>' ~ (call['function'] | tojson) ~ '</tool_call>' -}}
+{%- endfor -%}
 {{- '<|end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}

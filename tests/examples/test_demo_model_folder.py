@@ -110,7 +110,21 @@ def test_the_chat_template_renders_every_role_and_asks_for_an_answer(tokenizer):
 
 def test_the_chat_template_refuses_a_role_it_does_not_know(tokenizer):
     with pytest.raises(Exception, match="role must be"):
-        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+        tokenizer.apply_chat_template([{"role": "function", "content": "x"}], tokenize=False)
+
+
+def test_the_chat_template_takes_an_agents_history(tokenizer):
+    called = {"name": "weather", "arguments": {"city": "Lyon"}}
+    messages = [
+        {"role": "user", "content": "Cold?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": called}]},
+        {"role": "tool", "tool_call_id": "1", "content": "4 C"},
+    ]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == (
+        "<|user|>\nCold?<|end|>\n<|assistant|>\n"
+        '<tool_call>{"name": "weather", "arguments": {"city": "Lyon"}}</tool_call><|end|>\n'
+        "<|user|>\n4 C<|end|>\n"
+    )
 
 
 def test_role_tokens_are_one_token_each(tokenizer):

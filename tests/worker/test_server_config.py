@@ -130,6 +130,23 @@ def test_a_budget_that_is_no_number_is_named_with_what_is_expected() -> None:
         config("--max-num-batched-tokens", "all")
 
 
+def test_a_chat_template_is_a_file_or_the_text_itself(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }} é")
+    assert config("--chat-template", str(file)).chat_template == "{{ messages }} é"
+    assert config("--chat-template", "{{ x }}").chat_template == "{{ x }}"
+    assert config().chat_template is None
+    with pytest.raises(UserError, match=r"--chat-template: cannot read .*nothing"):
+        config("--chat-template", str(tmp_path / "nothing"))
+
+
+def test_the_parsers_of_chats_reach_the_configuration() -> None:
+    given = config("--tool-call-parser", "mistral", "--reasoning-parser", "none")
+    assert (given.tool_call_parser, given.reasoning_parser) == ("mistral", "none")
+    assert not given.enable_auto_tool_choice
+    assert config("--enable-auto-tool-choice").enable_auto_tool_choice
+
+
 def test_the_prefix_cache_is_on_unless_somebody_says_no() -> None:
     assert config().prefix_caching
     assert config("--enable-prefix-caching").prefix_caching

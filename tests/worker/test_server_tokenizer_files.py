@@ -116,3 +116,29 @@ def test_a_loaded_model_has_the_files_that_its_own_tokenizer_works_with(tmp_path
     text = "hello <|user|> world é"
     ids = loaded.model.tokenizer.encode(text, add_special_tokens=True)
     assert copy.encode(text, add_special_tokens=True).ids == ids
+
+
+def test_another_chat_template_takes_the_checkpoints_place_and_shows_the_parsers() -> None:
+    from xpyd_core.errors import UserError
+    from xpyd_worker.config import WorkerConfig
+    from xpyd_worker.load.engine import load
+    from xpyd_worker.parsers.registry import REASONING_FAMILIES, TOOL_FAMILIES
+
+    def loaded(template: str, *, has_to_know: bool = False) -> Any:
+        config = WorkerConfig(
+            model=str(Path(__file__).parents[2] / "examples" / "demo-model"),
+            kv_cache_bytes=2**22,
+            chat_template=template,
+            enable_auto_tool_choice=has_to_know,
+        )
+        return load(config, deliver=lambda _: None, keys=(), incarnation="i", make_store=None).model
+
+    template = "{{ tools }}{{ messages }}<tool_call>{# developer #}<think></think>"
+    model = loaded(template, has_to_know=True)
+    assert model.knows_developer
+    assert model.parsers.tools is TOOL_FAMILIES["hermes"]
+    assert model.parsers.reasoning is REASONING_FAMILIES["qwen3"]
+    assert decode_tokenizer_files(model.files.body).chat_templates == {"default": template}
+    assert loaded("{{ tools }}").parsers.tools is None
+    with pytest.raises(UserError, match=r"--enable-auto-tool-choice: .*give --tool-call-parser"):
+        loaded("{{ tools }}", has_to_know=True)
