@@ -36,7 +36,7 @@ BAD: list[tuple[str, str, Any, int, str]] = [
     ("stream text", "completions", {**PROMPT, "stream": "yes"}, 400, "stream"),
     ("stop number", "completions", {**PROMPT, "stop": 5}, 400, "stop"),
     ("not built", "completions", {**PROMPT, "suffix": "tail"}, 400, "suffix"),
-    ("not built here", "completions", {**PROMPT, "guided_json": {}}, 400, "guided_json"),
+    ("not built here", "completions", {**PROMPT, "ebnf": "root ::= a"}, 400, "ebnf"),
     (
         "own kv_transfer_params",
         "completions",

@@ -13,6 +13,11 @@ from tests.e2e.harness import Fleet, http
 pytestmark = pytest.mark.slow
 
 PROMPT = "San Francisco is a city on the coast. The city on the coast is"
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"enum": [1, 20, 300]}},
+    "required": ["name", "age"],
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "temperature": {"temperature": 1.5},
@@ -40,6 +45,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "spaces_between_special_tokens": False,
         "ignore_eos": True,
     },
+    "schema": {
+        "response_format": {"type": "json_schema", "json_schema": {"schema": PERSON}},
+        "n": 2,
+    },
+    # Complete with the token that P draws, or with the next.
+    "choice": {"structured_outputs": {"choice": ["the", "a", "0"]}, "n": 3},
+    "regex to no EOS": {"guided_regex": "[a-z]{3} [0-9]{2}", "ignore_eos": True, "logprobs": None},
     "all": {
         "repetition_penalty": 1.2,
         "presence_penalty": 0.5,
@@ -101,6 +113,21 @@ def test_options_mixed_in_one_batch_through_a_pair_equal_one_request_on_one_inst
         answers = pool.map(lambda job: _ask(url, job[1], chat=chat), jobs)
         for (name, body), answer in zip(jobs, answers, strict=True):
             assert answer == wanted[name], (name, body)
+
+
+def test_an_answer_bound_to_a_schema_goes_on_at_another_d_behind_any_token(
+    fleet_1p3d: Fleet,
+) -> None:
+    first, second, _ = (one.url for one in fleet_1p3d.engines if one.role == "Decode")
+    body = {"temperature": 1.3, "response_format": OPTIONS["schema"]["response_format"]}
+    ((ids, text, end),) = _ask(first, body, chat=False)
+    assert json.loads(text).keys() == {"name", "age"}
+    assert end == ("stop", None)
+    for had in range(len(ids) + 1):
+        params = {"continue_from": [ids[:had]], "emit_from": [had]}
+        (went_on,) = _ask(second, {**body, "kv_transfer_params": params}, chat=False)
+        assert (went_on[0], went_on[2]) == (ids[had:], end)
+        assert text.endswith(went_on[1])
 
 
 def test_the_prompts_log_probabilities_come_through_the_router(fleet_1p3d: Fleet) -> None:
