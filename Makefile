@@ -14,7 +14,7 @@ MUTATE_ARGS ?=
 WORKERS ?= 2
 # Files go to the workers in the order of tests/conftest.py.
 IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-HERE := not gpu and not cluster and not vllm and not soak
+HERE := not gpu and not cluster and not vllm and not agents and not soak
 # A machine with a GPU has its own Python with torch, triton, numpy, pytest and msgspec, and perhaps
 # no network: nothing is installed there, and these tests import nothing else.
 GPU_PYTHON ?= python3
@@ -23,7 +23,7 @@ ON_GPU := PYTHONPATH=.:core:kv_transfer:worker_image $(GPU_PYTHON)
 CLUSTER_TESTS := tests/cluster tests/crds tests/images
 GPU_TESTS := tests/gpu tests/kv/test_device_gpu.py tests/kv/test_transport_conformance.py tests/kv/test_vllm_gpu.py
 
-.PHONY: help setup fmt lint type imports generate verify test test-slow test-all collect test-gpu test-cluster test-vllm soak demo journeys mutate bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel bench-fleet bench-vllm cluster-build cluster-up cluster-down cluster-status images push constraints clean
+.PHONY: help setup fmt lint type imports generate verify test test-slow test-all collect test-gpu test-cluster test-vllm test-agents soak demo journeys mutate bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel bench-fleet bench-vllm cluster-build cluster-up cluster-down cluster-status images push constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -88,6 +88,10 @@ images: ## Build the images; make images push REGISTRY=... also pushes (scripts/
 	@scripts/images.sh build $(filter push,$(MAKECMDGOALS))
 
 push: images ## With `images`: push them too, to REGISTRY=...
+
+test-agents: setup ## Others' suites and clients of agents' APIs against one P and one D; installs them (340 MB, once)
+	@$(BIN)/python scripts/agent_suites.py > /dev/null
+	$(PYTEST) -q tests/agents -m agents --durations=10 $(PYTEST_ARGS)
 
 soak: setup ## The long forms of the load tests
 	$(PYTEST) -m soak --durations=10 $(PYTEST_ARGS)

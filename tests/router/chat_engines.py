@@ -33,7 +33,7 @@ def tool_call(call_id: str, name: str, *arguments: str, index: int = 0) -> list[
 
 def joined(deltas: list[Delta]) -> dict[str, Any]:
     """The message of a whole answer."""
-    message: dict[str, Any] = {"role": "assistant", "content": None}
+    message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     calls: dict[int, dict[str, Any]] = {}
     for delta in deltas:
         for key in ("content", "reasoning_content"):

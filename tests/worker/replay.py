@@ -38,7 +38,7 @@ from xpyd_worker.engine.request import (
 )
 
 BLOCK = 16
-MODEL_LEN = 4096
+MODEL_LEN = 8192
 
 Play = Callable[[str, int], str | Sequence[int]]
 """From the prompt's text and OpenAI's index of a choice to what it says: a text, which ends in EOS
@@ -143,25 +143,30 @@ async def replayed(
     *,
     prefill: int = 1,
     decode: int = 1,
+    names: tuple[str, ...] = ("fake", "alias"),
     served: Mapping[str, Any] = MappingProxyType({}),
     **config: Any,
 ) -> AsyncIterator[tuple[Fleet, dict[str, list[Running]]]]:
     """A real router in front of replay engines, by role: `Prefill` and `Decode`, or, where there
-    are none of these, one `Aggregated`. `served`: of the engines, `config`: of the router."""
+    are none of these, one `Aggregated`. `names`: of the model. `served`: of the engines, `config`:
+    of the router."""
     roles = ["Prefill"] * prefill + ["Decode"] * decode or ["Aggregated"]
     engines: dict[str, list[Running]] = {}
     async with contextlib.AsyncExitStack() as stack:
         made = await stack.enter_async_context(fleet(**config))
         for number, role in enumerate(roles):
             # Requests of a router without a key are unsigned; the engine takes them as they are.
-            engine = replaying(play, role=role, signed_by=None, keys=(KEY,), **served)
+            own = {"role": role, "signed_by": None, "keys": (KEY,), "names": names}
+            engine = replaying(play, **own, **served)
             running = await stack.enter_async_context(engine)
             engines.setdefault(role, []).append(running)
-            await _join(made, running, role, number)
+            await _join(made, running, role, number, names)
         yield made, engines
 
 
-async def _join(made: Fleet, running: Running, role: str, number: int) -> None:
+async def _join(
+    made: Fleet, running: Running, role: str, number: int, names: tuple[str, ...]
+) -> None:
     """Have the router know an engine, by a beat of it."""
     beat = Heartbeat(
         type=role[0],
@@ -171,7 +176,7 @@ async def _join(made: Fleet, running: Running, role: str, number: int) -> None:
         instance=f"{role.lower()}-{number}",
         incarnation="my-inc",
         compatibility="replay",
-        models=("fake",),
+        models=names,
         max_model_len=MODEL_LEN,
         continuation=1,
         block_tokens=BLOCK,

@@ -297,6 +297,7 @@ async def serving(
     signed_by: tuple[bytes, ...] | None = None,
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
     parsers: Parsers = NO_PARSERS,
+    names: tuple[str, ...] = ("fake", "alias"),
 ) -> AsyncIterator[Running]:
     """The API over `engine` on a loopback port."""
     engine = engine or ScriptedEngine()
@@ -326,7 +327,7 @@ async def serving(
     admin = Admin(api, metrics, Process(keys, "my-inc", drain))
     if ready:
         model = model or ServedModel(
-            ("fake", "alias"),
+            names,
             tokenizer or ByteTokenizer(),
             frozenset({EOS}),
             VOCAB,
