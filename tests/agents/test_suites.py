@@ -2,7 +2,7 @@
 
 The demo model answers as it can, greedily. Cases that it fails are in DEMO_FAILS; each of them has
 to pass where the model is a script (tests/worker/replay.py), in an engine of ours, or in another's
-where ours lacks the input.
+where ours lacks the input (ADR 0071).
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ DEMO_FAILS = {
     "anth-image-input": NO_IMAGES,
     "anth-thinking-display": "asks for 4,096 tokens, and the demo model's context has 2,048",
 }
-NOT_BY_ROUTER = {"anth-image-input"}
-"""Messages with images are refused by name: docs/agents.md."""
 UNTOLD = {
     "annotations": "only answers with sources of a web search have them",
     "compact": "the advisory endpoint /v1/responses/compact is not served",
@@ -81,7 +79,12 @@ async def test_a_scripted_model_passes_all_cases_of_text_without_a_warning(suite
 
 
 @pytest.mark.parametrize(
-    ("suite", "case"), [("openai-chat", "chat-image-input"), ("open-responses", "image-input")]
+    ("suite", "case"),
+    [
+        ("openai-chat", "chat-image-input"),
+        ("open-responses", "image-input"),
+        ("anthropic", "anth-image-input"),
+    ],
 )
 async def test_images_reach_an_engine_of_another_kind(suite: str, case: str) -> None:
     async with fleet() as made:
