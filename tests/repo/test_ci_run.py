@@ -27,8 +27,11 @@ exit 0
 HEADER = "=== parts; behind setup and collect they ran at once"
 # The targets as the make above calls them, and the parts of the table.
 PARTS = {
-    **{"test-all": "tests", "test-cluster": "cluster", "test-node": "node"},
-    **{"test-agents": "agents", "test-vllm": "vllm"},
+    "test-all": "tests",
+    "test-cluster": "cluster",
+    "test-node": "node",
+    "test-agents": "agents",
+    "test-vllm": "vllm",
 }
 
 
