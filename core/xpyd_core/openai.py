@@ -260,6 +260,10 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: Annotated[
         _Text1024 | None, _engine("Prefixes are shared only within one cache_salt.")
     ] = None
+    truncate_prompt_tokens: Annotated[
+        Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None,
+        _engine("So many tokens of the prompt's end are kept; -1: as many as there is room for."),
+    ] = None
     response_format: Annotated[
         ResponseFormat | None, _engine("What the answer must look like.")
     ] = None

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning through the real router, with P and D apart: replay engines play them."""
+"""Tool calls and reasoning through the real router: replay engines play them on P and D."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.router.fakes import Fleet, HttpEngine, answer, pair, parse_events
+from tests.router.fakes import Fleet, HttpEngine, answer, pair
 from tests.worker.replay import replayed
 from tests.worker.test_parsers import PARIS, compact, hermes, llama
 from tests.worker.test_server_tools import OTHER, TOOL, join, parsers

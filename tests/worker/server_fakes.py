@@ -343,6 +343,7 @@ async def serving(
             max_requests,
             has_priorities=has_priorities,
             draw_seed=seeds(seed),
+            malformed_calls=metrics.malformed_calls,
             grammars=grammars,
         )
         lifecycle.become("Ready")

@@ -232,6 +232,7 @@ class _Worker:
                 has_priorities=config.scheduling_policy == "priority",
                 draw_seed=seeds(config.seed),
                 kv_peers=loaded.kv.peers,
+                malformed_calls=self._metrics.malformed_calls,
                 grammars=self._grammars,
             )
             self._lifecycle.become("Ready")

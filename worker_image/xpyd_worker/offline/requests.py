@@ -21,7 +21,7 @@ from xpyd_worker.server.openai.answers import collect
 from xpyd_worker.server.openai.chats import Conversation
 from xpyd_worker.server.openai.generation import ChoiceDelta, Generation, ending_of
 from xpyd_worker.server.openai.jobs import Job, constrained, make_jobs
-from xpyd_worker.server.openai.params import Message, Options
+from xpyd_worker.server.openai.params import Options
 from xpyd_worker.server.openai.prompts import bad_word_ids, chat_ids, completion_ids
 from xpyd_worker.server.request_ids import read_request_id
 from xpyd_worker.server.service import Service

@@ -252,7 +252,8 @@ class Service:
     `probe`: on P only; tests the way to a D and calls back, on another thread. `has_priorities`:
     the engine ranks by them. `draw_seed`: 64 bits for a request without a seed. `threads`: where
     long texts become tokens. `kv_peers`: on D, what became of the KV of requests, by P. `grammars`:
-    where what an answer must look like is compiled."""
+    where what an answer must look like is compiled. `malformed_calls`: tool calls that were not
+    whole, by parser."""
 
     model: ServedModel
     instance: InstanceInfo
@@ -263,4 +264,5 @@ class Service:
     draw_seed: Callable[[], int] = field(default_factory=seeds)
     threads: TextThreads = field(default_factory=TextThreads)
     kv_peers: PeerCounts = field(default_factory=PeerCounts)
+    malformed_calls: Counter[str] = field(default_factory=Counter[str])
     grammars: GrammarCompiler = field(default_factory=GrammarCompiler)

@@ -250,7 +250,11 @@ async def _chat_jobs(service: Service, request_id: RequestId, call: ChatCall) ->
     options = call.options
     ids = offered_ids(service, request_id, options, 0)
     if ids is None:
-        ids = await chat_ids(service, call.messages)
+        ids = await chat_ids(service, call.conversation, truncate=options.truncate)
+    if options.chat is not None:
+        end, parsers = service.model.prompt_end(ids), service.model.parsers
+        grammar = chat_grammar(options.chat, parsers, end, options.grammar)
+        options = replace(options, grammar=grammar)
     jobs = make_jobs(
         service,
         request_id,

@@ -32,7 +32,6 @@ _BOTH: Mapping[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "session_params": ({},),
     "stop_regex": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }

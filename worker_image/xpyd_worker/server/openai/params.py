@@ -36,7 +36,6 @@ from xpyd_core.openai import (
     RoutedCompletion,
     TokenId,
 )
-from xpyd_core.openai import Message as ChatMessage
 from xpyd_worker.grammar.fields import grammar_of
 from xpyd_worker.grammar.spec import Grammar
 from xpyd_worker.model.generation import OPENAI_DEFAULTS, SamplingDefaults
@@ -293,6 +292,7 @@ def _options(
         priority=own.priority or 0,
         cache_salt=(own.cache_salt or "").encode(),
         kv=_kv_params(kv_transfer_params, choices=n * prompts, prompts=prompts),
+        truncate=_truncated(own.truncate_prompt_tokens),
         grammar=grammar_of(own),
     )
 
