@@ -375,7 +375,7 @@ def begin(contacts: Contacts, seed: int, landing: FakeLanding, now: float) -> li
 
 
 def test_a_comparison_that_fails_leaves_nothing_and_decides_nothing(caplog):
-    contacts, landing = Contacts("", "float32", can_compare=True), FakeLanding(RuntimeError("no"))
+    contacts, landing = Contacts("", "float32"), FakeLanding(RuntimeError("no"))
     assert begin(contacts, 1, landing, 0.0) == ["own"]
     assert landing.is_free
     assert not contacts.is_comparing
@@ -386,7 +386,7 @@ def test_a_comparison_that_fails_leaves_nothing_and_decides_nothing(caplog):
 
 
 def test_a_comparison_that_does_not_end_is_given_up_at_its_deadline(caplog):
-    contacts, landing = Contacts("", "float32", can_compare=True), FakeLanding(1e-5)
+    contacts, landing = Contacts("", "float32"), FakeLanding(1e-5)
     released = begin(contacts, 1, landing, 100.0)
     until_s = contacts.next_deadline()
     assert until_s is not None

@@ -204,6 +204,31 @@ def test_a_d_on_a_cpu_takes_kv_from_a_gpu(pair, monkeypatch):
         assert serve(p, d, prompt(90)).external == 90
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("store", [BUFFER, POOL], ids=["buffer", "pool"])
+@pytest.mark.parametrize("is_liar", [False, True])
+def test_a_d_on_a_gpu_compares_kv_of_another_engine_first(
+    machine, monkeypatch, caplog, tp, store, is_liar
+):
+    caplog.set_level("INFO")
+    d = vllm_engine.FakeVllm("consumer", memory=lambda: FakeGpuMemory(machine, "d"), tp=tp, **store)
+    monkeypatch.setattr(engine_api, "vllm_version", "0.99.0")
+    of_p: Any = {"memory": lambda: FakeGpuMemory(machine, "p"), "transposed": is_liar}
+    p = vllm_engine.FakeVllm("producer", **of_p)
+    try:
+        assert serve(p, d, prompt(70)).external == 0
+        assert_all_is_back(p, d)
+        of_first = dict(d.scheduler._half.connector.metrics.not_received)
+        assert of_first == {"unverified": 1}
+        assert serve(p, d, prompt(60, 1)).external == (0 if is_liar else 60)
+        assert_all_is_back(p, d)
+    finally:
+        p.close()
+        d.close()
+    (line,) = [r.getMessage() for r in caplog.records if "first contact" in r.getMessage()]
+    assert ("is not ours" in line) == is_liar
+
+
 def test_memory_that_others_are_in_too_is_not_lent(machine):
     def make() -> FakeGpuMemory:
         memory = FakeGpuMemory(machine, "p")

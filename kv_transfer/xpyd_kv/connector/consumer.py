@@ -130,11 +130,7 @@ class KvConsumer:
         self._pulled: set[TransferKey] = set()
         # Why offered KV is gone, for a request that comes later.
         self._lost: Remembered[TransferKey, str] = Remembered(context.settings.limits.tombstone_s)
-        self._contacts = Contacts(
-            context.settings.engine,
-            context.memory.layout.dtype,
-            can_compare=not context.on_device,
-        )
+        self._contacts = Contacts(context.settings.engine, context.memory.layout.dtype)
         self._polled_s = 0.0
 
     # --- the engine's calls

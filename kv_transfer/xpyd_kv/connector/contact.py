@@ -19,7 +19,6 @@ from xpyd_kv.session.events import ReceiveOffered
 
 UNVERIFIED = "unverified"
 REFUSED = "incompatible:kv_values"
-NOT_COMPARED = "incompatible:engine"
 TOLERANCES: Mapping[str, float] = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 5e-2}
 """By the cache's dtype: how far a token's K or V of one head may be from D's own, as a part of the
 length that such a row usually has. Two engines on CPUs differ by 2e-5 in float32; bytes in another
@@ -51,11 +50,10 @@ class Contact:
 class Contacts:
     """What D knows of Ps whose engine has another name than `engine`. `dtype`: the cache's."""
 
-    def __init__(self, engine: str, dtype: str, *, can_compare: bool) -> None:
+    def __init__(self, engine: str, dtype: str) -> None:
         self._engine = engine
         self._dtype = dtype
         self._tolerance = TOLERANCES.get(dtype, 0.0)
-        self._can_compare = can_compare
         # By P's incarnation: '' where its KV is used, else why not. The last used is the youngest.
         self._verdicts: dict[str, str] = {}
         self._open: dict[TransferKey, Contact] = {}
@@ -72,9 +70,6 @@ class Contacts:
         if offered.engine == self._engine:
             return None
         engine = offered.engine or "xpyd"
-        if not self._can_compare:
-            _log.warning("KV of a P of engine %r is not used: it is compared on CPUs only", engine)
-            return NOT_COMPARED
         verdict = self._verdicts.pop(offered.incarnation, None)
         if verdict is not None:
             self._verdicts[offered.incarnation] = verdict

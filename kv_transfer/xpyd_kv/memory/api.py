@@ -125,8 +125,8 @@ class StagingRoom(Room, Protocol):
         ...
 
     def compare(self, block_ids: Sequence[int], tokens: int) -> Comparison:
-        """Begin to compare the first `tokens` tokens with those of these blocks of the cache. Not
-        with caches on GPUs."""
+        """Begin to compare the first `tokens` tokens with those of these blocks of the cache.
+        UserError where there is no memory for that, DeviceError when the device fails."""
         ...
 
 

@@ -82,27 +82,11 @@ class PagedMemory(_Paged[memoryview]):
         self, layer: int, block_ids: Sequence[int], landed: Sequence[memoryview], *, tokens: int
     ) -> Deviation:
         """How far KV that has landed is from these blocks of a layer, in the first `tokens`."""
-        import torch
-
         own = self._tensors[layer][list(block_ids)]
-        raw = torch.frombuffer(bytearray(b"".join(landed)), dtype=torch.uint8)
-        theirs = raw.view(own.dtype).view(own.shape)
+        theirs = _blocks_of(bytearray(b"".join(landed)), self.layout)
         own = _by_token(own) if self._is_transposed else own
         theirs = _by_token(theirs) if self._lands_transposed else theirs
-        # [head, token, K|V]
-        rows, expected = (
-            blocks.transpose(0, 1).flatten(1, 2)[:, :tokens].double() for blocks in (theirs, own)
-        )
-        width = self.layout.head_dim
-        found: list[float] = []
-        for part in (slice(0, width), slice(width, None)):
-            apart = ((rows - expected)[..., part] ** 2).sum(dim=2) ** 0.5
-            usual = (expected[..., part] ** 2).sum(dim=2).mean(dim=1, keepdim=True) ** 0.5
-            # What is 0 on both sides agrees.
-            ratios = torch.where(apart == 0, 0.0, apart / usual)
-            found.append(float(ratios.max()))
-        at = self.layout.layers[layer]
-        return farthest([Deviation(at, "K", found[0]), Deviation(at, "V", found[1])])
+        return _deviation(self.layout, layer, theirs, own, tokens)
 
 
 class TransposedMemory(PagedMemory):
@@ -174,6 +158,39 @@ class DevicePagedMemory(_Paged[DeviceView]):
     def written(self) -> Event:
         """Engine thread: when all that the model has enqueued by now is in the cache."""
         return self.device.compute_stream().record()
+
+    def deviation(self, layer: int, landed: bytearray, own: bytearray, *, tokens: int) -> Deviation:
+        """As PagedMemory's, of bytes that were brought to the host."""
+        blocks = [_blocks_of(data, self.layout) for data in (landed, own)]
+        return _deviation(self.layout, layer, blocks[0], blocks[1], tokens)
+
+
+def _blocks_of(data: bytearray, layout: KvLayout) -> torch.Tensor:
+    import torch
+
+    raw = torch.frombuffer(data, dtype=torch.uint8).view(getattr(torch, layout.dtype))
+    return raw.view(-1, layout.kv_heads, layout.block_size, 2 * layout.head_dim)
+
+
+def _deviation(
+    layout: KvLayout, layer: int, theirs: torch.Tensor, own: torch.Tensor, tokens: int
+) -> Deviation:
+    """Of blocks that are token by token."""
+    import torch
+
+    # [head, token, K|V]
+    rows, expected = (
+        blocks.transpose(0, 1).flatten(1, 2)[:, :tokens].double() for blocks in (theirs, own)
+    )
+    found: list[float] = []
+    for part in (slice(0, layout.head_dim), slice(layout.head_dim, None)):
+        apart = ((rows - expected)[..., part] ** 2).sum(dim=2) ** 0.5
+        usual = (expected[..., part] ** 2).sum(dim=2).mean(dim=1, keepdim=True) ** 0.5
+        # What is 0 on both sides agrees.
+        ratios = torch.where(apart == 0, 0.0, apart / usual)
+        found.append(float(ratios.max()))
+    at = layout.layers[layer]
+    return farthest([Deviation(at, "K", found[0]), Deviation(at, "V", found[1])])
 
 
 def paged_over(

@@ -16,8 +16,16 @@ from xpyd_core.errors import UserError, XpydError
 from xpyd_core.sizes import format_bytes
 from xpyd_kv.memory.api import Deviation, KvMemory, Place, Room, SpillKind
 from xpyd_kv.memory.buddy import Extent
-from xpyd_kv.memory.device import Device, DeviceView, Event, View, on_host
-from xpyd_kv.memory.paged import PagedMemory, farthest
+from xpyd_kv.memory.device import (
+    Device,
+    DeviceError,
+    DeviceView,
+    Event,
+    View,
+    is_on_host,
+    on_host,
+)
+from xpyd_kv.memory.paged import DevicePagedMemory, PagedMemory, farthest
 from xpyd_kv.memory.store import StoreLimits
 
 
@@ -34,6 +42,8 @@ class Arena:
         return self.memory[first : first + size]
 
 
+# A copy of a layer's 512 tokens takes milliseconds; the I/O thread waits for it.
+_FETCH_S = 2.0
 _FLAGS: dict[SpillKind, str] = {"buffer": "--kv-buffer-size", "pool": "--kv-host-pool-size"}
 
 
@@ -75,6 +85,25 @@ class Copier:
         self._stream.wait(self._device.compute_stream().record())
         self._stream.copy(targets, sources)
         return self._stream.record()
+
+    def fetch(self, sources: Sequence[View], written: Event | None) -> bytearray:
+        """The bytes of all sources, in the host's memory, as they are behind `written`. Waits: not
+        for the hot path. UserError where there is no memory, DeviceError."""
+        if is_on_host(sources):
+            return bytearray(b"".join(on_host(sources)))
+        device, stream = self._device, self._stream
+        assert device is not None
+        assert stream is not None
+        pinned = device.allocate_pinned(sum(map(len, sources)))
+        if written is not None:
+            stream.wait(written)
+        stream.copy([pinned], sources)
+        if not stream.record().wait(_FETCH_S):
+            # The device may yet write there: it is not given back.
+            raise DeviceError(f"it has not copied KV to the host within {_FETCH_S:g} s")
+        found = bytearray(pinned)
+        device.free_pinned(pinned)
+        return found
 
     def close(self, deadline_s: float) -> bool:
         """Wait for what is under way and give the stream back; whether it ended in time."""
@@ -162,12 +191,17 @@ class ExtentRoom:
 
     def compare(self, block_ids: Sequence[int], tokens: int) -> Compared:
         """See StagingRoom."""
-        if not isinstance(self.memory, PagedMemory):
-            raise XpydError("KV is compared on CPUs only")
+        memory, written = self.memory, self.memory.written()
         found: list[Deviation] = []
-        for layer in range(len(self.memory.layout.layers)):
-            landed = on_host(self._layer_views(layer, 0, len(block_ids)))
-            found.append(self.memory.deviation(layer, block_ids, landed, tokens=tokens))
+        for layer in range(len(memory.layout.layers)):
+            landed = self._layer_views(layer, 0, len(block_ids))
+            if isinstance(memory, PagedMemory):
+                found.append(memory.deviation(layer, block_ids, on_host(landed), tokens=tokens))
+                continue
+            assert isinstance(memory, DevicePagedMemory)
+            theirs = self.copier.fetch(landed, written)
+            own = self.copier.fetch(memory.views([layer], block_ids), written)
+            found.append(memory.deviation(layer, theirs, own, tokens=tokens))
         return Compared(farthest(found))
 
     def _in_blocks(self, views: Sequence[View]) -> list[View]:

@@ -5,9 +5,11 @@ On the rank's I/O thread, but for the step's chunks (`StepSender`), which come o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from xpyd_core.errors import UserError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.memory.api import KvMemory
 from xpyd_kv.memory.device import DeviceError
@@ -21,6 +23,7 @@ from xpyd_kv.session import pairs
 from xpyd_kv.session.outgoing import ReadyArea
 from xpyd_kv.wire.messages import Mode
 
+_log = logging.getLogger(__name__)
 Call = Callable[[Callable[[], None]], None]
 """Endpoint.call."""
 
@@ -49,11 +52,20 @@ class RankAgent:
         if isinstance(message, pairs.Copy):
             self._copy(message)
         elif isinstance(message, pairs.Compare):
-            place, tokens = message.place, message.tokens
-            worst = self._space.compare(place, message.block_ids, tokens)
-            self._post(pairs.Compared(number=message.number, worst=worst))
+            self._compare(message)
         else:
             self._half.do(message)
+
+    def _compare(self, compare: pairs.Compare) -> None:
+        try:
+            worst = self._space.compare(compare.place, compare.block_ids, compare.tokens)
+        except DeviceError as error:
+            self._give_up(f"the GPU has failed: {error}")
+        except UserError as error:
+            # The engine hears nothing, and tries the next prompt after its deadline.
+            _log.warning("KV of another engine cannot be compared: %s", error)
+        else:
+            self._post(pairs.Compared(number=compare.number, worst=worst))
 
     def _copy(self, copy: pairs.Copy) -> None:
         try:

@@ -66,7 +66,7 @@ _IDS = range(32, 128)
 _FIXES = {
     "unverified": "D has not compared it yet; where its log says so, give it a buffer or a pool",
     "incompatible:kv_values": "see `first contact` in D's log",
-    "incompatible:engine": "D compares KV only in a cache on a CPU",
+    "incompatible:engine": "a D of an older version compares KV only in a cache on a CPU",
 }
 """By D's word."""
 
