@@ -131,6 +131,23 @@ def test_blocks_that_the_model_still_reads_are_not_copied_into_before_it_is_thro
     world.close()
 
 
+@pytest.mark.parametrize("kind", ["buffer", "pool"])
+@pytest.mark.parametrize(("seed", "is_equal"), [(3, True), (4, False)])
+def test_a_landing_is_compared_with_what_the_model_still_writes(machine, kind, seed, is_equal):
+    world = World(machine, **{kind: 2})
+    landing = world.store.take(KEY, 2)
+    world.write(landing, 3)
+    for layer in range(LAYERS):
+        for index, block in enumerate((5, 9)):
+            view = world.memory.block_view(layer, block)
+            world.gpu.compute(view, expected_bytes(seed, layer, index))
+    found = landing.compare((5, 9), 2 * LAYOUT.block_size)
+    assert found.is_done()
+    assert (found.worst.deviation == 0.0) == is_equal
+    landing.free()
+    world.close()
+
+
 def test_a_landing_freed_during_its_copy_gives_back_when_the_copy_has_run(machine):
     machine.latest = 0
     world = World(machine, buffer=4)
