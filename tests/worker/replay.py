@@ -101,8 +101,9 @@ class ReplayExecutor:
 class ReplayEngine(EngineCore):
     """An engine over a ReplayExecutor, as `serving` takes one."""
 
-    def __init__(self, play: Play) -> None:
-        self.executor = ReplayExecutor(play)
+    def __init__(self, play: Play, max_model_len: int = MODEL_LEN) -> None:
+        # Room for four of the longest sequences.
+        self.executor = ReplayExecutor(play, num_blocks=4 * max_model_len // BLOCK)
         self.deliver: Callable[[Sequence[EngineOutput]], None] = lambda _outputs: None
         self.requests: list[EngineRequest] = []
         self.tasks: set[Any] = set()
@@ -113,7 +114,7 @@ class ReplayEngine(EngineCore):
             ),
             inbox=Inbox(),
             config=SchedulerConfig(64, 4096),
-            rules=StopRules((EOS,), MODEL_LEN),
+            rules=StopRules((EOS,), max_model_len),
             deliver=lambda outputs: self.deliver(outputs),
         )
 
@@ -127,9 +128,10 @@ class ReplayEngine(EngineCore):
 @contextlib.asynccontextmanager
 async def replaying(play: Play | str, **served: Any) -> AsyncGenerator[Running]:
     """A server whose model says what `play` says. `served`: as `serving` takes it."""
-    engine = ReplayEngine(always(play) if isinstance(play, str) else play)
-    engine.start()
     served.setdefault("max_model_len", MODEL_LEN)
+    said = always(play) if isinstance(play, str) else play
+    engine = ReplayEngine(said, served["max_model_len"])
+    engine.start()
     try:
         async with serving(engine, **served) as running:  # type: ignore[arg-type]
             yield running
@@ -161,12 +163,18 @@ async def replayed(
             engine = replaying(play, **own, **served)
             running = await stack.enter_async_context(engine)
             engines.setdefault(role, []).append(running)
-            await _join(made, running, role, number, names)
+            length = served.get("max_model_len", MODEL_LEN)
+            await _join(made, running, role, number, names, length)
         yield made, engines
 
 
 async def _join(
-    made: Fleet, running: Running, role: str, number: int, names: tuple[str, ...]
+    made: Fleet,
+    running: Running,
+    role: str,
+    number: int,
+    names: tuple[str, ...],
+    max_model_len: int,
 ) -> None:
     """Have the router know an engine, by a beat of it."""
     beat = Heartbeat(
@@ -178,7 +186,7 @@ async def _join(
         incarnation="my-inc",
         compatibility="replay",
         models=names,
-        max_model_len=MODEL_LEN,
+        max_model_len=max_model_len,
         continuation=1,
         block_tokens=BLOCK,
     )
