@@ -144,6 +144,38 @@ async def test_while_a_grammar_is_compiled_others_are_served() -> None:
         assert next_of(server) == [ord("a")]
 
 
+def made_to_explode(number: int) -> dict[str, Any]:
+    """Fields that cost a compilation as much as the bounds let them, each time others."""
+    names = [f"{number} {i}" for i in range(1000)]
+    many = {name: {"type": "string", "maxLength": 9} for name in names}
+    kinds: list[dict[str, Any]] = [
+        {"guided_json": {"type": "object", "properties": many, "required": names}},
+        {"guided_json": {"enum": [f"{name} {i}" for name in names for i in range(8)]}},
+        {"guided_json": {"allOf": [{"pattern": f"[a-z]{{{i + number}}}"} for i in range(16)]}},
+        {"guided_json": {"type": "integer", "multipleOf": 9900 + number}},
+    ]
+    return kinds[number % len(kinds)]
+
+
+@pytest.mark.patience(60)
+async def test_while_grammars_made_to_explode_are_compiled_or_refused_others_are_served() -> None:
+    async with serving() as server:
+        heavy = [
+            asyncio.create_task(
+                server.post(COMPLETIONS, body_of(COMPLETIONS, **made_to_explode(number)))
+            )
+            for number in range(8)
+        ]
+        meanwhile = 0
+        while not all(task.done() for task in heavy):
+            other = await server.post(COMPLETIONS, body_of(COMPLETIONS))
+            assert other.status_code == 200
+            meanwhile += other.json()["usage"]["completion_tokens"]
+        assert sorted({task.result().status_code for task in heavy}) == [200, 400]
+        # One or two answers end between grammars, too.
+        assert meanwhile > 60, "the loop stood still"
+
+
 async def test_metrics_count_compilations_hits_and_refusals() -> None:
     async with serving() as server:
         for regex in ("a", "a", "("):
