@@ -23,6 +23,8 @@ CLIENTS = (
     *("openai==3.57.0", "anthropic==2.14.0"),
     *("langchain-openai==1.7.4", "litellm==1.110.2"),
 )
+JSON_SCHEMA = "jsonschema==4.26.0"
+"""Its source distribution has JSON Schema's own tests, which npm has as @json-schema-org/tests."""
 _INSTALL_S = 300.0
 
 
@@ -46,6 +48,22 @@ def agent_suites() -> Path:
         run([*npm, "install", "--prefix", prefix, *quiet, COMPATCANARY], _INSTALL_S)
         ready.touch()
     return folder
+
+
+def json_schema_tests() -> Path:
+    """The folder with a folder for each draft of JSON Schema. NotHere."""
+    folder = cache() / JSON_SCHEMA.replace("==", "-")
+    tests = folder / "json/tests"
+    ready = folder / "ready"
+    if not ready.exists():
+        python = environment(folder / "pip", "pip", timeout_s=_INSTALL_S) / "bin/python"
+        # pip fetches sources as they are; uv only installs what it makes of them.
+        what = ("--no-deps", "--no-binary", "jsonschema", JSON_SCHEMA, "--dest", str(folder))
+        run([str(python), "-m", "pip", "--quiet", "download", *what], _INSTALL_S)
+        (packed,) = folder.glob("jsonschema-*.tar.gz")
+        run(["tar", "xzf", str(packed), "-C", str(folder), "--strip-components=1"], _INSTALL_S)
+        ready.touch()
+    return tests
 
 
 def node() -> Path:

@@ -56,6 +56,7 @@ OBJECT = json_schema_part(
         (Text("ab"), ["b"], "no"),
         (Pattern(r"\d{3}-[a-z/]+\n"), ["123-a/\n"], "ends"),
         (Pattern("^abc$"), ["abc"], "ends"),
+        (json_schema_part({"type": "string", "maxLength": 2.0}, "x"), ['"ab"'], "ends"),
         (Pattern("a+"), ["aa"], "may end"),
         (Rules('start: "a" b+\nb: "x" | "y"\n'), ["axy"], "may end"),
         (Rules('root ::= "a" b+\nb ::= "x" | "y"\n'), ["axy"], "may end"),

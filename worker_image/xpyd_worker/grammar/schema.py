@@ -211,6 +211,9 @@ def _normal(schema: object, close: str) -> object:
     node = dict(cast("dict[str, Any]", schema))
     for keyword in ("uniqueItems", "x-guidance"):  # the latter would be the compiler's options
         node.pop(keyword, None)
+    for keyword in _COUNTS:
+        if keyword in node:
+            node[keyword] = int(node[keyword])  # the compiler knows no 2.0
     if "format" in node and node["format"] not in _FORMATS:
         del node["format"]
     if node.get("format") in _NARROWED:
