@@ -91,7 +91,11 @@ def expected(answer: Mapping[str, Any], kinds: tuple[str, str, str]) -> list[str
 
 def messages_client(made: Fleet, talk: Json) -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(
-        base_url=made.base, auth_token="x", default_headers=talk["headers"], max_retries=0
+        base_url=made.base,
+        auth_token="x",
+        default_headers=talk["headers"],
+        default_query={"beta": "true"},  # older clients of the beta API send it
+        max_retries=0,
     )
 
 

@@ -208,16 +208,7 @@ def _normal(schema: object, close: str) -> object:
     it `open`, or none."""
     if not isinstance(schema, dict):
         return schema
-    node = dict(cast("dict[str, Any]", schema))
-    for keyword in ("uniqueItems", "x-guidance"):  # the latter would be the compiler's options
-        node.pop(keyword, None)
-    for keyword in _COUNTS:
-        if keyword in node:
-            node[keyword] = int(node[keyword])  # the compiler knows no 2.0
-    if "format" in node and node["format"] not in _FORMATS:
-        del node["format"]
-    if node.get("format") in _NARROWED:
-        node.setdefault("pattern", _NARROWED[node["format"]])
+    node = _plain(cast("dict[str, Any]", schema))
     for keyword in _ONE:
         if keyword in node:
             node[keyword] = _normal(node[keyword], close)
@@ -230,6 +221,21 @@ def _normal(schema: object, close: str) -> object:
             node[keyword] = {name: _normal(one, close) for name, one in members.items()}
     if "properties" in node and (close == "all" or (close and _is_open(node))):
         node["additionalProperties"] = False
+    return node
+
+
+def _plain(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with the node's own keywords as the compiler wants them."""
+    node = dict(schema)
+    for keyword in ("uniqueItems", "x-guidance"):  # the latter would be the compiler's options
+        node.pop(keyword, None)
+    for keyword in _COUNTS:
+        if keyword in node:
+            node[keyword] = int(node[keyword])  # the compiler knows no 2.0
+    if "format" in node and node["format"] not in _FORMATS:
+        del node["format"]
+    if node.get("format") in _NARROWED:
+        node.setdefault("pattern", _NARROWED[node["format"]])
     return node
 
 
