@@ -406,23 +406,6 @@ def whole_answer(request: InferenceRequest, head: Head, answer: PrefillAnswer) -
     return orjson.dumps(document)
 
 
-_NAMES_KV = b'"kv_transfer_params":{'
-"""As vLLM writes it; in a text the quotes would have backslashes."""
-
-
-def without_kv_params(body: bytes) -> bytes:
-    """A D's whole answer without what it says of KV that it keeps: host and port of NixlConnector
-    that goes both ways. A stream has none of it."""
-    if body.find(_NAMES_KV) < 0:
-        return body
-    try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return body
-    document.pop("kv_transfer_params", None)
-    return orjson.dumps(document)
-
-
 def _says_nothing(choice: Json) -> bool:
     if choice.get("finish_reason") is not None or choice.get("logprobs") is not None:
         return False

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Final, Literal, Protocol, cast
 
 import msgspec
+import orjson
 
 from xpyd_core.bodies import LongBody, is_absent
 from xpyd_core.errors import ProtocolError
@@ -448,3 +449,20 @@ def _ids_decode_body(state: RequestState, prefilled: Prefilled, params: Json) ->
         if isinstance(request.members, ChatMembers) and request.members.max_completion_tokens:
             changed["max_completion_tokens"] = left
     return splice(request.raw, changed)
+
+
+_NAMES_KV = b'"kv_transfer_params":{'
+"""As vLLM writes it; in a text the quotes would have backslashes."""
+
+
+def without_kv_params(body: bytes) -> bytes:
+    """A D's whole answer without what it says of KV that it keeps: host and port of NixlConnector
+    that goes both ways. A stream has none of it."""
+    if body.find(_NAMES_KV) < 0:
+        return body
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body
+    document.pop("kv_transfer_params", None)
+    return orjson.dumps(document)

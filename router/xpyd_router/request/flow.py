@@ -23,7 +23,6 @@ from xpyd_router.request.answers import (
     error_event,
     tokens_in,
     whole_answer,
-    without_kv_params,
 )
 from xpyd_router.request.attempt import Attempt, Attempts
 from xpyd_router.request.client_request import (
@@ -33,7 +32,7 @@ from xpyd_router.request.client_request import (
     session_in,
     text_marks,
 )
-from xpyd_router.request.dialects import dialect_between, may_leave_to_decode
+from xpyd_router.request.dialects import dialect_between, may_leave_to_decode, without_kv_params
 from xpyd_router.request.failures import Failures
 from xpyd_router.request.objectives import Objectives
 from xpyd_router.request.relay import ClientStream, IdsRelay, Relay
