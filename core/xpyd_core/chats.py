@@ -18,21 +18,21 @@ MAX_DOCUMENTS = 1024
 _FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 
 
-class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
+class ContentPart(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+class CalledFunction(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """What a call calls. `arguments`: JSON, as a model wrote it."""
 
     name: _FunctionName
     arguments: str = ""
 
 
-class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+class ToolCall(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A call in an assistant's message."""
 
     function: CalledFunction
@@ -43,7 +43,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 _ToolCalls = Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)]
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
+class Message(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A message of a chat. Only an assistant's may be without content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

@@ -19,9 +19,10 @@ MODULES = (
     "xpyd_worker.kernels.cpu.kernels",
     "xpyd_worker.kv.rank",
     "xpyd_worker.ranks.start.program",
-    # What libraries import when they are used first.
+    # What is imported when it is used first.
     "encodings.idna",
     "uvicorn.lifespan.off",
+    "llguidance",
 )
 
 
