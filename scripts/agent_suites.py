@@ -35,8 +35,8 @@ def suites_folder() -> Path:
 
 
 def agent_suites() -> Path:
-    """`suites_folder`, filled: `comply` and `clients` are virtual environments, npm makes `canary`.
-    NotHere."""
+    """`suites_folder`, filled: `comply` and `clients` are virtual environments, npm makes `canary`,
+    where npm's registry can be reached. NotHere."""
     folder = suites_folder()
     ready = folder / "ready"
     if not ready.exists():
@@ -45,7 +45,13 @@ def agent_suites() -> Path:
         npm = [str(node()), str(node().parents[1] / "lib/node_modules/npm/bin/npm-cli.js")]
         quiet = ("--no-audit", "--no-fund", "--ignore-scripts", "--no-update-notifier")
         prefix = str(folder / "canary")
-        run([*npm, "install", "--prefix", prefix, *quiet, COMPATCANARY], _INSTALL_S)
+        try:
+            run([*npm, "install", "--prefix", prefix, *quiet, COMPATCANARY], _INSTALL_S)
+        except NotHere as error:
+            sys.stderr.write(f"CompatCanary is left out, and tried again next time: {error}\n")
+            (folder / "no-canary").touch()
+            return folder
+        (folder / "no-canary").unlink(missing_ok=True)
         ready.touch()
     return folder
 

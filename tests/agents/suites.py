@@ -65,4 +65,9 @@ def _verdict(case: Mapping[str, Any]) -> Verdict:
 
 def is_installed() -> bool:
     """Whether scripts/agent_suites.py has run."""
-    return (suites_folder() / "ready").exists()
+    return (suites_folder() / "ready").exists() or (suites_folder() / "no-canary").exists()
+
+
+def is_left_out(suite: str) -> bool:
+    """Whether the suite is npm's, whose registry could not be reached."""
+    return suite in CANARY and not (suites_folder() / "ready").exists()
