@@ -166,14 +166,12 @@ async def test_while_grammars_made_to_explode_are_compiled_or_refused_others_are
             )
             for number in range(8)
         ]
-        meanwhile = 0
+        # That the loop does not stand still meanwhile is held by the test with the slow tokenizer:
+        # how many answers fit in between is a matter of the machine.
         while not all(task.done() for task in heavy):
             other = await server.post(COMPLETIONS, body_of(COMPLETIONS))
             assert other.status_code == 200
-            meanwhile += other.json()["usage"]["completion_tokens"]
         assert sorted({task.result().status_code for task in heavy}) == [200, 400]
-        # One or two answers end between grammars, too.
-        assert meanwhile > 60, "the loop stood still"
 
 
 async def test_metrics_count_compilations_hits_and_refusals() -> None:
