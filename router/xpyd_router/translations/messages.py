@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import orjson
 from msgspec import Meta
 
-from xpyd_core.bodies import NO_VALUE, check_text, read, refuse
+from xpyd_core.bodies import check_text, read, refuse
 from xpyd_core.errors import ProtocolError
 from xpyd_core.openai import MAX_NAME_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS
 from xpyd_core.openai import MAX_TOKENS as _MOST_TOKENS
@@ -24,19 +24,15 @@ from xpyd_router.translations.messages_prompt import (
     messages_of,
     tools_of,
 )
-from xpyd_router.translations.seam import ChatError, Events, Json
+from xpyd_router.translations.seam import ChatError, Events, Json, field, unread
 
 _LEAST_BUDGET = 1024
 """Anthropic's own bound for thinking.budget_tokens."""
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
-def _field(text: str, **schema: Any) -> Meta:  # noqa: ANN401 - any JSON value
-    return Meta(description=text, extra_json_schema={"x-checked-by": "router", **schema})
-
-
 class _Metadata(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    user_id: Annotated[str | None, _field("The session, as `user` of a chat.")] = None
+    user_id: Annotated[str | None, field("The session, as `user` of a chat.")] = None
 
 
 class _ToolChoice(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -53,7 +49,7 @@ class _Thinking(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 class _Format(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     type: Literal["json_schema"]
-    schema: Annotated[msgspec.Raw, _field("The answer's JSON schema.", type="object")]
+    schema: Annotated[msgspec.Raw, field("The answer's JSON schema.", type="object")]
 
 
 class _OutputConfig(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -61,12 +57,8 @@ class _OutputConfig(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     format: _Format | None = None
 
 
-def _unread() -> Any:  # noqa: ANN401 - as msgspec.field
-    return msgspec.field(default_factory=lambda: NO_VALUE)
-
-
-_Unread = Annotated[msgspec.Raw, _field("Changes nothing.")]
-_Refused = Annotated[None, _field("Not served here: leave it out.")]
+_Unread = Annotated[msgspec.Raw, field("Changes nothing.")]
+_Refused = Annotated[None, field("Not served here: leave it out.")]
 
 
 class CountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,11 +66,11 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: Annotated[
         Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)],
-        _field("A name that GET /v1/models shows."),
+        field("A name that GET /v1/models shows."),
     ]
     messages: Annotated[
         msgspec.Raw,
-        _field(
+        field(
             "Turns of `user`, `assistant` and `system`. Blocks: text, image, thinking, "
             "redacted_thinking, tool_use, tool_result. An assistant's turn at the end is "
             "continued.",
@@ -89,52 +81,52 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ]
     system: Annotated[
-        msgspec.Raw, _field("A text, or text blocks.", type=["string", "array", "null"])
-    ] = msgspec.field(default_factory=lambda: NO_VALUE)
+        msgspec.Raw, field("A text, or text blocks.", type=["string", "array", "null"])
+    ] = unread()
     tools: Annotated[
         msgspec.Raw,
-        _field(
+        field(
             "Tools of the client: name, description, input_schema, strict.",
             type=["array", "null"],
             items={"type": "object"},
         ),
-    ] = msgspec.field(default_factory=lambda: NO_VALUE)
-    tool_choice: Annotated[_ToolChoice | None, _field("Default: auto.")] = None
-    thinking: Annotated[_Thinking | None, _field("Default: disabled.")] = None
+    ] = unread()
+    tool_choice: Annotated[_ToolChoice | None, field("Default: auto.")] = None
+    thinking: Annotated[_Thinking | None, field("Default: disabled.")] = None
     output_config: Annotated[
         _OutputConfig | None,
-        _field("format: the answer is JSON of this schema. effort: of thinking, where it is on."),
+        field("format: the answer is JSON of this schema. effort: of thinking, where it is on."),
     ] = None
-    speed: Annotated[Literal["standard"] | None, _field("There is one speed.")] = None
+    speed: Annotated[Literal["standard"] | None, field("There is one speed.")] = None
     # No meaning here: prefixes are cached without a mark, and a router edits no history.
-    cache_control: _Unread = _unread()
-    context_management: _Unread = _unread()
-    diagnostics: _Unread = _unread()
+    cache_control: _Unread = unread()
+    context_management: _Unread = unread()
+    diagnostics: _Unread = unread()
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /v1/messages."""
 
     max_tokens: Annotated[
-        Annotated[int, Meta(ge=1, le=_MOST_TOKENS)], _field("Tokens to generate at most.")
+        Annotated[int, Meta(ge=1, le=_MOST_TOKENS)], field("Tokens to generate at most.")
     ]
-    metadata: Annotated[_Metadata | None, _field("user_id: the session.")] = None
+    metadata: Annotated[_Metadata | None, field("user_id: the session.")] = None
     stop_sequences: Annotated[
         Annotated[
             list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]],
             Meta(max_length=MAX_STOPS),
         ]
         | None,
-        _field("Texts that end the answer."),
+        field("Texts that end the answer."),
     ] = None
-    stream: Annotated[bool | None, _field("The answer as server-sent events.")] = None
+    stream: Annotated[bool | None, field("The answer as server-sent events.")] = None
     temperature: Annotated[
-        Annotated[float, Meta(ge=0, le=1)] | None, _field("0: greedy. Default: 1.")
+        Annotated[float, Meta(ge=0, le=1)] | None, field("0: greedy. Default: 1.")
     ] = None
-    top_k: Annotated[Annotated[int, Meta(ge=0, le=2**31 - 1)] | None, _field("0: off.")] = None
-    top_p: Annotated[Annotated[float, Meta(gt=0, le=1)] | None, _field("Default: 1.")] = None
+    top_k: Annotated[Annotated[int, Meta(ge=0, le=2**31 - 1)] | None, field("0: off.")] = None
+    top_p: Annotated[Annotated[float, Meta(gt=0, le=1)] | None, field("Default: 1.")] = None
     service_tier: Annotated[
-        Literal["auto", "standard_only"] | None, _field("Changes nothing: there is one tier.")
+        Literal["auto", "standard_only"] | None, field("Changes nothing: there is one tier.")
     ] = None
     container: _Refused = None
     inference_geo: _Refused = None

@@ -34,7 +34,7 @@ from xpyd_router.translations.responses_items import (
     tool_members,
 )
 from xpyd_router.translations.responses_store import Kept, ResponseStore
-from xpyd_router.translations.seam import ChatError, Events, Json
+from xpyd_router.translations.seam import ChatError, Events, Json, field, unread
 
 STORE_FLAG = "--responses-store-mib"
 _MAX_METADATA = 16
@@ -43,19 +43,11 @@ _NO_STORE = f"this router keeps no responses (start it with {STORE_FLAG})"
 _dumps = msgspec.json.encode
 
 
-def _field(text: str, **schema: Any) -> Meta:  # noqa: ANN401 - any JSON value
-    return Meta(description=text, extra_json_schema={"x-checked-by": "router", **schema})
-
-
-def _none() -> Any:  # noqa: ANN401 - the default of any member
-    return msgspec.field(default_factory=lambda: NO_VALUE)
-
-
 class _Format(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     description: str | None = None
-    schema: msgspec.Raw = msgspec.field(default_factory=lambda: NO_VALUE)
+    schema: msgspec.Raw = unread()
     strict: bool | None = None
 
 
@@ -94,11 +86,11 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     model: Annotated[
         Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)] | None,
-        _field("A name that GET /v1/models shows."),
+        field("A name that GET /v1/models shows."),
     ] = None
     input: Annotated[
         msgspec.Raw,
-        _field(
+        field(
             "A text, or items: message, function_call, function_call_output, reasoning. Contents "
             "are texts.",
             oneOf=[
@@ -111,61 +103,61 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
                 },
             ],
         ),
-    ] = _none()
-    instructions: Annotated[str | None, _field("What the model is told first.")] = None
+    ] = unread()
+    instructions: Annotated[str | None, field("What the model is told first.")] = None
     previous_response_id: Annotated[
-        str | None, _field(f"The response that this one goes on from; needs {STORE_FLAG}.")
+        str | None, field(f"The response that this one goes on from; needs {STORE_FLAG}.")
     ] = None
     store: Annotated[
         bool | None,
-        _field(f"Keep the response. Default: true with {STORE_FLAG}, else false."),
+        field(f"Keep the response. Default: true with {STORE_FLAG}, else false."),
     ] = None
-    stream: Annotated[bool | None, _field("The answer as server-sent events.")] = None
-    stream_options: Annotated[_StreamOptions | None, _field("No padding is sent.")] = None
-    background: Annotated[bool | None, _field("Only false: a response ends with its request.")] = (
+    stream: Annotated[bool | None, field("The answer as server-sent events.")] = None
+    stream_options: Annotated[_StreamOptions | None, field("No padding is sent.")] = None
+    background: Annotated[bool | None, field("Only false: a response ends with its request.")] = (
         None
     )
     max_output_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None,
-        _field("Tokens to generate at most, reasoning included."),
+        field("Tokens to generate at most, reasoning included."),
     ] = None
     max_tool_calls: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        _field("Changes nothing: it bounds calls of the server's own tools."),
+        field("Changes nothing: it bounds calls of the server's own tools."),
     ] = None
     temperature: Annotated[
-        Annotated[float, Meta(ge=0, le=2)] | None, _field("0: greedy. Default: 1.")
+        Annotated[float, Meta(ge=0, le=2)] | None, field("0: greedy. Default: 1.")
     ] = None
-    top_p: Annotated[Annotated[float, Meta(gt=0, le=1)] | None, _field("Default: 1.")] = None
-    presence_penalty: Annotated[_Number | None, _field("Of tokens in the output.")] = None
-    frequency_penalty: Annotated[_Number | None, _field("Of tokens in the output.")] = None
+    top_p: Annotated[Annotated[float, Meta(gt=0, le=1)] | None, field("Default: 1.")] = None
+    presence_penalty: Annotated[_Number | None, field("Of tokens in the output.")] = None
+    frequency_penalty: Annotated[_Number | None, field("Of tokens in the output.")] = None
     top_logprobs: Annotated[
         Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None,
-        _field(f"With {_LOGPROBS} in include: of so many tokens at each place."),
+        field(f"With {_LOGPROBS} in include: of so many tokens at each place."),
     ] = None
     tools: Annotated[
         msgspec.Raw,
-        _field("Functions of the client.", type=["array", "null"], items={"type": "object"}),
-    ] = _none()
+        field("Functions of the client.", type=["array", "null"], items={"type": "object"}),
+    ] = unread()
     tool_choice: Annotated[
         msgspec.Raw,
-        _field(
+        field(
             "none, auto, required, a function, or allowed_tools. Default: auto.",
             type=["string", "object", "null"],
         ),
-    ] = _none()
-    parallel_tool_calls: Annotated[bool | None, _field("Default: true.")] = None
-    text: Annotated[_Text | None, _field("format: text, json_object or json_schema.")] = None
+    ] = unread()
+    parallel_tool_calls: Annotated[bool | None, field("Default: true.")] = None
+    text: Annotated[_Text | None, field("format: text, json_object or json_schema.")] = None
     reasoning: Annotated[
         _Reasoning | None,
-        _field("effort; with summary the reasoning is shown as its own summary."),
+        field("effort; with summary the reasoning is shown as its own summary."),
     ] = None
     include: Annotated[
         Annotated[list[_Include], Meta(max_length=16)] | None,
-        _field("Reasoning is never encrypted: it comes and is sent back as text."),
+        field("Reasoning is never encrypted: it comes and is sent back as text."),
     ] = None
     truncation: Annotated[
-        Literal["auto", "disabled"] | None, _field("Only disabled, the default.")
+        Literal["auto", "disabled"] | None, field("Only disabled, the default.")
     ] = None
     metadata: Annotated[
         Annotated[
@@ -173,16 +165,16 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
             Meta(max_length=_MAX_METADATA),
         ]
         | None,
-        _field("Returned in the response."),
+        field("Returned in the response."),
     ] = None
     service_tier: Annotated[
-        Literal["auto", "default"] | None, _field("Changes nothing: there is one tier.")
+        Literal["auto", "default"] | None, field("Changes nothing: there is one tier.")
     ] = None
-    user: Annotated[_Text256 | None, _field("The session, as in a chat.")] = None
-    prompt_cache_key: Annotated[_Text256 | None, _field("The session, before `user`.")] = None
-    safety_identifier: Annotated[_Text256 | None, _field("Returned in the response.")] = None
+    user: Annotated[_Text256 | None, field("The session, as in a chat.")] = None
+    prompt_cache_key: Annotated[_Text256 | None, field("The session, before `user`.")] = None
+    safety_identifier: Annotated[_Text256 | None, field("Returned in the response.")] = None
     prompt_cache_retention: Annotated[
-        Literal["in_memory"] | None, _field("Prefixes are kept while there is room.")
+        Literal["in_memory"] | None, field("Prefixes are kept while there is room.")
     ] = None
 
 
