@@ -466,6 +466,14 @@ def test_what_a_chat_has_no_word_for_is_refused_by_name(case: str) -> None:
     assert (error.param, words in error.message) == (name, True), error.message
 
 
+def test_blocks_inside_results_count_with_those_of_other_messages() -> None:
+    half: list[dict[str, Any]] = [text("")] * (MAX_BLOCKS // 2)
+    result: dict[str, Any] = {"type": "tool_result", "tool_use_id": "c", "content": half}
+    error = refused(messages=[user(result), user(*half)])
+    assert (error.param, "content blocks" in error.message) == ("messages", True)
+    assert len(chat(messages=[user(*half), user(*half)])["messages"][0]["content"]) == MAX_BLOCKS
+
+
 def test_an_unknown_field_of_a_long_body_is_refused_too() -> None:
     long = [{"role": "user", "content": "x" * 100_000}]
     assert refused(messages=long, foo=1).param == "foo"

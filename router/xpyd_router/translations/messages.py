@@ -249,7 +249,7 @@ def _choice(choice: _ToolChoice | None, names: Sequence[str]) -> Members:
         if choice.name not in names:
             raise refuse("tool_choice.name", "expected the name of one of the tools")
         value = {"type": "function", "function": {"name": choice.name}}
-    made = [("tool_choice", orjson.dumps(value))] if names else []
+    made: Members = [("tool_choice", orjson.dumps(value))] if names else []
     if choice.disable_parallel_tool_use:
         made.append(("parallel_tool_calls", b"false"))
     return made

@@ -30,6 +30,11 @@ _LEAST_BYTES = len('{:"",')
 """What an object has besides its only key."""
 
 
+_TYPE = b'"type"'
+_LEAST_BLOCK = len(_TYPE) + _LEAST_BYTES
+"""Bytes of a block."""
+
+
 _QUOTE, _BRACKET, _BRACE = b'"[{'
 
 
@@ -81,13 +86,17 @@ class _Tool(msgspec.Struct, frozen=True, gc=False):
 
 _Part = msgspec.Raw | bytes
 """Of a content: a text's JSON string, or the object of a part that is none."""
-Members = list[tuple[str, bytes]]
-"""Names of a JSON object, and the JSON of their values."""
+Members = list[tuple[str, bytes | list[bytes]]]
+"""Names of a JSON object, and the JSON of their values, a long one in pieces."""
 
 
 def json_object(members: Members) -> bytes:
-    """The JSON of an object."""
-    return b"{" + b",".join([b'"%b":%b' % (name.encode(), text) for name, text in members]) + b"}"
+    """The JSON of an object; a long member is copied once."""
+    pieces: list[bytes] = [b"{"]
+    for name, text in members:
+        pieces += (b'"%b":' % name.encode(), *(text if isinstance(text, list) else (text,)), b",")
+    pieces[-1] = b"}" if members else b"{}"
+    return b"".join(pieces)
 
 
 def tools_of(raw: msgspec.Raw) -> list[tuple[str, bytes]]:
@@ -129,12 +138,13 @@ def _parameters(tool: _Tool, place: str) -> bytes:
     return b'{"examples":%b%b%b' % (bytes(examples), b"" if rest == b"}" else b",", rest)
 
 
-def messages_of(system: msgspec.Raw, raw: msgspec.Raw) -> tuple[bytes, bool]:
-    """The JSON of a chat's messages, and whether the last one is to be continued."""
+def messages_of(system: msgspec.Raw, raw: msgspec.Raw) -> tuple[list[bytes], bool]:
+    """The JSON of a chat's messages in pieces, and whether the last one is to be continued."""
     turns = _Turns()
     if said := _texts(system, "system"):
         turns.messages.append(b'{"role":"system","content":%b}' % _content(said))
-    _check_count(raw, b'"type"', MAX_BLOCKS, "messages", "content blocks")
+    if memoryview(raw)[0] != _BRACKET:
+        raise refuse("messages", "expected a list")
     found = read(_MESSAGES, raw, "messages")
     if not 0 < len(found) <= MAX_MESSAGES:
         raise refuse("messages", f"expected 1 to {MAX_MESSAGES} messages, got {len(found)}")
@@ -145,10 +155,18 @@ def messages_of(system: msgspec.Raw, raw: msgspec.Raw) -> tuple[bytes, bool]:
             turns.texts.append(content)
             continue
         take = turns.takers[message.role]
-        for number, block in enumerate(_blocks(content, f"messages[{index}].content")):
+        if len(content) > _LEAST_BLOCK * turns.room and bytes(content).count(_TYPE) > turns.room:
+            raise refuse("messages", f"at most {MAX_BLOCKS} content blocks")
+        blocks = _blocks(content, f"messages[{index}].content")
+        turns.room -= len(blocks)
+        for number, block in enumerate(blocks):
             take(block, number)
     turns.end()
-    return b"[%b]" % b",".join(turns.messages), turns.role == "assistant"
+    pieces: list[bytes] = [b"["]
+    for text in turns.messages:
+        pieces += (text, b",")
+    pieces[max(1, len(pieces) - 1) :] = [b"]"]
+    return pieces, turns.role == "assistant"
 
 
 class _Turns:
@@ -156,6 +174,8 @@ class _Turns:
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []
+        self.room = MAX_BLOCKS
+        """So many blocks more may come, those inside others counted."""
         self.role = ""
         """Of the turn that is written now, or was written last."""
         self.texts: list[_Part] = []
@@ -184,7 +204,10 @@ class _Turns:
         if block.type == "tool_result":
             self.end()
             call_id = _text(block.tool_use_id, f"{place}.tool_use_id")
-            content = _content(_texts(block.content, f"{place}.content", with_images=True))
+            parts = _texts(block.content, f"{place}.content", with_images=True)
+            if memoryview(block.content)[0] == _BRACKET:
+                self.room -= len(parts)
+            content = _content(parts)
             if block.is_error:
                 content = _marked(content)
             self.messages.append(
