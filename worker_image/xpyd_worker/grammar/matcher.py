@@ -1,13 +1,14 @@
 """A choice's place in its grammar: takes its tokens, says which may come next.
 
 The server makes it, advanced over what the choice put out elsewhere; from `submit` on the engine's
-thread owns it. Masks are filled on threads of a MaskFiller while the step's forward runs. It must
-not know requests, schemas or tensors. See docs/adr/0066.
+thread owns it. Masks that take long are filled on threads of a MaskFiller while the step's forward
+runs. It must not know requests, schemas or tensors. See docs/adr/0066 and 0074.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _FILL_DEADLINE_S = 60.0
 """A mask takes under a millisecond, at the limits of a grammar some ten."""
 _MOST_THREADS = 4
+_QUICK_S = 50e-6
+"""To hand a mask to a thread takes as long, and what the thread then takes from the forward."""
 
 
 class Matcher:
@@ -27,6 +30,9 @@ class Matcher:
         """`of`: the compiler's, this matcher's own."""
         self._of = of
         self._mask: PendingMask | None = None
+        # The first one of a grammar has the most to find out.
+        self._took_s = 1.0
+        """The last mask."""
 
     def copy(self) -> Matcher:
         """Another one at the same place."""
@@ -38,6 +44,7 @@ class Matcher:
         if self._mask is not None:
             # Nothing else may look at the matcher while it moves.
             self._mask.words()
+            self._took_s = self._mask.took_s
             self._mask = None
         return self._of.consume_tokens(list(token_ids))
 
@@ -58,31 +65,39 @@ class Matcher:
 
     def mask(self) -> PendingMask:
         """Which tokens may come next, not computed yet. To be asked for once between two tokens."""
-        self._mask = PendingMask(self._of)
+        self._mask = PendingMask(self._of, is_quick=self._took_s < _QUICK_S)
         return self._mask
 
 
 class PendingMask:
     """A mask that a thread fills; or its reader, where no thread was given it. See TokenMask."""
 
-    def __init__(self, of: LLMatcher) -> None:
+    def __init__(self, of: LLMatcher, *, is_quick: bool = False) -> None:
+        """`is_quick`: the one before it was; its reader fills it."""
         self._of = of
+        self._is_quick = is_quick
         self._words: bytes | None = None
         self._filling: Future[bytes] | None = None
+        self.took_s = 0.0
+        """To compute it."""
 
     def fill(self, threads: ThreadPoolExecutor) -> None:
-        """Begin to compute it."""
-        self._filling = threads.submit(self._of.compute_bitmask)
+        """Begin to compute it, unless that would take longer than it takes."""
+        if not self._is_quick:
+            self._filling = threads.submit(self._compute)
 
     def words(self) -> bytes:
         """See TokenMask. With an error in the matcher EOS alone."""
         if self._words is None:
             filling = self._filling
-            if filling is None:
-                self._words = self._of.compute_bitmask()
-            else:
-                self._words = filling.result(_FILL_DEADLINE_S)
+            self._words = self._compute() if filling is None else filling.result(_FILL_DEADLINE_S)
         return self._words
+
+    def _compute(self) -> bytes:
+        begun_s = time.perf_counter()
+        words = self._of.compute_bitmask()
+        self.took_s = time.perf_counter() - begun_s
+        return words
 
 
 class MaskFiller:

@@ -226,12 +226,13 @@ class ModelRunner:
     def _sample(self, hidden: Tensor, asking: list[BatchRows]) -> Drawn:
         """Tokens for the last rows [asking, hidden] of sequences that ask for some; only these rows
         go through the head."""
+        logits = self._model.logits(hidden)
         self._adjustments.begin_step()
         wanted: list[SampleRow] = []
         for index, rows in enumerate(asking):
             sequence = rows.sequence
             adjustment = self._adjustments.of(sequence)
-            # The forward is launched: a mask that a thread still fills has had that long.
+            # All but the draw is launched: a mask that a thread still fills has had that long.
             mask = None if sequence.mask is None else sequence.mask.words()
             wanted += [
                 SampleRow(
@@ -245,7 +246,7 @@ class ModelRunner:
                 )
                 for spec in sequence.samples
             ]
-        return sample(self._model.logits(hidden), wanted, self._draw)
+        return sample(logits, wanted, self._draw)
 
 
 def _places(asking: list[BatchRows]) -> dict[int, int]:
