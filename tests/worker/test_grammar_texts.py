@@ -79,6 +79,10 @@ OBJECT = json_schema_part(
         (json_schema_part({"const": {"a": [1, 2]}}, "x", spaces=False), ['{"a": 1}'], "no"),
         (json_schema_part({"const": {"a": 1}}, "x", blanks="\n?"), ['{\n"a":\n1}'], "ends"),
         (json_schema_part(True, "x"), ["[null]"], "ends"),
+        (DATE, ['"0000-05-12"'], "no"),
+        (DATE, ['"0000-02-29"'], "no"),
+        (DATE, ['"0400-02-29"'], "ends"),
+        (DATE, ['"1000-05-12"'], "ends"),
         (DATE, ['"2021-02-29"'], "no"),
         (DATE, ['"2024-02-29"'], "ends"),
         (DATE, ['"2000-02-29"'], "ends"),
@@ -172,3 +176,39 @@ def test_a_schema_of_python_values_is_not_changed() -> None:
     schema: dict[str, Any] = {"properties": {"a": {"format": "ours"}}, "uniqueItems": False}
     json_schema_grammar(schema, closed=True)
     assert schema == {"properties": {"a": {"format": "ours"}}, "uniqueItems": False}
+
+
+def _tagged(**more: Any) -> dict[str, Any]:
+    """A union that its member `k` tells apart, as pydantic writes it."""
+    kinds = {
+        name: {
+            "type": "object",
+            "properties": {"k": {"const": name, "type": "string"}, name: {"type": "integer"}},
+            "required": ["k", name],
+            **more,
+        }
+        for name in ("a", "b")
+    }
+    return {"$defs": kinds, "oneOf": [{"$ref": f"#/$defs/{name}"} for name in kinds]}
+
+
+def test_alternatives_that_a_member_tells_apart_may_stand_behind_references() -> None:
+    assert outcome(json_schema_grammar(_tagged()), '{"k":"b","b":1}') == "ends"
+    assert outcome(json_schema_grammar(_tagged()), '{"k":"b","a":1') == "no"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        _tagged(required=["a"]),
+        _tagged(required=["b"]),
+        _tagged(type=["object", "null"]),
+        _tagged() | {"$defs": {name: {**_tagged()["$defs"]["a"]} for name in ("a", "b")}},
+        _tagged(**{"$id": "other"}),
+    ],
+    ids=["may be left out", "one only", "or null", "same value", "another document"],
+)
+def test_alternatives_that_are_not_told_apart_stay_one_of(schema: dict[str, Any]) -> None:
+    """Which the compiler follows where it sees by itself that they exclude each other."""
+    with pytest.raises(ApiError, match="oneOf"):
+        matchers_of(json_schema_grammar(schema))

@@ -7,6 +7,7 @@ bounded, since compiling costs by them (docs/adr/0065).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -27,6 +28,8 @@ MAX_CONJUNCTS = 16
 MAX_MULTIPLE = 10_000
 """Of multipleOf: an automaton with as many states."""
 _SHOWN_PLACE = 200
+_MOST_REFS = 8
+"""Behind each other, from an alternative of oneOf to its schema."""
 
 # Keywords by what their values hold.
 _ONE = ("additionalProperties", "items")
@@ -36,6 +39,10 @@ _OF_OBJECTS = frozenset(("properties", "patternProperties", "additionalPropertie
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _TEXTS = ("$ref", "pattern", "format")
+_IDS = ("$id", "id")
+"""Where a schema inside another has one, its references are to itself."""
+_VALUES = ("const", "enum", "default", "examples")
+"""What these hold are values, whatever they look like."""
 _TYPES = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
 # What JSON Schema defines, and the compiler does not follow.
 _UNSUPPORTED = frozenset(
@@ -52,10 +59,12 @@ _FORMATS = frozenset(
         *("uuid", "uri"),
     )
 )
-# The compiler lets every minute have a leap second and every year a leap day.
+# The compiler lets every minute have a leap second, every year a leap day, and there be a year 0:
+# Python's dates begin with year 1, and so do validators that ask them.
 _TIME = "[^:]*:[^:]*:[0-5]"
-_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
-_DAY = f"(?:[0-9]{{4}}-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_DAY = f"(?:{_YEAR}-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))|{_LEAP_YEAR}-02-29)"
 _NARROWED = {"time": f"^{_TIME}", "date": f"^{_DAY}", "date-time": f"^{_DAY}{_TIME}"}
 # Those that JSON Schema defines besides. Any other name is an annotation: no validator knows it.
 _UNSUPPORTED_FORMATS = frozenset(
@@ -76,6 +85,10 @@ def checked_schema(schema: object, field: str, *, closed: bool = False) -> str:
     if not isinstance(schema, dict) and schema is not True:
         raise refuse(field, "expected a JSON schema: an object, or true")
     nodes = list(_nodes(cast("object", schema), field))
+    has_ids = any(isinstance(node.get(name), str) for _, node in nodes[1:] for name in _IDS)
+    if any("oneOf" in node for _, node in nodes) and not has_ids:
+        schema = _one_as_any(cast("object", schema), cast("dict[str, Any]", schema))
+        nodes = list(_nodes(schema, field))
     properties = sum(len(node.get("properties", ())) for _, node in nodes)
     if properties > MAX_PROPERTIES:
         raise refuse(field, f"at most {MAX_PROPERTIES} properties, got {properties}")
@@ -186,6 +199,69 @@ def _children(node: Mapping[str, Any], place: str) -> Iterator[tuple[str, object
             raise refuse(f"{place}.{keyword}", f"expected an object of at most {most} schemas")
         for name, one in cast("dict[str, object]", members).items():
             yield f"{place}.{keyword}.{name}", one
+
+
+# --- oneOf: the compiler follows it only where it sees itself that the alternatives exclude each
+# other, and it sees nothing behind a `$ref`. There it is the same as anyOf.
+
+
+def _one_as_any(schema: object, root: Mapping[str, Any]) -> object:
+    """A copy that has `anyOf` for each `oneOf` of which a value can fit one schema only."""
+    if isinstance(schema, list):
+        return [_one_as_any(one, root) for one in cast("list[object]", schema)]
+    if not isinstance(schema, dict):
+        return schema
+    node = cast("dict[str, Any]", schema)
+    made = {name: _one_as_any(value, root) for name, value in node.items() if name not in _VALUES}
+    made |= {name: node[name] for name in _VALUES if name in node}
+    if isinstance(node.get("oneOf"), list) and "anyOf" not in node and _is_apart(node, root):
+        made["anyOf"] = made.pop("oneOf")
+    return made
+
+
+def _is_apart(node: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
+    """Whether a required property of the alternatives tells which of them a value can fit."""
+    objects = [_behind_refs(one, root) for one in node["oneOf"]]
+    tells = [_told(one) for one in objects]
+    names = set(tells[0]).intersection(*tells[1:]) if tells else set[str]()
+    return any(
+        sum(len(told[name]) for told in tells) == len(set[str]().union(*(t[name] for t in tells)))
+        for name in names
+    )
+
+
+def _told(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
+    """Of an object's required properties that are one of several texts: these."""
+    properties, required = schema.get("properties"), schema.get("required")
+    if schema.get("type") != "object" or not isinstance(properties, dict):
+        return {}
+    found: dict[str, frozenset[str]] = {}
+    for name in cast("list[str]", required) if isinstance(required, list) else []:
+        one = cast("dict[str, Any]", properties).get(name)
+        if isinstance(one, dict):
+            known = cast("dict[str, Any]", one)
+            texts = [known["const"]] if "const" in known else known.get("enum")
+            if _is_texts(texts) and texts:
+                found[name] = frozenset(cast("list[str]", texts))
+    return found
+
+
+def _behind_refs(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
+    """What a schema refers to in its own document, itself where it refers to nothing; empty where
+    that is not to be found."""
+    for _ in range(_MOST_REFS):
+        if not isinstance(schema, dict):
+            return {}
+        node = cast("dict[str, Any]", schema)
+        if not isinstance(to := node.get("$ref"), str):
+            return node
+        # A pointer to a definition; any other one may go through an `$id` or be escaped.
+        found = re.fullmatch(r"#/(\$defs|definitions)/([\w.-]+)", to, re.ASCII)
+        part: object = root.get(found[1]) if found else None
+        schema = (
+            cast("dict[str, Any]", part).get(found[2]) if found and isinstance(part, dict) else None
+        )
+    return {}
 
 
 def _may_be_closed(nodes: list[tuple[str, dict[str, Any]]]) -> bool:
