@@ -302,11 +302,7 @@ def _members_of(kind: Any) -> _Members:  # noqa: ANN401 - any struct
                 forbid_unknown_fields=kind.__struct_config__.forbid_unknown_fields,
             )
         ),
-        {
-            # One that is described is annotated, and stays JSON as well.
-            one.encode_name: msgspec.Raw if _is_raw(shape.type) else one.type
-            for one, shape in zip(fields, described, strict=True)
-        },
+        {one.encode_name: one.type for one in fields},
         {
             one.encode_name: _LONGER.get(one.encode_name, MAX_MEMBER_BYTES)
             for one in described
@@ -314,12 +310,6 @@ def _members_of(kind: Any) -> _Members:  # noqa: ANN401 - any struct
         },
         {one.encode_name: one.name for one in fields},
     )
-
-
-def _is_raw(kind: inspect.Type) -> bool:
-    """Whether the value stays JSON."""
-    inner = kind.type if isinstance(kind, inspect.Metadata) else kind
-    return isinstance(inner, inspect.RawType)
 
 
 def _is_struct(kind: object) -> bool:
@@ -340,7 +330,7 @@ def _read_apart(kind: type[T], raw: bytes | msgspec.Raw, prefix: str) -> T:
         limit = members.limits.get(name)
         if limit is not None and len(text) > limit:
             raise refuse(path, f"must have at most {limit} bytes of JSON")
-        is_raw = expected is msgspec.Raw
+        is_raw = getattr(expected, "__origin__", expected) is msgspec.Raw  # annotated, too
         values[members.names[name]] = text if is_raw else read(expected, text, path)
     try:
         return kind(**values)

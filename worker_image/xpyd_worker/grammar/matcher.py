@@ -2,7 +2,7 @@
 
 The server makes it, advanced over what the choice put out elsewhere; from `submit` on the engine's
 thread owns it. Masks that take long are filled on threads of a MaskFiller while the step's forward
-runs. It must not know requests, schemas or tensors. See docs/adr/0066 and 0074.
+runs. It must not know requests, schemas or tensors. See docs/adr/0066 and docs/adr/0074.
 """
 
 from __future__ import annotations
