@@ -23,7 +23,7 @@ ON_GPU := PYTHONPATH=.:core:kv_transfer:worker_image $(GPU_PYTHON)
 CLUSTER_TESTS := tests/cluster tests/crds tests/images
 GPU_TESTS := tests/gpu tests/kv/test_device_gpu.py tests/kv/test_transport_conformance.py tests/kv/test_vllm_gpu.py
 
-.PHONY: help setup fmt lint type imports generate verify test test-slow test-all collect test-gpu test-cluster test-vllm test-agents soak demo journeys mutate bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel bench-fleet bench-vllm cluster-build cluster-up cluster-down cluster-status images push constraints clean
+.PHONY: help setup fmt lint type imports generate verify test test-slow test-all collect test-gpu test-cluster test-vllm test-agents soak demo journeys mutate bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel bench-fleet bench-vllm bench-agents cluster-build cluster-up cluster-down cluster-status images push constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -128,6 +128,9 @@ bench-fleet: setup ## What P and D apart bring, and where they do not pay; again
 
 bench-vllm: setup ## Our connector inside vLLM; against NixlConnector and a vLLM that computes the prompt again
 	@$(BIN)/python -m bench.vllm
+
+bench-agents: setup ## What structured output and the APIs of agents cost; against vLLM
+	@$(BIN)/python -m bench.agents
 
 constraints: setup ## Write the installed versions to constraints.txt
 	@scripts/constraints.sh
