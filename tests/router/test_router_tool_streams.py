@@ -9,17 +9,23 @@ import pytest
 
 from tests.router.fakes import Fleet, HttpEngine, answer, pair
 from tests.worker.replay import replayed
-from tests.worker.test_parsers import PARIS, compact, hermes, llama
+from tests.worker.test_parsers import PARIS, compact, glm, hermes, llama, qwen
 from tests.worker.test_server_tools import OTHER, TOOL, join, parsers
 
 THOUGHT = "<think>\nwell, é\n</think>\n\n"
+TEXTS = [(key, one if isinstance(one, str) else json.dumps(one)) for key, one in PARIS.items()]
 PLAYED = {
     "hermes": f"{THOUGHT}Now.\n{hermes('f', PARIS)}\n{hermes('g', PARIS)}",
     "llama3_json": f"{llama('f', PARIS)}; {llama('g', PARIS)}",
     "mistral": f"[TOOL_CALLS][{compact('f', PARIS)}, {compact('g', PARIS)}]",
+    "qwen3_coder": "\n".join(qwen(name, *TEXTS) for name in "fg"),
+    "glm45": THOUGHT + "".join(glm(name, *TEXTS) for name in "fg"),
 }
 CALLS = [("f", PARIS), ("g", PARIS)]
-TOOLS = [TOOL, OTHER]
+# Where a call has texts between tags, the tool says what is none.
+_LIST = {"type": "object", "properties": {"n": {"type": "array"}}}
+TOOLS = [{**one, "function": {**one["function"], "parameters": _LIST}} for one in (TOOL, OTHER)]
+THINKS = {"hermes": "qwen3", "glm45": "qwen3"}
 
 
 def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -40,7 +46,7 @@ async def streamed(fleet: Fleet, **body: Any) -> tuple[dict[str, Any], str | Non
 
 @pytest.mark.parametrize("family", PLAYED)
 async def test_calls_come_through_p_and_d_whole_and_streamed(family: str) -> None:
-    served = parsers(family, "qwen3" if family == "hermes" else None)
+    served = parsers(family, THINKS.get(family))
     async with replayed(PLAYED[family], served={"parsers": served}) as (fleet, _):
         body = await asked(fleet, tools=TOOLS)
         choice = body["choices"][0]
@@ -54,8 +60,8 @@ async def test_calls_come_through_p_and_d_whole_and_streamed(family: str) -> Non
 @pytest.mark.parametrize("family", PLAYED)
 async def test_a_stream_that_another_d_goes_on_with_joins_to_the_same_whole(family: str) -> None:
     said = PLAYED[family]
-    served = parsers(family, "qwen3" if family == "hermes" else None)
-    places = range(1, len(said.encode()), 11)
+    served = parsers(family, THINKS.get(family))
+    places = range(1, len(said.encode()), len(said) // 12)
     async with replayed(said, decode=2, served={"parsers": served}) as (fleet, engines):
         expected, _ = await streamed(fleet, tools=TOOLS)
         for place in places:

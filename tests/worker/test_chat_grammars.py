@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.worker import test_grammar_texts as texts
-from tests.worker.test_parsers import parse
+from tests.worker.test_parsers import glm, parse, qwen
 from xpyd_core.chats import Function
 from xpyd_core.errors import ApiError
 from xpyd_worker.grammar.spec import Grammar, json_schema_grammar
@@ -49,6 +49,9 @@ def grammar(
 def call(family: str, name: str, arguments: Any) -> str:
     """A call as the grammar writes it."""
     made = TOOL_FAMILIES[family]
+    if made.tags is not None:
+        texts = [(key, v if isinstance(v, str) else json.dumps(v)) for key, v in arguments.items()]
+        return {"qwen3_coder": qwen, "glm45": glm}[family](name, *texts)
     before, behind = made.call
     said = json.dumps(arguments)
     return f'{before}{{"name": "{name}", "{made.arguments}": {said}}}{behind}'
@@ -70,10 +73,10 @@ def test_a_call_that_must_come_is_one_that_the_familys_parser_reads(family: str)
     for some in ([PARIS], [NOW], [PARIS, NOW, PARIS]):
         text = calls(family, *some)
         assert outcome(required, text) == "whole"
-        parsed = parse(TOOL_FAMILIES[family].make, text)
+        parsed = parse(lambda: TOOL_FAMILIES[family].make((WEATHER, CLOCK)), text)
         assert parsed.content == ""
         assert [(name, json.loads(said)) for name, said in parsed.calls] == some
-    for wrong in ("Hello", calls(family, ("weather", {"city": 5})), calls(family, ("other", {}))):
+    for wrong in ("Hello", calls(family, ("weather", {"town": 5})), calls(family, ("other", {}))):
         assert outcome(required, wrong) == "refused"
     assert outcome(required, calls(family, *[NOW] * 9)) == "refused"
     one = grammar(family, parallel_tool_calls=False)
@@ -91,7 +94,7 @@ def test_a_strict_tools_call_is_as_its_schema_says_where_the_model_makes_one(fam
     assert outcome(free, "Hello, how are you?") == "whole"
     assert outcome(free, calls(family, PARIS)) == "whole"
     assert outcome(free, calls(family, ("clock", {"any": 1}))) == "whole"
-    assert outcome(free, calls(family, ("weather", {"city": 5}))) == "refused"
+    assert outcome(free, calls(family, ("weather", {"town": 5}))) == "refused"
     assert outcome(free, calls(family, ("weather", {"city": "x", "more": 1}))) == "refused"
 
 
@@ -121,7 +124,7 @@ def test_free_text_with_strict_calls_may_be_behind_a_reasoning(family: str, prom
         assert outcome(free, "Hello!") == "whole"
     assert outcome(free, f"{thought}Hello!") == "whole"
     assert outcome(free, thought + calls(family, PARIS, NOW)) == "whole"
-    assert outcome(free, thought + calls(family, ("weather", {"city": 5}))) == "refused"
+    assert outcome(free, thought + calls(family, ("weather", {"town": 5}))) == "refused"
 
 
 def test_an_answer_that_is_asked_for_may_be_a_call_where_the_model_chooses() -> None:
@@ -140,3 +143,100 @@ def test_a_wrong_schema_of_a_tool_is_refused_by_its_place() -> None:
         grammar("hermes", tools=(CLOCK, wrong))
     assert caught.value.param == "tools[1].function.parameters.properties.a.not"
     assert grammar("hermes", tools=(CLOCK, wrong), choice="auto") is None
+
+
+TAGGED = ["qwen3_coder", "glm45"]
+MANY = Function(
+    name="many",
+    parameters={
+        "type": "object",
+        "properties": {
+            "n": {"type": "integer", "minimum": 10},
+            "kind": {"enum": ["a", 'b"', 3]},
+            "maybe": {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 3}]},
+            "code": {"$ref": "#/$defs/code"},
+            "place": {"$ref": "#/$defs/place"},
+            "any": {},
+        },
+        "required": ["n"],
+        "$defs": {
+            "code": {"type": "string", "pattern": "^[a-z]+[0-9]$"},
+            "place": {
+                "type": "object",
+                "properties": {"x": {"type": "number"}},
+                "required": ["x"],
+            },
+        },
+    },
+)
+
+
+@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize(
+    ("arguments", "is_allowed"),
+    [
+        ({"n": 10}, True), ({}, False), ({"n": 9}, False), ({"n": "10"}, True), ({"n": "x"}, False),
+        ({"n": 10, "kind": 'b"'}, True), ({"n": 10, "kind": 3}, True),
+        ({"n": 10, "kind": "c"}, False),
+        ({"n": 10, "maybe": None}, True), ({"n": 10, "maybe": "a\nc"}, True),
+        ({"n": 10, "maybe": "four"}, False), ({"n": 10, "code": "ab7"}, True),
+        ({"n": 10, "code": "ab7c"}, False), ({"n": 10, "place": {"x": 1.5}}, True),
+        ({"n": 10, "place": {"x": "y"}}, False), ({"n": 10, "other": 1}, False),
+        ({"n": 10, "any": 'x < y\n\n"y" '}, True), ({"n": 10, "any": "</tool"}, True),
+    ],
+)  # fmt: skip
+def test_an_argument_between_tags_is_what_its_schema_says(
+    family: str, arguments: dict[str, Any], is_allowed: bool
+) -> None:
+    text = calls(family, ("many", arguments))
+    required = grammar(family, tools=(MANY,))
+    assert outcome(required, text) == ("whole" if is_allowed else "refused")
+    if is_allowed:
+        parsed = parse(lambda: TOOL_FAMILIES[family].make((MANY,)), text)
+        ((_, said),) = parsed.calls
+        assert json.loads(said) == {k: 10 if v == "10" else v for k, v in arguments.items()}
+
+
+@pytest.mark.parametrize("family", TAGGED)
+def test_what_the_parser_would_take_for_a_tag_is_in_no_argument(family: str) -> None:
+    required = grammar(family, tools=(MANY,))
+    tags = TOOL_FAMILIES[family].tags
+    assert tags is not None
+    for tag in tags.value_ends:
+        for key in ("any", "maybe", "code"):
+            text = calls(family, ("many", {"n": 10, key: f"{tag}1"}))
+            assert outcome(required, text) == "refused", text
+
+
+@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"anyOf": [{}]}, "anyOf"),
+        ({"properties": {"a": {"not": {}}}}, "properties.a.not"),
+        ({"properties": {"a>": {"type": "string"}, "a</arg_key>": {}}}, "properties.a"),
+        ({"properties": {"a": {"enum": ["</parameter>", "</arg_value>"]}}}, "properties.a"),
+        ({"properties": {"a": {"pattern": "a", "minLength": 2}}}, "properties.a.pattern"),
+        (
+            {"properties": {"a": {"minLength": 2, "anyOf": [{"type": "string"}]}}},
+            "properties.a.anyOf",
+        ),
+        (
+            {"properties": {"a": {"allOf": [{"type": "string"}, {"minLength": 2}]}}},
+            "properties.a.allOf",
+        ),
+        (
+            {
+                "properties": {"a": {"$ref": "#/$defs/a"}},
+                "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]}},
+            },
+            "properties.a.anyOf[0].anyOf[0]",
+        ),
+    ],
+)
+def test_a_schema_that_the_format_cannot_follow_is_refused_by_its_place(
+    family: str, schema: dict[str, Any], place: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        grammar(family, tools=(Function(name="f", parameters=schema),))
+    assert str(caught.value.param).startswith(f"tools[0].function.parameters.{place}")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from xpyd_core.chats import Function
 from xpyd_core.errors import UserError
 from xpyd_worker.parsers import Part, ToolParser
 from xpyd_worker.parsers.json_calls import JsonValue
@@ -20,6 +21,7 @@ from xpyd_worker.parsers.registry import (
     ChatParser,
     find_parsers,
 )
+from xpyd_worker.parsers.tagged_calls import as_json
 
 PARIS = {"city": 'Pa"ris', "n": [1, {"a": "}</tool_call>[TOOL_CALLS]"}], "ü": "é😀\n"}
 LYON: dict[str, Any] = {}
@@ -84,7 +86,54 @@ def compact(name: str, arguments: Any) -> str:
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
-WRITTEN = [
+def made(family: str) -> Callable[[], ToolParser]:
+    """Makes the family's parser, for tools of which `f` has arguments of many types."""
+    return lambda: TOOL_FAMILIES[family].make((F, Function(name="g")))
+
+
+F = Function(
+    name="f",
+    parameters={
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"}, "n": {"type": "integer"}, "x": {"type": "number"},
+            "ok": {"type": "boolean"}, "list": {"type": "array"},
+            "maybe": {"$ref": "#/$defs/maybe"},
+            "kind": {"enum": ["a", "b"]}, "level": {"enum": [1, 2]}, "o": {"$ref": "#/$defs/o"},
+            "cycle": {"$ref": "#/$defs/cycle"}, "two": {"type": ["integer", "string"]},
+        },
+        "$defs": {
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "o": {"type": "object"},
+            "cycle": {"anyOf": [{"$ref": "#/$defs/cycle"}, {"type": "integer"}]},
+        },
+    },
+)  # fmt: skip
+
+
+def qwen(name: str, *arguments: tuple[str, str]) -> str:
+    some = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments)
+    return f"<tool_call>\n<function={name}>\n{some}</function>\n</tool_call>"
+
+
+def glm(name: str, *arguments: tuple[str, str]) -> str:
+    some = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments
+    )
+    return f"<tool_call>{name}\n{some}</tool_call>"
+
+
+TYPED = (
+    *(("city", 'Pa"ris\n\\ é😀 </para <b>'), ("n", "5"), ("x", "1.50"), ("ok", "True")),
+    *(("list", '[1, {"a": null}]'), ("maybe", "Null"), ("kind", "a"), ("level", "2"), ("o", "{}")),
+    *(("cycle", "-7"), ("two", "seven"), ("other", "5")),
+)
+AS_VALUES: dict[str, Any] = {
+    "city": 'Pa"ris\n\\ é😀 </para <b>', "n": 5, "x": 1.5, "ok": True, "list": [1, {"a": None}],
+    "maybe": None, "kind": "a", "level": 2, "o": {}, "cycle": -7, "two": "seven", "other": "5",
+}  # fmt: skip
+
+
+WRITTEN: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", hermes("f", PARIS), "", [("f", PARIS)]),
     ("hermes", "Let me see. \n" + hermes("f", PARIS), "Let me see.", [("f", PARIS)]),
     ("hermes", f"{hermes('f', PARIS)}\n{hermes('g', LYON)}\n", "", [("f", PARIS), ("g", LYON)]),
@@ -116,6 +165,24 @@ WRITTEN = [
      [("f", PARIS), ("g", LYON)]),
     ("mistral", f"[TOOL_CALLS]f[CALL_ID]abc123456[ARGS]{json.dumps(PARIS)}", "", [("f", PARIS)]),
     ("mistral", "[ 1, 2 ]", "[ 1, 2 ]", []),
+    ("qwen3_coder", qwen("f", *TYPED), "", [("f", AS_VALUES)]),
+    ("qwen3_coder", "Well. \n" + qwen("g") + "\n" + qwen("f", ("n", "1")) + "\n", "Well.",
+     [("g", {}), ("f", {"n": 1})]),
+    ("qwen3_coder", "<function=f><parameter=city>a</parameter></function> End.", " End.",
+     [("f", {"city": "a"})]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=city>\n\na\n\n<parameter=n>7</function>"
+     "<function=g></tool_call>", "", [("f", {"city": "\na\n", "n": 7}), ("g", {})]),
+    ("qwen3_coder", "Use <function= x> or <tool", "Use <function= x> or <tool", []),
+    ("glm45", glm("f", *TYPED), "", [("f", AS_VALUES)]),
+    ("glm45", "Well. " + glm("g") + glm("f", ("city", "\n a \n"), ("n", " 1 ")), "Well.",
+     [("g", {}), ("f", {"city": "\n a \n", "n": 1})]),
+    ("glm45", "<tool_call>f<arg_key>n</arg_key><arg_value>1</arg_value></tool_call> End.", " End.",
+     [("f", {"n": 1})]),
+    ("glm45", glm("f", ("list", '["</arg_value></tool_call>", "\\""]'), ("o", "{'a</tool")), "",
+     [("f", {"list": ["</arg_value></tool_call>", '"'], "o": "{'a</tool"})]),
+    ("qwen3_coder", qwen("f", ("list", '["</parameter>"]'), ("o", '{"a": 1} or'), ("list", '["a')),
+     "", [("f", {"o": '{"a": 1} or', "list": '["a'})]),
+    ("glm45", "a </tool_call> b", "a </tool_call> b", []),
 ]  # fmt: skip
 
 
@@ -123,10 +190,10 @@ WRITTEN = [
 def test_calls_are_read_as_the_family_writes_them_in_every_cut(
     family: str, text: str, content: str, calls: list[tuple[str, Any]]
 ) -> None:
-    made = TOOL_FAMILIES[family].make()
-    fed(made, [text])
-    assert made.malformed == 0
-    parsed = parse(TOOL_FAMILIES[family].make, text)
+    parser = made(family)()
+    fed(parser, [text])
+    assert parser.malformed == 0
+    parsed = parse(made(family), text)
     assert parsed.content == content
     assert [(name, json.loads(arguments)) for name, arguments in parsed.calls] == calls
 
@@ -149,14 +216,24 @@ def test_calls_are_read_as_the_family_writes_them_in_every_cut(
         ("mistral", "[TOOL_CALLS][]"),
         ("mistral", "[TOOL_CALLS][1, 2]"),
         ("mistral", "[TOOL_CALLS]" + "f" * 2000 + "{}"),
+        ("qwen3_coder", "<tool_call>\nnot a function\n</tool_call>"),
+        ("qwen3_coder", '<tool_call>\n{"name": "f"}\n</tool_call>'),
+        ("qwen3_coder", "Hi <tool_call><function=></function></tool_call> there"),
+        ("qwen3_coder", "<tool_call><function=" + "f" * 300 + "></function></tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=f"),
+        ("qwen3_coder", "<tool_call>"),
+        ("glm45", "<tool_call>"),
+        ("glm45", "<tool_call> f "),
+        ("glm45", "<tool_call>look around</tool_call>"),
+        ("glm45", "<tool_call><arg_key>a</arg_key></tool_call>"),
+        ("glm45", '<tool_call>{"name": "f"}</tool_call>'),
     ],
 )
 def test_what_only_looks_like_a_call_is_text_and_counted(family: str, text: str) -> None:
-    make = TOOL_FAMILIES[family].make
-    assert parse(make, text) == Parsed(text, "", [])
-    made = make()
-    fed(made, [text])
-    assert made.malformed == 1
+    assert parse(made(family), text) == Parsed(text, "", [])
+    parser = made(family)()
+    fed(parser, [text])
+    assert parser.malformed == 1
 
 
 @pytest.mark.parametrize(
@@ -167,22 +244,36 @@ def test_what_only_looks_like_a_call_is_text_and_counted(family: str, text: str)
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "cut', "", [("f", '{"a": "cut')]),
         ("llama3_json", '{"name": "f", "parameters": {"a": 1}, x', "x", [("f", '{"a": 1}')]),
         ("mistral", '[TOOL_CALLS]f{"a": tru, "b"', ', "b"', [("f", '{"a": tru')]),
+        ("qwen3_coder", "<function=f><parameter=city>a</parameter> and <b>", "and <b>",
+         [("f", '{"city": "a"')]),
+        ("qwen3_coder", "<function=f><parameter=city>\nhalf\n</para", "",
+         [("f", '{"city": "half')]),
+        ("qwen3_coder", "<function=f><parameter=city>a</parameter><parameter=n>12", "",
+         [("f", '{"city": "a"')]),
+        ("qwen3_coder", "<function=f><parameter=ci", "", [("f", "")]),
+        ("qwen3_coder", "<function=f><parameter=>1", ">1", [("f", "")]),
+        ("glm45", "<tool_call>f<arg_key>city</arg_key>a</arg_value></tool_call>",
+         "city</arg_key>a</arg_value></tool_call>", [("f", "")]),
+        ("glm45", "<tool_call>f<arg_key>maybe</arg_key><arg_value>nul", "", [("f", "")]),
+        ("glm45", "<tool_call>f<arg_key>" + "k" * 1025 + "</arg_key>",
+         "k" * 1025 + "</arg_key>", [("f", "")]),
     ],
 )  # fmt: skip
 def test_a_call_that_goes_wrong_behind_its_name_ends_there(
     family: str, text: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
-    make = TOOL_FAMILIES[family].make
-    assert parse(make, text) == Parsed(content, "", calls)
-    made = make()
-    fed(made, [text])
-    assert made.malformed == 1
+    assert parse(made(family), text) == Parsed(content, "", calls)
+    parser = made(family)()
+    fed(parser, [text])
+    assert parser.malformed == 1
 
 
 PIECES = (
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>"),
     *("</think>", '{"name": "f"', ', "arguments": ', ', "parameters": ', "{}", "}", "[", "]", '"'),
     *("\\", "\\u", "00", "e9", ":", ",", ";", " ", "\n", "true", "1.5e3", "-", "é", "name", "<"),
+    *("<function=", "<parameter=", "</parameter>", "</function>", "f", "city", "n", "maybe", ">"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "null"),
 )
 
 
@@ -193,9 +284,7 @@ def test_whatever_a_model_writes_nothing_raises_and_no_cut_changes_it(family: st
         text = "".join(rng.choice(PIECES) for _ in range(rng.randint(1, 12)))
 
         def make() -> ChatParser:
-            return ChatParser(
-                Thinking("<think>", "</think>", "either"), TOOL_FAMILIES[family].make()
-            )
+            return ChatParser(Thinking("<think>", "</think>", "either"), made(family)())
 
         whole = fed(make(), [text])
         assert fed(make(), list(text)) == whole, text
@@ -204,10 +293,36 @@ def test_whatever_a_model_writes_nothing_raises_and_no_cut_changes_it(family: st
 
 
 def test_arguments_come_as_they_are_written() -> None:
-    made = TOOL_FAMILIES["hermes"].make()
-    seen = [made.push(char) for char in hermes("f", {"city": "Paris"})]
-    pieces = [part.text for parts in seen for part in parts if part.kind == "arguments"]
-    assert pieces == list('{"city": "Paris"}')
+    def pieces_of(family: str, said: str) -> list[str]:
+        parser = made(family)()
+        seen = [part for char in said for part in parser.push(char)]
+        return [part.text for part in seen if part.kind == "arguments"]
+
+    assert pieces_of("hermes", hermes("f", {"city": "Paris"})) == list('{"city": "Paris"}')
+    texts = ['{"city": ', '"', *"Paris", '"', ', "n": ', "17", "}"]
+    said = (("city", "Paris"), ("n", "17"))
+    assert pieces_of("qwen3_coder", qwen("f", *said)) == texts
+    assert pieces_of("glm45", glm("f", *said)) == texts
+
+
+@pytest.mark.parametrize(
+    ("types", "value", "read"),
+    [
+        ("integer", "12345678901234567890", "12345678901234567890"), ("integer", "07", "7"),
+        ("integer", "5.0", "5.0"), ("integer", "five", '"five"'),
+        ("integer", "1" * 5000, "1" * 5000),
+        ("number", ".5", "0.5"), ("number", "1e3", "1e3"), ("number", "nan", '"nan"'),
+        ("boolean", "FALSE", "false"), ("boolean", "1", "true"), ("boolean", "yes", '"yes"'),
+        ("object", " {'a': 1} ", '" {\'a\': 1} "'), ("object", "[" * 9999, f'"{"[" * 9999}"'),
+        ("array", " [1,\n2] ", "[1,\n2]"), ("null", "none", '"none"'), ("null", "", '""'),
+        ("integer string", "7", "7"), ("integer string", "7.5", '"7.5"'),
+        ("null integer", "null", "null"), ("object string", "{", '"{"'),
+    ],
+)  # fmt: skip
+def test_a_value_between_tags_has_the_type_that_its_schema_says(
+    types: str, value: str, read: str
+) -> None:
+    assert as_json(value, frozenset(types.split())) == read
 
 
 @pytest.mark.parametrize(
@@ -262,7 +377,7 @@ def test_the_prompts_end_says_whether_reasoning_is_open() -> None:
 
 def test_calls_are_looked_for_behind_the_reasoning_only() -> None:
     def make() -> ChatParser:
-        return ChatParser(Thinking("<think>", "</think>", "either"), TOOL_FAMILIES["hermes"].make())
+        return ChatParser(Thinking("<think>", "</think>", "either"), made("hermes")())
 
     text = f"<think>\n{hermes('no', {})}\n</think>\n\n{hermes('f', PARIS)}"
     parsed = parse(make, text)
@@ -275,7 +390,7 @@ def test_reasoning_can_be_left_out_and_calls_behind_the_first() -> None:
     def make() -> ChatParser:
         return ChatParser(
             Thinking("<think>", "</think>", "open"),
-            TOOL_FAMILIES["hermes"].make(),
+            made("hermes")(),
             shows_reasoning=False,
             most_calls=1,
         )
@@ -290,7 +405,8 @@ TEMPLATES = [
     ('{{ tools }}<|start_header_id|> {"name": .., "parameters": ..}', "llama3_json", None),
     ("<\uff5cAssistant\uff5c></think>", "hermes", "deepseek_r1"),
     ("{{ messages }}", "hermes", None),
-    ("{{ tools }}<tool_call><function=x>", None, None),
+    ("{{ tools }}<tool_call><function=x>", "qwen3_coder", None),
+    ("{{ tools }}<tool_call>{name}<arg_key><think></think>", "glm45", "qwen3"),
     ("{{ tools }}", None, None),
 ]
 
@@ -306,8 +422,17 @@ def test_families_are_found_in_the_template(
     assert find_parsers("none", "none", [template]).tools is None
 
 
+def test_a_family_has_the_other_names_that_vllm_gives_it() -> None:
+    for name, family in (("qwen3_xml", "qwen3_coder"), ("glm47", "glm45")):
+        found = find_parsers(name, "glm45", [])
+        assert (found.tools, found.tools_name) == (TOOL_FAMILIES[family], family)
+        assert found.reasoning is REASONING_FAMILIES["qwen3"]
+
+
 def test_a_parser_that_is_not_known_is_refused_with_the_names_of_those_that_are() -> None:
-    with pytest.raises(UserError, match=r"--tool-call-parser: 'x' is not known.*hermes, mistral"):
+    with pytest.raises(
+        UserError, match=r"--tool-call-parser: 'x' is not known.*hermes, qwen3_coder"
+    ):
         find_parsers("x", "auto", [])
     with pytest.raises(UserError, match=r"--reasoning-parser: 'x' is not known.*qwen3"):
         find_parsers("auto", "x", [])

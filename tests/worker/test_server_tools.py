@@ -15,8 +15,11 @@ from tests.worker.test_server_answers import client_of, events_of
 from xpyd_worker.parsers.registry import REASONING_FAMILIES, TOOL_FAMILIES, Parsers
 
 USER = {"role": "user", "content": "hi"}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-OTHER = {"type": "function", "function": {"name": "g"}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object"}},
+}
+OTHER: dict[str, Any] = {"type": "function", "function": {"name": "g"}}
 
 
 def parsers(tools: str = "hermes", reasoning: str | None = "qwen3") -> Parsers:

@@ -161,9 +161,9 @@ MODEL_FLAGS = (
         "--tool-call-parser",
         default=WorkerConfig.tool_call_parser,
         metavar="NAME",
-        help="how the model writes tool calls: hermes, llama3_json, mistral or one of another "
-        "package; auto: as the chat template shows; none: requests with tools are refused. The "
-        "same on P and D (default: %(default)s)",
+        help="how the model writes tool calls: hermes, qwen3_coder, glm45, mistral, llama3_json or "
+        "one of another package; auto: as the chat template shows; none: requests with tools are "
+        "refused. The same on P and D (default: %(default)s)",
     ),
     _flag(
         "--reasoning-parser",

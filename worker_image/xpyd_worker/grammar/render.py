@@ -60,13 +60,10 @@ class _Writer:
                 return self._terminal(f"/{_regex(regex)}/")
             case Rules(text):
                 return self._grammar({"lark_grammar": _lark(text)})
-            case Until(end):
-                return self._until(end)
+            case Until():
+                return self._until(part)
             case AnyText(without):
-                words = [one for one in without if self._pieces(one) == [one]]
-                never = "|".join(map(_escaped, words))
-                but = f" & ~/{_ANY}({never}){_ANY}/" if never else ""
-                return self._terminal(f"/{_ANY}/{but}")
+                return self._terminal(f"/{_ANY}/{self._but(without)}")
             case Concat(parts):
                 return "(" + " ".join(map(self.part, parts)) + ")" if parts else '""'
             case OneOf(parts):
@@ -80,13 +77,23 @@ class _Writer:
             return self._terminal(" | ".join(map(_literal, texts)))
         return "(" + " | ".join(map(self.part, parts)) + ")"
 
-    def _until(self, end: str) -> str:
-        first, *rest = self._pieces(end)
+    def _but(self, without: Sequence[str]) -> str:
+        """Behind an expression: what is not in its text. Special tokens never are."""
+        words = [one for one in without if self._pieces(one) == [one]]
+        never = "|".join(map(_escaped, words))
+        return f" & ~/{_ANY}({never}){_ANY}/" if never else ""
+
+    def _until(self, part: Until) -> str:
+        first, *rest = self._pieces(part.end)
+        body, but = f"({_regex(part.body)})" if part.body else _ANY, self._but(part.without)
         if first in self._special:
-            head = f"{self._terminal(f'/{_ANY}/')} {self._token(first)}"
+            head = f"{self._terminal(f'/{body}/{but}')} {self._token(first)}"
         else:
+            end = _escaped(first)
+            # The text before a later end is as the expression says, too, but it is not the first.
+            once = f" & ~/{_ANY}{end}(.|\\n)+/" if part.body else ""
             # Lazy: it ends where the text first has the end.
-            head = self._terminal(f"/{_ANY}{_escaped(first)}/", lazy=True)
+            head = self._terminal(f"/{body}{end}/{but}{once}", lazy=True)
         return " ".join(("(" + head, *map(self._piece, rest))) + ")"
 
     def _sequence(self, text: str) -> str:

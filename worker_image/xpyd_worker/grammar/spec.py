@@ -55,9 +55,12 @@ class Rules:
 
 @dataclass(frozen=True)
 class Until:
-    """Any text up to the first `end`, and `end` itself."""
+    """Any text up to the first `end`, and `end` itself. `body`: an expression that the text matches
+    as a whole; "" for any. `without`: what is not in it."""
 
     end: str
+    body: str = ""
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,7 @@ def check_parts(root: Part, field: str) -> None:
                 todo.append(one)
             case Text(text) | Until(text) if len(text) > MAX_TEXT_CHARACTERS:
                 raise refuse(field, f"a text has at most {MAX_TEXT_CHARACTERS} characters")
-            case Pattern(regex) if len(regex) > MAX_PATTERN_CHARACTERS:
+            case Pattern(regex) | Until(_, regex) if len(regex) > MAX_PATTERN_CHARACTERS:
                 raise refuse(field, f"at most {MAX_PATTERN_CHARACTERS} characters of a pattern")
             case Rules(text) if len(text) > MAX_RULES_CHARACTERS:
                 raise refuse(field, f"at most {MAX_RULES_CHARACTERS} characters of a grammar")

@@ -14,14 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from xpyd_core.chats import Function
 from xpyd_core.errors import UserError
-from xpyd_worker.grammar.spec import Concat, Json, Text
+from xpyd_worker.grammar.spec import Concat, Text, json_schema_part
 from xpyd_worker.grammar.spec import Part as GrammarPart
 from xpyd_worker.parsers import Part, ToolParser
 from xpyd_worker.parsers.reasoning import Start, Thinking, start_of
+from xpyd_worker.parsers.tagged_calls import GLM45, QWEN3_CODER, Glm45, Qwen3Coder, Tags
+from xpyd_worker.parsers.tagged_grammar import arguments_part
 from xpyd_worker.parsers.tools import Hermes, Llama3Json, Mistral
 
 AUTO, NONE = "auto", "none"
@@ -33,7 +35,8 @@ PROMPT_END_TOKENS = 16
 class ToolFamily:
     """How a model family writes tool calls."""
 
-    make: Callable[[], ToolParser]
+    make: Callable[[Sequence[Function]], ToolParser]
+    """Makes the parser of a choice, by the tools that the request has."""
     trigger: str
     """The text that begins a call, or several."""
     call: tuple[str, str]
@@ -44,6 +47,8 @@ class ToolFamily:
     """What is before the first call and behind the last."""
     arguments: str = "arguments"
     """The member that holds the arguments."""
+    tags: Tags | None = None
+    """How a call is written whose arguments are no JSON object but text between tags."""
     is_triggered: bool = True
     """Whether calls begin with the trigger always; else one is all of an answer."""
     special: tuple[str, ...] = ()
@@ -55,9 +60,17 @@ class ToolFamily:
     id_characters: int = 24
     """Characters of a call's id behind its prefix; below 10 there is no prefix."""
 
-    def object_of(self, name: str, arguments: Json) -> GrammarPart:
-        """The grammar of one call of a tool."""
+    def call_part(
+        self, name: str, schema: Mapping[str, Any], place: str, *, closed: bool = False
+    ) -> GrammarPart:
+        """The grammar of one call of a tool. `schema`: of its arguments, `place`: of that in the
+        request. ApiError 400 for one that cannot be followed."""
         before, behind = self.call
+        if self.tags is not None:
+            text = name.join(self.tags.name)
+            arguments = arguments_part(self.tags, schema, place, closed=closed)
+            return Concat((Text(before + text), arguments, Text(self.tags.end + behind)))
+        arguments = json_schema_part(schema, place, closed=closed)
         quoted = _quoted(name)
         head = Text(f'{before}{{"name": {quoted}, "{self.arguments}": ')
         return Concat((head, arguments, Text("}" + behind)))
@@ -97,6 +110,24 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = MappingProxyType(
             signs=("<tool_call>",),
             not_signs=("<function=", "<arg_key>"),
         ),
+        "qwen3_coder": ToolFamily(
+            make=Qwen3Coder,
+            trigger="<tool_call>",
+            call=("<tool_call>\n", "\n</tool_call>"),
+            separator="\n",
+            tags=QWEN3_CODER,
+            special=("<tool_call>", "</tool_call>"),
+            signs=("<tool_call>", "<function="),
+        ),
+        "glm45": ToolFamily(
+            make=Glm45,
+            trigger="<tool_call>",
+            call=("<tool_call>", ""),
+            separator="\n",
+            tags=GLM45,
+            special=("<tool_call>", "</tool_call>", *GLM45.key, *GLM45.value),
+            signs=("<tool_call>", "<arg_key>"),
+        ),
         "mistral": ToolFamily(
             make=Mistral,
             trigger="[TOOL_CALLS]",
@@ -127,6 +158,9 @@ REASONING_FAMILIES: Mapping[str, ReasoningFamily] = MappingProxyType(
         "qwen3": ReasoningFamily("<think>", "</think>", signs=("</think>",)),
     }
 )
+_ALIASES = {"qwen3_xml": "qwen3_coder", "glm47": "glm45"}
+_REASONING_ALIASES = {"glm45": "qwen3"}
+"""Other names that vLLM has for a family, by the flag."""
 FALLBACK = TOOL_FAMILIES["hermes"]
 """For calls that a grammar makes of a model whose template has no place for tools."""
 
@@ -171,9 +205,10 @@ def find_parsers(tools: str, reasoning: str, templates: Sequence[str]) -> Parser
     """The parsers that the two flags name, of a model with these chat templates. UserError for a
     name that is not known."""
     text = "\n".join(templates)
+    name = tools = _ALIASES.get(tools, tools)
+    reasoning = _REASONING_ALIASES.get(reasoning, reasoning)
     tool_families = _known(TOOL_FAMILIES, _TOOLS, ToolFamily, tools)
     reasoning_families = _known(REASONING_FAMILIES, _REASONING, ReasoningFamily, reasoning)
-    name = tools
     if tools == AUTO:
         name = next((key for key, one in tool_families.items() if _fits(one, text)), NONE)
         if name == NONE and not _KNOWS_TOOLS.search(text):

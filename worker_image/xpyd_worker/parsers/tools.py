@@ -2,14 +2,15 @@
 
 A machine's state is a method, which takes from the front of `_rest` what it can decide on, and says
 whether it came further; `_rest` is what may still become something else. A further family is one
-such class here, and a line in `registry`.
+such class, and a line in `registry`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from xpyd_core.chats import Function
 from xpyd_worker.parsers import Part
 from xpyd_worker.parsers.json_calls import BLANKS, CallObject, JsonValue
 from xpyd_worker.parsers.reasoning import beginning_at_end
@@ -19,14 +20,21 @@ _LONGEST_HEAD = 1024
 """Of a name, an id and what is between, in characters."""
 
 
+def first_of(text: str, markers: Sequence[str]) -> tuple[int, str]:
+    """Where the first marker in the text is, and which; -1 and "" where there is none."""
+    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    return min(found, default=(-1, ""))
+
+
 class Machine:
     """What all families share: the rest, the parts, content up to a marker, calls as objects."""
 
-    begin = ""
-    """The marker before a call."""
+    begins: tuple[str, ...] = ()
+    """The markers before a call."""
 
-    def __init__(self) -> None:
+    def __init__(self, tools: Sequence[Function] = ()) -> None:
         self.malformed = 0
+        self._tools = tools
         self._rest = ""
         self._last = False
         self._parts: list[Part] = []
@@ -57,15 +65,17 @@ class Machine:
     # --- states
 
     def _content(self) -> bool:
-        """Content up to the marker; blanks before a call, or behind the last one, are dropped."""
-        before, found, behind = self._rest.partition(self.begin)
+        """Content up to a marker; blanks before a call, or behind the last one, are dropped."""
+        before = self._rest
+        at, found = first_of(before, self.begins)
         if found:
-            text = before.rstrip()
+            text = before[:at].rstrip()
             self._say(text)
-            self._taken, self._rest = before[len(text) :] + found, behind
+            end = at + len(found)
+            self._taken, self._rest = before[len(text) : end], before[end:]
             self._state = self._opened
             return True
-        held = 0 if self._last else beginning_at_end(before, self.begin)
+        held = 0 if self._last else beginning_at_end(before, *self.begins)
         text = before[: len(before) - held].rstrip()
         if self._last and not (self._is_behind_call and not text):
             text = before
@@ -117,7 +127,7 @@ class Machine:
 
     def _no_call(self) -> bool:
         """What was taken is content."""
-        self.malformed += 1
+        self.malformed += self._is_marked
         self._say(self._taken)
         self._taken, self._state = "", self._content
         return True
@@ -126,7 +136,7 @@ class Machine:
 class Hermes(Machine):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write it."""
 
-    begin = "<tool_call>"
+    begins = ("<tool_call>",)
     end = "</tool_call>"
 
     def _opened(self) -> bool:
@@ -150,11 +160,11 @@ class Llama3Json(Machine):
     """`{"name": ..., "parameters": {...}}` as all of an answer, or behind `<|python_tag|>`, as
     Llama 3 writes it; several with semicolons between."""
 
-    begin = "<|python_tag|>"
+    begins = ("<|python_tag|>",)
     _KEYS = frozenset({"name", "parameters", "arguments", "type", "id"})
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tools: Sequence[Function] = ()) -> None:
+        super().__init__(tools)
         self._state = self._bare
 
     def _bare(self) -> bool:
@@ -189,11 +199,11 @@ class Mistral(Machine):
     """`[TOOL_CALLS]` and a list of `{"name": ..., "arguments": {...}}`, or from Mistral's tokenizer
     v11 on `[TOOL_CALLS]name{...}` or `[TOOL_CALLS]name[ARGS]{...}` for each call."""
 
-    begin = "[TOOL_CALLS]"
+    begins = ("[TOOL_CALLS]",)
     _CALL_ID, _ARGS = "[CALL_ID]", "[ARGS]"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tools: Sequence[Function] = ()) -> None:
+        super().__init__(tools)
         self._value = JsonValue()
 
     def _opened(self) -> bool:

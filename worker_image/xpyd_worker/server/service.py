@@ -215,7 +215,7 @@ class ServedModel:
             thinking = None if thinks is None else Thinking(thinks.begin, thinks.end, start)
             return ChatParser(
                 thinking,
-                family.make() if calls else None,
+                family.make(chat.tools) if calls else None,
                 shows_reasoning=chat.include_reasoning,
                 most_calls=chat.most_calls,
             )

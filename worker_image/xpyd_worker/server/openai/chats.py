@@ -25,7 +25,6 @@ from xpyd_worker.grammar.spec import (
     Pattern,
     Text,
     Until,
-    json_schema_part,
     repeated,
     triggered_part,
 )
@@ -282,8 +281,8 @@ def _objects(options: ChatOptions, family: ToolFamily) -> list[Part]:
             if options.choice != "auto" or tool.strict:
                 schema = _arguments_schema(tool)
             place = f"tools[{index}].function.parameters"
-            part = json_schema_part(schema, place, closed=bool(tool.strict))
-            found.append(family.object_of(tool.name, part))
+            part = family.call_part(tool.name, schema, place, closed=bool(tool.strict))
+            found.append(part)
     return found
 
 
