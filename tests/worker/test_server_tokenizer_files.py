@@ -118,6 +118,35 @@ def test_a_loaded_model_has_the_files_that_its_own_tokenizer_works_with(tmp_path
     assert copy.encode(text, add_special_tokens=True).ids == ids
 
 
+def test_what_flags_say_of_chats_is_the_end_of_the_key_where_the_checkpoint_does_not_show_it() -> (
+    None
+):
+    from xpyd_worker.config import WorkerConfig
+    from xpyd_worker.load.engine import load
+
+    def key(**told: str) -> str:
+        config = WorkerConfig(
+            model=str(Path(__file__).parents[2] / "examples" / "demo-model"),
+            kv_cache_bytes=2**22,
+            **told,  # type: ignore[arg-type]
+        )
+        loaded = load(config, deliver=lambda _: None, keys=(), incarnation="i", make_store=None)
+        return loaded.compatibility
+
+    plain = key()
+    assert "+" not in plain
+    # The demo model's template shows no format, and hermes is what is taken then.
+    assert key(tool_call_parser="hermes", reasoning_parser="none") == plain
+    told = [
+        {"tool_call_parser": "qwen3_coder"},
+        {"reasoning_parser": "qwen3"},
+        {"chat_template": "{{ messages }}"},
+    ]
+    keys = [key(**one) for one in told]
+    assert len({plain, *keys}) == 4
+    assert all(one.startswith(f"{plain}+chats-") for one in keys)
+
+
 def test_another_chat_template_takes_the_checkpoints_place_and_shows_the_parsers() -> None:
     from xpyd_core.errors import UserError
     from xpyd_worker.config import WorkerConfig

@@ -6,6 +6,7 @@ several in processes of their own, which are started here; nothing else is. Impo
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 from xpyd_core.compat import compat_factors, compat_key
@@ -32,7 +34,7 @@ from xpyd_worker.kv.engine import HeldKv, Kv, KvParts, make_kv
 from xpyd_worker.load.ready_model import ReadyModel, log_memory, ranks_memory_table
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.registry import Checkpoint, own_name, read_checkpoint
-from xpyd_worker.parsers.registry import REASONING_FAMILIES, Parsers, find_parsers
+from xpyd_worker.parsers.registry import AUTO, Parsers, find_parsers
 from xpyd_worker.ranks.executor import RankedExecutor
 from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.loss import Loss
@@ -168,7 +170,7 @@ def load(
             consumer=kv.connector.consumer if kv.connector else None,
         )
         model = _served_model(config, checkpoint, tokenizer, max_model_len)
-        key = compat_key(factors)
+        key = compat_key(factors) + _told_of_chats(config, model.parsers, tokenizer)
         loaded = LoadedEngine(model, engine, ready, kv, key, config.kv_socket_dir)
         stack.pop_all()
     return loaded
@@ -292,12 +294,21 @@ def _ranked_kv(instance: Instance, ready: Sequence[RankReady]) -> HeldKv | None:
     )
 
 
+def _told_of_chats(config: WorkerConfig, parsers: Parsers, tokenizer: Tokenizer) -> str:
+    """The end of the compatibility key: a digest of what flags say of chats. Empty where they say
+    what the checkpoint says, as of an engine that knows no such flags (docs/adr/0076)."""
+    shown = find_parsers(AUTO, AUTO, list(tokenizer.chat_templates.values()))
+    if config.chat_template is None and parsers == shown:
+        return ""
+    told = (config.chat_template, parsers.tools_name, parsers.reasoning_name)
+    return f"+chats-{sha256(json.dumps(told).encode()).hexdigest()[:8]}"
+
+
 def _log_parsers(parsers: Parsers, templates: Sequence[str]) -> None:
-    reasoning = next((n for n, f in REASONING_FAMILIES.items() if f is parsers.reasoning), "own")
     _log.info(
         "chats: tool calls by %s, reasoning by %s",
         parsers.tools_name or "none",
-        reasoning if parsers.reasoning else "none",
+        parsers.reasoning_name or "none",
     )
     if templates and not any("tools" in template for template in templates):
         _log.info("the chat template has no place for tools: the model does not see them")

@@ -172,7 +172,8 @@ class Parsers:
     tools: ToolFamily | None = None
     reasoning: ReasoningFamily | None = None
     tools_name: str = ""
-    """For metrics and errors."""
+    """Of the family, for metrics and logs; "" where there is none."""
+    reasoning_name: str = ""
 
 
 NO_PARSERS = Parsers()
@@ -220,6 +221,7 @@ def find_parsers(tools: str, reasoning: str, templates: Sequence[str]) -> Parser
         tools=tool_families.get(name),
         reasoning=reasoning_families.get(thinks),
         tools_name="" if name == NONE else name,
+        reasoning_name="" if thinks == NONE else thinks,
     )
 
 
