@@ -179,6 +179,8 @@ def nested(depth: int) -> dict[str, Any]:
     ("schema", "place"),
     [
         ({"uniqueItems": True}, "s.uniqueItems"),
+        ({"minProperties": 2}, "s.minProperties"),
+        ({"required": ["a", "a"], "minProperties": 3}, "s.minProperties"),
         ({"anyOf": [{}, {"contains": {}}]}, "s.anyOf[1].contains"),
         ({"$defs": {"a": {"else": {}}}}, "s.$defs.a.else"),
         ({"patternProperties": {"^a": {"dependentRequired": {}}}}, "s.patternProperties.^a."),
@@ -229,7 +231,10 @@ ONE = {"properties": {"a": {}}}
         (ONE, {**ONE, **CLOSED}),
         ({**ONE, "additionalProperties": True}, {**ONE, "additionalProperties": True}),
         ({**ONE, "required": ["b"]}, {**ONE, "required": ["b"]}),
-        ({**ONE, "minProperties": 2}, {**ONE, "minProperties": 2}),
+        (
+            {**ONE, "required": ["a"], "minProperties": 2},
+            {**ONE, "required": ["a"], "minProperties": 2},
+        ),
         ({"items": ONE}, {"items": {**ONE, **CLOSED}}),
         # What one part closes, the other may want.
         ({"allOf": [ONE]}, {"allOf": [ONE]}),

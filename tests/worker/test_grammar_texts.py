@@ -48,6 +48,12 @@ OBJECT = json_schema_part(
 )
 
 
+STRING = json_schema_part({"type": "string"}, "x")
+OPEN = json_schema_part(
+    {"properties": {"a": {"type": "integer"}}, "additionalProperties": True, "type": "object"}, "x"
+)
+
+
 @pytest.mark.parametrize(
     ("grammar", "text", "is_like"),
     [
@@ -75,6 +81,13 @@ OBJECT = json_schema_part(
         (OBJECT, ['{"a":1, "b":[1,2]}'], "ends"),
         (OBJECT, ['{"a":  1}'], "no"),
         (OBJECT, ['{"a":1,"c":2}'], "no"),
+        (STRING, ['"\\ud83d\\uDE00 \\u00e9\\u0001\\n"'], "ends"),
+        (STRING, ['"\\ud83d"'], "no"),
+        (STRING, ['"\\ude00'], "no"),
+        (OPEN, ['{"b": "x", "\\u0063": 1}'], "no"),
+        # It would be `a`, which is a number.
+        (OPEN, ['{"\\u0061": "x"}'], "no"),
+        (OPEN, ['{"a": 1, "b\\n": "\\t"}'], "ends"),
         (OBJECT, ['{\n"a":1}'], "no"),
         (json_schema_part({"const": {"a": [1, 2]}}, "x", spaces=False), ['{"a": 1}'], "no"),
         (json_schema_part({"const": {"a": 1}}, "x", blanks="\n?"), ['{\n"a":\n1}'], "ends"),

@@ -146,7 +146,26 @@ def _schema(part: Json) -> object:
         options["whitespace_pattern"] = part.blanks
     elif part.spaces:
         options |= {"item_separator": _ITEM, "key_separator": _KEY}
+    options |= _escapes(cast("object", schema))
     return {**cast("dict[str, Any]", schema), "x-guidance": options}
+
+
+def _escapes(schema: object) -> dict[str, Any]:
+    """Which escapes texts may have. All of them, but where members that have names may come among
+    members that have none: these must have other names, and the compiler compares names as they are
+    written. So there no character has a second spelling."""
+    todo = [schema]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, list):
+            todo += cast("list[object]", one)
+        elif isinstance(one, dict):
+            node = cast("dict[str, object]", one)
+            has_names = node.get("properties") or node.get("patternProperties")
+            if has_names and node.get("additionalProperties") is not False:
+                return {"json_allowed_escapes": 'nrbtf\\"'}
+            todo += node.values()
+    return {"json_allow_general_unicode_escapes": True}
 
 
 def _lark(text: str) -> str:

@@ -148,6 +148,10 @@ def _check_node(node: Mapping[str, Any], place: str) -> None:
         for keyword in names:
             if keyword in node and not is_right(node[keyword]):
                 raise refuse(f"{place}.{keyword}", f"expected {what}")
+    most = len(set(cast("list[str]", node.get("required", [])))) + 1
+    if node.get("minProperties", 0) > most:
+        what = f"at most {most}, one more than `required` names: others may come twice"
+        raise refuse(f"{place}.minProperties", what)
     if node.get("format") in _UNSUPPORTED_FORMATS:
         raise refuse(f"{place}.format", f"{node['format']!r} is not supported")
 
