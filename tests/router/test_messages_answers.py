@@ -13,14 +13,20 @@ import orjson
 import pytest
 
 from xpyd_core.errors import ProtocolError
-from xpyd_router.translations.messages import Messages, count_answer
+from xpyd_router.translations.messages import Messages
 from xpyd_router.translations.messages_answers import (
     MessageEvents,
     message_of,
     refusal_body,
     usage_of,
 )
-from xpyd_router.translations.seam import ChatError, ChatReader, chat_answer, error_of
+from xpyd_router.translations.seam import (
+    ChatError,
+    ChatReader,
+    chat_answer,
+    error_of,
+    tokens_of,
+)
 
 FOLDER = Path(__file__).parents[1] / "testdata/messages"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.chat"))
@@ -200,7 +206,7 @@ def test_what_is_no_chat_is_the_engines_fault(body: bytes) -> None:
     with pytest.raises(ProtocolError):
         chat_answer(body)
     with pytest.raises(ProtocolError):
-        count_answer(body)
+        tokens_of(body)
 
 
 @pytest.mark.parametrize(

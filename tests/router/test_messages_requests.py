@@ -10,7 +10,7 @@ import pytest
 
 from xpyd_core.errors import ApiError
 from xpyd_router.request.client_request import parse_request
-from xpyd_router.translations.messages import Messages, tokenize_body
+from xpyd_router.translations.messages import Messages
 from xpyd_router.translations.messages_prompt import MAX_BLOCKS
 
 BASE: dict[str, Any] = {
@@ -482,8 +482,8 @@ def test_an_unknown_field_of_a_long_body_is_refused_too() -> None:
 
 def test_count_tokens_asks_for_the_prompt_of_the_same_chat() -> None:
     body = {"model": "m", "messages": BASE["messages"], "system": "S", "tools": [WEATHER]}
-    asked = orjson.loads(tokenize_body(orjson.dumps(body)))
+    asked = orjson.loads(Messages().tokenize_body(orjson.dumps(body)))
     assert asked.items() <= chat(**body).items()
     assert "max_tokens" not in asked
     with pytest.raises(ApiError, match="max_tokens: this field is not known"):
-        tokenize_body(orjson.dumps(BASE))
+        Messages().tokenize_body(orjson.dumps(BASE))

@@ -410,7 +410,7 @@ def test_a_response_that_is_not_kept_is_an_error_of_its_own() -> None:
 def test_the_store_never_takes_more_than_its_limit(puts: list[tuple[str, int]]) -> None:
     store = ResponseStore(10_000)
     for name, size in puts:
-        store.put(name, Kept(bytes(size), (), (b"x",) * (size % 5), ()))
+        store.put(name, Kept(bytes(size), (b"y",), (), (b"x",) * (size % 5), ()))
         assert store.used_bytes <= 10_000
     for name in "abcdef":
         store.remove(name)
@@ -418,11 +418,12 @@ def test_the_store_never_takes_more_than_its_limit(puts: list[tuple[str, int]]) 
 
 
 def test_the_response_that_was_used_longest_ago_goes_first() -> None:
-    store, kept = ResponseStore(10_000), Kept(bytes(2000), (), (), ())
+    store, kept = ResponseStore(10_000), Kept(bytes(2000), (), (), (), ())
     for name in "abc":
         assert store.put(name, kept)
     assert store.get("a") is kept
     assert store.put("d", kept)
     assert [name for name in "abcd" if store.get(name)] == ["a", "c", "d"]
-    assert not store.put("e", Kept(bytes(20_000), (), (), ()))
+    assert not store.put("e", Kept(bytes(20_000), (), (), (), ()))
+    assert not store.put("e", Kept(b"", (bytes(20_000),), (), (), ()))
     assert store.get("e") is None

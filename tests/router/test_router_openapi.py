@@ -24,7 +24,8 @@ from xpyd_router.http.openapi.document import chat_request, completion_request, 
 from xpyd_router.http.openapi.responses import ERRORS
 from xpyd_router.request.client_request import ENDPOINTS, parse_request
 from xpyd_router.translations import make_apis
-from xpyd_router.translations.messages import Messages, tokenize_body
+from xpyd_router.translations.messages import Messages
+from xpyd_router.translations.responses import Responses
 from xpyd_worker.server.openai.params import parse_chat, parse_completion
 
 DOCUMENT = openapi_document(__version__)
@@ -160,7 +161,8 @@ def test_requests_of_the_examples_are_taken(endpoint: Any) -> None:
 def test_messages_of_the_examples_are_taken() -> None:
     for path, read in (
         ("/v1/messages", Messages().read),
-        ("/v1/messages/count_tokens", tokenize_body),
+        ("/v1/messages/count_tokens", Messages().tokenize_body),
+        ("/v1/responses/input_tokens", Responses(None, lambda: 0).tokenize_body),
     ):
         content = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]
         read(orjson.dumps(content["application/json"]["example"]))

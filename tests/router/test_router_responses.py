@@ -174,13 +174,85 @@ async def test_responses_are_kept_shown_and_deleted_where_the_router_has_a_store
         assert len(engine.calls[-1].body["messages"]) == 5
 
 
+async def test_the_items_of_a_kept_responses_input_come_in_pages() -> None:
+    given: Any = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello é", "id": "mine", "type": None},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "1"},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "So?"}]},
+    ]
+    async with fleet(responses_store_bytes=MIB) as made, client_of(made) as client:
+        (await made.engine("A")).script = ChatEngine(content("Hello"))
+        response = await client.responses.create(model="m", input=given)
+        digits = response.id.removeprefix("resp_")
+        shown = [
+            one.to_dict() async for one in client.responses.input_items.list(response.id, limit=2)
+        ]
+        assert [one["id"] for one in shown] == [
+            *(f"msg_{digits}0005", f"rs_{digits}0004", f"fco_{digits}0003", f"fc_{digits}0002"),
+            *("mine", f"msg_{digits}0000"),
+        ]
+        done = {"status": "completed"}
+        said = {"type": "output_text", "text": "Hello é", "annotations": []}
+        assert shown[0] == {**given[5], **done, "type": "message", "id": shown[0]["id"]}
+        assert shown[1] == {**given[4], **done, "summary": [], "id": shown[1]["id"]}
+        assert shown[2] == {**given[3], **done, "id": shown[2]["id"]}
+        assert shown[4] == {**given[1], **done, "type": "message", "content": [said]}
+        first: Any = await client.responses.input_items.list(response.id, order="asc", limit=1)
+        assert (first.first_id, first.last_id, first.has_more) == (shown[5]["id"],) * 2 + (True,)
+        assert first.data[0].to_dict()["content"] == [{"type": "input_text", "text": "Hi"}]
+        for wrong in ({"limit": 101}, {"limit": 0}, {"order": "up"}, {"after": "x"}):
+            with pytest.raises(openai.BadRequestError) as error:
+                await client.responses.input_items.list(response.id, **wrong)  # type: ignore[arg-type]
+            assert error.value.param == next(iter(wrong))
+        plain = await client.responses.create(model="m", input="Hi")
+        items = await client.responses.input_items.list(plain.id)
+        assert items.data[0].to_dict()["content"] == [{"type": "input_text", "text": "Hi"}]
+        rest = await client.responses.input_items.list(plain.id, after=items.data[0].id or "")
+        assert rest.data == []
+
+
+async def test_tokens_of_a_responses_prompt_are_counted_by_an_engine() -> None:
+    async with fleet(responses_store_bytes=MIB) as made, client_of(made) as client:
+        engine = await made.engine("A")
+        engine.script = ChatEngine(content("Hello"))
+        first = await client.responses.create(model="m", input="Hi")
+        engine.script = answer(200, {"count": 7, "max_model_len": 64, "tokens": [1] * 7})
+        tool: Any = {"type": "function", "name": "f", "parameters": {}, "strict": None}
+        asked: Any = {"previous_response_id": first.id, "reasoning": {"effort": "low"}}
+        counted = await client.responses.input_tokens.count(
+            model="m", input="And?", instructions="Be kind.", tools=[tool], **asked
+        )
+        assert counted.to_dict() == {"object": "response.input_tokens", "input_tokens": 7}
+        assert engine.calls[-1].path == "/tokenize"
+        assert engine.calls[-1].body == {
+            "messages": [
+                {"role": "system", "content": "Be kind."},
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Hello"},
+                {"role": "user", "content": "And?"},
+            ],
+            "model": "m",
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            "reasoning_effort": "low",
+        }
+        with pytest.raises(openai.BadRequestError) as error:
+            await client.responses.input_tokens.count(model="m")
+        assert error.value.param == "input"
+
+
 async def test_without_a_store_each_use_of_it_says_the_flag() -> None:
     async with fleet() as made, client_of(made) as client:
         engine = await made.engine("A")
         engine.script = ChatEngine(content("Hello"))
         response = await client.responses.create(model="m", input="Hi")
         assert response.to_dict()["store"] is False
-        for method in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
+        for method in (
+            *(client.responses.retrieve, client.responses.cancel, client.responses.delete),
+            client.responses.input_items.list,
+        ):
             with pytest.raises(openai.NotFoundError, match="--responses-store-mib"):
                 await method(response.id)
         async with made.http.post(f"{made.base}/v1/responses/compact", json={}) as answered:

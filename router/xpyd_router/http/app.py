@@ -55,7 +55,8 @@ from xpyd_router.metrics import only, state_of
 from xpyd_router.request.client_request import HeadReader
 from xpyd_router.request.flow import Flow
 from xpyd_router.translations import ROUTES, api_at, make_apis
-from xpyd_router.translations.responses import STORE_FLAG
+from xpyd_router.translations.responses import STORE_FLAG, Responses
+from xpyd_router.translations.responses_items import item_page
 from xpyd_router.translations.responses_store import ResponseStore
 from xpyd_router.translations.seam import Api, error_of
 from xpyd_router.upstream.client import UpstreamClient
@@ -319,6 +320,18 @@ def _add_responses(app: Quart, store: ResponseStore | None) -> None:
             return missing(response_id)
         return Response(kept.body, content_type="application/json")
 
+    @app.get("/v1/responses/<response:response_id>/input_items")
+    async def show_input(response_id: str) -> Response:
+        kept = None if store is None else store.get(response_id)
+        if kept is None:
+            return missing(response_id)
+        digits = response_id.removeprefix(Responses.id_prefix)
+        try:
+            page = item_page(kept.items, digits, request.args)
+        except ApiError as error:
+            return error_reply(error)
+        return Response(page, content_type="application/json")
+
     @app.delete("/v1/responses/<response:response_id>")
     async def delete(response_id: str) -> Response:
         if store is None or not store.remove(response_id):
@@ -332,7 +345,7 @@ def _add_responses(app: Quart, store: ResponseStore | None) -> None:
         text = "the response has ended: end a request's connection to cancel its response"
         return error_reply(ApiError(400, text, param="response_id"))
 
-    _ = show, delete, cancel
+    _ = show, show_input, delete, cancel
 
 
 def _add_state(app: Quart, app_state: AppState) -> None:

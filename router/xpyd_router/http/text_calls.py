@@ -1,5 +1,5 @@
 """`POST /tokenize` and `POST /detokenize`: sent on, as they are, to an instance of the model.
-Anthropic's count_tokens is a /tokenize with another body and another answer.
+Anthropic's count_tokens and OpenAI's input_tokens are a /tokenize with another body and answer.
 
 Every instance of a model has its tokenizer, so any that takes requests is asked, in turn; one that
 fails is replaced by the next. No KV moves, and nothing counts against the router's limits: engines
@@ -45,12 +45,13 @@ from xpyd_router.http.inference import INLINE_BYTES, read_on
 from xpyd_router.request.answers import scrub
 from xpyd_router.request.client_request import TEXT_PATHS, ClientHead, HeadReader
 from xpyd_router.request.relay import Header
-from xpyd_router.translations.messages import Messages, count_answer, tokenize_body
-from xpyd_router.translations.seam import Api
+from xpyd_router.translations.messages import Messages
+from xpyd_router.translations.responses import Responses
+from xpyd_router.translations.seam import Api, tokens_of
 from xpyd_router.upstream.client import UpstreamClient
 
-COUNT_PATH = f"/v1/{Messages.name}/count_tokens"
-TEXT_ROUTES = (*TEXT_PATHS, COUNT_PATH)
+_COUNTS = {f"/v1/{api.name}/{api.count_path}": api.name for api in (Messages, Responses)}
+TEXT_ROUTES = (*TEXT_PATHS, *_COUNTS)
 MAX_CALLS = 64
 """Calls at a time: engines let as many texts wait for their threads."""
 _MAX_ASKED = 16
@@ -79,7 +80,7 @@ class TextCalls:
         apis: Mapping[str, Api],
     ) -> None:
         self._reader = reader
-        self._messages = apis[Messages.name]
+        self._apis = apis
         self._config = state.config
         self._fleet = state.fleet
         self._clock = state.clock
@@ -112,7 +113,7 @@ class TextCalls:
         self, scope: Scope, head: ClientHead, receive: Receive, charge: BodyCharge
     ) -> tuple[Answer, list[Header]]:
         name, path = head.request_id, scope["path"]
-        api = self._messages if path == COUNT_PATH else None
+        api = self._apis[_COUNTS[path]] if path in _COUNTS else None
         try:
             if head.complaint is not None:
                 raise head.complaint
@@ -121,7 +122,7 @@ class TextCalls:
                 raise ApiError(503, "too many texts are being tokenized", retry_after_s=1)
             self._open += 1
             try:
-                work = self._ask(path, body, head) if api is None else self._count(body, head)
+                work = self._ask(path, body, head) if api is None else self._count(api, body, head)
                 answer = await _until_left(work, receive)
             finally:
                 self._open -= 1
@@ -135,15 +136,15 @@ class TextCalls:
         headers = [(b"content-type", answer.content_type.encode("latin-1"))]
         return answer, [*headers, *id_headers(name, api)]
 
-    async def _count(self, body: bytes, head: ClientHead) -> Answer:
-        """The answer to a count_tokens."""
+    async def _count(self, api: Api, body: bytes, head: ClientHead) -> Answer:
+        """The answer to a request for the count of a prompt's tokens."""
         if len(body) <= INLINE_BYTES:
-            asked = tokenize_body(body)
+            asked = api.tokenize_body(body)
         else:
-            asked = await read_on(self._reader, tokenize_body, [body])
+            asked = await read_on(self._reader, api.tokenize_body, [body])
         answer = await self._ask("/tokenize", asked, head)
         try:
-            return answer._replace(body=count_answer(answer.body))
+            return answer._replace(body=api.count_body(tokens_of(answer.body)))
         except ProtocolError as error:
             logger.warning("/tokenize failed: %s", error)
             raise ApiError(502, "the instances failed", code="upstream_failed") from error

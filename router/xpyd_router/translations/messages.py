@@ -13,7 +13,6 @@ import orjson
 from msgspec import Meta
 
 from xpyd_core.bodies import check_text, read, refuse
-from xpyd_core.errors import ProtocolError
 from xpyd_core.openai import MAX_NAME_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS
 from xpyd_core.openai import MAX_TOKENS as _MOST_TOKENS
 from xpyd_router.translations.messages_answers import MessageEvents, message_of, refusal_body
@@ -139,6 +138,7 @@ class Messages:
     name = "messages"
     id_prefix = "msg_"
     id_header = b"request-id"
+    count_path = "count_tokens"
 
     def read(self, body: bytes) -> MessagesTranslation:
         """See seam.Api."""
@@ -148,6 +148,15 @@ class Messages:
     def refusal(self, error: ChatError, request_id: str) -> bytes:
         """See seam.Api."""
         return refusal_body(error, request_id)
+
+    def tokenize_body(self, body: bytes) -> bytes:
+        """See seam.Api."""
+        check_text(body)
+        return json_object(_prompt(read(CountRequest, body)))
+
+    def count_body(self, tokens: int) -> bytes:
+        """See seam.Api."""
+        return orjson.dumps({"input_tokens": tokens})
 
 
 class MessagesTranslation:
@@ -163,20 +172,6 @@ class MessagesTranslation:
     def events(self) -> Events:
         """See seam.Translation."""
         return MessageEvents()
-
-
-def tokenize_body(body: bytes) -> bytes:
-    """The body of /tokenize for the one of count_tokens; ApiError 400 for a wrong one."""
-    check_text(body)
-    return json_object(_prompt(read(CountRequest, body)))
-
-
-def count_answer(body: bytes) -> bytes:
-    """count_tokens' answer for that of /tokenize; ProtocolError where it is none."""
-    try:
-        return orjson.dumps({"input_tokens": int(orjson.loads(body)["count"])})
-    except (orjson.JSONDecodeError, LookupError, TypeError, ValueError) as error:
-        raise ProtocolError("an engine's answer has no count of tokens") from error
 
 
 def _chat(request: MessagesRequest) -> bytes:

@@ -31,6 +31,7 @@ from xpyd_router.translations.responses_items import (
     Members,
     Tools,
     chat_of,
+    items_of,
     tool_members,
 )
 from xpyd_router.translations.responses_store import Kept, ResponseStore
@@ -217,6 +218,7 @@ class Responses:
     name = "responses"
     id_prefix = "resp_"
     id_header = b""
+    count_path = "input_tokens"
 
     def __init__(self, store: ResponseStore | None, wall_clock: Callable[[], float]) -> None:
         self.store = store
@@ -233,6 +235,22 @@ class Responses:
         """See seam.Api."""
         return refusal_body(error)
 
+    def tokenize_body(self, body: bytes) -> bytes:
+        """See seam.Api."""
+        check_text(body)
+        request = cast(ResponsesRequest, read(_Body, body))
+        conversation = _conversation(request, self.store)
+        made: Members = [("model", _dumps(request.model))]
+        made += tool_members(Tools(request.tools), request.tool_choice)
+        if request.reasoning is not None and request.reasoning.effort is not None:
+            made.append(("reasoning_effort", _dumps(request.reasoning.effort)))
+        made += _given(request, ("chat_template_kwargs",))
+        return chat_of(conversation.messages(request.instructions), made)
+
+    def count_body(self, tokens: int) -> bytes:
+        """See seam.Api."""
+        return _dumps({"object": "response.input_tokens", "input_tokens": tokens})
+
 
 class ResponsesTranslation:
     """seam.Translation of one request."""
@@ -240,10 +258,7 @@ class ResponsesTranslation:
     def __init__(
         self, request: ResponsesRequest, store: ResponseStore | None, clock: Callable[[], float]
     ) -> None:
-        _check(request, store)
-        before = _before(request.previous_response_id, store)
-        conversation = Conversation(before.system, before.turns, before.calls)
-        conversation.take(request.input)
+        conversation = _conversation(request, store)
         tools = Tools(request.tools)
         made: Members = [("model", _dumps(request.model))]
         made += tool_members(tools, request.tool_choice)
@@ -256,7 +271,7 @@ class ResponsesTranslation:
             summarizes=_summary(request) is not None,
             shows_logprobs=_LOGPROBS in (request.include or ()),
             clock=clock,
-            keep=partial(_keep, store, conversation) if keep else None,
+            keep=partial(_keep, store, conversation, items_of(request.input)) if keep else None,
         )
 
     def whole(self, answer: Json) -> bytes:
@@ -268,15 +283,30 @@ class ResponsesTranslation:
         return ResponseEvents(self._asked)
 
 
-def _keep(store: ResponseStore | None, conversation: Conversation, finished: Finished) -> None:
+def _conversation(request: ResponsesRequest, store: ResponseStore | None) -> Conversation:
+    """The conversation that the model is asked to go on with. ApiError 400 for a field that would
+    change the answer, and cannot."""
+    _check(request, store)
+    before = _before(request.previous_response_id, store)
+    conversation = Conversation(before.system, before.turns, before.calls)
+    conversation.take(request.input)
+    return conversation
+
+
+def _keep(
+    store: ResponseStore | None,
+    conversation: Conversation,
+    items: tuple[bytes, ...],
+    finished: Finished,
+) -> None:
     if store is not None:
         turns = (*conversation.turns, *finished.messages)
         calls = (*conversation.calls, *finished.calls)
-        kept = Kept(finished.body, tuple(conversation.system), turns, calls)
+        kept = Kept(finished.body, items, tuple(conversation.system), turns, calls)
         store.put(finished.response_id, kept)
 
 
-_NOTHING = Kept(b"", (), (), ())
+_NOTHING = Kept(b"", (), (), (), ())
 
 
 def _before(response_id: str | None, store: ResponseStore | None) -> Kept:

@@ -8,7 +8,8 @@ they do not know. What has no counterpart in a chat is refused by its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -32,9 +33,10 @@ Members = list[tuple[str, bytes]]
 
 
 class _Item(msgspec.Struct, frozen=True, gc=False):
-    """An item of any type; other members, such as its id, are skipped."""
+    """An item of any type; other members are skipped."""
 
     type: str | None = None
+    id: str | None = None
     role: str | None = None
     content: msgspec.Raw = NO_VALUE
     call_id: _CallId | None = None
@@ -189,6 +191,70 @@ class Conversation:
 
     def _add(self, members: Members) -> None:
         self.turns.append(object_of(members))
+
+
+_KINDS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+"""What the ids of items begin with, by type."""
+MAX_PAGE, _PAGE = 100, 20
+
+
+def items_of(raw: msgspec.Raw) -> tuple[bytes, ...]:
+    """The items of an input that was read, as they were written; a text is one message."""
+    if memoryview(raw)[0] == _QUOTE:
+        return (b'{"role":"user","content":%b}' % bytes(raw),)
+    return tuple(map(bytes, msgspec.json.decode(raw, type=list[msgspec.Raw])))
+
+
+def item_page(items: Sequence[bytes], digits: str, query: Mapping[str, str]) -> bytes:
+    """The list of items that a query asks for: `order`, `limit` and `after`. `digits`: of the
+    response's id, for the ids of items that came without. ApiError 400 for a wrong query."""
+    limit, order = query.get("limit", str(_PAGE)), query.get("order", "desc")
+    if not re.fullmatch("[1-9][0-9]?|100", limit):
+        raise refuse("limit", f"expected 1 to {MAX_PAGE}")
+    if order not in ("asc", "desc"):
+        raise refuse("order", "expected asc or desc")
+    places = range(len(items)) if order == "asc" else range(len(items) - 1, -1, -1)
+    if (after := query.get("after")) is not None:
+        found = [
+            n for n, place in enumerate(places) if _id_of(items[place], digits, place) == after
+        ]
+        if not found:
+            raise refuse("after", "no item of this response's input has this id")
+        places = places[found[0] + 1 :]
+    shown = [_shown(items[place], digits, place) for place in places[: int(limit)]]
+    ids = [msgspec.json.encode(one["id"]) for one in (shown[:1] + shown[-1:])] or [b"null"]
+    page = b",".join(map(msgspec.json.encode, shown))
+    has_more = b"true" if len(places) > len(shown) else b"false"
+    return b'{"object":"list","data":[%b],"first_id":%b,"last_id":%b,"has_more":%b}' % (
+        *(page, ids[0], ids[-1], has_more),
+    )
+
+
+class _Named(msgspec.Struct, frozen=True, gc=False):
+    id: str | None = None
+    type: str | None = None
+
+
+def _id_of(item: bytes, digits: str, place: int) -> str:
+    named = msgspec.json.decode(item, type=_Named)
+    return named.id or f"{_KINDS[named.type or 'message']}_{digits}{place:04x}"
+
+
+def _shown(item: bytes, digits: str, place: int) -> dict[str, Any]:
+    """An item with what a client may leave out."""
+    members = msgspec.json.decode(item, type=dict[str, msgspec.Raw])
+    given = {name: value for name, value in members.items() if not is_absent(value)}
+    kind = msgspec.json.decode(given["type"]) if "type" in given else "message"
+    made: dict[str, Any] = {"status": "completed", **given, "type": kind}
+    made["id"] = _id_of(item, digits, place)
+    if kind == "reasoning":
+        made.setdefault("summary", [])
+    if kind == "message" and memoryview(given["content"])[0] == _QUOTE:
+        part: dict[str, Any] = {"type": "input_text", "text": given["content"]}
+        if bytes(given["role"]) == b'"assistant"':
+            part |= {"type": "output_text", "annotations": []}
+        made["content"] = [part]
+    return made
 
 
 def assistant(said: bytes, thought: Sequence[bytes], called: Sequence[bytes]) -> Members:

@@ -20,6 +20,8 @@ class Kept(NamedTuple):
 
     body: bytes
     """The response object."""
+    items: tuple[bytes, ...]
+    """The items of its request's input."""
     system: tuple[str, ...]
     """What was said to the model before the first turn, but for `instructions`: those of one
     request are not the next one's."""
@@ -32,10 +34,10 @@ class Kept(NamedTuple):
     def size_bytes(self) -> int:
         """Its part of the limit. Messages of earlier responses count anew, though they are shared:
         the limit holds whichever of them goes first."""
-        count = len(self.system) + len(self.turns) + len(self.calls)
-        texts = sum(map(len, (self.body, *self.turns, *self.calls)))
+        texts = (self.body, *self.items, *self.turns, *self.calls)
+        count = len(self.system) + len(texts)
         system_bytes = 4 * sum(map(len, self.system))
-        return _ENTRY_BYTES + texts + system_bytes + _OBJECT_BYTES * count
+        return _ENTRY_BYTES + sum(map(len, texts)) + system_bytes + _OBJECT_BYTES * count
 
 
 class ResponseStore:

@@ -110,6 +110,8 @@ class Api(Protocol):
     """What its response ids begin with, before 32 hex digits."""
     id_header: bytes
     """The header that has the request's id besides X-Request-Id; empty for none."""
+    count_path: str
+    """Behind `name`: the path that counts the tokens of a prompt."""
 
     def read(self, body: bytes) -> Translation:
         """The request in `body`; ApiError 400 that names the field and what is allowed."""
@@ -118,6 +120,22 @@ class Api(Protocol):
     def refusal(self, error: ChatError, request_id: str) -> bytes:
         """The body of an answer that says `error`."""
         ...
+
+    def tokenize_body(self, body: bytes) -> bytes:
+        """The body of /tokenize for a request to `count_path`; ApiError 400 for a wrong one."""
+        ...
+
+    def count_body(self, tokens: int) -> bytes:
+        """The body of the answer to it."""
+        ...
+
+
+def tokens_of(body: bytes) -> int:
+    """The count in an answer of /tokenize; ProtocolError where it has none."""
+    try:
+        return int(orjson.loads(body)["count"])
+    except (orjson.JSONDecodeError, LookupError, TypeError, ValueError) as error:
+        raise ProtocolError("an engine's answer has no count of tokens") from error
 
 
 def hex_of(chat_id: str) -> str:

@@ -35,6 +35,7 @@ from xpyd_router.http.openapi.responses import (
     stream_example,
 )
 from xpyd_router.translations.responses import ResponsesRequest
+from xpyd_router.translations.responses_items import MAX_PAGE
 
 Json = dict[str, Any]
 _BODY = (
@@ -154,6 +155,11 @@ def paths() -> Json:
             "get": _read("getResponse", "Inference", "Response", _KEPT, 404),
             "delete": _read("deleteResponse", "Inference", "ResponseDeleted", _DELETED, 404),
         },
+        "/v1/responses/{response_id}/input_items": {
+            "parameters": [_RESPONSE],
+            "get": _input_items(),
+        },
+        "/v1/responses/input_tokens": {"post": _input_tokens(tokenize)},
         "/v1/responses/{response_id}/cancel": {
             "parameters": [_RESPONSE],
             "post": _read("cancelResponse", "Inference", "Response", _CANCEL, 404),
@@ -192,6 +198,7 @@ def paths() -> Json:
 
 
 _KEPT = "A response that the router keeps."
+_ITEMS = "Items of the input of a response that the router keeps."
 _DELETED = "The router keeps it no more."
 _CANCEL = "Refused: a response that is kept has ended."
 _MODELS = "The models that can be served now."
@@ -339,6 +346,32 @@ def _responses() -> Json:
         },
     }
     return made
+
+
+def _input_items() -> Json:
+    made = _read("listInputItems", "Inference", "ResponseItems", _ITEMS, 404)
+    made["parameters"] = [
+        _query("limit", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": 20}),
+        _query("order", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}),
+        _query("after", {"type": "string", "description": "The id of the item before the page."}),
+    ]
+    return made
+
+
+def _query(name: str, schema: Json) -> Json:
+    return {"name": name, "in": "query", "schema": schema}
+
+
+def _input_tokens(text: Json) -> Json:
+    """`text` is the operation of /tokenize, whose refusals it shares."""
+    body = {**_schema("ResponsesRequest"), "example": {"model": "demo-model", "input": "Hello"}}
+    return {
+        "operationId": "countInputTokens",
+        "tags": ["Models"],
+        "summary": "Tokens of a response's prompt, by any instance of the model.",
+        "requestBody": {"required": True, "content": {"application/json": body}},
+        "responses": {**text["responses"], "200": _answer("ResponseTokens", "The count.")},
+    }
 
 
 def _text(name: str, operation: str, example: Json) -> Json:

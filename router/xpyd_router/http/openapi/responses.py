@@ -191,6 +191,18 @@ def response_schemas() -> dict[str, Schema]:
             text="It repeats the fields of its request, too.",
         ),
         "ResponseEvent": _object({"type": _TEXT, "sequence_number": _COUNT}),
+        "ResponseItems": _object(
+            {
+                "object": {"const": "list"},
+                "data": items,
+                "first_id": {"type": ["string", "null"]},
+                "last_id": {"type": ["string", "null"]},
+                "has_more": {"type": "boolean"},
+            }
+        ),
+        "ResponseTokens": _object(
+            {"object": {"const": "response.input_tokens"}, "input_tokens": _COUNT}
+        ),
     }
 
 
