@@ -55,6 +55,11 @@ NO_VALUE = msgspec.Raw(b"null")
 T = TypeVar("T")
 
 
+def unread() -> Any:  # noqa: ANN401 - as msgspec.field
+    """The default NO_VALUE of a member that is kept as its JSON; schemas do not show it."""
+    return msgspec.field(default_factory=lambda: NO_VALUE)
+
+
 def read(kind: type[T], raw: bytes | msgspec.Raw, name: str = "") -> T:
     """The value of type `kind` whose JSON is `raw`: a whole body, or the value of member `name`.
 
@@ -180,15 +185,14 @@ class BodyBuffer:
 
     def add(self, part: bytes) -> None:
         """The next part; most bodies have but one, which is not copied."""
-        if self._rest is not None:
-            self._rest.write(part)
-        elif not self._first:
+        if self._rest is None and not self._first:
             self._first = part
-        else:
+            return
+        if self._rest is None:
             self._rest = io.BytesIO()
             self._rest.write(self._first)
-            self._rest.write(part)
             self._first = b""
+        self._rest.write(part)
 
     def take(self) -> bytes:
         """All that came, which is not held here any more. A BytesIO gives its own bytes away."""
@@ -365,9 +369,8 @@ def _refusal(kind: type[Any], raw: bytes | msgspec.Raw, message: str, prefix: st
     if is_short:
         try:
             value, steps = _followed(msgspec.json.decode(raw), steps)
-        except (RecursionError, msgspec.DecodeError):  # very deep, or a number of many digits
-            is_short = False
-        except (LookupError, TypeError, StopIteration):  # of two members of one name the first
+        # Very deep, or a number of many digits; of two members of one name the first.
+        except (RecursionError, msgspec.DecodeError, LookupError, TypeError, StopIteration):
             is_short = False
     if unknown := re.match(r"Object contains unknown field `(.*?)`", message, re.S):
         where = "".join(f".{field}" if field else f"[{index}]" for field, index in steps)
@@ -479,15 +482,11 @@ def _range(bounds: inspect.IntType | inspect.FloatType) -> str:
     low = bounds.ge if bounds.ge is not None else bounds.gt
     if low is None and bounds.le is None:
         return "a finite number"
-    low_text = _number(-math.inf if low is None else low)
-    high_text = _number(math.inf if bounds.le is None else bounds.le)
+    ends = (-math.inf if low is None else low, math.inf if bounds.le is None else bounds.le)
+    low_text, high_text = (str(n) if isinstance(n, int) else f"{n:g}" for n in ends)
     if bounds.gt is not None:
         return f"above {low_text} and at most {high_text}"
     return f"{low_text} to {high_text}"
-
-
-def _number(number: float) -> str:
-    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 def _length_complaint(

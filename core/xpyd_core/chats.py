@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from xpyd_core.bodies import NO_VALUE
+from xpyd_core.bodies import unread
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
@@ -55,8 +55,8 @@ class Message(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     reasoning: str | None = None
     # Engines do not have these: they refuse what is not empty. By factories: the schema cannot
     # show such a default.
-    function_call: msgspec.Raw = msgspec.field(default_factory=lambda: NO_VALUE)
-    audio: msgspec.Raw = msgspec.field(default_factory=lambda: NO_VALUE)
+    function_call: msgspec.Raw = unread()
+    audio: msgspec.Raw = unread()
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 from msgspec import Meta
 
-from xpyd_core.bodies import NO_VALUE
+from xpyd_core.bodies import unread
 from xpyd_core.chats import MAX_DOCUMENTS, MAX_TOOLS, Messages, NamedTool, Tool
 
 # vLLM has no bound on these; without one a small body could order unbounded work.
@@ -156,7 +156,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
     description: Annotated[str | None, _engine("Changes nothing.")] = None
     schema: Annotated[
         msgspec.Raw, _engine("A JSON schema. Without it any object.", type=["object", "boolean"])
-    ] = msgspec.field(default_factory=lambda: NO_VALUE)
+    ] = unread()
     strict: Annotated[
         bool | None, _engine("Objects have no members but those that the schema names.")
     ] = None
@@ -167,14 +167,12 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: Annotated[JsonSchemaFormat | None, _engine("With the type json_schema.")] = None
-    format: Annotated[msgspec.Raw, _engine("With structural_tag.", **_OBJECT)] = msgspec.field(
-        default_factory=lambda: NO_VALUE
-    )
+    format: Annotated[msgspec.Raw, _engine("With structural_tag.", **_OBJECT)] = unread()
     structures: Annotated[msgspec.Raw, _engine("With structural_tag, its older form.", **_LIST)] = (
-        msgspec.field(default_factory=lambda: NO_VALUE)
+        unread()
     )
     triggers: Annotated[msgspec.Raw, _engine("With structural_tag, its older form.", **_LIST)] = (
-        msgspec.field(default_factory=lambda: NO_VALUE)
+        unread()
     )
 
 
@@ -183,14 +181,14 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
 
     json: Annotated[
         msgspec.Raw, _engine("A JSON schema, or its text.", type=["object", "boolean", "string"])
-    ] = msgspec.field(default_factory=lambda: NO_VALUE)
+    ] = unread()
     json_object: Annotated[bool | None, _engine("Any JSON object.")] = None
     regex: Annotated[_Pattern | None, _engine("A regular expression.")] = None
     choice: Annotated[_Choice | None, _engine("One of these texts.")] = None
     grammar: Annotated[_Rules | None, _engine("Rules in Lark's or GBNF's notation.")] = None
     structural_tag: Annotated[
         msgspec.Raw, _engine("As in response_format, or its text.", type=["object", "string"])
-    ] = msgspec.field(default_factory=lambda: NO_VALUE)
+    ] = unread()
     disable_any_whitespace: Annotated[
         bool | None, _engine("No blank even behind a comma or a colon.")
     ] = None
@@ -273,7 +271,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     guided_json: Annotated[
         msgspec.Raw,
         _engine("structured_outputs.json of older vLLM.", type=["object", "boolean", "string"]),
-    ] = msgspec.field(default_factory=lambda: NO_VALUE)
+    ] = unread()
     guided_json_object: Annotated[
         bool | None, _engine("structured_outputs.json_object of older vLLM.")
     ] = None

@@ -12,7 +12,7 @@ import msgspec
 import orjson
 from msgspec import Meta
 
-from xpyd_core.bodies import check_text, read, refuse
+from xpyd_core.bodies import check_text, read, refuse, unread
 from xpyd_core.openai import MAX_NAME_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS
 from xpyd_core.openai import MAX_TOKENS as _MOST_TOKENS
 from xpyd_router.translations.messages_answers import MessageEvents, message_of, refusal_body
@@ -23,7 +23,7 @@ from xpyd_router.translations.messages_prompt import (
     messages_of,
     tools_of,
 )
-from xpyd_router.translations.seam import ChatError, Events, Json, field, unread
+from xpyd_router.translations.seam import ChatError, Events, Json, field
 
 _LEAST_BUDGET = 1024
 """Anthropic's own bound for thinking.budget_tokens."""

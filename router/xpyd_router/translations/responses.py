@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 from msgspec import Meta
 
-from xpyd_core.bodies import NO_VALUE, check_text, is_absent, read, refuse
+from xpyd_core.bodies import NO_VALUE, check_text, is_absent, read, refuse, unread
 from xpyd_core.errors import ApiError
 from xpyd_core.openai import MAX_LOGPROBS, MAX_NAME_CHARACTERS, MAX_TOKENS
 from xpyd_router.translations.responses_answers import (
@@ -35,7 +35,7 @@ from xpyd_router.translations.responses_items import (
     tool_members,
 )
 from xpyd_router.translations.responses_store import Kept, ResponseStore
-from xpyd_router.translations.seam import ChatError, Events, Json, field, unread
+from xpyd_router.translations.seam import ChatError, Events, Json, field
 
 STORE_FLAG = "--responses-store-mib"
 _MAX_METADATA = 16

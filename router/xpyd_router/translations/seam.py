@@ -12,11 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
-import msgspec
 import orjson
 from msgspec import Meta
 
-from xpyd_core.bodies import NO_VALUE
 from xpyd_core.errors import ProtocolError
 from xpyd_router.request.answers import DONE, EventSplitter, chunk_of, event_data
 
@@ -301,8 +299,3 @@ def field(text: str, **schema: Any) -> Meta:  # noqa: ANN401 - any JSON value
     """A member of a client's body, as the OpenAPI document shows it; `schema` replaces what msgspec
     writes of its type."""
     return Meta(description=text, extra_json_schema={"x-checked-by": "router", **schema})
-
-
-def unread() -> Any:  # noqa: ANN401 - as msgspec.field
-    """The default of a member that is kept as its JSON."""
-    return msgspec.field(default_factory=lambda: NO_VALUE)

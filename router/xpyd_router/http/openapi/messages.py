@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xpyd_core.openai import body_schema
-from xpyd_router.http.openapi.responses import error_components, headers
+from xpyd_router.http.openapi.responses import error_components, headers, object_schema
 from xpyd_router.translations.messages import CountRequest, MessagesRequest
 
 Json = dict[str, Any]
@@ -14,11 +14,6 @@ _COUNT: Json = {"type": "integer", "minimum": 0}
 _ID = "f51573d36cde76ee3913bd1cc83f7362"
 _TURN: Json = {"role": "user", "content": "Where is San Francisco?"}
 _ASKED: Json = {"model": "demo-model", "max_tokens": 5, "messages": [_TURN]}
-
-
-def _object(required: Json, text: str = "") -> Json:
-    made: Json = {"type": "object", "properties": required, "required": list(required)}
-    return {**made, "description": text} if text else made
 
 
 def _ref(name: str) -> Json:
@@ -32,12 +27,12 @@ def _body(kind: type[CountRequest]) -> Json:
 
 def message_schemas() -> Json:
     """`components.schemas` of this API."""
-    blocks = {"type": "array", "items": _object({"type": _TEXT})}
-    error = _object({"type": _TEXT, "message": _TEXT})
+    blocks = {"type": "array", "items": object_schema({"type": _TEXT})}
+    error = object_schema({"type": _TEXT, "message": _TEXT})
     return {
         "MessagesRequest": _body(MessagesRequest),
         "CountTokensRequest": _body(CountRequest),
-        "Message": _object(
+        "Message": object_schema(
             {
                 "id": {"type": "string", "pattern": "^msg_[0-9a-f]{32}$"},
                 "type": {"const": "message"},
@@ -48,7 +43,7 @@ def message_schemas() -> Json:
                     "enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", "refusal"]
                 },
                 "stop_sequence": {"type": ["string", "null"]},
-                "usage": _object(
+                "usage": object_schema(
                     {
                         "input_tokens": {**_COUNT, "description": "Without those of the cache."},
                         "cache_creation_input_tokens": _COUNT,
@@ -58,10 +53,12 @@ def message_schemas() -> Json:
                 ),
             }
         ),
-        "MessageEvent": _object({"type": _TEXT}, "The event's name is its type."),
-        "MessageTokens": _object({"input_tokens": _COUNT}),
+        "MessageEvent": object_schema({"type": _TEXT}, text="The event's name is its type."),
+        "MessageTokens": object_schema({"input_tokens": _COUNT}),
         "MessageError": {
-            **_object({"type": {"const": "error"}, "error": error}, "As Anthropic writes it."),
+            **object_schema(
+                {"type": {"const": "error"}, "error": error}, text="As Anthropic writes it."
+            ),
             "properties": {
                 "type": {"const": "error"},
                 "error": error,

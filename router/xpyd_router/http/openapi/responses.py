@@ -16,7 +16,8 @@ _TEXT: Schema = {"type": "string"}
 _OBJECT: Schema = {"type": "object"}
 
 
-def _object(required: Schema, optional: Schema | None = None, text: str = "") -> Schema:
+def object_schema(required: Schema, optional: Schema | None = None, text: str = "") -> Schema:
+    """An object with these members."""
     made: Schema = {"type": "object", "properties": {**required, **(optional or {})}}
     made["required"] = list(required)
     return {**made, "description": text} if text else made
@@ -43,7 +44,7 @@ _EXTRAS: Schema = {
     "token_ids": {**_nullable(_IDS), "description": "With return_token_ids."},
     "prompt_token_ids": {**_nullable(_IDS), "description": "With return_token_ids."},
 }
-_TOKEN_LOGPROB: Schema = _object(
+_TOKEN_LOGPROB: Schema = object_schema(
     {"token": _TEXT, "logprob": {"type": "number"}},
     {"bytes": _nullable({"type": "array", "items": {"type": "integer"}})},
 )
@@ -57,10 +58,10 @@ _REASONING: Schema = {
 
 def _calls(*required: str) -> Schema:
     """`tool_calls` of a message or of a delta, in which a call's members come but once."""
-    function = _object({}, {"name": _TEXT, "arguments": _TEXT}, "Arguments: JSON, as text.")
+    function = object_schema({}, {"name": _TEXT, "arguments": _TEXT}, "Arguments: JSON, as text.")
     members: Schema = {"index": _COUNT, "id": _TEXT, "type": _TEXT, "function": function}
     needed = {name: members[name] for name in required}
-    return {"type": ["array", "null"], "items": _object(needed, members)}
+    return {"type": ["array", "null"], "items": object_schema(needed, members)}
 
 
 def _named(of: str) -> Schema:
@@ -79,7 +80,7 @@ def _named(of: str) -> Schema:
 
 
 def _whole(of: str, choice: Schema) -> Schema:
-    return _object(
+    return object_schema(
         {
             **_named(of),
             "choices": {"type": "array", "items": choice, "minItems": 1},
@@ -89,7 +90,7 @@ def _whole(of: str, choice: Schema) -> Schema:
 
 
 def _chunk(of: str, choice: Schema) -> Schema:
-    return _object(
+    return object_schema(
         {**_named(of), "choices": {"type": "array", "items": choice}},
         {"usage": _nullable(_ref("Usage"))},
         "One event of a stream. With include_usage the last has no choices and the usage.",
@@ -101,11 +102,11 @@ def answer_schemas() -> dict[str, Schema]:
     index, completion, chat = _COUNT, _ref("CompletionLogprobs"), _ref("ChatLogprobs")
     text = {"index": index, "text": _TEXT, "finish_reason": _FINISH}
     text_more = {"logprobs": _nullable(completion), **_EXTRAS}
-    message = _object(
+    message = object_schema(
         {"role": {"const": "assistant"}, "content": _nullable(_TEXT)},
         {**_REASONING, "tool_calls": _calls("id", "type", "function")},
     )
-    delta = _object(
+    delta = object_schema(
         {},
         {
             "role": _TEXT,
@@ -116,13 +117,13 @@ def answer_schemas() -> dict[str, Schema]:
     )
     chat_more = {"logprobs": _nullable(chat), **_EXTRAS}
     return {
-        "TokenizeAnswer": _object(
+        "TokenizeAnswer": object_schema(
             {"count": _COUNT, "max_model_len": _COUNT, "tokens": _IDS},
             {"token_strs": _nullable({"type": "array", "items": _TEXT})},
             "`token_strs` with return_token_strs.",
         ),
-        "DetokenizeAnswer": _object({"prompt": _TEXT}),
-        "Usage": _object(
+        "DetokenizeAnswer": object_schema({"prompt": _TEXT}),
+        "Usage": object_schema(
             {"prompt_tokens": _COUNT, "total_tokens": _COUNT},
             {
                 "completion_tokens": _COUNT,
@@ -130,7 +131,7 @@ def answer_schemas() -> dict[str, Schema]:
                 "completion_tokens_details": _nullable(_OBJECT),
             },
         ),
-        "CompletionLogprobs": _object(
+        "CompletionLogprobs": object_schema(
             {"tokens": {"type": "array", "items": _TEXT}},
             {
                 "token_logprobs": {"type": "array", "items": {"type": ["number", "null"]}},
@@ -138,7 +139,7 @@ def answer_schemas() -> dict[str, Schema]:
                 "text_offset": {"type": "array", "items": _COUNT},
             },
         ),
-        "ChatLogprobs": _object(
+        "ChatLogprobs": object_schema(
             {},
             {
                 "content": {
@@ -153,36 +154,38 @@ def answer_schemas() -> dict[str, Schema]:
                 }
             },
         ),
-        "Completion": _whole("Completion", _object(text, text_more)),
-        "CompletionChunk": _chunk("CompletionChunk", _object(text, text_more)),
+        "Completion": _whole("Completion", object_schema(text, text_more)),
+        "CompletionChunk": _chunk("CompletionChunk", object_schema(text, text_more)),
         "ChatCompletion": _whole(
             "ChatCompletion",
-            _object({"index": index, "message": message, "finish_reason": _FINISH}, chat_more),
+            object_schema(
+                {"index": index, "message": message, "finish_reason": _FINISH}, chat_more
+            ),
         ),
         "ChatCompletionChunk": _chunk(
             "ChatCompletionChunk",
-            _object({"index": index, "delta": delta, "finish_reason": _FINISH}, chat_more),
+            object_schema({"index": index, "delta": delta, "finish_reason": _FINISH}, chat_more),
         ),
     }
 
 
 def response_schemas() -> dict[str, Schema]:
     """`components.schemas` of /v1/responses."""
-    items: Schema = {"type": "array", "items": _object({"type": _TEXT, "id": _TEXT})}
+    items: Schema = {"type": "array", "items": object_schema({"type": _TEXT, "id": _TEXT})}
     return {
-        "Response": _object(
+        "Response": object_schema(
             {
                 "id": {"type": "string", "pattern": "^resp_[0-9a-f]{32}$"},
                 "object": {"const": "response"},
                 "created_at": {**_COUNT, "description": "Unix time."},
                 "completed_at": _nullable(_COUNT),
                 "status": {"enum": ["in_progress", "completed", "incomplete", "failed"]},
-                "error": _nullable(_object({"code": _TEXT, "message": _TEXT})),
-                "incomplete_details": _nullable(_object({"reason": _TEXT})),
+                "error": _nullable(object_schema({"code": _TEXT, "message": _TEXT})),
+                "incomplete_details": _nullable(object_schema({"reason": _TEXT})),
                 "model": _TEXT,
                 "output": {**items, "description": "Items: reasoning, message, function_call."},
                 "usage": _nullable(
-                    _object(
+                    object_schema(
                         {"input_tokens": _COUNT, "output_tokens": _COUNT, "total_tokens": _COUNT}
                     )
                 ),
@@ -190,8 +193,8 @@ def response_schemas() -> dict[str, Schema]:
             },
             text="It repeats the fields of its request, too.",
         ),
-        "ResponseEvent": _object({"type": _TEXT, "sequence_number": _COUNT}),
-        "ResponseItems": _object(
+        "ResponseEvent": object_schema({"type": _TEXT, "sequence_number": _COUNT}),
+        "ResponseItems": object_schema(
             {
                 "object": {"const": "list"},
                 "data": items,
@@ -200,7 +203,7 @@ def response_schemas() -> dict[str, Schema]:
                 "has_more": {"type": "boolean"},
             }
         ),
-        "ResponseTokens": _object(
+        "ResponseTokens": object_schema(
             {"object": {"const": "response.input_tokens"}, "input_tokens": _COUNT}
         ),
     }
