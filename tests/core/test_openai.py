@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from xpyd_core import bodies
-from xpyd_core.bodies import shown
+from xpyd_core.complaints import shown
 from xpyd_core.errors import ApiError
 from xpyd_core.openai import (
     ChatRequest,

@@ -236,6 +236,24 @@ def test_each_status_has_anthropics_type_of_error(status: int, kind: str) -> Non
     [
         ("stop", "stop: too many", "stop_sequences: too many"),
         ("stop", "too many of them", "too many of them"),
+        (
+            "response_format",
+            "response_format.json_schema.schema.properties.a.not: no",
+            "output_config.format.schema.properties.a.not: no",
+        ),
+        (
+            "tools[0].function.parameters.type",
+            "tools[0].function.parameters.type: no",
+            "tools[0].input_schema.type: no",
+        ),
+        ("tools[2].function.name", "tools[2].function.name: no", "tools[2].name: no"),
+        (
+            "messages[1].content[0].type",
+            "messages[1].content[0].type: expected one of text, got 'image_url'",
+            "messages: expected one of text, got 'image'",
+        ),
+        ("continue_final_message", "continue_final_message: no", "messages: no"),
+        ("stop_token_ids", "stop_token_ids: no", "stop_token_ids: no"),
         ("max_tokens", "max_tokens: too many", "max_tokens: too many"),
         (None, "no", "no"),
     ],

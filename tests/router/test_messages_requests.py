@@ -86,6 +86,12 @@ def refused(**changes: Any) -> ApiError:
     return error.value
 
 
+def place_of(error: ApiError) -> str:
+    """What the client is told is at fault: no field of a chat."""
+    assert error.param is None
+    return error.message.partition(": ")[0]
+
+
 def test_a_plain_message_is_a_plain_chat() -> None:
     assert chat() == {
         "model": "m",
@@ -450,6 +456,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "output_config.format.schema",
         "object",
     ),
+    "thread": ({"thread": {"type": "create"}}, "thread", "all messages"),
+    "no content": ({"messages": [user()]}, "messages[0].content", "empty"),
+    "call without its result": (
+        {"messages": [user(text("a")), assistant(tool_use("c"))]},
+        "messages[1].content",
+        "tool_result",
+    ),
     "system image": ({"system": [{"type": "image"}]}, "system[0].type", "'image'"),
     "too many blocks": (
         {"messages": [user(*[text("")] * (MAX_BLOCKS + 1))]},
@@ -463,20 +476,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_what_a_chat_has_no_word_for_is_refused_by_name(case: str) -> None:
     changes, name, words = REFUSED[case]
     error = refused(**changes)
-    assert (error.param, words in error.message) == (name, True), error.message
+    assert (place_of(error), words in error.message) == (name, True), error.message
 
 
 def test_blocks_inside_results_count_with_those_of_other_messages() -> None:
     half: list[dict[str, Any]] = [text("")] * (MAX_BLOCKS // 2)
     result: dict[str, Any] = {"type": "tool_result", "tool_use_id": "c", "content": half}
     error = refused(messages=[user(result), user(*half)])
-    assert (error.param, "content blocks" in error.message) == ("messages", True)
+    assert (place_of(error), "content blocks" in error.message) == ("messages", True)
     assert len(chat(messages=[user(*half), user(*half)])["messages"][0]["content"]) == MAX_BLOCKS
 
 
 def test_an_unknown_field_of_a_long_body_is_refused_too() -> None:
     long = [{"role": "user", "content": "x" * 100_000}]
-    assert refused(messages=long, foo=1).param == "foo"
+    assert place_of(refused(messages=long, foo=1)) == "foo"
     assert chat(messages=long)["messages"] == long
 
 

@@ -132,3 +132,32 @@ async def test_a_stream_that_fails_raises_in_the_loop_over_it() -> None:
             with pytest.raises(anthropic.APIStatusError, match="generating instance failed"):
                 await anext(texts)
         await until(lambda: engine.probes > 0)
+
+
+async def test_the_tool_runner_goes_on_without_a_thread() -> None:
+    @anthropic.beta_async_tool
+    async def weather(place: str) -> str:
+        """The weather of a place."""
+        return f"sunny in {place}"
+
+    async with fleet() as made, client_of(made) as client:
+        engine = await made.engine("A")
+        answers = [
+            ChatEngine(tool_call("c1", "weather", '{"place": "Rome"}'), "tool_calls"),
+            ChatEngine(content("It is sunny.")),
+        ]
+        engine.script = lambda *call: answers.pop(0)(*call)
+        runner = client.beta.messages.tool_runner(**HELLO, tools=[weather])
+        final = await runner.until_done()
+        assert final is not None
+        assert [getattr(block, "text", "") for block in final.content] == ["It is sunny."]
+        assert "sunny in Rome" in str(engine.calls[-1].body)
+
+
+async def test_models_are_listed_as_the_client_knows_them() -> None:
+    async with fleet() as made, client_of(made) as client:
+        await made.engine("A")
+        page = await client.models.list()
+        assert [(one.id, one.type, one.display_name) for one in page.data] == [("m", "model", "m")]
+        assert page.data[0].created_at.year >= 2024
+        assert not page.has_more

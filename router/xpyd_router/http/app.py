@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import Executor
+from datetime import UTC, datetime
 from functools import cache
 from typing import cast
 
@@ -280,12 +281,21 @@ async def _unreachable() -> Response:
 def _add_models(app: Quart, app_state: AppState) -> None:
     def describe(name: str) -> Model:
         context = app_state.fleet.snapshot.of_model(name).max_model_len
-        return Model(id=name, created=app_state.created, max_model_len=context)
+        created = datetime.fromtimestamp(app_state.created, UTC)
+        return Model(
+            id=name,
+            created=app_state.created,
+            max_model_len=context,
+            display_name=name,
+            created_at=created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        )
 
     @app.get("/v1/models")
     async def models() -> Response:
         names = app_state.fleet.snapshot.models
-        return json_reply(ModelList(data=[describe(name) for name in names]))
+        first, last = (names[0], names[-1]) if names else (None, None)
+        data = [describe(name) for name in names]
+        return json_reply(ModelList(data=data, first_id=first, last_id=last))
 
     @app.get("/v1/models/<path:name>")
     async def model(name: str) -> Response:
@@ -302,6 +312,14 @@ class _ResponseId(BaseConverter):
     regex = "resp_[0-9a-f]{32}"
 
 
+def _kept_reply(body: bytes) -> Response:
+    """A kept response, whole."""
+    if request.args.get("stream", "false").lower() != "false":
+        reason = "stream: a kept response is not streamed again; leave it out"
+        return error_reply(ApiError(400, reason, param="stream"))
+    return Response(body, content_type="application/json")
+
+
 def _add_responses(app: Quart, store: ResponseStore | None) -> None:
     """Responses that are kept."""
     app.url_map.converters["response"] = _ResponseId
@@ -316,9 +334,7 @@ def _add_responses(app: Quart, store: ResponseStore | None) -> None:
     @app.get("/v1/responses/<response:response_id>")
     async def show(response_id: str) -> Response:
         kept = None if store is None else store.get(response_id)
-        if kept is None:
-            return missing(response_id)
-        return Response(kept.body, content_type="application/json")
+        return missing(response_id) if kept is None else _kept_reply(kept.body)
 
     @app.get("/v1/responses/<response:response_id>/input_items")
     async def show_input(response_id: str) -> Response:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 from xpyd_core.bodies import BodyBuffer, BodyCharge
 from xpyd_core.errors import ApiError
@@ -159,6 +160,8 @@ def refusal(
     else:
         answer = error.answer
     if api is not None:
+        if api.id_header and not name:
+            name = b"req_%b" % uuid4().hex.encode()
         said = error_of(answer.status, answer.body)
         body = api.refusal(said, name.decode("latin-1"))
         answer = answer._replace(body=body, content_type="application/json")

@@ -23,7 +23,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(Shape, frozen=True, kw_only=True):
-    """A model that can be served now."""
+    """A model that can be served now, with the members of OpenAI's API and of Anthropic's."""
 
     id: str
     object: Literal["model"] = "model"
@@ -33,6 +33,9 @@ class Model(Shape, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Tokens of the context; null where no engine says."),
     ]
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: Annotated[str, Meta(description="`created` in RFC 3339.")]
 
 
 class ModelList(Shape, frozen=True, kw_only=True):
@@ -40,6 +43,9 @@ class ModelList(Shape, frozen=True, kw_only=True):
 
     object: Literal["list"] = "list"
     data: list[Model]
+    has_more: Literal[False] = False
+    first_id: str | None
+    last_id: str | None
 
 
 class ResponseDeleted(Shape, frozen=True, kw_only=True):

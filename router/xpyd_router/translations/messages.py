@@ -5,17 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import msgspec
 import orjson
 from msgspec import Meta
 
-from xpyd_core.bodies import check_text, read, refuse, unread
+from xpyd_core.bodies import check_text, is_absent, read, refuse, unread
+from xpyd_core.errors import ApiError
 from xpyd_core.openai import MAX_NAME_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS
 from xpyd_core.openai import MAX_TOKENS as _MOST_TOKENS
-from xpyd_router.translations.messages_answers import MessageEvents, message_of, refusal_body
+from xpyd_router.translations.messages_answers import (
+    THREADS_UNSUPPORTED,
+    MessageEvents,
+    message_of,
+    refusal_body,
+)
 from xpyd_router.translations.messages_prompt import (
     MAX_MESSAGES,
     Members,
@@ -96,6 +103,10 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _OutputConfig | None,
         field("format: the answer is JSON of this schema. effort: of thinking, where it is on."),
     ] = None
+    thread: Annotated[
+        msgspec.Raw,
+        field("Not served here: no conversations are kept. Clients then send all messages."),
+    ] = unread()
     speed: Annotated[Literal["standard"] | None, field("There is one speed.")] = None
     # No meaning here: prefixes are cached without a mark, and a router edits no history.
     cache_control: _Unread = unread()
@@ -142,8 +153,9 @@ class Messages:
 
     def read(self, body: bytes) -> MessagesTranslation:
         """See seam.Api."""
-        check_text(body)
-        return MessagesTranslation(read(MessagesRequest, body))
+        with _own_names():
+            check_text(body)
+            return MessagesTranslation(read(MessagesRequest, body))
 
     def refusal(self, error: ChatError, request_id: str) -> bytes:
         """See seam.Api."""
@@ -151,8 +163,9 @@ class Messages:
 
     def tokenize_body(self, body: bytes) -> bytes:
         """See seam.Api."""
-        check_text(body)
-        return json_object(_prompt(read(CountRequest, body)))
+        with _own_names():
+            check_text(body)
+            return json_object(_prompt(read(CountRequest, body)))
 
     def count_body(self, tokens: int) -> bytes:
         """See seam.Api."""
@@ -172,6 +185,15 @@ class MessagesTranslation:
     def events(self) -> Events:
         """See seam.Translation."""
         return MessageEvents()
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """What is refused here has the client's names already, and no field of a chat."""
+    try:
+        yield
+    except ApiError as error:
+        raise ApiError(error.status, error.message, code=error.code) from error
 
 
 def _chat(request: MessagesRequest) -> bytes:
@@ -204,6 +226,12 @@ def _chat(request: MessagesRequest) -> bytes:
 
 def _prompt(request: CountRequest) -> Members:
     """What makes the prompt: of a chat, and of /tokenize."""
+    if not is_absent(request.thread):
+        raise ApiError(
+            400,
+            "thread: no conversations are kept here; send all messages with each request",
+            code=THREADS_UNSUPPORTED,
+        )
     made: Members = [("model", orjson.dumps(request.model))]
     messages, is_continued = messages_of(request.system, request.messages)
     made.append(("messages", messages))

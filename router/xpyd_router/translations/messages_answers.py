@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import cast
 
 import orjson
@@ -20,29 +22,43 @@ _KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_NAMES = {
-    "stop": "stop_sequences",
-    "user": "metadata.user_id",
-    "response_format": "output_config.format",
-    "reasoning_effort": "output_config.effort",
-    "chat_template_kwargs": "thinking",
-}
-"""Fields of a chat, and where the client wrote them."""
+_NAMES: Sequence[tuple[str, str]] = (
+    (r"response_format\.json_schema\.schema", "output_config.format.schema"),
+    (r"response_format(\.json_schema)?", "output_config.format"),
+    (r"tools\[(\d+)\]\.function\.parameters", r"tools[\1].input_schema"),
+    (r"tools\[(\d+)\]\.function", r"tools[\1]"),
+    # A chat has other messages: one for each tool result, and one for `system`.
+    (r"messages\[\d+\]\S*", "messages"),
+    (r"continue_final_message", "messages"),
+    (r"reasoning_effort", "output_config.effort"),
+    (r"chat_template_kwargs", "thinking"),
+    (r"stop", "stop_sequences"),
+    (r"user", "metadata.user_id"),
+)
+"""Fields of a chat, and what the client called them."""
+THREADS_UNSUPPORTED = "thread_unsupported_request"
+"""The code by which Anthropic's clients learn to send the whole history."""
 _OVERLOADED = frozenset({"no_instances", "queue_timeout", "queue_full", "displaced"})
 
 
 def refusal_body(error: ChatError, request_id: str) -> bytes:
     """The body of an answer that says `error`."""
-    said = {"type": _kind(error), "message": _said(error)}
+    said: Json = {"type": _kind(error), "message": _said(error)}
+    if error.code == THREADS_UNSUPPORTED:
+        said["details"] = {"error_code": error.code, "unsupported": ["thread"]}
     return orjson.dumps({"type": "error", "error": said, "request_id": request_id or None})
 
 
 def _said(error: ChatError) -> str:
     """The message, which begins with the client's own name of the field."""
-    name, param = _NAMES.get(error.param or ""), error.param or ""
-    if name is None or not error.message.startswith(param):
+    place, colon, rest = error.message.partition(": ")
+    if not error.param or not colon or not place.startswith(error.param):
         return error.message
-    return name + error.message[len(param) :]
+    for pattern, name in _NAMES:
+        place, count = re.subn(rf"^{pattern}(?=$|[.\[])", name, place)
+        if count:
+            break
+    return f"{place}: {rest}".replace("'image_url'", "'image'")
 
 
 def _kind(error: ChatError) -> str:

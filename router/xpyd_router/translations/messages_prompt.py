@@ -158,10 +158,17 @@ def messages_of(system: msgspec.Raw, raw: msgspec.Raw) -> tuple[list[bytes], boo
         if len(content) > _LEAST_BLOCK * turns.room and bytes(content).count(_TYPE) > turns.room:
             raise refuse("messages", f"at most {MAX_BLOCKS} content blocks")
         blocks = _blocks(content, f"messages[{index}].content")
+        if not blocks and message.role != "assistant":
+            raise refuse(f"messages[{index}].content", "must not be empty")
         turns.room -= len(blocks)
         for number, block in enumerate(blocks):
             take(block, number)
     turns.end()
+    if turns.role == "assistant" and turns.has_called:
+        raise refuse(
+            f"messages[{len(found) - 1}].content",
+            "ends with tool_use: a user's message with its tool_result has to follow",
+        )
     pieces: list[bytes] = [b"["]
     for text in turns.messages:
         pieces += (text, b",")
@@ -182,6 +189,8 @@ class _Turns:
         self._thoughts: list[msgspec.Raw] = []
         self._calls: list[bytes] = []
         self._index = 0
+        self.has_called = False
+        """Whether the turn that was written last has tool_use."""
         self.takers: Mapping[str, Callable[[_Block, int], None]] = {
             "user": self.take_user,
             "assistant": self.take_assistant,
@@ -255,6 +264,7 @@ class _Turns:
             return
         thoughts, self._thoughts = self._thoughts, []
         calls, self._calls = self._calls, []
+        self.has_called = bool(calls)
         if not (texts or thoughts or calls):
             return
         made = b'{"role":"assistant","content":%b' % (_content(texts) if texts else b"null")

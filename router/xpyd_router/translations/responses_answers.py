@@ -33,7 +33,7 @@ def refusal_body(error: ChatError) -> bytes:
     if param is not None:
         place, colon, rest = message.partition(": ")
         if place.startswith(param):
-            message = f"{_own(place)}{colon}{rest}"
+            message = f"{_own(place)}{colon}{rest}".replace("'image_url'", "'input_image'")
         param = _own(param)
     said = {"message": message, "type": error.type, "param": param, "code": error.code}
     return orjson.dumps({"error": said})

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 import msgspec
 
-from xpyd_core.bodies import is_absent, read, refuse, shown
+from xpyd_core.bodies import is_absent, read, refuse
+from xpyd_core.complaints import shown
 from xpyd_core.openai import Generation, ResponseFormat, StructuredOutputs
 from xpyd_worker.grammar.spec import (
     MAX_CHOICES,

@@ -23,8 +23,8 @@ from xpyd_core.bodies import (
     prompt_items,
     read,
     refuse,
-    shown,
 )
+from xpyd_core.complaints import shown
 from xpyd_core.errors import ApiError
 from xpyd_core.openai import (
     MAX_PROMPTS,

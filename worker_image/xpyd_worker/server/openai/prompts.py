@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from xpyd_core.bodies import NO_VALUE, check_text, read, refuse, shown
+from xpyd_core.bodies import NO_VALUE, check_text, read, refuse
+from xpyd_core.complaints import shown
 from xpyd_core.errors import ApiError, UserError
 from xpyd_core.openai import (
     MAX_DETOKENIZED,
