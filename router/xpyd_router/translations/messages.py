@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Literal
 
@@ -188,7 +188,7 @@ class MessagesTranslation:
 
 
 @contextmanager
-def _own_names() -> Iterator[None]:
+def _own_names() -> Generator[None]:
     """What is refused here has the client's names already, and no field of a chat."""
     try:
         yield
