@@ -102,6 +102,16 @@ def test_the_tokens_of_each_chunk_are_noted_and_the_last_one_ends_its_choice() -
     assert texts(stream.client.got) == [(0, "x", None), (0, "x", None), (0, "y", "length")]
 
 
+@pytest.mark.parametrize("shows_ids", [False, True])
+def test_what_an_engine_says_of_reasoning_is_noted_and_not_passed_on(shows_ids: bool) -> None:
+    had = sent()
+    stream = Stream(had, return_token_ids=shows_ids)
+    stream.feed(chunk(choice([1])), chunk({**choice([2], "y", "stop"), "reasoning_tokens": 1}))
+    assert had.reasoning == {0: 1}
+    assert b"reasoning_tokens" not in stream.client.got
+    assert (b"token_ids" in stream.client.got) is shows_ids
+
+
 def test_who_goes_on_behind_the_end_of_a_choice_says_nothing_more_of_it() -> None:
     had = sent(2)
     stream = Stream(had, n=2)

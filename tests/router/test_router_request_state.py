@@ -190,10 +190,21 @@ def test_behind_the_end_of_a_choice_p_adds_no_token() -> None:
         (Sent([[7], [8, 9]], "k", {"prompt_tokens": 4}, "m", ended={0, 1}), True, [(4, 3, 7)]),
         (Sent([[7]], "k", {}, "m", ended={0}), True, None),  # nobody told of the prompt
         (Sent([[7]], "k", {}, "m", ended={0}, has_usage=True), True, []),
+        # Reasoning is told where it is known of every choice.
+        (
+            Sent([[7], [8]], "k", {"prompt_tokens": 4}, "m", ended={0, 1}, reasoning={0: 1, 1: 0}),
+            True,
+            [(4, {"reasoning_tokens": 1}, 2, 6)],
+        ),
+        (
+            Sent([[7], [8]], "k", {"prompt_tokens": 4}, "m", ended={0, 1}, reasoning={0: 1}),
+            True,
+            [(4, 2, 6)],
+        ),
     ],
 )
 def test_what_is_left_of_a_stream_whose_choices_have_ended_needs_no_engine(
-    sent: Sent | None, include_usage: bool, left: list[tuple[int, int, int]] | None
+    sent: Sent | None, include_usage: bool, left: list[tuple[Any, ...]] | None
 ) -> None:
     options = {"stream_options": {"include_usage": True}} if include_usage else {}
     events = last_events(request_state(sent, stream=True, **options))

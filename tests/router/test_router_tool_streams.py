@@ -125,3 +125,12 @@ async def _let_say(p: HttpEngine, *, finish: str = "length", **choice: Any) -> N
             "kv_transfer_params": transfer,
         },
     )
+
+
+async def test_the_usage_of_a_stream_that_ends_at_p_counts_its_reasoning() -> None:
+    async with replayed("", served={"parsers": parsers()}) as (fleet, engines):
+        events = await fleet.events(
+            "chat/completions", model="fake", stream_options={"include_usage": True}
+        )
+        assert not engines["Decode"][0].engine.requests
+        assert events[-2]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}

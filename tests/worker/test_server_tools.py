@@ -12,6 +12,7 @@ from tests.worker.replay import always, by_prompt, replaying
 from tests.worker.server_fakes import EOS, Running
 from tests.worker.test_parsers import PARIS, hermes, llama
 from tests.worker.test_server_answers import client_of, events_of
+from tests.worker.test_server_pair import PAIR
 from xpyd_worker.parsers.registry import REASONING_FAMILIES, TOOL_FAMILIES, Parsers
 
 USER = {"role": "user", "content": "hi"}
@@ -115,6 +116,25 @@ async def test_openais_client_reads_calls_and_usage_counts_the_reasoning() -> No
         assert [call.function.arguments for call in again] == [
             call.function.arguments for call in calls if call.type == "function"
         ]
+
+
+async def test_the_last_chunk_tells_a_router_how_much_of_the_whole_choice_is_reasoning() -> None:
+    said = TWO_CALLS.encode()
+    body = {"messages": [USER], "stream": True}
+    async with replaying(TWO_CALLS, parsers=parsers(), role="Decode") as server:
+        for had in (1, 12, len(said) - 3):
+            params = {"seed": 3, "continue_from": [list(said[:had])], "emit_from": [had]}
+            answer = await server.client.post(
+                "/v1/chat/completions",
+                json={**body, "kv_transfer_params": params},
+                headers={"X-Request-Id": PAIR},
+            )
+            choices = [one for event in events_of(answer.text) for one in event["choices"]]
+            told = [one["reasoning_tokens"] for one in choices if "reasoning_tokens" in one]
+            assert told == [len("\nwell\n</think>")]
+            assert choices[-1]["finish_reason"]
+        answer = await server.post("/v1/chat/completions", body)
+        assert "reasoning_tokens" not in answer.text
 
 
 async def test_without_tools_calls_are_text_and_reasoning_is_parted() -> None:

@@ -36,6 +36,8 @@ def tokens_in(body: bytes) -> tuple[int | None, int | None]:
 
 
 DONE = b"data: [DONE]\n\n"
+OUTPUT_DETAILS = "completion_tokens_details"
+"""What a usage says of an output besides its length."""
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 _MAX_PARAMS_BYTES = 1024 * 1024
 """Of what P says for D. Block ids of a prompt of a million tokens take 0.4 MiB."""
@@ -284,11 +286,9 @@ def _base(request: InferenceRequest, head: Head, model: str) -> Json:
 
 
 def _counted(usage: Json, generated: int) -> Json:
-    """The usage of a stream so far; `usage` counts its prompt. What it says of P's tokens alone is
-    left out."""
+    """The usage of a stream so far; `usage` counts its prompt, and what else is known."""
     total = usage.get("prompt_tokens", 0) + generated
-    kept = {name: usage[name] for name in usage if name != "completion_tokens_details"}
-    return {"usage": {**kept, "completion_tokens": generated, "total_tokens": total}}
+    return {"usage": {**usage, "completion_tokens": generated, "total_tokens": total}}
 
 
 def role_events(request: InferenceRequest, head: Head, model: str, usage: Json) -> bytes:
@@ -368,8 +368,10 @@ class ChunkWriter:
             if "stop_reason" in choice.extras:
                 piece["stop_reason"] = choice.extras["stop_reason"]
             events.append(encode_event(self._chunk([piece], generated)))
-        model = self._answer.model
-        return [*events, end_of_stream(self._ask, self._head, model, self._usage, generated)]
+        usage, model = self._usage, self._answer.model
+        if details := self._answer.usage.get(OUTPUT_DETAILS):  # of what it replayed, too
+            usage = {**usage, OUTPUT_DETAILS: details}
+        return [*events, end_of_stream(self._ask, self._head, model, usage, generated)]
 
     def _chunk(self, choices: list[Json], generated: int) -> Json:
         chunk = {**self._base, "choices": choices}

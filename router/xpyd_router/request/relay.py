@@ -360,8 +360,6 @@ class Relay:
             if not kept:
                 return None
             chunk["choices"] = kept
-        elif self._keeps_ids:
-            return event
         return without_token_ids(chunk, keep=self._keeps_ids)
 
 

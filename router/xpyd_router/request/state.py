@@ -24,6 +24,7 @@ from xpyd_router.policy.base import NO_SLO, Forecast, PrefixMark, Slo
 from xpyd_router.policy.pairs import Pair
 from xpyd_router.request.answers import (
     DONE,
+    OUTPUT_DETAILS,
     ChunkWriter,
     Head,
     PrefillAnswer,
@@ -55,6 +56,8 @@ class Sent:
     """The name that the chunks bear."""
     ended: set[int] = field(default_factory=set[int])
     """Choices whose finish_reason went out."""
+    reasoning: dict[int, int] = field(default_factory=dict[int, int])
+    """Tokens of reasoning in choices that ended, where an engine tells them from the answer."""
     has_usage: bool = False
     """The chunk that counts the tokens went out."""
     prompt_ids: tuple[int, ...] = ()
@@ -68,8 +71,12 @@ class Sent:
         ends once: a D that goes on behind it says so again.
         """
         index, ids = choice.get("index"), choice.get("token_ids")
+        # The client has this in the usage.
+        reasoning = choice.pop("reasoning_tokens", None)
         if type(index) is not int or not 0 <= index < len(self.token_ids):
             return True
+        if type(reasoning) is int:
+            self.reasoning[index] = reasoning
         if index in self.ended:
             return False
         if isinstance(ids, list):
@@ -222,17 +229,22 @@ def first_events(state: RequestState, prefilled: Prefilled, pair: Pair) -> bytes
     is_first = sent is None
     if sent is None:
         compatibility = pair.decode.goes_on_as or ""
-        sent = state.sent = Sent([], compatibility, answer.usage, answer.model)
+        sent = state.sent = Sent([], compatibility, of_prompt(answer.usage), answer.model)
     sent.token_ids = [list(ids) for ids in prefilled.token_ids]
     if prefilled.prompt_ids:
         sent.prompt_ids, sent.settled = prefilled.prompt_ids, len(sent.token_ids[0])
-    sent.usage = sent.usage or answer.usage
+    sent.usage = sent.usage or of_prompt(answer.usage)
     writer = ChunkWriter(state.request, state.head, answer, sent.usage)
     generated = sum(len(ids) for ids in prefilled.token_ids)
     events = [*(writer.role() if is_first else ()), *writer.content(generated)]
     if prefilled.is_over:
         events += writer.finish(generated)
     return b"".join(events)
+
+
+def of_prompt(usage: dict[str, Any]) -> dict[str, Any]:
+    """An engine's usage without what it says of its own output besides the length."""
+    return {name: usage[name] for name in usage if name != OUTPUT_DETAILS}
 
 
 def can_go_on_alone(state: RequestState, instance: Instance) -> bool:
@@ -252,7 +264,8 @@ def sent_alone(state: RequestState, instance: Instance) -> Sent:
 def sent_by_decode(state: RequestState, prefilled: Prefilled, pair: Pair) -> Sent:
     """What the client will have of a stream of which D serves all: nothing yet."""
     answer = prefilled.answer
-    sent = Sent([[]], pair.decode.goes_on_as or "", answer.usage, answer.model)
+    usage = of_prompt(answer.usage)
+    sent = Sent([[]], pair.decode.goes_on_as or "", usage, answer.model)
     sent.prompt_ids = prefilled.prompt_ids
     return sent
 
@@ -261,7 +274,7 @@ def begin_alone(state: RequestState, sent: Sent, event: bytes) -> bytes:
     """What goes before `event`, the first where no P wrote one; from here on it is sent."""
     request, state.sent = state.request, sent
     if request.wants_running_usage and not sent.usage and (chunk := chunk_of(event)) is not None:
-        sent.usage = chunk.get("usage") or {}
+        sent.usage = of_prompt(chunk.get("usage") or {})
     return role_events(request, state.head, sent.model, sent.usage) if request.is_chat else b""
 
 
@@ -291,7 +304,11 @@ def last_events(state: RequestState) -> bytes | None:
     if state.request.include_usage and "prompt_tokens" not in sent.usage:
         return None
     generated = sum(len(ids) for ids in sent.token_ids)
-    return end_of_stream(state.request, state.head, sent.model, sent.usage, generated)
+    usage = sent.usage
+    if len(sent.reasoning) == len(sent.token_ids):
+        details = {"reasoning_tokens": sum(sent.reasoning.values())}
+        usage = {**usage, OUTPUT_DETAILS: details}
+    return end_of_stream(state.request, state.head, sent.model, usage, generated)
 
 
 def decode_params(state: RequestState, prefilled: Prefilled, *, is_stream: bool) -> dict[str, Any]:

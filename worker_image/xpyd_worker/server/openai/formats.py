@@ -189,7 +189,8 @@ class ChatFormat:
 
     def chunk(self, delta: ChoiceDelta) -> dict[str, Any] | None:
         """See answers.Format."""
-        want_ids = bool(self._options.kv.continue_from) or self._options.return_token_ids
+        goes_on = bool(self._options.kv.continue_from)
+        want_ids = goes_on or self._options.return_token_ids
         if delta.says_nothing and not (delta.finish_reason or delta.logprobs or want_ids):
             return None
         choice: dict[str, Any] = {
@@ -200,6 +201,9 @@ class ChatFormat:
         }
         if delta.finish_reason:
             choice["stop_reason"] = delta.stop_reason
+        if goes_on and delta.reasoning_tokens is not None:
+            # For the router, which counts the answer where nobody else is left to do so.
+            choice["reasoning_tokens"] = delta.reasoning_tokens
         if want_ids:
             choice["token_ids"] = delta.token_ids
         return choice

@@ -110,7 +110,8 @@ class ChoiceDelta:
     """What one choice gained: text, ids and logprobs that the client does not have yet.
 
     `index` is OpenAI's. `stop_reason`: the stop string or stop token id that ended it, if any.
-    `calls`: in their order, of each call one.
+    `calls`: in their order, of each call one. `reasoning_tokens`: at the end, of the whole choice,
+    where reasoning is told from the answer.
     """
 
     index: int
@@ -121,6 +122,7 @@ class ChoiceDelta:
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    reasoning_tokens: int | None = None
 
     def add_call(self, more: CallDelta) -> None:
         """Add what a call gained behind what it has here."""
@@ -263,6 +265,8 @@ class _Choice:
         self.reason = reason
         self._delta.finish_reason = reason
         self._delta.stop_reason = stop_reason
+        if self.parser is not None and self.parser.thinks:
+            self._delta.reasoning_tokens = self.reasoning_tokens
 
     def gained(self) -> ChoiceDelta | None:
         """The delta since the last call, or None when there is none."""
