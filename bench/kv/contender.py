@@ -65,6 +65,8 @@ _CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "uds": ("ours", {"transport": "uds"}),
     "tcp": ("ours", {"transport": "tcp"}),
     "tcp-2": ("ours", {"transport": "tcp", "connections": 2}),
+    "tcp-no-key": ("ours", {"transport": "tcp", "protection": "none"}),
+    "tls": ("ours", {"transport": "tcp", "protection": "tls"}),
     "control-shm": ("control", {"transport": "shm"}),
     "control-uds": ("control", {"transport": "uds"}),
     "control-tcp": ("control", {"transport": "tcp"}),

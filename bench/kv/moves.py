@@ -14,7 +14,7 @@ from bench.kv.pair import Batch, Pair, SideFailed
 from bench.kv.shape import Case, cases
 
 MEMCPY = "memcpy"
-OWN = ("shm", "uds", "tcp", "tcp-2")
+OWN = ("shm", "uds", "tcp", "tcp-2", "tcp-no-key", "tls")
 CONTROL = ("control-shm", "control-uds", "control-tcp")
 BESIDE = ("plain-tcp", "plain-tcp-2", "gloo")
 CONTROL_CASE = Case(16, "whole")

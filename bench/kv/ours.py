@@ -12,13 +12,14 @@ import queue
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from bench.kv.contender import WAIT_S, Place
 from bench.kv.memory import Ring
 from bench.kv.shape import BLOCK_TOKENS, LAYERS, Case
+from xpyd_core.keys import INSECURE_KEYS
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.build import Connector, build
 from xpyd_kv.memory.api import KvMemory
@@ -34,6 +35,8 @@ from xpyd_kv.wire.fit import wire_layout
 
 _KEYS = (b"the key of a benchmark",)
 _MAX_TOKENS = 1 << 20
+Protection = Literal["none", "key", "tls"]
+"""Nothing; the fleet's key in the handshake, as usual; the key, and TLS behind it."""
 
 
 class RingPool:
@@ -71,13 +74,15 @@ class _End:
         folder: Path,
         shared: SharedMemory | None,
         connections: int = 0,
+        protection: Protection = "key",
     ) -> None:
         def make(handler: Handler) -> TcpEndpoint:
             return TcpEndpoint(
                 handler,
                 identity=Identity(f"{role}-{transport}", f"{role}-1", role),
                 layout=wire_layout(memory.layout, factors={}, max_tokens=_MAX_TOKENS),
-                keys=_KEYS,
+                keys=INSECURE_KEYS if protection == "none" else _KEYS,
+                encrypted=protection == "tls",
                 listen=Address("127.0.0.1", 0) if role == "D" else None,
                 transports=(transport,),
                 socket_dir=None if transport == "tcp" else folder / "sockets",
@@ -177,7 +182,7 @@ def _ids(tokens: int) -> tuple[int, ...]:
     return _prompts.setdefault(tokens, tuple(range(tokens)))
 
 
-def _end(role: str, place: Place, transport: str, connections: int) -> _End:
+def _end(role: str, place: Place, transport: str, connections: int, protection: Protection) -> _End:
     tensor = torch.from_numpy(place.arena.array)
     shape = (place.arena.blocks, 8, BLOCK_TOKENS, 256)
     layers = [tensor[n].view(torch.bfloat16).view(shape) for n in range(LAYERS)]
@@ -189,12 +194,22 @@ def _end(role: str, place: Place, transport: str, connections: int) -> _End:
         folder=place.folder,
         shared=place.shared,
         connections=connections,
+        protection=protection,
     )
 
 
-def make_receiver(place: Place, *, transport: str, connections: int = 0) -> OurReceiver:
-    return OurReceiver(_end("D", place, transport, connections))
+def make_receiver(
+    place: Place, *, transport: str, connections: int = 0, protection: Protection = "key"
+) -> OurReceiver:
+    return OurReceiver(_end("D", place, transport, connections, protection))
 
 
-def make_sender(place: Place, address: Any, *, transport: str, connections: int = 0) -> OurSender:
-    return OurSender(_end("P", place, transport, connections), address)
+def make_sender(
+    place: Place,
+    address: Any,
+    *,
+    transport: str,
+    connections: int = 0,
+    protection: Protection = "key",
+) -> OurSender:
+    return OurSender(_end("P", place, transport, connections, protection), address)

@@ -14,6 +14,8 @@ _WORDS = {
     "uds": "**uds**",
     "tcp": "**tcp**",
     "tcp-2": "**tcp**, `--kv-connections 2`",
+    "tcp-no-key": "**tcp**, without a key",
+    "tls": "**tcp**, encrypted",
     "plain-tcp": "plain TCP, 1 connection",
     "plain-tcp-2": "plain TCP, 2 connections",
     "gloo": "torch gloo",

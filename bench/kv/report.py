@@ -30,6 +30,7 @@ AIMS = (
     Aim("shm", MEMCPY, ("paged",), 0.65),
     Aim("uds", MEMCPY, ("whole", "paged"), 0.33),
     Aim("tcp", "plain-tcp-2", ("whole", "paged"), 1.0),
+    Aim("tcp", "tcp-no-key", ("whole", "paged"), 0.9),
     Aim("tcp-2", "plain-tcp-2", ("whole", "paged"), 1.0),
     Aim("tcp-2", "nixl", ("whole", "paged"), 4.0),
     Aim("tcp-2", "mooncake", ("whole", "paged"), 2.0),

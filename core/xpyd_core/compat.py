@@ -59,6 +59,7 @@ def compat_factors(
     kv_layout: str = HEAD_TOKEN_KV,
     overrides: Mapping[str, Any] | None = None,
     tokenizer: Path | None = None,
+    encrypted: bool = False,
 ) -> dict[str, str]:
     """Factor name -> value, from the checkpoint in `folder` (config.json, tokenizer files).
 
@@ -66,13 +67,17 @@ def compat_factors(
     fingerprint of the weight files takes its place. `kv_layout` names what the bytes of a block
     are: the shape that an engine gives its cache may not say it. `overrides` are members of
     config.json that the engine was told to read otherwise, `tokenizer` the folder of a tokenizer
-    that is not the checkpoint's. See docs/adr/0060 and docs/adr/0072.
+    that is not the checkpoint's, `encrypted` whether KV moves over TLS. See
+    docs/adr/0060 and docs/adr/0072.
     """
     raw = (folder / "config.json").read_bytes()
     own: Mapping[str, Any] = json.loads(raw)
     config: Mapping[str, Any] = {**own, **(overrides or {})}
     factors = {"protocol": str(PROTOCOL_MAJOR), "kv_layout": kv_layout, "kv_dtype": kv_dtype}
     factors["model"] = model
+    if encrypted:
+        # Only then: fleets without it keep their key.
+        factors["kv_encryption"] = "tls"
     factors["revision"] = revision or _weights_fingerprint(folder)
     for name in _CONFIG_FACTORS:
         if config.get(name) is not None:

@@ -21,6 +21,7 @@ CASES = 12
         ("auto", "shm"),
         ("tcp", "tcp"),
         ("tcp", "striped"),
+        ("tcp", "tls"),
         pytest.param("nixl", "nixl", marks=needs_nixl),
     ],
 )
@@ -30,6 +31,8 @@ def test_greedy_tokens_are_those_of_one_process(
     flags = ("--kv-socket-dir", str(tmp_path / "kv"), "--kv-transport", asked)
     if taken == "striped":
         flags = (*flags, "--kv-connections", "2")
+    if taken == "tls":
+        flags, taken = (*flags, "--kv-encryption", "tls"), "tcp"
     with fleet(tmp_path) as running:
         p = running.start_engine("Prefill", *flags, "--kv-group-bytes", "1")
         d = running.start_engine("Decode", *flags, "--kv-on-failure", "fail")

@@ -21,7 +21,7 @@ from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.handshake import LENT
 from xpyd_kv.wire.messages import MAX_PROBE_BYTES, Probe, Probed
 
-net = networks(*KINDS)
+net = networks(*KINDS, "tls")
 
 
 shm = networks("shm")

@@ -21,7 +21,7 @@ from xpyd_kv.transport.host.shared_memory import SharedMemoryBorrower, SharedMem
 from xpyd_kv.transport.settings import Timeouts
 from xpyd_kv.transport.stream.registry import MISMATCHES, Quarantine
 
-net = networks(*KINDS)
+net = networks(*KINDS, "tls")
 
 
 shm = networks("shm")

@@ -7,9 +7,12 @@ import contextlib
 import itertools
 import os
 import socket
+import ssl
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,8 @@ NIXL = nixl_kit.library()
 _ON_GPU = ("cuda_ipc", "tcp+gpu", "uds+gpu")
 CONFORMING = (
     *KINDS,
+    "tls",
+    "tls+gpu",
     pytest.param("nixl", marks=nixl_kit.needs_nixl),
     *_ON_GPU,
     *(pytest.param(f"{kind}:real", marks=pytest.mark.gpu) for kind in _ON_GPU),
@@ -129,6 +134,9 @@ class Net:
         name, _, where = kind.partition(":")
         self.transport, _, memory = name.partition("+")
         self.connections = 0
+        self.encrypted = self.transport == "tls"
+        if self.encrypted:
+            self.transport = "tcp"
         if self.transport == "striped":
             self.transport, self.connections = "tcp", 2
         self.folder = folder
@@ -163,6 +171,7 @@ class Net:
         if self.gpus is not None and "staging" not in options and not self.is_lent:
             options["staging"] = self.staging(role)
         options.setdefault("connections", self.connections)
+        options.setdefault("encrypted", self.encrypted)
         if role == "P" and self.transport in ("shm", "nixl"):
             options.setdefault("probe_room", memoryview(SHARED.buffer)[-MAX_PROBE_BYTES:])
         if role == "D":
@@ -257,7 +266,7 @@ class Net:
     def connect(self, address: Address) -> socket.socket:
         sock = self.unconnected()
         sock.connect(self.target(address))
-        return sock
+        return self.socket(TRUSTING.wrap_socket(sock)) if self.encrypted else sock
 
     def share(self, body: bytes) -> Any:
         """A view of these bytes where a P of this net can send them from: where D can read."""
@@ -380,6 +389,18 @@ def address_of(sock: socket.socket) -> Address:
     return Address(*name[:2])
 
 
+TRUSTING = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""Takes every certificate, as a dialler does until AUTH."""
+TRUSTING.check_hostname = False
+TRUSTING.verify_mode = ssl.CERT_NONE
+
+
+def digest_of_peer(sock: ssl.SSLSocket) -> bytes:
+    certificate = sock.getpeercert(binary_form=True)
+    assert certificate
+    return sha256(certificate).digest()
+
+
 class Puppet:
     """One side of a connection over a blocking socket, after whose handshake the test does what it
     likes, good or bad."""
@@ -398,7 +419,8 @@ class Puppet:
         identity = Identity(f"puppet{number}", f"i{number}", role)  # type: ignore[arg-type]
         over = hello.setdefault("transports", usable(sock))
         mine: Hello = msgspec.structs.replace(identity.hello(number.to_bytes(32)), **hello)
-        terms = Terms(mine, layout, (key,), over)
+        binding = partial(digest_of_peer, sock) if isinstance(sock, ssl.SSLSocket) else bytes
+        terms = Terms(mine, layout, (key,), over, binding=binding)
         self.wire = Connection(terms, dialler=role == "P", deadline=1e9)
         self._early: list[Any] = []
 

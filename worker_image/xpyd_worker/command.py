@@ -64,6 +64,7 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         kv_insecure=args.kv_insecure,
         accept_unsigned_pairs=args.accept_unsigned_pairs,
         kv_transports=TRANSPORTS if args.kv_transport == "auto" else (args.kv_transport,),
+        kv_encrypted=args.kv_encryption == "tls",
         kv_socket_dir=args.kv_socket_dir,
         kv_direct_free=args.kv_direct_free,
         kv_buffer_bytes=buffer_bytes,

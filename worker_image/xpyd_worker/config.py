@@ -17,7 +17,7 @@ from xpyd_core.parallel.checks import PIPELINE, TENSOR
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
 from xpyd_core.request_id import Address, is_dialable
-from xpyd_kv.transport.settings import MAX_LINKS, TRANSPORTS
+from xpyd_kv.transport.settings import MAX_LINKS, TRANSPORTS, check_encrypted
 from xpyd_kv.wire.handshake import OVER_TCP
 from xpyd_kv.wire.messages import Mode
 from xpyd_worker.engine.request import POLICIES, Policy
@@ -125,6 +125,8 @@ class WorkerConfig:
     """What may move KV, the best common one of each pair does."""
     kv_connections: int = 1
     """TCP connections that the DATA of a pair goes over; more than one: each with a thread."""
+    kv_encrypted: bool = False
+    """KV moves over TLS; then `kv_transports` is tcp alone."""
     kv_socket_dir: Path | None = None
     """Folder of Unix sockets shared by the instances of this machine; None: TCP only."""
     kv_direct_free: float = 0.1
@@ -293,6 +295,10 @@ def check_config(config: WorkerConfig) -> None:
         if config.pods > 1:
             who = f"an instance of {config.pods} pods"
         check_keys_given(config.kv_key_file, insecure=config.kv_insecure, who=who)
+    if config.kv_encrypted:
+        check_encrypted(
+            config.kv_transports, connections=config.kv_connections, insecure=config.kv_insecure
+        )
     if config.kv_advertise is not None and not is_dialable(config.kv_advertise):
         raise UserError(
             f"--kv-advertise: {config.kv_advertise} must be a literal ip and a port from 1024 on"

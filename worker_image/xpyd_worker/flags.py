@@ -390,6 +390,13 @@ KV_FLAGS = (
         "of a pair have (default: %(default)s)",
     ),
     _flag(
+        "--kv-encryption",
+        choices=("none", "tls"),
+        default="none",
+        help="tls: KV and tokens that move between instances are encrypted; all of the fleet need "
+        "it, with --kv-transport tcp and a key file (default: %(default)s)",
+    ),
+    _flag(
         "--kv-socket-dir",
         type=Path,
         metavar="DIR",

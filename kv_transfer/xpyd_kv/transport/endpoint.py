@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from xpyd_core.errors import UserError
+from xpyd_core.keys import INSECURE_KEYS
 from xpyd_core.request_id import Address
 from xpyd_kv.memory.device import View
 from xpyd_kv.metrics import EndpointCounters
@@ -25,12 +26,20 @@ from xpyd_kv.transport.body import ProbeSource
 from xpyd_kv.transport.devices.staging import Staging
 from xpyd_kv.transport.host.data_path import DataPath
 from xpyd_kv.transport.host.striped import StripedPath
-from xpyd_kv.transport.settings import TRANSPORTS, Bounds, Identity, Timeouts, offered
+from xpyd_kv.transport.settings import (
+    TRANSPORTS,
+    Bounds,
+    Identity,
+    Timeouts,
+    check_encrypted,
+    offered,
+)
 from xpyd_kv.transport.stream import sockets
 from xpyd_kv.transport.stream.listeners import Listeners, SocketFolder
 from xpyd_kv.transport.stream.sockets import WakeableSelector
 from xpyd_kv.transport.stream.stream import Stream
 from xpyd_kv.transport.stream.streams import Context, SessionCalls, Streams
+from xpyd_kv.transport.stream.tls import Encryption
 from xpyd_kv.transport.stream.writer import DataFrame
 from xpyd_kv.wire.errors import IllegalMoveError
 from xpyd_kv.wire.handshake import DIALLER_ROLE, OVER_TCP, OVER_UNIX, Takes, Terms
@@ -68,7 +77,8 @@ class TcpEndpoint:
     memory for PROBEs. `connections` is how many further ones a P makes to each D (`striped`); 0
     (and with `staging`): none, and a D takes none.
     A cache on a GPU needs `staging` for the sockets, whose slabs on D hold the longest frame that
-    `layout` allows and one read. `clock` and `nonce` (32 random bytes) are replaced in tests.
+    `layout` allows and one read. `encrypted`: over TLS, which goes with the transport `tcp` alone
+    and needs a key (UserError). `clock` and `nonce` (32 random bytes) are replaced in tests.
     """
 
     def __init__(
@@ -87,6 +97,7 @@ class TcpEndpoint:
         staging: Staging | None = None,
         connections: int = 0,
         probe_room: memoryview | None = None,
+        encrypted: bool = False,
         timeouts: Timeouts | None = None,
         bounds: Bounds | None = None,
         counters: EndpointCounters | None = None,
@@ -95,6 +106,9 @@ class TcpEndpoint:
     ) -> None:
         if not keys:
             raise UserError("KV transfer needs a key: give --kv-key-file, or --kv-insecure")
+        if encrypted:
+            check_encrypted(transports, connections=connections, insecure=INSECURE_KEYS[0] in keys)
+        self._encryption = Encryption() if encrypted else None
         self.counters = counters or EndpointCounters()
         self._clock = clock
         self._listen = listen
@@ -149,7 +163,9 @@ class TcpEndpoint:
         self._streams = Streams(context)
         self._listeners = Listeners(
             self._selector,
-            lambda sock, now, remote: self._streams.add(sock, now, remote=remote),
+            lambda sock, now, remote: self._streams.add(
+                self._encryption.accepted(sock) if self._encryption else sock, now, remote=remote
+            ),
             per_turn=self._bounds.accepts_per_turn,
             pause_s=self._timeouts.listen_pause_s,
         )
@@ -300,6 +316,8 @@ class TcpEndpoint:
             if sock is None and not set(OVER_TCP) & set(self._transports):
                 raise FileNotFoundError(f"no socket of {address}")
             sock = sock or sockets.dial(address, self._source_host)
+            if self._encryption is not None:
+                sock = self._encryption.dialled(sock)
         except ValueError:
             self._report_dial(address, "refused:address")
         except OSError:

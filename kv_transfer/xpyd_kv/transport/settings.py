@@ -52,6 +52,23 @@ def offered(
     return names
 
 
+def check_encrypted(transports: tuple[str, ...], *, connections: int, insecure: bool) -> None:
+    """UserError unless TLS can hold all KV of an endpoint with these settings."""
+    if transports != ("tcp",):
+        others = ", ".join(name for name in transports if name != "tcp")
+        raise UserError(
+            f"KV encryption tls: goes with --kv-transport tcp alone; {others} move KV through "
+            "memory of the machine or by the network card, where TLS does not reach"
+        )
+    if connections > 1:
+        raise UserError("KV encryption tls: needs --kv-connections 1, which is encrypted")
+    if insecure:
+        raise UserError(
+            "KV encryption tls: needs the fleet's secret (--kv-key-file), by which the peers know "
+            "each other's certificates"
+        )
+
+
 @dataclass(frozen=True)
 class Identity:
     """The identity of this process to its peers.

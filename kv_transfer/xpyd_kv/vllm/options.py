@@ -20,7 +20,7 @@ from xpyd_core.request_id import Address, is_dialable
 from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.session.settings import KvLimits, KvSettings
-from xpyd_kv.transport.settings import TRANSPORTS
+from xpyd_kv.transport.settings import TRANSPORTS, check_encrypted
 from xpyd_kv.vllm import engine_api
 from xpyd_kv.vllm.engine_api import KvCacheConfig, VllmConfig
 from xpyd_kv.wire.messages import Mode
@@ -51,6 +51,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """P's: when KV moves."""
     transports: tuple[str, ...] = ("tcp",)
     """What may move KV."""
+    encryption: Literal["none", "tls"] = "none"
+    """Whether what moves between instances is encrypted, as `--kv-encryption`."""
     socket_dir: str = ""
     """The folder of the Unix sockets that instances of this machine share."""
     buffer_bytes: _Bytes = 0
@@ -82,6 +84,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The same; '' for XPYD_INSTANCE, or the HTTP address."""
     revision: str = ""
     """The same; '' for XPYD_REVISION."""
+
+    @property
+    def is_encrypted(self) -> bool:
+        return self.encryption == "tls"
 
     @property
     def keys(self) -> tuple[bytes, ...]:
@@ -133,6 +139,8 @@ def read_options(config: VllmConfig) -> Options:
             f"kv_connector_extra_config: transports: {unknown[0]}; expected some of "
             f"{', '.join(TRANSPORTS)}"
         )
+    if options.encryption == "tls":
+        check_encrypted(options.transports, connections=1, insecure=options.insecure)
     return options
 
 

@@ -123,6 +123,7 @@ class SchedulerHalf:
                 source_host=options.host,
                 transports=options.transports,
                 socket_dir=Path(options.socket_dir) if options.socket_dir else None,
+                encrypted=options.is_encrypted,
                 paths=(UnusedPath(named),) if named in LENT else (),
             )
 

@@ -175,7 +175,7 @@ class RankHalf:
         engine = _engine_layout(config, layout, indices)
         rank = engine_api.pipeline_rank() * engine.tp + engine_api.tensor_rank()
         sent_layout = HEAD_TOKEN_KV if options.portable else layout_name
-        factors = _factors(config, kv_dtype=layout.dtype, kv_layout=sent_layout)
+        factors = _factors(config, options, kv_dtype=layout.dtype, kv_layout=sent_layout)
         transfer = config.kv_transfer_config
         listen = Address(options.host, transfer.kv_port + 1 + rank) if self._role == "D" else None
         counters = EndpointCounters()
@@ -207,6 +207,7 @@ class RankHalf:
                 socket_dir=Path(options.socket_dir) if options.socket_dir else None,
                 paths=transports.paths,
                 staging=transports.staging,
+                encrypted=options.is_encrypted,
             )
 
         part = build_rank(
@@ -395,7 +396,9 @@ def _engine_layout(config: VllmConfig, layout: KvLayout, layers: list[int]) -> E
     )
 
 
-def _factors(config: VllmConfig, *, kv_dtype: str, kv_layout: str) -> dict[str, str]:
+def _factors(
+    config: VllmConfig, options: Options, *, kv_dtype: str, kv_layout: str
+) -> dict[str, str]:
     model = config.model_config
     factors = compat_factors(
         Path(model.model),
@@ -405,6 +408,7 @@ def _factors(config: VllmConfig, *, kv_dtype: str, kv_layout: str) -> dict[str, 
         kv_layout=kv_layout,
         overrides=model.hf_overrides,
         tokenizer=Path(model.tokenizer),
+        encrypted=options.is_encrypted,
     )
     # Of a checkpoint that is quantized the bytes say it; another engine need not have a name.
     quantization = "" if "quantization_config" in factors else model.quantization or ""

@@ -195,6 +195,9 @@ def _name(message: Message) -> str:
     return type(message).__name__.upper()
 
 
+_TLS_HANDSHAKE = b"\x16\x03"
+
+
 class Decoder:
     """Cuts a stream of bytes into frames. Keeps at most one control frame's bytes.
 
@@ -275,12 +278,12 @@ class Decoder:
             return self._read_checksum(self._data, data)
         if size < PREFIX_BYTES:
             if not MAGIC.startswith(data[: len(MAGIC)]):
-                raise ProtocolError("not a frame: wrong magic")
+                raise _no_frame(data)
             return None, 0
         fields: tuple[bytes, int, int, int, int, int] = _PREFIX.unpack_from(data)
         magic, number, flags, header_bytes, body_bytes, crc = fields
         if magic != MAGIC:
-            raise ProtocolError("not a frame: wrong magic")
+            raise _no_frame(data)
         kind = self._kind_of(number, flags, body_bytes)
         header_end = PREFIX_BYTES + header_bytes
         if size < header_end:
@@ -341,3 +344,9 @@ def _message_of(kind: type[Message] | None, raw: bytes, crc: int) -> Message | N
         # The error holds nothing of the header: a stranger may have written it.
         name = "" if kind is None else kind.__name__.upper()
         raise ProtocolError(f"{name} header breaks its schema") from error
+
+
+def _no_frame(data: bytes | bytearray | memoryview) -> ProtocolError:
+    is_tls = bytes(data[: len(_TLS_HANDSHAKE)]) == _TLS_HANDSHAKE
+    why = "TLS: the peer has --kv-encryption tls and this side has not" if is_tls else "wrong magic"
+    return ProtocolError(f"not a frame: {why}")

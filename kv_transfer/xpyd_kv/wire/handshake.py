@@ -2,7 +2,8 @@
 
 Each side signs both HELLOs to the byte and its own side of the connection. The HELLOs' nonces make
 a recorded proof worthless, the side makes a reflected one worthless. No address is signed: a
-connection may pass a relay or NAT. What follows AUTH is not encrypted or signed (docs/wire.md).
+connection may pass a relay or NAT. What follows AUTH is not encrypted or signed, except over TLS,
+whose channel the proof is bound to (docs/wire.md).
 """
 
 from __future__ import annotations
@@ -28,12 +29,22 @@ from xpyd_kv.wire.messages import MAJOR, Auth, Hello, Layout, Message, Refuse
 _CONTEXT = b"xpyd-kv-auth/1 "
 
 
-def auth_mac(key: bytes, *, by_dialler: bool, dialler_hello: bytes, acceptor_hello: bytes) -> bytes:
-    """HMAC-SHA256 that the dialler (or acceptor) sends; the HELLOs are whole frames."""
+def auth_mac(
+    key: bytes,
+    *,
+    by_dialler: bool,
+    dialler_hello: bytes,
+    acceptor_hello: bytes,
+    binding: bytes = b"",
+) -> bytes:
+    """HMAC-SHA256 that the dialler (or acceptor) sends; the HELLOs are whole frames. `binding` is
+    the digest of the acceptor's certificate over TLS."""
     digest = hmac.new(key, _CONTEXT, sha256)
     digest.update(b"dialler" if by_dialler else b"acceptor")
     for hello in (dialler_hello, acceptor_hello):
         digest.update(len(hello).to_bytes(4, "little") + hello)
+    if binding:
+        digest.update(b"tls-server-end-point:" + binding)
     return digest.digest()
 
 
@@ -64,6 +75,8 @@ class Terms:
     can_use: Callable[[str, Hello], bool] = lambda transport, theirs: True
     takes: Takes = "both"
     """Whose connections an acceptor takes: those of engines, of ranks (HELLO's `data`), or both."""
+    binding: Callable[[], bytes] = bytes
+    """What AUTH is bound to beside the HELLOs: of the TLS channel, once its handshake is done."""
 
 
 def common_transport(usable: Iterable[str], ours: Hello, theirs: Hello) -> str:
@@ -202,7 +215,13 @@ class Handshake:
     def _mac(self, key: bytes, *, by_dialler: bool) -> bytes:
         hellos = (self._our_hello, self._their_hello)
         dialler, acceptor = hellos if self._dialler else reversed(hellos)
-        return auth_mac(key, by_dialler=by_dialler, dialler_hello=dialler, acceptor_hello=acceptor)
+        return auth_mac(
+            key,
+            by_dialler=by_dialler,
+            dialler_hello=dialler,
+            acceptor_hello=acceptor,
+            binding=self._ours.binding(),
+        )
 
 
 def _kind(dialler: Hello) -> Takes:

@@ -36,6 +36,9 @@ class KvTransfer(ApiModel):
     asks."""
     transport: Literal["Auto", "TCP", "UDS", "SharedMemory"] = "Auto"
     """What carries the KV; Auto: the best that both engines of a pair have."""
+    encryption: Literal["None", "TLS"] = "None"
+    """TLS: what moves between engines is encrypted. It needs transport TCP and a key; each process
+    makes its own certificate, which the key vouches for."""
     same_host_path: HostPath = ""
     """Folder on each node, created if needed, where engines of one node find each other: UDS and
     SharedMemory need it in a cluster, TCP does not use it. Pod security 'restricted' forbids
@@ -88,6 +91,26 @@ class KvTransfer(ApiModel):
     )
     def _has_folder(self) -> bool:
         return self.transport not in ("UDS", "SharedMemory") or bool(self.same_host_path)
+
+    @rule(
+        "!has(self.encryption) || self.encryption == 'None' || "
+        "(has(self.transport) && self.transport == 'TCP')",
+        "TLS encrypts transport TCP alone: the others move KV through memory of the machine or by "
+        "the network card; set transport: TCP",
+        field="encryption",
+    )
+    def _is_over_tcp(self) -> bool:
+        return self.encryption == "None" or self.transport == "TCP"
+
+    @rule(
+        "!has(self.encryption) || self.encryption == 'None' || !has(self.insecure) || "
+        "!self.insecure",
+        "TLS needs the fleet's key, by which engines know each other's certificates: leave out "
+        "insecure",
+        field="encryption",
+    )
+    def _has_key_for_tls(self) -> bool:
+        return self.encryption == "None" or not self.insecure
 
     @rule(
         "!has(self.insecure) || !self.insecure || !has(self.keySecretRef)",

@@ -50,6 +50,7 @@ FLAGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "--accept-unsigned-pairs": ("switch", ()),
     "--kv-mode": ("text", ("put-async", "put", "get")),
     "--kv-transport": ("text", ("auto", "cuda_ipc", "nixl", "nccl", "shm", "uds", "tcp")),
+    "--kv-encryption": ("text", ("none", "tls")),
     "--kv-socket-dir": ("text", ()),
     "--kv-direct-free": ("float", ()),
     "--kv-buffer-size": ("share", ()),

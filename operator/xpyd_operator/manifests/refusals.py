@@ -168,6 +168,7 @@ _OWNED = {
     "--kv-advertise": "",
     "--kv-key-file": "spec.kvTransfer.keySecretRef",
     "--kv-insecure": "spec.kvTransfer.insecure",
+    "--kv-encryption": "spec.kvTransfer.encryption",
     "--kv-socket-dir": "spec.kvTransfer.sameHostPath",
 }
 """Flags that say what the rest of the fleet must know, and the field that sets each; "": none."""

@@ -136,6 +136,8 @@ def _kv_args(kv: KvTransfer, role: str) -> list[str]:
         args.append(f"--kv-mode={kv.mode.lower()}")
     if kv.transport != "Auto":
         args.append(f"--kv-transport={_TRANSPORTS[kv.transport]}")
+    if kv.encryption != "None":
+        args.append(f"--kv-encryption={kv.encryption.lower()}")
     if kv.keeps_kv(role):
         args.append(f"--kv-buffer-size={kv.buffer_size}")
         if kv.host_pool_size is not None:

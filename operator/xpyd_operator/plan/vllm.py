@@ -142,6 +142,8 @@ def _of_xpyd(spec: Spec, pool: Pool) -> dict[str, Any]:
     extra |= {"wait_s": kv.wait_seconds, "lease_s": kv.lease_seconds}
     extra["heartbeat_period_s"] = spec.heartbeat.interval_milliseconds / 1000
     extra |= _transports(kv, on_gpu=pool.resources.gpus > 0)
+    if kv.encryption != "None":
+        extra["encryption"] = kv.encryption.lower()
     if kv.mode != "PutAsync" and role == "Prefill":  # D does what P says
         extra["mode"] = _MODES[kv.mode]
     if kv.keeps_kv(role):

@@ -187,6 +187,7 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
             paths=transports.paths,
             staging=transports.staging,
             probe_room=transports.probe_room,
+            encrypted=config.kv_encrypted,
         )
         endpoints.append(endpoint)
         return endpoint

@@ -125,7 +125,13 @@ def start_rank_kv(
         landings=landings,
         give_up=give_up,
     )
-    factors = compat_factors(folder, model=model_name, revision="", kv_dtype=cache.layout.dtype)
+    factors = compat_factors(
+        folder,
+        model=model_name,
+        revision="",
+        kv_dtype=cache.layout.dtype,
+        encrypted=config.kv_encrypted,
+    )
 
     counters = EndpointCounters()
 
@@ -154,6 +160,7 @@ def start_rank_kv(
             paths=transports.paths,
             staging=transports.staging,
             probe_room=transports.probe_room,
+            encrypted=config.kv_encrypted,
         )
 
     part = build_rank(

@@ -127,7 +127,11 @@ def load(
         max_model_len = _context(config, model_config, ready)
         # Without a revision the weights' own fingerprint is in the key, which is what matters.
         factors = compat_factors(
-            folder, model=own_name(config.model, folder), revision="", kv_dtype=ready.dtype
+            folder,
+            model=own_name(config.model, folder),
+            revision="",
+            kv_dtype=ready.dtype,
+            encrypted=config.kv_encrypted,
         )
         pool = BlockManager(
             ready.executor.num_blocks,

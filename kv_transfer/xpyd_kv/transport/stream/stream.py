@@ -26,6 +26,7 @@ from xpyd_kv.transport.host.data_path import DataPath
 from xpyd_kv.transport.host.sharing import NO_CHECKSUM, Borrowing, data_of
 from xpyd_kv.transport.settings import Bounds
 from xpyd_kv.transport.stream import sockets
+from xpyd_kv.transport.stream.tls import RECORD_BYTES, TlsSocket
 from xpyd_kv.transport.stream.writer import SocketWriter
 from xpyd_kv.wire import errors
 from xpyd_kv.wire import messages as wire
@@ -115,6 +116,7 @@ class Stream:
         self._copied_bytes = 0
         self._wake_bytes = 1
         self._can_wait = sock.family != socket.AF_UNIX
+        self._tls = sock if isinstance(sock, TlsSocket) else None
 
     @property
     def address(self) -> Address | None:
@@ -154,12 +156,13 @@ class Stream:
         """Read one turn's worth. OSError, ProtocolError and the session's errors end the
         connection."""
         budget = self._bounds.turn_bytes
-        while budget > 0 and self.closing is None:
+        # The kernel does not wake us for what a TLS socket has taken from it.
+        while (budget > 0 or self.holds_more) and self.closing is None:
             if self._inward is not None and not self._may_read(self._inward):
                 self.paused_since = now
                 break
             try:
-                count, room = self._read_once(now, budget)
+                count, room = self._read_once(now, max(budget, RECORD_BYTES))
             except BlockingIOError:
                 break
             budget -= max(count, self._copied_bytes)
@@ -173,6 +176,11 @@ class Stream:
             self._wait_for_more()
 
     @property
+    def holds_more(self) -> bool:
+        """Whether bytes wait to be read that its socket is not ready for."""
+        return self._tls is not None and self._tls.holds_more
+
+    @property
     def may_have_more(self) -> bool:
         """Whether bytes may have come that were too few to wake us."""
         return self._wake_bytes > 1
@@ -183,6 +191,9 @@ class Stream:
             self.protocol.decoder.data_left if self._landing is not None and self._can_wait else 0
         )
         count = min(left + CHECKSUM_BYTES, self._bounds.wake_bytes) if left else 1
+        if self._tls is not None:
+            # The begin of a record may be inside already.
+            count = max(1, count - RECORD_BYTES)
         if count != self._wake_bytes:
             sockets.wake_at(self.sock, count)
             self._wake_bytes = count

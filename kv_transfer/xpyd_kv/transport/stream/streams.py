@@ -12,7 +12,7 @@ import math
 import socket
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from xpyd_core.errors import ProtocolError
@@ -28,6 +28,7 @@ from xpyd_kv.transport.stream import sockets
 from xpyd_kv.transport.stream.registry import MISMATCHES, Quarantine, Registry
 from xpyd_kv.transport.stream.sockets import READ, WRITE, WakeableSelector
 from xpyd_kv.transport.stream.stream import ClosedByPeerError, Stream
+from xpyd_kv.transport.stream.tls import TlsSocket
 from xpyd_kv.transport.stream.writer import DataFrame, SlowReaderError
 from xpyd_kv.wire import errors
 from xpyd_kv.wire.connection import Connection, Pulse
@@ -192,6 +193,8 @@ class Streams:
         context, times = self._context, self._context.timeouts
         without = self.registry.avoided(address, now) if address is not None else ()
         terms = context.terms(sockets.usable(sock), without, data)
+        if isinstance(sock, TlsSocket):
+            terms = replace(terms, binding=sock.binding)
         protocol = Connection(
             terms if address is None else links.of_group(terms, main, number),
             dialler=address is not None,
@@ -276,6 +279,8 @@ class Streams:
             if stream.closing is None and stream.resume():
                 self._watch(stream, READ | WRITE if stream.wants_write else READ)
                 self._wake_by(stream.due)
+                if stream.holds_more:
+                    self._ready(stream, READ, now)
             self._note_fetches(stream, now)
 
     def _note_fetches(self, stream: Stream, now: float) -> None:

@@ -25,6 +25,7 @@ from xpyd_kv.transport.devices.staging import AHEAD, Outward, Staging
 from xpyd_kv.transport.host.data_path import Lender, Rights
 from xpyd_kv.transport.host.sharing import NO_CHECKSUM, Lending, shared_of
 from xpyd_kv.transport.settings import Bounds
+from xpyd_kv.transport.stream.tls import TlsSocket
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.connection import Connection
 from xpyd_kv.wire.errors import IllegalMoveError
@@ -154,7 +155,8 @@ class SocketWriter:
                     count = self._sock.sendmsg(window, self._rights)
                     self._rights = ()
             except BlockingIOError:
-                return True
+                # Of a TLS handshake the peer's part may have to come first.
+                return not (isinstance(self._sock, TlsSocket) and self._sock.waits_to_read)
             budget -= count
             self._counters.sent_bytes += count
             if cursor is None:
