@@ -62,7 +62,7 @@ ARGUMENTS = {
 ASKED = "Return a list of"
 """The model reasons about it for 50 tokens."""
 MOST_TOKENS = 1200
-REQUEST_S = 60.0
+REQUEST_S = 120.0
 ENOUGH_EVENTS = 8
 """Of a client that had a part of its answer: more than any head has."""
 MOST_TURNS = 12

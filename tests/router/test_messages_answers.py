@@ -255,6 +255,17 @@ def test_each_status_has_anthropics_type_of_error(status: int, kind: str) -> Non
         ("continue_final_message", "continue_final_message: no", "messages: no"),
         ("stop_token_ids", "stop_token_ids: no", "stop_token_ids: no"),
         ("max_tokens", "max_tokens: too many", "max_tokens: too many"),
+        (
+            "response_format.json_schema.schema.not",
+            "response_format.json_schema.schema.not: no",
+            "output_config.format.schema.not: no",
+        ),
+        (
+            "tools[1].function.parameters.a.not",
+            "tools[1].function.parameters.a.not: no",
+            "tools[1].input_schema.a.not: no",
+        ),
+        ("tools[0].function.name", "tools[0].function.name: empty", "tools[0].name: empty"),
         (None, "no", "no"),
     ],
 )

@@ -175,6 +175,25 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+PATTERNS: list[dict[str, Any]] = [{"pattern": f"{i}.*"} for i in range(9)]
+
+
+def both(*schemas: dict[str, Any]) -> dict[str, Any]:
+    return {"allOf": list(schemas)}
+
+
+def any_in_any(patterns: list[dict[str, Any]]) -> dict[str, Any]:
+    first, *rest = patterns
+    return {**first, "anyOf": [any_in_any(rest)]} if rest else first
+
+
+def many_together() -> dict[str, Any]:
+    """Each pair of 300 references has 300 members in common."""
+    node = {"properties": {str(i): {} for i in range(300)}}
+    pairs = {str(i): both({"$ref": "#/$defs/n"}, {"title": str(i)}) for i in range(300)}
+    return {"$defs": {"n": node}, "properties": pairs}
+
+
 @pytest.mark.parametrize(
     ("schema", "place"),
     [
@@ -208,8 +227,25 @@ def nested(depth: int) -> dict[str, Any]:
         (False, "s"),
         ({"multipleOf": 0}, "s.multipleOf"),
         ({"multipleOf": 10_001}, "s.multipleOf"),
+        ({"multipleOf": 99.999}, "s.multipleOf"),
+        (both(*PATTERNS), "s"),
+        ({"pattern": "^y", "allOf": [both(*PATTERNS[:4]), both(*PATTERNS[4:8])]}, "s"),
+        (both(*({"properties": {"a": one}} for one in PATTERNS)), "s.properties.a"),
+        (both(*({"items": {"prefixItems": [one]}} for one in PATTERNS)), "s.items.prefixItems[0]"),
+        ({"$defs": {"a": both(*PATTERNS[:8])}, "$ref": "#/$defs/a", "format": "date"}, "s"),
+        (any_in_any(PATTERNS), "s"),
+        (both({"multipleOf": 9973}, {"multipleOf": 9967}), "s"),
+        (both({"items": {"multipleOf": 0.011}}, {"items": {"multipleOf": 0.997}}), "s.items"),
+        (
+            {
+                "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(900)},
+                "$ref": "#/$defs/0",
+            },
+            "s",
+        ),
+        (many_together(), "s"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_a_schema_that_cannot_be_followed_is_refused_with_the_place(
     schema: object, place: str
@@ -219,6 +255,33 @@ def test_a_schema_that_cannot_be_followed_is_refused_with_the_place(
     assert caught.value.status == 400
     assert (caught.value.param or "").startswith(place)
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        both(*PATTERNS[:8]),
+        {"anyOf": PATTERNS},
+        {"oneOf": [{"properties": {"a": one}} for one in PATTERNS]},
+        both(*({"properties": {str(i): one}} for i, one in enumerate(PATTERNS))),
+        both(*[PATTERNS[0]] * 16),
+        both({"multipleOf": 9973}, {"multipleOf": 9973}),
+        both({"$ref": "#"}, {"$ref": "#"}),
+        # A thousand million million ways to the same schema.
+        {
+            "$defs": {str(i): both(*[{"$ref": f"#/$defs/{i + 1}"}] * 2) for i in range(50)},
+            "$ref": "#/$defs/0",
+        },
+        {
+            "$defs": {"n": {"properties": {"next": {"$ref": "#/$defs/n"}, "v": PATTERNS[0]}}},
+            "allOf": [{"$ref": "#/$defs/n"}, {"properties": {"next": {"$ref": "#/$defs/n"}}}],
+        },
+        {"$ref": "#/nowhere/0/x", "allOf": [{"$ref": "elsewhere"}]},
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_holds_together_and_costs_little_is_left_to_the_compiler(schema: object) -> None:
+    assert checked_schema(schema, "s")
 
 
 CLOSED = {"additionalProperties": False}

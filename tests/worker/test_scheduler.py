@@ -8,6 +8,7 @@ import pytest
 
 from tests.worker.engine_driver import EngineDriver, make_request, prompt_of
 from tests.worker.engine_fakes import BLOCK, EOS, alone
+from tests.worker.grammar_kit import GRAMMARS, start_of
 from xpyd_worker.engine.request import SchedulerConfig
 
 
@@ -71,6 +72,19 @@ def test_a_request_that_can_never_fit_is_refused_at_once():
     assert output.choices[0].finish_reason == "error"
     assert "17 tokens" in output.error
     assert driver.executor.steps == []
+
+
+def test_a_grammar_that_breaks_ends_its_request_and_says_that_the_grammar_did():
+    driver = EngineDriver()
+    broken = start_of(GRAMMARS[0])
+    assert not broken.accept([39])
+    driver.submit(make_request("a", prompt_of(6), matchers=(broken,)))
+    driver.submit(make_request("b", prompt_of(6)))
+    driver.run()
+    output = driver.outputs["a"][-1]
+    assert (output.finished, output.error_kind) == (True, "grammar")
+    assert driver.finished("b")
+    driver.assert_all_blocks_free()
 
 
 def test_a_request_that_fills_the_whole_cache_runs():

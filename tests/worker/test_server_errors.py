@@ -106,7 +106,8 @@ async def test_a_full_queue_sends_requests_elsewhere_but_not_those_whose_kv_is_h
 
 
 @pytest.mark.parametrize(
-    ("kind", "status"), [("busy", 503), ("too_long", 400), ("kv_failed", 503), ("internal", 500)]
+    ("kind", "status"),
+    [("busy", 503), ("too_long", 400), ("kv_failed", 503), ("grammar", 400), ("internal", 500)],
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_engines_error_is_a_status_before_the_first_token(

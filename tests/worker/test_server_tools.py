@@ -344,3 +344,15 @@ async def test_tokenize_counts_what_a_chat_with_tools_has() -> None:
         await choice_of(server, **body)
         answer = await server.post("/tokenize", body)
         assert bytes(answer.json()["tokens"]).decode() == prompt_of(server)
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+async def test_a_tools_schema_that_no_grammar_follows_is_refused_by_its_place(choice: str) -> None:
+    lost: dict[str, Any] = {"$ref": "#/$defs/x"}
+    wrong = {"name": "g", "parameters": {"properties": {"a": lost}}, "strict": True}
+    async with replaying("", parsers=parsers()) as server:
+        tools = [TOOL, {"type": "function", "function": wrong}]
+        answer = await chat(server, tools=tools, tool_choice=choice)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "tools[1].function.parameters"
+        assert "/$defs/x" in answer.json()["error"]["message"]

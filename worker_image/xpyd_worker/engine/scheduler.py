@@ -259,7 +259,7 @@ class Scheduler:
         if sequence.num_computed == len(sequence.tokens):
             drawn = _samples(part, result)
             if broken := sequence.state.follow(drawn):
-                self._requests.fail(sequence.state, "internal", broken)
+                self._requests.fail(sequence.state, "grammar", broken)
                 return
             room = self._config.max_num_seqs - len(self._running)
             self._place(self._commit.commit(sequence, drawn, room))

@@ -37,7 +37,12 @@ DEADLINE_S = 5.0
 COMPILE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 # A state of a lexer takes 1 to 2 KB, and each choice has its own: patterns that need more are made
 # to explode. The other limits are the library's.
-_LIMITS: Mapping[str, Any] = {"verbose_errors": False, "max_lexer_states": 50_000}
+_LIMITS: Mapping[str, Any] = {
+    "verbose_errors": False,
+    "max_lexer_states": 50_000,
+    # An object of 1,000 members that may be left out has four for each.
+    "max_items_in_row": 5000,
+}
 _SHOWN_CHARACTERS = 300
 
 
@@ -113,6 +118,10 @@ class GrammarCompiler:
         """
         compiled = await self._compiled(grammar, target)
         if compiled.start is None:
+            for field, part in grammar.places:
+                alone = await self._compiled(Grammar(part, field), target)
+                if alone.start is None:
+                    raise refuse(field, alone.error)
             raise refuse(grammar.field, compiled.error)
         work = partial(_matchers, compiled.start, [list(ids) for ids in outputs])
         if any(len(ids) for ids in outputs):

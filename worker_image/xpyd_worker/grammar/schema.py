@@ -8,8 +8,12 @@ bounded, since compiling costs by them (docs/adr/0065).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from math import prod
 from typing import Any, cast
+from urllib.parse import unquote
 
 import msgspec
 
@@ -26,7 +30,14 @@ MAX_PROPERTIES_OF_ONE = 1000
 MAX_ALTERNATIVES = 500
 MAX_CONJUNCTS = 16
 MAX_MULTIPLE = 10_000
-"""Of multipleOf: an automaton with as many states."""
+"""Of multipleOf: an automaton with as many states. A fraction has as many as its digits say."""
+MAX_PATTERNS_AT_ONCE = 8
+"""Patterns and formats that one text has to fit. Their intersection costs by powers of two: with 16
+a second, with 32 a thread is lost."""
+_MAX_CONJOINED = 50_000
+"""Schemas and members that are looked at for what holds together: some tens of milliseconds."""
+_MAX_REFERENCES = 200
+"""Of one to the next."""
 _SHOWN_PLACE = 200
 _MOST_REFS = 8
 """Behind each other, from an alternative of oneOf to its schema."""
@@ -92,6 +103,7 @@ def checked_schema(schema: object, field: str, *, closed: bool = False) -> str:
     properties = sum(len(node.get("properties", ())) for _, node in nodes)
     if properties > MAX_PROPERTIES:
         raise refuse(field, f"at most {MAX_PROPERTIES} properties, got {properties}")
+    _Conjunctions(cast("object", schema)).check(nodes)
     close = "all" if closed else "open" if _may_be_closed(nodes) else ""
     try:
         text = msgspec.json.encode(_normal(cast("object", schema), close))
@@ -139,7 +151,7 @@ def _check_node(node: Mapping[str, Any], place: str) -> None:
     for names, is_right, what in (
         (_COUNTS, _is_count, "a whole number from 0 on"),
         (_NUMBERS, _is_number, "a number"),
-        (("multipleOf",), _is_step, f"a number above 0, at most {MAX_MULTIPLE}"),
+        (("multipleOf",), _is_step, f"above 0, at most {MAX_MULTIPLE}, of 4 digits"),
         (_TEXTS, _is_text, "a text"),
         (("required",), _is_texts, "a list of texts"),
         (("type",), _is_type, f"one of {', '.join(sorted(_TYPES))}, or a list of these"),
@@ -165,7 +177,14 @@ def _is_number(value: object) -> bool:
 
 
 def _is_step(value: object) -> bool:
-    return _is_number(value) and 0 < cast("float", value) <= MAX_MULTIPLE
+    is_step = _is_number(value) and 0 < cast("float", value) <= MAX_MULTIPLE
+    return is_step and _states_of(cast("float", value)) <= MAX_MULTIPLE
+
+
+def _states_of(step: float) -> int:
+    """The digits of a multipleOf as a number: 99.99 costs as much as 9999."""
+    digits = Decimal(repr(step)).normalize().as_tuple().digits
+    return int("".join(map(str, digits)))
 
 
 def _is_text(value: object) -> bool:
@@ -266,6 +285,127 @@ def _behind_refs(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
             cast("dict[str, Any]", part).get(found[2]) if found and isinstance(part, dict) else None
         )
     return {}
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What holds for one value: expressions of a text, steps of a number, schemas of members by
+    which ones they are. Of alternatives that which asks for the most counts."""
+
+    texts: frozenset[str] = frozenset()
+    steps: frozenset[float] = frozenset()
+    members: Mapping[str, Mapping[int, object]] = field(
+        default_factory=dict[str, Mapping[int, object]]
+    )
+    """The schemas by their identity: one that holds twice costs once."""
+
+    @property
+    def states(self) -> int:
+        """Of a number's automaton."""
+        return prod(map(_states_of, self.steps))
+
+    def together(self, other: _Held) -> _Held:
+        """Both."""
+        members = dict(self.members)
+        for where, some in other.members.items():
+            members[where] = {**members.get(where, {}), **some}
+        return _Held(self.texts | other.texts, self.steps | other.steps, members)
+
+
+class _Conjunctions:
+    """Schemas that hold for one value together: `allOf`, what a `$ref` stands beside, a part of
+    `anyOf` beside others, and members that several of these name. The compiler intersects them, at
+    a cost that grows by powers."""
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+        self._left = _MAX_CONJOINED
+        self._held: dict[int, _Held] = {}
+        self._seen = set[frozenset[int]]()
+
+    def check(self, nodes: Iterable[tuple[str, dict[str, Any]]]) -> None:
+        """ApiError 400 for what would cost too much."""
+        for place, node in nodes:
+            if node.keys() & {"allOf", "anyOf", "oneOf", "$ref"}:
+                self._check({id(node): node}, place)
+
+    def _check(self, together: Mapping[int, object], place: str) -> None:
+        todo = [(together, place)]
+        while todo:
+            together, where = todo.pop()
+            if len(where) > _SHOWN_PLACE:
+                where = f"{place}...{where[-_SHOWN_PLACE // 2 :]}"
+            if (group := frozenset(together)) in self._seen:
+                continue
+            self._seen.add(group)
+            held = _Held()
+            for node in together.values():
+                held = held.together(self._of(node, where))
+            if len(held.texts) > MAX_PATTERNS_AT_ONCE:
+                most = f"at most {MAX_PATTERNS_AT_ONCE} patterns and formats"
+                raise refuse(where, f"{most} hold for one text, got {len(held.texts)}")
+            if held.states > MAX_MULTIPLE:
+                most = f"at most {MAX_MULTIPLE} as a product"
+                raise refuse(where, f"multipleOf that hold for one number: {most}")
+            todo += [(some, f"{where}.{of}") for of, some in held.members.items() if len(some) > 1]
+
+    def _of(self, node: object, place: str, depth: int = 0) -> _Held:
+        if not isinstance(node, dict):
+            return _Held()
+        found = cast("dict[str, Any]", node)
+        known = self._held.get(id(found))
+        if known is not None:
+            return known
+        self._held[id(found)] = held = _own(found)  # of what refers to itself
+        self._left -= 1 + len(held.members)
+        if depth > _MAX_REFERENCES or self._left < 0:
+            raise refuse(place, "too many schemas hold for one value; write fewer")
+        for one in (*found.get("allOf", ()), self._target(found)):
+            more = self._of(one, place, depth + 1)
+            self._left -= len(more.members)
+            held = held.together(more)
+        for keyword in ("anyOf", "oneOf"):
+            parts = [self._of(one, place, depth + 1) for one in found.get(keyword, ())]
+            held = held.together(self._most(parts))
+        self._held[id(found)] = held
+        return held
+
+    def _most(self, parts: Sequence[_Held]) -> _Held:
+        texts = max((one.texts for one in parts), key=len, default=frozenset[str]())
+        states = max(parts, key=lambda one: one.states, default=_Held())
+        members: dict[str, Mapping[int, object]] = {}
+        for one in parts:
+            self._left -= len(one.members)
+            for where, some in one.members.items():
+                members[where] = max(members.get(where, {}), some, key=len)
+        return _Held(texts, states.steps, members)
+
+    def _target(self, node: Mapping[str, Any]) -> object:
+        """What a `$ref` into this document refers to; None where there is none."""
+        path = node.get("$ref")
+        if not isinstance(path, str) or not path.startswith("#"):
+            return None
+        found: Any = self._root
+        for part in path.removeprefix("#").split("/")[1:]:
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict):
+                found = cast("dict[str, Any]", found).get(name)
+            elif isinstance(found, list) and name.isdecimal():
+                found = dict(enumerate(cast("list[Any]", found))).get(int(name))
+            else:
+                return None
+        return found
+
+
+def _own(node: Mapping[str, Any]) -> _Held:
+    texts = {f"{name} {node[name]}" for name in ("pattern", "format") if name in node}
+    steps = {node["multipleOf"]} if "multipleOf" in node else set[float]()
+    members = [(name, node[name]) for name in _ONE if name in node]
+    members += [(f"prefixItems[{i}]", one) for i, one in enumerate(node.get("prefixItems", ()))]
+    for keyword in ("properties", "patternProperties"):
+        members += [(f"{keyword}.{name}", one) for name, one in node.get(keyword, {}).items()]
+    by_place = {where: {id(one): one} for where, one in members}
+    return _Held(frozenset(texts), frozenset(steps), by_place)
 
 
 def _may_be_closed(nodes: list[tuple[str, dict[str, Any]]]) -> bool:

@@ -99,10 +99,12 @@ Part = Text | Json | Pattern | Rules | Until | AnyText | Concat | OneOf | Repeat
 @dataclass(frozen=True)
 class Grammar:
     """What a whole answer must look like. `field` is the request's field that asks for it: errors
-    name it. Equal grammars are compiled once."""
+    name it. `places`: parts that other fields ask for; where one of them alone cannot be compiled,
+    errors name its field. Equal grammars are compiled once."""
 
     root: Part
     field: str = "response_format"
+    places: tuple[tuple[str, Part], ...] = ()
 
     def after_reasoning(self, end: str, *, start: str = "") -> Grammar:
         """This grammar behind a reasoning that ends with `end`, such as `</think>`.
