@@ -13,7 +13,15 @@ from tests.worker.grammar_kit import BYTES, compiler_of, matchers_of
 from tests.worker.server_fakes import until
 from xpyd_core.errors import ApiError
 from xpyd_worker.grammar.compiler import MAX_WAITING, MOST_ENTRIES, GrammarCompiler, Target
-from xpyd_worker.grammar.spec import Grammar, Pattern, Rules, Text, json_schema_part
+from xpyd_worker.grammar.render import render
+from xpyd_worker.grammar.spec import (
+    Grammar,
+    Pattern,
+    Rules,
+    Text,
+    json_schema_part,
+    repeated,
+)
 
 TARGET = BYTES.target()
 
@@ -173,3 +181,12 @@ def test_each_of_as_many_members_as_an_object_may_have_can_be_left_out() -> None
     for said in (b'{"7": "a"', b', "998": ""', b"}"):
         assert matcher.accept(said), matcher.error
     assert matcher.is_finished
+
+
+def test_the_schema_of_several_calls_is_compiled_once() -> None:
+    part = json_schema_part({"type": "object", "properties": {"a": {"type": "integer"}}}, "x")
+    calls = repeated(part, least=1, most=8, separator=";")
+    assert render(calls, {}).count('"json_schema"') == 1
+    (matcher,) = matchers_of(Grammar(calls))
+    assert matcher.accept(b'{"a": 1};{"a": 23};{}'), matcher.error
+    assert matcher.is_accepting

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -13,7 +15,7 @@ from tests.worker.server_fakes import EOS, Running
 from tests.worker.test_parsers import PARIS, hermes, llama
 from tests.worker.test_server_answers import client_of, events_of
 from tests.worker.test_server_pair import PAIR
-from xpyd_worker.parsers.registry import REASONING_FAMILIES, TOOL_FAMILIES, Parsers
+from xpyd_worker.parsers.registry import REASONING_FAMILIES, TOOL_FAMILIES, Parsers, ToolFamily
 
 USER = {"role": "user", "content": "hi"}
 TOOL: dict[str, Any] = {
@@ -344,6 +346,29 @@ async def test_tokenize_counts_what_a_chat_with_tools_has() -> None:
         await choice_of(server, **body)
         answer = await server.post("/tokenize", body)
         assert bytes(answer.json()["tokens"]).decode() == prompt_of(server)
+
+
+@dataclass(frozen=True)
+class Watched(ToolFamily):
+    """Hermes, whose grammar says in which thread it is made."""
+
+    threads: list[int] = field(default_factory=list[int])
+
+    def object_of(self, name: str, arguments: Any) -> Any:
+        self.threads.append(threading.get_ident())
+        return super().object_of(name, arguments)
+
+
+async def test_long_schemas_of_tools_are_read_beside_the_loop() -> None:
+    family = Watched(**vars(TOOL_FAMILIES["hermes"]))
+    many = {str(i): {"type": "string", "description": "x" * 100} for i in range(500)}
+    async with replaying("", parsers=Parsers(family, None, "hermes")) as server:
+        for members, is_here in ((1, True), (500, False)):
+            schema = {"type": "object", "properties": dict([*many.items()][:members])}
+            tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+            family.threads.clear()
+            await chat(server, tools=tools, tool_choice="required", max_tokens=1)
+            assert [one == threading.get_ident() for one in family.threads] == [is_here]
 
 
 @pytest.mark.parametrize("choice", ["required", "auto"])

@@ -46,6 +46,7 @@ class _Writer:
         self.lines: list[str] = []
         self.grammars: list[dict[str, Any]] = []
         self._special = special
+        self._schemas: dict[Json, str] = {}
         longest_first = sorted((one for one in special if one), key=len, reverse=True)
         self._split = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
@@ -55,7 +56,10 @@ class _Writer:
             case Text(text):
                 return self._sequence(text)
             case Json():
-                return self._grammar({"json_schema": _schema(part)})
+                # The schema of one call is that of the next.
+                if part not in self._schemas:
+                    self._schemas[part] = self._grammar({"json_schema": _schema(part)})
+                return self._schemas[part]
             case Pattern(regex):
                 return self._terminal(f"/{_regex(regex)}/")
             case Rules(text):

@@ -8,7 +8,7 @@ bounded, since compiling costs by them (docs/adr/0065).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from math import prod
@@ -148,15 +148,7 @@ def _check_node(node: Mapping[str, Any], place: str) -> None:
     for keyword in _UNSUPPORTED & node.keys():
         if keyword != "uniqueItems" or node[keyword] is not False:
             raise refuse(f"{place}.{keyword}", "this keyword is not supported")
-    for names, is_right, what in (
-        (_COUNTS, _is_count, "a whole number from 0 on"),
-        (_NUMBERS, _is_number, "a number"),
-        (("multipleOf",), _is_step, f"above 0, at most {MAX_MULTIPLE}, of 4 digits"),
-        (_TEXTS, _is_text, "a text"),
-        (("required",), _is_texts, "a list of texts"),
-        (("type",), _is_type, f"one of {', '.join(sorted(_TYPES))}, or a list of these"),
-        (("enum",), _is_enum, f"a list of 1 to {MAX_ENUM} values"),
-    ):
+    for names, is_right, what in _CHECKS:
         for keyword in names:
             if keyword in node and not is_right(node[keyword]):
                 raise refuse(f"{place}.{keyword}", f"expected {what}")
@@ -202,6 +194,17 @@ def _is_type(value: object) -> bool:
 
 def _is_enum(value: object) -> bool:
     return isinstance(value, list) and 1 <= len(cast("list[object]", value)) <= MAX_ENUM
+
+
+_CHECKS: tuple[tuple[tuple[str, ...], Callable[[object], bool], str], ...] = (
+    (_COUNTS, _is_count, "a whole number from 0 on"),
+    (_NUMBERS, _is_number, "a number"),
+    (("multipleOf",), _is_step, f"above 0, at most {MAX_MULTIPLE}, of 4 digits"),
+    (_TEXTS, _is_text, "a text"),
+    (("required",), _is_texts, "a list of texts"),
+    (("type",), _is_type, f"one of {', '.join(sorted(_TYPES))}, or a list of these"),
+    (("enum",), _is_enum, f"a list of 1 to {MAX_ENUM} values"),
+)
 
 
 def _children(node: Mapping[str, Any], place: str) -> Iterator[tuple[str, object]]:

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from xpyd_worker.server.telemetry.otel import OtlpTracer
 
 _log = logging.getLogger(__name__)
+_INLINE_TOOLS_BYTES = 32 * 1024
+"""A chat's body up to which schemas of its tools are checked on the loop: some milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +255,9 @@ async def _chat_jobs(service: Service, request_id: RequestId, call: ChatCall) ->
         ids = await chat_ids(service, call.conversation, truncate=options.truncate)
     if options.chat is not None:
         end, parsers = service.model.prompt_end(ids), service.model.parsers
-        grammar = chat_grammar(options.chat, parsers, end, options.grammar)
+        read = partial(chat_grammar, options.chat, parsers, end, options.grammar)
+        is_short = 0 < (request.content_length or 0) <= _INLINE_TOOLS_BYTES
+        grammar = await service.threads.run(read, is_short=is_short)
         options = replace(options, grammar=grammar)
     jobs = make_jobs(
         service,

@@ -238,7 +238,7 @@ def chat_grammar(
     is_free = options.choice == "auto" and asked is None
     if is_free and not any(tool.strict for tool in options.tools):
         return None
-    tools = [] if options.choice == "none" else _callables(options)
+    tools = [] if options.choice == "none" else _callables(options, family)
     if is_free:
         may_think = thinks if start == "either" else None
         grammar = Grammar(_free_or_calls(options, family, tools, may_think), "tools")
@@ -289,7 +289,7 @@ class _Callable:
     arguments: Part
 
 
-def _callables(options: ChatOptions) -> list[_Callable]:
+def _callables(options: ChatOptions, family: ToolFamily) -> list[_Callable]:
     found: list[_Callable] = []
     for index, tool in enumerate(options.tools):
         if options.named in ("", tool.name):
