@@ -354,9 +354,9 @@ class Watched(ToolFamily):
 
     threads: list[int] = field(default_factory=list[int])
 
-    def object_of(self, name: str, arguments: Any) -> Any:
+    def call_of(self, name: str, arguments: Any) -> Any:
         self.threads.append(threading.get_ident())
-        return super().object_of(name, arguments)
+        return super().call_of(name, arguments)
 
 
 async def test_long_schemas_of_tools_are_read_beside_the_loop() -> None:

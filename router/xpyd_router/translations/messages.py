@@ -18,7 +18,6 @@ from xpyd_core.errors import ApiError
 from xpyd_core.openai import MAX_NAME_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS
 from xpyd_core.openai import MAX_TOKENS as _MOST_TOKENS
 from xpyd_router.translations.messages_answers import (
-    THREADS_UNSUPPORTED,
     MessageEvents,
     message_of,
     refusal_body,
@@ -105,7 +104,10 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     thread: Annotated[
         msgspec.Raw,
-        field("Not served here: no conversations are kept. Clients then send all messages."),
+        field(
+            "Not served here: no conversations are kept. Clients then send all messages.",
+            type="null",
+        ),
     ] = unread()
     speed: Annotated[Literal["standard"] | None, field("There is one speed.")] = None
     # No meaning here: prefixes are cached without a mark, and a router edits no history.
@@ -193,7 +195,8 @@ def _own_names() -> Generator[None]:
     try:
         yield
     except ApiError as error:
-        raise ApiError(error.status, error.message, code=error.code) from error
+        error.param = None
+        raise
 
 
 def _chat(request: MessagesRequest) -> bytes:
@@ -230,7 +233,7 @@ def _prompt(request: CountRequest) -> Members:
         raise ApiError(
             400,
             "thread: no conversations are kept here; send all messages with each request",
-            code=THREADS_UNSUPPORTED,
+            code="thread_unsupported_request",
         )
     made: Members = [("model", orjson.dumps(request.model))]
     messages, is_continued = messages_of(request.system, request.messages)

@@ -36,7 +36,7 @@ _NAMES: Sequence[tuple[str, str]] = (
     (r"user", "metadata.user_id"),
 )
 """Fields of a chat, and what the client called them."""
-THREADS_UNSUPPORTED = "thread_unsupported_request"
+_NO_THREADS = "thread_unsupported_request"
 """The code by which Anthropic's clients learn to send the whole history."""
 _OVERLOADED = frozenset({"no_instances", "queue_timeout", "queue_full", "displaced"})
 
@@ -44,7 +44,7 @@ _OVERLOADED = frozenset({"no_instances", "queue_timeout", "queue_full", "displac
 def refusal_body(error: ChatError, request_id: str) -> bytes:
     """The body of an answer that says `error`."""
     said: Json = {"type": _kind(error), "message": _said(error)}
-    if error.code == THREADS_UNSUPPORTED:
+    if error.code == _NO_THREADS:
         said["details"] = {"error_code": error.code, "unsupported": ["thread"]}
     return orjson.dumps({"type": "error", "error": said, "request_id": request_id or None})
 
