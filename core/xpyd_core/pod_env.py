@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from xpyd_core.errors import UserError
@@ -47,6 +47,8 @@ class PodEnv:
     kv_port: int = KV_PORT
     discovery: tuple[Address, ...] = ()
     kv_key_file: Path | None = None
+    api_key: str = field(default="", repr=False)
+    """A key of clients: routers accept it, clients send it."""
     fleet: str = ""
     pool: str = ""
     instance: str = ""
@@ -100,6 +102,7 @@ def read_pod_env(environ: Mapping[str, str] | None = None) -> PodEnv:
         kv_port=_port(environ, "XPYD_KV_PORT", KV_PORT),
         discovery=parse_discovery(environ.get("XPYD_DISCOVERY", "")),
         kv_key_file=Path(key_file) if key_file else None,
+        api_key=environ.get("XPYD_API_KEY", ""),
         fleet=environ.get("XPYD_FLEET", ""),
         pool=environ.get("XPYD_POOL", ""),
         instance=environ.get("XPYD_INSTANCE", ""),

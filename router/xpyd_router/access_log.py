@@ -29,6 +29,8 @@ class Trace(msgspec.Struct):
     """The client's X-Request-Id."""
     trace_id: str = ""
     """The trace id of the client's traceparent."""
+    key: str = ""
+    """The name of the client's key."""
     body_bytes: int = 0
     model: str = ""
     response_id: str = ""
@@ -88,6 +90,7 @@ class Trace(msgspec.Struct):
             "response": self.response_id,
             "trace": self.trace_id,
             "client_id": self.client_id,
+            "key": self.key,
             "kv": self.kv,
             "kv_cause": self.kv and self.kv_cause,
         }
@@ -159,6 +162,7 @@ def as_words(trace: Trace, now_s: float) -> str:
         line += f" trace={trace.trace_id}"
     if trace.client_id:
         line += f" client_id={_word(trace.client_id)}"
+    line += f" key={trace.key}" if trace.key else ""
     line += _kv_words(trace.kv, trace.kv_cause)
     if trace.failures:
         line += f" failures={','.join(trace.failures)}"

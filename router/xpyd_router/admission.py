@@ -2,9 +2,10 @@
 
 `Gate` decides: a request that leaves hands its place to the first in the queue, and a new request
 queues behind those that wait unless its priority is higher. So a large request at the head is never
-overtaken by smaller ones of its priority. A request larger than a limit counts as the whole limit:
-it runs alone. Priorities are strict and do not age, as in engines that schedule by priority (vLLM):
-a request keeps one meaning on its whole way, and its deadline bounds how long it waits.
+overtaken by smaller ones of its key and priority. Which key is next says `fair_queue`; with several
+processes each of them shares its own places so. A request larger than a limit counts as the whole
+limit: it runs alone. Priorities are strict and do not age, as in engines that schedule by priority
+(vLLM): a request keeps one meaning on its whole way, and its deadline bounds how long it waits.
 
 `Admission` is the asyncio side: waiting tasks, their deadlines and refusals. Several router
 processes share a table with one row of counts each. A process writes its own row and reads the
@@ -16,30 +17,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-from bisect import bisect_left, insort
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Final, Generic, Literal
 
 import msgspec
 
 from xpyd_core.bodies import is_absent, read
 from xpyd_core.errors import ApiError
+from xpyd_router.fair_queue import Cost, E, Entry, FairQueue, Flow
 from xpyd_router.metrics import RouterMetrics
 
 _CLASSES = {"high": -100, "normal": 0, "low": 100}
 PRIORITY_HEADER = "X-Xpyd-Priority"
-
-
-class Cost(NamedTuple):
-    """What one request takes of the limits while it runs, and of the line while it waits."""
-
-    requests: int = 1
-    tokens: int = 0
-    """Prompt and allowed output, counted or estimated."""
-    body_bytes: int = 0
-    """What it holds of memory while it waits."""
 
 
 @dataclass(frozen=True)
@@ -82,68 +72,6 @@ def _bounded(value: int) -> int:
     return max(-(2**63), min(value, 2**63 - 1))
 
 
-@dataclass(eq=False)
-class Entry:
-    """One request that waits. `priority`: lower is earlier."""
-
-    cost: Cost
-    priority: int
-
-
-E = TypeVar("E", bound=Entry)
-
-
-class WaitingQueue(Generic[E]):
-    """Add, first, last and remove in O(log n), but for one memmove of the distinct priorities."""
-
-    def __init__(self) -> None:
-        self._by_priority: dict[int, OrderedDict[E, None]] = {}
-        self._priorities: list[int] = []
-        self._entries = 0
-        self._bytes = 0
-
-    def __len__(self) -> int:
-        return self._entries
-
-    @property
-    def held_bytes(self) -> int:
-        """Bodies of all waiting requests."""
-        return self._bytes
-
-    @property
-    def first(self) -> E:
-        """Whose turn it is. The line must not be empty."""
-        return next(iter(self._by_priority[self._priorities[0]]))
-
-    @property
-    def last(self) -> E:
-        """The newest of the lowest priority. The line must not be empty."""
-        return next(reversed(self._by_priority[self._priorities[-1]]))
-
-    def add(self, entry: E) -> None:
-        """Add the entry behind the others of its priority."""
-        same = self._by_priority.get(entry.priority)
-        if same is None:
-            same = self._by_priority[entry.priority] = OrderedDict()
-            insort(self._priorities, entry.priority)
-        same[entry] = None
-        self._entries += 1
-        self._bytes += entry.cost.body_bytes
-
-    def remove(self, entry: E) -> bool:
-        """Whether the request waited in the queue."""
-        same = self._by_priority.get(entry.priority)
-        if same is None or entry not in same:
-            return False
-        del same[entry]
-        if not same:
-            del self._by_priority[entry.priority]
-            del self._priorities[bisect_left(self._priorities, entry.priority)]
-        self._entries -= 1
-        self._bytes -= entry.cost.body_bytes
-        return True
-
-
 COLUMNS = 4
 REQUESTS, TOKENS, WAITING, WAITING_BYTES = range(COLUMNS)
 """Columns of a row: requests and tokens in flight, requests in line, and their bodies."""
@@ -167,7 +95,7 @@ class Gate(Generic[E]):
         self._limits = limits
         self._row = row
         self._others = others
-        self._queue = WaitingQueue[E]()
+        self._queue = FairQueue[E]()
         self.is_limited: Final = bool(limits.requests or limits.tokens)
         self._most_requests: float = limits.requests or math.inf
         self._most_tokens: float = limits.tokens or math.inf
@@ -192,10 +120,12 @@ class Gate(Generic[E]):
         requests, tokens = min(cost.requests, most.requests), min(cost.tokens, most.tokens)
         return cost._replace(requests=requests, tokens=tokens)
 
-    def enter(self, cost: Cost, priority: int) -> bool:
+    def enter(self, cost: Cost, priority: int, flow: Flow) -> bool:
         """Take a place now; False where the request has to line up."""
-        if self.is_limited and (self._must_wait(priority) or not self._has_room(cost)):
-            return False
+        if self.is_limited:
+            if self._must_wait(priority) or not self._has_room(cost):
+                return False
+            self._queue.charge(flow, cost.tokens)
         self._row[REQUESTS] += cost.requests
         self._row[TOKENS] += cost.tokens
         return True
@@ -203,13 +133,14 @@ class Gate(Generic[E]):
     def enqueue(self, entry: E) -> tuple[bool, E | None]:
         """Whether `entry` is in the queue now, and the entry that it displaced.
 
-        A full line takes an entry of higher priority in the place of its last one, if that makes
-        room: else a line full of batch work would shut out what is urgent.
+        A full line takes an entry of higher priority, or of a flow that has less in it, in the
+        place of its last one, if that makes room: else a line full of batch work would shut out
+        what is urgent, and one key's flood all others.
         """
         if self._fits_queue(entry.cost, self._queue.held_bytes, len(self._queue)):
             self._add(entry)
             return True, None
-        if not self._queue or self._queue.last.priority <= entry.priority:
+        if not self._queue or not self._queue.gives_way(self._queue.last, entry):
             return False, None
         last = self._queue.last
         left_bytes = self._queue.held_bytes - last.cost.body_bytes
@@ -235,13 +166,22 @@ class Gate(Generic[E]):
             self.remove(entry)
             self._row[REQUESTS] += entry.cost.requests
             self._row[TOKENS] += entry.cost.tokens
+            self._queue.charge(entry.flow, entry.cost.tokens)
             admitted.append(entry)
         return admitted
 
-    def leave(self, cost: Cost, held_s: float | None) -> None:
-        """Give back a place; None for one that was not used. Call `admit` then."""
+    def is_first(self, entry: E) -> bool:
+        """Whether it is the turn of `entry`, which is in the queue."""
+        return self._queue.first is entry
+
+    def leave(self, cost: Cost, held_s: float | None, flow: Flow, used: int | None = None) -> None:
+        """Give back a place; `held_s` None for one that was not used. Call `admit` then. `used`:
+        the tokens that the request took; None: as many as it cost.
+        """
         self._row[REQUESTS] -= cost.requests
         self._row[TOKENS] -= cost.tokens
+        if self.is_limited and (used is not None or held_s is None):
+            self._queue.settle(flow, cost.tokens, used or 0)
         if held_s is None:
             return
         mean_s = self._mean_s
@@ -295,7 +235,8 @@ _REFUSALS: dict[RejectReason, tuple[int, str, str]] = {
     "displaced": (
         429,
         "displaced",
-        "too many requests: one of higher priority took this one's place in the full queue",
+        "too many requests: one of higher priority, or of a client with fewer that wait, took this "
+        "one's place in the full queue",
     ),
     "timeout": (503, "queue_timeout", "the router is busy: no place became free in time"),
 }
@@ -305,17 +246,20 @@ _REFUSALS: dict[RejectReason, tuple[int, str, str]] = {
 class Ticket:
     """A place. Its holder calls `leave` once it is not needed; a second call does nothing."""
 
-    _gives_back: Callable[[Cost, float], None] | None
+    _gives_back: Callable[[Cost, float, Flow, int | None], None] | None
     _cost: Cost
     _since_s: float
+    _flow: Flow
     queue_s: float = 0.0
     """How long the request waited for it; 0.0 for not at all."""
+    used: int | None = None
+    """Tokens that the request took, once they are known."""
 
     def leave(self) -> None:
         """Give the place to the next in line."""
         gives_back, self._gives_back = self._gives_back, None
         if gives_back is not None:
-            gives_back(self._cost, self._since_s)
+            gives_back(self._cost, self._since_s, self._flow, self.used)
 
 
 @dataclass(eq=False)
@@ -343,6 +287,8 @@ class Admission:
         self._row: Row = [0] * COLUMNS if row is None else row
         self._gate = Gate[_Waiter](limits, self._row, others)
         self._give_back = self._leave
+        self._everyone = Flow()
+        """Of requests without a key."""
         self._tick: asyncio.TimerHandle | None = None
         metrics.queue_length.set_function(lambda: self._gate.waiting)
         metrics.tokens_in_flight.set_function(lambda: self._row[TOKENS])
@@ -365,32 +311,41 @@ class Admission:
     def at_once(self, cost: Cost) -> Ticket | None:
         """A place where nothing limits any; else `enter`."""
         cost = self._gate.bounded(cost)
-        if self._gate.is_limited or not self._gate.enter(cost, 0):
+        if self._gate.is_limited or not self._gate.enter(cost, 0, self._everyone):
             return None
-        return Ticket(self._give_back, cost, self._clock())
+        return Ticket(self._give_back, cost, self._clock(), self._everyone)
 
-    async def enter(self, cost: Cost, *, priority: int = 0, deadline_s: float = math.inf) -> Ticket:
-        """A place, at once or when it is this request's turn; lower priorities are earlier.
+    async def enter(
+        self,
+        cost: Cost,
+        *,
+        priority: int = 0,
+        deadline_s: float = math.inf,
+        flow: Flow | None = None,
+    ) -> Ticket:
+        """A place, at once or when it is this request's turn; lower priorities are earlier. `flow`:
+        that of its key, if it has one.
 
         `deadline_s`: when the request itself ends, on the router's clock. Raises ApiError: 429
         where the line is full, 503 where the turn did not come in time. Cancelled, it has no place.
         """
         now_s = self._clock()
-        cost = self._gate.bounded(cost)
-        if self._gate.enter(cost, priority):
-            return Ticket(self._give_back, cost, now_s)
-        return await self._wait(
-            cost, priority, min(deadline_s - now_s, self._limits.queue_timeout_s)
-        )
+        cost, flow = self._gate.bounded(cost), flow or self._everyone
+        if self._gate.enter(cost, priority, flow):
+            return Ticket(self._give_back, cost, now_s, flow)
+        left_s = min(deadline_s - now_s, self._limits.queue_timeout_s)
+        waiter = _Waiter(cost, priority, flow, asyncio.get_running_loop().create_future())
+        return await self._wait(waiter, left_s)
 
-    async def _wait(self, cost: Cost, priority: int, left_s: float) -> Ticket:
+    async def _wait(self, waiter: _Waiter, left_s: float) -> Ticket:
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(cost, priority, loop.create_future())
         is_queued, displaced = self._gate.enqueue(waiter)
         if displaced is not None:
             _resolve(displaced, "displaced")
         if not is_queued:
             raise self._refusal("full")
+        if self._gate.is_first(waiter):
+            self._admit()  # before one of another key for which there is no room
         if self._gate.is_shared and self._tick is None:
             self._tick = loop.call_later(_TICK_S, self._on_tick)
         since_s = self._clock()
@@ -406,12 +361,12 @@ class Admission:
             self._metrics.queue_seconds.observe(now_s - since_s)
         if word != "admitted":
             raise self._refusal(word)
-        ticket = Ticket(self._give_back, cost, now_s)
+        ticket = Ticket(self._give_back, waiter.cost, now_s, waiter.flow)
         ticket.queue_s = now_s - since_s
         return ticket
 
-    def _leave(self, cost: Cost, since_s: float) -> None:
-        self._gate.leave(cost, self._clock() - since_s)
+    def _leave(self, cost: Cost, since_s: float, flow: Flow, used: int | None) -> None:
+        self._gate.leave(cost, self._clock() - since_s, flow, used)
         if self._row[WAITING]:
             self._admit()
 
@@ -428,7 +383,7 @@ class Admission:
     def _abandon(self, waiter: _Waiter) -> None:
         """The client left; it may have got its place already."""
         if waiter.has_place:
-            self._gate.leave(waiter.cost, held_s=None)
+            self._gate.leave(waiter.cost, None, waiter.flow)
         else:
             self._gate.remove(waiter)
         self._admit()

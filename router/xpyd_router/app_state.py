@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -19,6 +19,8 @@ from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.instances import InstanceKey
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.view import FleetView
+from xpyd_router.keys.ring import KeyRing
+from xpyd_router.keys.watch import Audit, KeyWatch
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.pairs import PairPolicy
 
@@ -91,6 +93,35 @@ class LocalControl:
 
 
 @dataclass
+class Keys:
+    """The client keys of one process."""
+
+    ring: KeyRing
+    watch: KeyWatch
+    audit: Audit
+
+
+def open_keys(
+    config: RouterConfig,
+    metrics: RouterMetrics,
+    clock: Callable[[], float],
+    rows: tuple[memoryview, Sequence[memoryview]] | None = None,
+) -> Keys | None:
+    """The client keys, not read yet; None where clients need none. `rows`: see KeyRing."""
+    if not config.needs_keys:
+        return None
+    ring = KeyRing(clock, rows)
+    watch = KeyWatch(
+        ring,
+        metrics.keys,
+        path=config.api_key_file,
+        api_keys=config.api_keys,
+        peers=config.peers,
+    )
+    return Keys(ring, watch, Audit(metrics.keys, clock))
+
+
+@dataclass
 class AppState:
     """See the module. `is_draining` is set at SIGTERM."""
 
@@ -107,6 +138,8 @@ class AppState:
     """The fleet's keys; the first one signs."""
     admin_keys: tuple[bytes, ...] = field(repr=False)
     """Keys that open /admin; none: /admin is closed."""
+    client_keys: Keys | None
+    """What clients need; None: they need no key."""
     created: int
     """Unix time of the start: `created` of the models."""
     started_s: float

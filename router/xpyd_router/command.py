@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 from pathlib import Path
 from types import FrameType
@@ -19,6 +20,7 @@ from xpyd_router.admission import AdmissionLimits
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
 from xpyd_router.fleet.listed import parse_listed
+from xpyd_router.keys.lines import MAX_KEY_BYTES
 from xpyd_router.policy.base import ON_NO_PREFILL, Slo
 from xpyd_router.request.client_request import MAX_SLO_MS, check_forwarded_names
 
@@ -93,6 +95,27 @@ def _add_fleet(flags: _Flags, default: RouterConfig) -> None:
         type=Path,
         metavar="FILE",
         help="keys that open /admin, one per line (default: /admin is closed)",
+    )
+    add(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="keys of clients, as `xpyd key new` makes its lines; read again when it changes "
+        "(default: clients need no key)",
+    )
+    add(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="a key of clients itself, without limits; may be repeated (default: XPYD_API_KEY)",
+    )
+    add(
+        "--peers",
+        default="",
+        metavar="NAME",
+        help="a DNS name with one address for each router: limits of client keys are divided by "
+        "their number (default: this router has them alone)",
     )
     add(
         "--static-instance",
@@ -240,6 +263,9 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         kv_insecure=args.kv_insecure,
         accept_unsigned_beats=args.accept_unsigned_beats,
         admin_key_file=args.admin_key_file,
+        api_key_file=args.api_key_file,
+        api_keys=tuple(args.api_key or ([env.api_key] if env.api_key else [])),
+        peers=args.peers,
         static_instances=parse_listed(args.static_instance),
         heartbeat_interval_s=args.heartbeat_interval_ms / 1000,
         missed_beats=args.missed_beats,
@@ -277,6 +303,16 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         logs_json=args.log_format == "json",
     )
     checks = {
+        f"--api-key: expected 1 to {MAX_KEY_BYTES} printable characters without spaces": all(
+            re.fullmatch(rf"[!-~]{{1,{MAX_KEY_BYTES}}}", key) for key in config.api_keys
+        ),
+        "--forward-header: with client keys, engines do not get authorization and x-api-key": (
+            not config.needs_keys
+            or not {"authorization", "x-api-key"} & {n.lower() for n in config.forward_headers}
+        ),
+        "--peers: needs client keys, whose limits routers share": (
+            config.needs_keys or not config.peers
+        ),
         "--max-open-body-bytes: expected three times --max-body-bytes at least": (
             config.max_open_body_bytes >= 3 * config.max_body_bytes
         ),

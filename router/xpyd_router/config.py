@@ -40,6 +40,13 @@ class RouterConfig:
     """Take beats without the key's signature, too; a fleet without a secret does so anyway."""
     admin_key_file: Path | None = None
     """Keys that open /admin; None: it is closed."""
+    api_key_file: Path | None = None
+    """Hashes of the keys that clients need; None, and no `api_keys`: they need none."""
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Such keys themselves."""
+    peers: str = ""
+    """A DNS name with an address for each router of the fleet, which share the keys' limits; empty:
+    this one has them alone."""
     heartbeat_interval_s: float = HEARTBEAT_PERIOD_S
     """Period assumed for engines whose beat does not say one (vLLM)."""
     static_instances: tuple[ListedInstance, ...] = ()
@@ -89,3 +96,8 @@ class RouterConfig:
     """Whether each request has a log line."""
     logs_json: bool = False
     """Whether the access log is JSON lines."""
+
+    @property
+    def needs_keys(self) -> bool:
+        """Whether clients need a key."""
+        return self.api_key_file is not None or bool(self.api_keys)

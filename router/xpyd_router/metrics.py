@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from xpyd_router.errors import FailureCause
 from xpyd_router.fleet.instances import Instance, ShownState, Standing
+from xpyd_router.key_metrics import KeyTable
 from xpyd_router.request_metrics import (
     PHASES,
     Exposition,
@@ -37,6 +38,7 @@ class RouterMetrics:
         self.instances = InstanceTable(clock)
         self.kv = KvTable()
         self.objectives = ObjectiveTable()
+        self.keys = KeyTable()
         self._registry = CollectorRegistry()
         self.errors = self._counter(
             "errors", "Failed calls to engines and broken streams", "phase", "cause"
@@ -117,6 +119,7 @@ class RouterMetrics:
         self.instances.write(out)
         self.kv.write(out)
         self.objectives.write(out)
+        self.keys.write(out)
         return generate_latest(self._registry) + out.text()
 
 

@@ -28,7 +28,7 @@ from xpyd_core.listen import inherited, listen
 from xpyd_core.request_id import Address
 from xpyd_router.access_log import AccessLog
 from xpyd_router.admission import Admission
-from xpyd_router.app_state import AppState, LocalControl
+from xpyd_router.app_state import AppState, LocalControl, open_keys
 from xpyd_router.config import RouterConfig
 from xpyd_router.discovery.asker import Asker
 from xpyd_router.discovery.discovery import Discovery
@@ -137,6 +137,9 @@ async def open_router(
     metrics = RouterMetrics(clock)
     loads = LoadTable()
     fleet = FleetView(make_registry(config), clock, loads, config.health)
+    client_keys = open_keys(config, metrics, clock)
+    if client_keys is not None:
+        client_keys.watch.load()
     state = AppState(
         config=config,
         fleet=fleet,
@@ -150,6 +153,7 @@ async def open_router(
         ),
         keys=keys,
         admin_keys=admin_keys,
+        client_keys=client_keys,
         created=int(time.time()),
         started_s=clock(),
         clock=clock,

@@ -16,11 +16,11 @@ from xpyd_router.admission import (
     PRIORITY_HEADER,
     Admission,
     AdmissionLimits,
-    Cost,
     Row,
     Ticket,
     read_priority,
 )
+from xpyd_router.fair_queue import Cost
 from xpyd_router.metrics import RouterMetrics
 
 pytestmark = pytest.mark.usefixtures("virtual_loop")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.router.test_router_upstream_bytes import Parsed
 from xpyd_router.access_log import Trace
-from xpyd_router.http.inference import DirectSink, UnframedSink
+from xpyd_router.http.direct import DirectSink, UnframedSink
 from xpyd_router.request.answers import scrub
 from xpyd_router.request.relay import CHUNK_LINES, KNOWN_LINES, ClientStream, Relay, size_in
 from xpyd_router.upstream.connection import EngineConnection, Exchange

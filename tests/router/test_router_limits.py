@@ -25,7 +25,8 @@ from tests.router.fakes import (
     serve_model,
     until,
 )
-from xpyd_router.admission import AdmissionLimits, Cost
+from xpyd_router.admission import AdmissionLimits
+from xpyd_router.fair_queue import Cost
 from xpyd_router.http.inference import cost_of
 from xpyd_router.request.client_request import parse_request
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
 from datetime import UTC, datetime
 from functools import cache
@@ -31,8 +31,9 @@ from xpyd_router.app_state import AppState
 from xpyd_router.errors import unknown_model
 from xpyd_router.fleet.instances import Instance
 from xpyd_router.fleet.view import FleetView, WithoutKv
-from xpyd_router.http.asgi import AsgiApp
+from xpyd_router.http.asgi import AsgiApp, Scope
 from xpyd_router.http.inference import Inference
+from xpyd_router.http.keyed import owner_of
 from xpyd_router.http.openapi.document import openapi_document
 from xpyd_router.http.shapes import (
     AdminInstance,
@@ -290,18 +291,22 @@ def _add_models(app: Quart, app_state: AppState) -> None:
             created_at=created.strftime("%Y-%m-%dT%H:%M:%SZ"),
         )
 
+    def shown(names: Iterable[str]) -> list[str]:
+        owner = owner_of(cast(Scope, request.scope))
+        return list(names) if owner is None else owner.only(names)
+
     @app.get("/v1/models")
     async def models() -> Response:
-        names = app_state.fleet.snapshot.models
+        names = shown(app_state.fleet.snapshot.models)
         first, last = (names[0], names[-1]) if names else (None, None)
         data = [describe(name) for name in names]
         return json_reply(ModelList(data=data, first_id=first, last_id=last))
 
     @app.get("/v1/models/<path:name>")
     async def model(name: str) -> Response:
-        if name in app_state.fleet.snapshot.models:
+        if name in shown(app_state.fleet.snapshot.models):
             return json_reply(describe(name))
-        return error_reply(unknown_model(name, app_state.fleet.snapshot.known_models))
+        return error_reply(unknown_model(name, shown(app_state.fleet.snapshot.known_models)))
 
     _ = models, model
 

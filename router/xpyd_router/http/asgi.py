@@ -167,6 +167,8 @@ def refusal(
         answer = answer._replace(body=body, content_type="application/json")
     headers: list[Header] = [(b"content-type", answer.content_type.encode("latin-1"))]
     headers += id_headers(name, api)
+    if answer.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     if answer.retry_after is not None:
         headers.append((b"retry-after", answer.retry_after.encode("latin-1")))
     return answer, headers

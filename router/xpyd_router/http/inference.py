@@ -12,18 +12,18 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from http import HTTPStatus
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
-from xpyd_core.bodies import BodyBudget, BodyBuffer, BodyCharge
+from xpyd_core.bodies import BodyBudget, BodyCharge
 from xpyd_core.errors import ApiError
 from xpyd_core.http_head import with_one_slash
 from xpyd_router.access_log import Trace
-from xpyd_router.admission import PRIORITY_HEADER, Cost, Ticket, read_priority
+from xpyd_router.admission import PRIORITY_HEADER, Ticket, read_priority
 from xpyd_router.app_state import AppState
-from xpyd_router.errors import EngineRefused
+from xpyd_router.errors import Answer, EngineRefused
+from xpyd_router.fair_queue import Cost
 from xpyd_router.http.asgi import (
     AsgiApp,
     AsgiSink,
@@ -38,179 +38,16 @@ from xpyd_router.http.asgi import (
     send_answer,
     watch_client,
 )
+from xpyd_router.http.direct import DirectRequest, DirectSink
+from xpyd_router.http.keyed import Hold, check_model, client_of, owner_of, stamp
 from xpyd_router.http.translated import TranslatedStream, read_request, translated
+from xpyd_router.keys.ring import Client, Refused
 from xpyd_router.request.client_request import ClientHead, HeadReader, InferenceRequest
 from xpyd_router.request.flow import Flow
-from xpyd_router.request.relay import CHUNK_LINES, KNOWN_LINES, ClientStream, Header, do_nothing
+from xpyd_router.request.relay import ClientStream, Header
 from xpyd_router.request.state import RequestState
-from xpyd_router.translations import ROUTES
+from xpyd_router.translations import ROUTES, api_at
 from xpyd_router.translations.seam import Api, Translation
-
-
-@dataclass(slots=True, eq=False)
-class DirectRequest:
-    """A request that is served without ASGI. It takes the place of uvicorn's `cycle`, with the
-    names that uvicorn reads there.
-    """
-
-    endpoint: str
-    """See translations.ROUTES."""
-    headers: list[Header]
-    began_s: float
-    keep_alive: bool
-    takes_chunks: bool
-    """Whether the client takes chunks; HTTP/1.0 has none: the connection's end ends a stream."""
-    body: BodyBuffer = field(default_factory=BodyBuffer)
-    charge: BodyCharge | None = None
-    """What its body is charged with; None for a short one."""
-    response_complete: bool = False
-    disconnected: bool = False
-
-    def take(self, part: bytes) -> None:
-        """A part of the body came; it is dropped where there is no room for it."""
-        if self.charge is None or self.charge.take(len(part)):
-            self.body.add(part)
-        else:
-            self.body.take()
-
-    @property
-    def message_event(self) -> DirectRequest:
-        """uvicorn wakes its cycle by it; nothing waits here."""
-        return self
-
-    def set(self) -> None:
-        """See message_event."""
-
-
-class Connected(Protocol):
-    """What DirectSink needs of the connection: ClientProtocol has it, which imports this module."""
-
-    transport: asyncio.Transport
-
-    def answered(self) -> None:
-        """A response is whole on the wire: the connection may go on to the next request."""
-        ...
-
-    @property
-    def keeps_alive(self) -> bool:
-        """Whether the connection outlives this response."""
-        ...
-
-    @property
-    def common_head(self) -> bytes:
-        """Header lines of every response, such as the date."""
-        ...
-
-
-def _status_line(status: int) -> bytes:
-    try:
-        phrase = HTTPStatus(status).phrase
-    except ValueError:
-        phrase = ""
-    return f"HTTP/1.1 {status} {phrase}\r\n".encode("ascii")
-
-
-_STATUS_LINES = {status: _status_line(status) for status in range(200, 600)}
-
-
-class DirectSink:
-    """Writes HTTP/1.1 to the client's transport: nothing between an engine's bytes and it."""
-
-    def __init__(self, connection: Connected) -> None:
-        self._connection = connection
-        self._write = connection.transport.write
-        self.on_lost: Callable[[], object] = do_nothing
-        self.on_pause: Callable[[], None] = do_nothing
-        self.on_resume: Callable[[], None] = do_nothing
-        self.is_paused = False
-        self.is_lost = False
-
-    @property
-    def write_frame(self) -> Callable[[bytes], None] | None:
-        """See Sink. Not an attribute: it would refer back, and a sink is made for each request."""
-        return self._write_frame
-
-    def whole(self, status: int, headers: Sequence[Header], body: bytes) -> None:
-        """See Sink."""
-        if not self.is_lost:
-            length = b"content-length: %d\r\n\r\n" % len(body)
-            self._write(b"".join((self._head(status, headers), length, body)))
-            self._connection.answered()
-
-    def start(self, status: int, headers: Sequence[Header]) -> None:
-        """See Sink."""
-        if not self.is_lost:
-            self._write(self._head(status, headers) + b"transfer-encoding: chunked\r\n\r\n")
-
-    def write(self, data: bytes) -> None:
-        """See Sink."""
-        if not self.is_lost:
-            size = len(data)
-            line = CHUNK_LINES[size] if size < KNOWN_LINES else b"%x\r\n" % size
-            self._write(b"".join((line, data, b"\r\n")))
-
-    def _write_frame(self, frame: bytes) -> None:
-        if not self.is_lost:
-            self._write(frame)
-
-    def end(self) -> None:
-        """See Sink."""
-        if not self.is_lost:
-            self._write(b"0\r\n\r\n")
-            self._connection.answered()
-
-    def cut(self) -> None:
-        """See Sink."""
-        self._connection.transport.abort()
-
-    # What the connection does.
-
-    def pause(self) -> None:
-        """The transport's buffer is full."""
-        self.is_paused = True
-        self.on_pause()
-
-    def resume(self) -> None:
-        """The transport's buffer has room again."""
-        self.is_paused = False
-        self.on_resume()
-
-    def lose(self) -> None:
-        """The client is gone."""
-        if not self.is_lost:
-            self.is_lost = True
-            self.on_lost()
-
-    def _head(self, status: int, headers: Sequence[Header]) -> bytes:
-        lines = [_STATUS_LINES[status], self._connection.common_head]
-        for name, value in headers:
-            lines += (name, b": ", value, b"\r\n")
-        if not self._connection.keeps_alive:
-            lines.append(b"connection: close\r\n")
-        return b"".join(lines)
-
-
-class UnframedSink(DirectSink):
-    """A sink for HTTP/1.0 clients: the end of the connection is the end of a stream."""
-
-    @property
-    def write_frame(self) -> None:
-        """See Sink."""
-
-    def start(self, status: int, headers: Sequence[Header]) -> None:
-        """See Sink."""
-        if not self.is_lost:
-            self._write(self._head(status, headers) + b"\r\n")
-
-    def write(self, data: bytes) -> None:
-        """See Sink."""
-        if not self.is_lost:
-            self._write(data)
-
-    def end(self) -> None:
-        """See Sink."""
-        if not self.is_lost:
-            self._connection.answered()
 
 
 def cost_of(request: InferenceRequest, prompt_tokens: int) -> Cost:
@@ -257,6 +94,28 @@ _STREAM_HEADERS: list[Header] = [
 ]
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    """What one request holds; `end` gives all of it back."""
+
+    trace: Trace
+    sink: DirectSink | AsgiSink
+    charge: BodyCharge | None
+    owner: Client | None
+    held: Hold | None
+    ticket: Ticket | None = None
+    client: ClientStream | None = None
+
+    def end(self) -> None:
+        if self.held is not None:
+            self.held.leave(self.ticket)
+        if self.ticket is not None:
+            self.ticket.leave()
+        if self.client is not None:
+            self.client.close()
+            self.trace.sent_bytes = self.client.sent_bytes
+
+
 class Inference:
     """See the module: the application that uvicorn gets. It answers POSTs to the inference routes,
     and leaves `app` the rest. Knows no engine; every error is OpenAI's JSON, or that of one of
@@ -282,12 +141,16 @@ class Inference:
         self.bodies = bodies
         self._reader = reader
         self._loop = asyncio.get_running_loop()
+        self.keys = state.client_keys
         self.now_s = state.clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         if scope["type"] == "http":
             scope = with_one_slash(scope)
+            if self.keys is not None and (error := await client_of(scope, self.keys)) is not None:
+                await self._turn_away(scope, send, error)
+                return
         if scope["type"] == "http" and scope["method"] == "POST":
             endpoint = _ROUTES.get(scope["path"])
             if endpoint is not None:
@@ -302,24 +165,52 @@ class Inference:
         status = _CLIENT_CLOSED
         try:
             body, charge = request.body.take(), request.charge
-            status = await self._answer(trace, body, request.headers, sink, charge)
+            status = await self._answer(trace, body, request.headers, sink, charge, request.client)
         finally:
             if request.charge is not None:
                 request.charge.end()
             self._finish(trace, status)
 
-    def broke_off(self, request: DirectRequest, sink: DirectSink | None) -> None:
-        """Refuse, through `sink`, a request whose body came too late; None: its client left."""
+    def broke_off(
+        self, request: DirectRequest, sink: DirectSink | None, error: ApiError | None = None
+    ) -> None:
+        """Refuse, through `sink`, a request whose body was not read: for `error`, else since it
+        came too late. `sink` None: its client left."""
         trace, status = Trace(request.endpoint, request.began_s), _CLIENT_CLOSED
         self._app_state.metrics.requests.began()
         if request.charge is not None:
             request.charge.end()
         if sink is not None:
             name, api = self._heads.read(request.headers).request_id, self._apis.get(trace.endpoint)
-            answer, headers = refusal(late_body(), name, api)
+            answer, headers = refusal(error or late_body(), name, api)
             status, trace.sent_bytes = answer.status, len(answer.body)
             sink.whole(answer.status, headers, answer.body)
         self._finish(trace, status)
+
+    def deny(
+        self,
+        request: DirectRequest,
+        sink: DirectSink,
+        error: ApiError,
+        address: tuple[str, int] | None,
+    ) -> None:
+        """Refuse a request for its key; nothing of its body is read."""
+        if self.keys is not None and isinstance(error, Refused):
+            host = address[0] if address else "-"
+            self.keys.audit.refused(error.reason, f"/v1/{request.endpoint}", host)
+        self.broke_off(request, sink, error)
+
+    async def _turn_away(self, scope: Scope, send: Send, error: ApiError) -> None:
+        """Refuse a request without a key that counts; nothing of its body is read."""
+        endpoint = _ROUTES.get(scope["path"]) if scope["method"] == "POST" else None
+        name, api = self._heads.read(scope["headers"]).request_id, api_at(scope["path"], self._apis)
+        answer, headers = refusal(error, name, api)
+        if endpoint is not None:
+            trace = Trace(endpoint, self._app_state.clock())
+            trace.sent_bytes = len(answer.body)
+            self._app_state.metrics.requests.began()
+            self._finish(trace, error.status)
+        await send_answer(send, answer, headers)
 
     async def serve(self, endpoint: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one POST; the access log line is written at its last byte."""
@@ -359,7 +250,8 @@ class Inference:
         watch = asyncio.create_task(watch_client(receive, sink))
         pump = asyncio.create_task(sink.run())
         try:
-            status = await self._answer(trace, body, scope["headers"], sink, charge)
+            owner = owner_of(scope)
+            status = await self._answer(trace, body, scope["headers"], sink, charge, owner)
             if not sink.is_lost:
                 await pump
             return status
@@ -379,29 +271,25 @@ class Inference:
         headers_in: Sequence[Header],
         sink: DirectSink | AsgiSink,
         charge: BodyCharge | None,
+        owner: Client | None,
     ) -> int:
-        flow, api = self._flow, self._apis.get(trace.endpoint)
+        api = self._apis.get(trace.endpoint)
         head = self._heads.read(headers_in)
         client_id = head.request_id
         trace.client_id, trace.trace_id = client_id.decode("ascii"), head.trace_id
         trace.body_bytes = len(body)
-        client: ClientStream | None = None
-        ticket: Ticket | None = None
+        call = _Call(trace, sink, charge, owner, None if owner is None else Hold(owner, trace))
         try:
             if head.complaint is not None:
                 raise head.complaint
-            request, translation = await self._read(api, trace, body, charge)
-            state = self._begin(api, request, trace, head)
-            ticket = self._at_once(state) or await self._enter(state, headers_in)
-            names = id_headers(client_id or trace.response_id.encode(), api)
-            if state.request.stream:
-                client = self._stream_to(sink, names, state, translation)
-                await flow.stream(state, client)
+            found = await self._serve_call(call, api, body, head, headers_in)
+            if found is None:
                 return 200
-            answer = translated(translation, await flow.whole(state))
-            headers = [(b"content-type", answer.content_type.encode("latin-1")), *names]
+            answer, headers = found
         except (ApiError, EngineRefused) as error:
             answer, headers = refusal(error, client_id or trace.response_id.encode(), api)
+            if call.held is not None:
+                call.held.refused(headers)
         except asyncio.CancelledError:
             if not sink.is_lost:
                 sink.cut()
@@ -409,7 +297,7 @@ class Inference:
             return _CLIENT_CLOSED
         except Exception:
             logger.exception("request failed", extra={"request": trace.request or "-"})
-            if client is not None and client.has_begun:
+            if call.client is not None and call.client.has_begun:
                 sink.cut()
                 return 500
             answer, headers = refusal(
@@ -418,14 +306,40 @@ class Inference:
                 api,
             )
         finally:
-            if ticket is not None:
-                ticket.leave()
-            if client is not None:
-                client.close()
-                trace.sent_bytes = client.sent_bytes
+            call.end()
         trace.sent_bytes = len(answer.body)
         sink.whole(answer.status, headers, answer.body)
         return answer.status
+
+    async def _serve_call(
+        self,
+        call: _Call,
+        api: Api | None,
+        body: bytes,
+        head: ClientHead,
+        headers_in: Sequence[Header],
+    ) -> tuple[Answer, list[Header]] | None:
+        """The whole answer and its headers; None for a stream, which is written."""
+        flow, trace, owner = self._flow, call.trace, call.owner
+        request, translation = await self._read(api, call, body)
+        if owner is not None:
+            check_model(owner, request.model, self._app_state.fleet.snapshot)
+        state = self._begin(api, request, trace, head)
+        if flow.counts_tokens:
+            await flow.count(state)
+        cost = cost_of(request, state.prompt_tokens)
+        names = id_headers(head.request_id or trace.response_id.encode(), api)
+        if call.held is not None:
+            call.held.take(cost, names)
+        call.ticket = self._app_state.admission.at_once(cost) or await self._enter(
+            state, cost, headers_in, owner
+        )
+        if state.request.stream:
+            call.client = self._stream_to(call.sink, names, state, translation)
+            await flow.stream(state, call.client)
+            return None
+        answer = translated(translation, await flow.whole(state))
+        return answer, [(b"content-type", answer.content_type.encode("latin-1")), *names]
 
     def _begin(
         self, api: Api | None, request: InferenceRequest, trace: Trace, head: ClientHead
@@ -448,37 +362,40 @@ class Inference:
         return TranslatedStream(sink, headers, state, clock, events=translation.events())
 
     async def _read(
-        self, api: Api | None, trace: Trace, body: bytes, charge: BodyCharge | None
+        self, api: Api | None, call: _Call, body: bytes
     ) -> tuple[InferenceRequest, Translation | None]:
-        """The request, once there is room for the copies of its body; of `api`, as a chat."""
+        """The request, once there is room for the copies of its body; of `api`, as a chat. With
+        what its key adds to it."""
+        charge, owner = call.charge, call.owner
         if charge is not None:
-            copies = _COPIES if api is None else _COPIES + 1
+            copies = _COPIES + (api is not None) + (owner is not None)
             charge.take_more(copies * len(body))
             charge.check()
-        read = partial(read_request, api, trace.endpoint)
+        read = partial(read_request, api, call.trace.endpoint)
+        if owner is not None:
+            read = partial(_read_of, owner, read)
         if len(body) <= INLINE_BYTES:
             return read(body)
         waiting = [body]
         del body
         return await read_on(self._reader, read, waiting)
 
-    def _at_once(self, state: RequestState) -> Ticket | None:
-        if self._flow.counts_tokens:
-            return None
-        return self._app_state.admission.at_once(cost_of(state.request, state.prompt_tokens))
-
-    async def _enter(self, state: RequestState, headers: Sequence[Header]) -> Ticket:
-        """The request's place, for which it may have to wait; counted before, where it is."""
-        if self._flow.counts_tokens:
-            await self._flow.count(state)
+    async def _enter(
+        self, state: RequestState, cost: Cost, headers: Sequence[Header], owner: Client | None
+    ) -> Ticket:
+        """The request's place, for which it may have to wait."""
         admission, request, priority = self._app_state.admission, state.request, 0
         if admission.is_limited:
             priority = read_priority(
                 request.members.priority, _header(headers, _PRIORITY).decode("latin-1")
             )
+            if owner is not None:
+                priority = max(priority, owner.priority)
             state.trace.priority = priority
-        cost = cost_of(request, state.prompt_tokens)
-        ticket = await admission.enter(cost, priority=priority, deadline_s=state.deadline_s)
+        flow = None if owner is None else owner.flow
+        ticket = await admission.enter(
+            cost, priority=priority, deadline_s=state.deadline_s, flow=flow
+        )
         state.trace.queue_s += ticket.queue_s
         return ticket
 
@@ -487,7 +404,19 @@ class Inference:
         now_s = app_state.clock()
         trace.status = status
         app_state.metrics.requests.ended(trace, status, now_s)
+        if trace.key:
+            app_state.metrics.keys.ended(trace, status)
         app_state.access_log.add(trace, status, now_s)
+
+
+def _read_of(
+    owner: Client,
+    read: Callable[[bytes], tuple[InferenceRequest, Translation | None]],
+    body: bytes,
+) -> tuple[InferenceRequest, Translation | None]:
+    """What `read` finds in the body of a request of `owner`, as engines get it."""
+    request, translation = read(body)
+    return stamp(owner, request), translation
 
 
 def _header(headers: Sequence[Header], wanted: bytes) -> bytes:

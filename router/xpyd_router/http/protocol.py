@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, cast
 
@@ -29,8 +28,9 @@ from xpyd_core.bodies import BodyCharge
 from xpyd_core.errors import ApiError
 from xpyd_core.http_head import Chunks, head_fault, one_slash
 from xpyd_router.http.asgi import BODY_DEADLINE_S
-from xpyd_router.http.inference import DirectRequest, DirectSink, Inference, UnframedSink
-from xpyd_router.http.lingering import Lingering
+from xpyd_router.http.direct import DirectRequest, DirectSink, UnframedSink, usual_size
+from xpyd_router.http.inference import Inference
+from xpyd_router.http.lingering import CycleTransport, Lingering
 from xpyd_router.http.text_calls import TEXT_ROUTES
 from xpyd_router.translations import ROUTES, TARGETS
 
@@ -46,22 +46,10 @@ _CHARGED_BYTES = 16 * 1024
 """A body of at most so much is not charged to the budget of open bodies."""
 _FRAMING = (b"content-length", b"transfer-encoding")
 _ENGINES_PATHS = frozenset((*(f"/v1/{route}" for route in ROUTES), *TEXT_ROUTES))
-_UNUSUAL = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
 _logger = logging.getLogger("uvicorn.error.clients")
 # One per request that is none: strangers would fill the log. Errors pass.
 _logger.addFilter(lambda record: record.levelno != logging.WARNING)
 _common: tuple[object, bytes] = (None, b"")
-
-
-class CycleTransport(asyncio.Transport):
-    """The part of a transport that uvicorn's request cycle uses, whose `close` is another's."""
-
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        super().__init__()
-        self._transport = transport
-        self.write = transport.write
-        self.is_closing = transport.is_closing
-        self.close = close
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> None:
@@ -99,6 +87,8 @@ class ClientProtocol(HttpToolsProtocol):
     """
     _fault = ""
     """What is wrong with the head, or the chunk, that is here."""
+    _denied: ApiError | None = None
+    """Why the request whose head is here is refused for its key."""
     _is_lingering = False
     """All of the answers is written; see `Lingering`."""
     _body_timer: asyncio.TimerHandle | None = None
@@ -177,6 +167,8 @@ class ClientProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer = _cancelled(self._head_timer)
         if self._app is not None and self._is_direct(self._app):
+            if self._denied is not None:
+                raise ValueError  # as above: nothing behind this head is read
             return
         if not self._is_busy:  # with pipelining a read has chunks of several bodies
             self._chunks = Chunks()
@@ -320,22 +312,22 @@ class ClientProtocol(HttpToolsProtocol):
         version = parser.get_http_version()
         if parser.get_method() != b"POST" or version not in ("1.1", "1.0"):
             return False
-        size = b""
-        for name, value in self.headers:
-            if name == b"content-length":
-                size = value
-            elif name in _UNUSUAL:
-                return False
-        if not size.isdigit() or int(size) > app.max_body_bytes:
+        size = usual_size(self.headers)
+        if size is None or size > app.max_body_bytes:
             return False
-        is_long = int(size) > _CHARGED_BYTES
+        client = None if app.keys is None else app.keys.ring.find(self.headers)
+        if client is None and app.keys is not None:
+            return False  # only `verify` can say
+        self._denied = client if isinstance(client, ApiError) else None
+        is_long = size > _CHARGED_BYTES and self._denied is None
         takes_chunks = version == "1.1"
         direct = DirectRequest(
             endpoint,
             self.headers,
             app.now_s(),
-            keep_alive=takes_chunks and parser.should_keep_alive(),
+            keep_alive=takes_chunks and parser.should_keep_alive() and self._denied is None,
             takes_chunks=takes_chunks,
+            client=None if isinstance(client, ApiError) else client,
             charge=BodyCharge(app.bodies, app.max_body_bytes) if is_long else None,
         )
         self._direct = direct
@@ -405,7 +397,11 @@ class ClientProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         # uvicorn calls it for what its parser refuses.
-        if self._fault == _TOO_LONG:
+        direct, denied = self._direct, self._denied
+        if denied is not None and direct is not None and self._app is not None:
+            self._denied = None
+            self._app.deny(direct, DirectSink(self), denied, self.client)
+        elif self._fault == _TOO_LONG:
             self._refuse_head()
         else:
             self._refuse(400, self._fault or "this is not valid HTTP/1.1")

@@ -273,6 +273,8 @@ async def open_serving(
         )
     )
     own = [one.run() for one in (tokens, objectives) if one is not None]
+    if state.client_keys is not None:
+        own.append(state.client_keys.watch.run())
     if (trim := trimmer()) is not None:
         own.append(trim_after_bursts(lambda: state.metrics.requests.in_flight, trim))
     try:
@@ -281,6 +283,8 @@ async def open_serving(
     finally:
         await asyncio.gather(releases.close(), *([tokens.close()] if tokens else []))
         await upstream.close()
+        if state.client_keys is not None:
+            state.client_keys.ring.close()
         reader.shutdown(wait=False, cancel_futures=True)
         state.access_log.flush()
 

@@ -42,6 +42,8 @@ from xpyd_router.http.asgi import (
     send_answer,
 )
 from xpyd_router.http.inference import INLINE_BYTES, read_on
+from xpyd_router.http.keyed import check_model, owner_of
+from xpyd_router.keys.ring import Client
 from xpyd_router.request.answers import scrub
 from xpyd_router.request.client_request import TEXT_PATHS, ClientHead, HeadReader
 from xpyd_router.request.relay import Header
@@ -122,7 +124,11 @@ class TextCalls:
                 raise ApiError(503, "too many texts are being tokenized", retry_after_s=1)
             self._open += 1
             try:
-                work = self._ask(path, body, head) if api is None else self._count(api, body, head)
+                owner = owner_of(scope)
+                if api is None:
+                    work = self._ask(path, body, head, owner)
+                else:
+                    work = self._count(api, body, head, owner)
                 answer = await _until_left(work, receive)
             finally:
                 self._open -= 1
@@ -136,25 +142,27 @@ class TextCalls:
         headers = [(b"content-type", answer.content_type.encode("latin-1"))]
         return answer, [*headers, *id_headers(name, api)]
 
-    async def _count(self, api: Api, body: bytes, head: ClientHead) -> Answer:
+    async def _count(self, api: Api, body: bytes, head: ClientHead, owner: Client | None) -> Answer:
         """The answer to a request for the count of a prompt's tokens."""
         if len(body) <= INLINE_BYTES:
             asked = api.tokenize_body(body)
         else:
             asked = await read_on(self._reader, api.tokenize_body, [body])
-        answer = await self._ask("/tokenize", asked, head)
+        answer = await self._ask("/tokenize", asked, head, owner)
         try:
             return answer._replace(body=api.count_body(tokens_of(answer.body)))
         except ProtocolError as error:
             logger.warning("/tokenize failed: %s", error)
             raise ApiError(502, "the instances failed", code="upstream_failed") from error
 
-    async def _ask(self, path: str, body: bytes, head: ClientHead) -> Answer:
+    async def _ask(self, path: str, body: bytes, head: ClientHead, owner: Client | None) -> Answer:
         """The answer of the first instance that gives one."""
         if len(body) <= INLINE_BYTES:
             model = _model_in(body)
         else:
             model = await read_on(self._reader, _model_in, [body])
+        if owner is not None:
+            check_model(owner, model or "", self._fleet.snapshot)
         found = _candidates(self._fleet.snapshot, model)
         first = next(self._turns) % len(found)
         deadline_s = self._clock() + self._config.request_timeout_s

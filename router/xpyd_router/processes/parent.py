@@ -22,6 +22,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.listen import other_loopback
 from xpyd_router.config import RouterConfig
 from xpyd_router.http.server import running
+from xpyd_router.keys.watch import keys_of, read_key_file
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.processes.events import (
     AskMetrics,
@@ -133,6 +134,8 @@ class ParentProcess:
         self._config = replace(config, port=self.http_port)
         self._inherited = reserved[0] if config.listen_fd is not None else None
         self._keys, self._admin_keys = read_secrets(config)
+        if config.api_key_file is not None:  # the workers read it; a mistake ends the start
+            keys_of(read_key_file(config.api_key_file), config.api_keys, config.api_key_file)
         self._created, self._started_s = int(time.time()), time.monotonic()
         self._rows = map_rows(memory, config.processes)
         self.fleet = ParentView(make_registry(config), time.monotonic, config.health, self._publish)

@@ -1,9 +1,10 @@
 """Counters that all processes read, and loads that count what the other workers have in flight.
 
 Each process has one row in shared memory, written by it alone: its place in the limits (columns of
-`admission.Gate`), and for each slot what it has in flight on the instance there, and how many of
-those requests met the death of an instance. A cell is an int64 at a multiple of eight bytes: it is
-read and written whole. Nothing is locked: a sum may be of two moments some microseconds apart.
+`admission.Gate`), the use of each client key (columns of `keys.ring`), and for each slot what it
+has in flight on the instance there, and how many of those requests met the death of an instance. A
+cell is an int64 at a multiple of eight bytes: it is read and written whole. Nothing is locked: a
+sum may be of two moments some microseconds apart.
 
 A worker's own calls count at once, those of others as of the last `refresh`: a moment old.
 """
@@ -19,6 +20,7 @@ from xpyd_core.messages import Heartbeat
 from xpyd_router.admission import COLUMNS
 from xpyd_router.fleet.instances import MAX_INSTANCES, InstanceKey
 from xpyd_router.fleet.loads import Load, LoadTable, Work
+from xpyd_router.keys.ring import KEY_COLUMNS, KEY_SLOTS
 
 SLOTS = MAX_INSTANCES + 1024
 """More than instances: a slot that became free rests, till every worker has noticed."""
@@ -26,7 +28,8 @@ _SLOT_CELLS = 4
 SUSPECTS = 3
 """The cell behind a slot's Work: requests that met a death and are tried there."""
 _HEAD_CELLS = 8
-_ROW_CELLS = _HEAD_CELLS + SLOTS * _SLOT_CELLS
+_KEYS_AT = _HEAD_CELLS + SLOTS * _SLOT_CELLS
+_ROW_CELLS = _KEYS_AT + KEY_SLOTS * KEY_COLUMNS
 CELL_BYTES = 8
 
 
@@ -51,6 +54,14 @@ class Rows:
     def other_admissions(self, number: int) -> list[memoryview]:
         """The limits' part of all other rows."""
         return [row[:COLUMNS] for row in self.others(number)]
+
+    def keys(self, number: int) -> memoryview:
+        """The part of a row that limits of client keys use."""
+        return self._rows[number][_KEYS_AT:]
+
+    def other_keys(self, number: int) -> list[memoryview]:
+        """That part of all other rows."""
+        return [row[_KEYS_AT:] for row in self.others(number)]
 
     def row(self, number: int) -> memoryview:
         """A whole row."""

@@ -27,7 +27,8 @@ from xpyd_core.listen import inherited, listen
 from xpyd_core.logs import set_up_logging
 from xpyd_router.access_log import AccessLog, write_stderr
 from xpyd_router.admission import Admission
-from xpyd_router.app_state import AppState
+from xpyd_router.app_state import AppState, Keys, open_keys
+from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.instances import InstanceKey
 from xpyd_router.http.server import BACKLOG, Serving, make_policy, open_serving
 from xpyd_router.metrics import RouterMetrics
@@ -200,6 +201,14 @@ class Worker:
             channel.close()
         return 1 if self._is_orphan else 0
 
+    def _open_keys(self, config: RouterConfig, metrics: RouterMetrics) -> Keys | None:
+        rows = (self._rows.keys(self._number), self._rows.other_keys(self._number))
+        client_keys = open_keys(config, metrics, time.monotonic, rows)
+        if client_keys is not None:
+            # Where the file has become unusable since the parent saw it, nobody has a key.
+            client_keys.watch.try_load()
+        return client_keys
+
     async def _serve(self, welcome: Welcome) -> None:
         config = decode_config(welcome.config)
         set_up_logging(welcome.log_level, "json" if config.logs_json else "text")
@@ -238,6 +247,7 @@ class Worker:
             ),
             keys=welcome.keys,
             admin_keys=welcome.admin_keys,
+            client_keys=self._open_keys(config, metrics),
             created=welcome.created,
             started_s=welcome.started_s,
         )

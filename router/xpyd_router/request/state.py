@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, NamedTuple, cast
 
 import msgspec
 import orjson
 
-from xpyd_core.bodies import LongBody
+from xpyd_core.bodies import LongBody, is_absent, read, refuse
 from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_core.kv_outcome import Cause, Outcome, Said, cause_of, read_header
 from xpyd_router.access_log import Trace
@@ -404,6 +405,30 @@ def one_token(request: InferenceRequest, limit: int) -> dict[str, Any]:
     if members.stream_options is not None:
         changed["stream_options"] = None
     return changed
+
+
+def with_members(request: InferenceRequest, *, salt: str, least_priority: int) -> InferenceRequest:
+    """The request of a key with this salt, as engines get it. A salt of the client's own becomes
+    part of it; a priority before `least_priority` becomes that. ApiError 400."""
+    members = request.members
+    own = members.cache_salt
+    if not is_absent(own):
+        if not bytes(memoryview(own)[:1]) == b'"':
+            raise refuse("cache_salt", "expected a string")
+        salt = blake2b(own, key=salt.encode(), digest_size=16).hexdigest()
+    text = b'"' + salt.encode() + b'"'
+    added = b',"cache_salt":' + text
+    changed = {"cache_salt": msgspec.Raw(text)}
+    if not is_absent(members.priority) and read(int, members.priority, "priority") < least_priority:
+        added += b',"priority":%d' % least_priority
+        changed["priority"] = msgspec.Raw(b"%d" % least_priority)
+    raw = request.raw
+    end = raw.rindex(b"}")
+    return msgspec.structs.replace(
+        request,
+        raw=b"".join((memoryview(raw)[:end], added, memoryview(raw)[end:])),
+        members=msgspec.structs.replace(members, **changed),
+    )
 
 
 _COPIED_BYTES = 64 * 1024

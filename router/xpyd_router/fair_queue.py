@@ -1,0 +1,224 @@
+"""The queue of requests that wait for a place: by priority, then in fair turns of the keys. Pure.
+
+Each key is a Flow, with the tokens that it was served, divided by its weight (a virtual token
+counter). Of the flows that wait in one priority, the one with the least is next; within a flow the
+first that came is. A flow that was idle begins at the virtual time, that of the flow served last:
+it saves nothing up. So a flood of one key delays that key alone (docs/adr/0080).
+
+Without keys all requests are of one flow, and the order is that of their arrival.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+
+class Cost(NamedTuple):
+    """What one request takes of the limits while it runs, and of the line while it waits."""
+
+    requests: int = 1
+    tokens: int = 0
+    """Prompt and allowed output, counted or estimated."""
+    body_bytes: int = 0
+    """What it holds of memory while it waits."""
+
+
+@dataclass(eq=False, slots=True)
+class Flow:
+    """The requests of one key. Its queue alone writes what follows `weight`."""
+
+    weight: float = 1.0
+    served: float = 0.0
+    """Tokens that it was charged, by weight; a request's own are known at its end."""
+    waiting: int = 0
+
+
+@dataclass(eq=False)
+class Entry:
+    """One request that waits. `priority`: lower is earlier."""
+
+    cost: Cost
+    priority: int
+    flow: Flow
+
+
+E = TypeVar("E", bound=Entry)
+_MOST_INVALID = 64
+"""More items in the heap that are no turn's any more, than flows, are cleared away."""
+
+
+class _Line(Generic[E]):
+    """Those of one priority. `_turns` is a heap with a valid item for each flow that waits: the
+    one whose number is in `_numbers`. An item that is too early is corrected when it is looked at.
+    `_by_length`: flows by how many of them wait, so that the longest is known.
+    """
+
+    def __init__(self) -> None:
+        self._flows: dict[Flow, OrderedDict[E, None]] = {}
+        self._turns: list[tuple[float, int, Flow]] = []
+        self._numbers: dict[Flow, int] = {}
+        self._made = 0
+        self._by_length: dict[int, dict[Flow, None]] = {}
+        self._longest = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._flows
+
+    @property
+    def first(self) -> E:
+        turns, flows, numbers = self._turns, self._flows, self._numbers
+        while True:
+            served, number, flow = turns[0]
+            if numbers.get(flow) != number:
+                heapq.heappop(turns)
+            elif served < flow.served:
+                heapq.heappop(turns)
+                self.set_turn(flow)
+            else:
+                return next(iter(flows[flow]))
+
+    def set_turn(self, flow: Flow) -> None:
+        """Put a flow that waits where it belongs by what it was served."""
+        self._made += 1
+        self._numbers[flow] = self._made
+        heapq.heappush(self._turns, (flow.served, self._made, flow))
+        if len(self._turns) > 2 * len(self._numbers) + _MOST_INVALID:
+            self._turns = [one for one in self._turns if self._numbers.get(one[2]) == one[1]]
+            heapq.heapify(self._turns)
+
+    @property
+    def last(self) -> E:
+        """The newest of the flow that has most."""
+        flow = next(iter(self._by_length[self._longest]))
+        return next(reversed(self._flows[flow]))
+
+    def length(self, flow: Flow) -> int:
+        """How many of the flow wait."""
+        return len(self._flows.get(flow, ()))
+
+    def add(self, entry: E) -> None:
+        flow = entry.flow
+        entries = self._flows.get(flow)
+        if entries is None:
+            entries = self._flows[flow] = OrderedDict()
+            self.set_turn(flow)
+        entries[entry] = None
+        self._note(flow, len(entries) - 1, len(entries))
+
+    def remove(self, entry: E) -> bool:
+        flow = entry.flow
+        entries = self._flows.get(flow)
+        if entries is None or entry not in entries:
+            return False
+        del entries[entry]
+        if not entries:
+            del self._flows[flow]
+            del self._numbers[flow]
+        self._note(flow, len(entries) + 1, len(entries))
+        return True
+
+    def _note(self, flow: Flow, before: int, now: int) -> None:
+        by_length = self._by_length
+        if before:
+            same = by_length[before]
+            del same[flow]
+            if not same:
+                del by_length[before]
+        if now:
+            by_length.setdefault(now, {})[flow] = None
+        if now > self._longest:
+            self._longest = now
+        elif self._longest not in by_length:
+            self._longest -= 1  # to `now`: one flow changed, by one
+
+
+class FairQueue(Generic[E]):
+    """See the module. Add, first, last and remove in O(log n), but for one memmove of the distinct
+    priorities."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, _Line[E]] = {}
+        self._priorities: list[int] = []
+        self._entries = 0
+        self._bytes = 0
+        self._time = 0.0
+        """The virtual time."""
+
+    def __len__(self) -> int:
+        return self._entries
+
+    @property
+    def held_bytes(self) -> int:
+        """Bodies of all waiting requests."""
+        return self._bytes
+
+    @property
+    def first(self) -> E:
+        """Whose turn it is. The line must not be empty."""
+        return self._lines[self._priorities[0]].first
+
+    @property
+    def last(self) -> E:
+        """Who gives its place in a full queue: of the lowest priority the newest of the flow that
+        has most. The line must not be empty."""
+        return self._lines[self._priorities[-1]].last
+
+    def gives_way(self, last: E, entry: E) -> bool:
+        """Whether `last`, which waits, has to leave the full queue for `entry`: it is of lower
+        priority, or of a flow that has more in the queue also when `entry` is there."""
+        if last.priority != entry.priority:
+            return last.priority > entry.priority
+        line = self._lines[last.priority]
+        return line.length(last.flow) > line.length(entry.flow) + 1
+
+    def add(self, entry: E) -> None:
+        """Add the entry behind the others of its flow and priority."""
+        line = self._lines.get(entry.priority)
+        if line is None:
+            line = self._lines[entry.priority] = _Line[E]()
+            insort(self._priorities, entry.priority)
+        flow = entry.flow
+        if not flow.waiting:
+            self._wake(flow)
+        flow.waiting += 1
+        line.add(entry)
+        self._entries += 1
+        self._bytes += entry.cost.body_bytes
+
+    def remove(self, entry: E) -> bool:
+        """Whether the request waited in the queue."""
+        line = self._lines.get(entry.priority)
+        if line is None or not line.remove(entry):
+            return False
+        if line.is_empty:
+            del self._lines[entry.priority]
+            del self._priorities[bisect_left(self._priorities, entry.priority)]
+        entry.flow.waiting -= 1
+        self._entries -= 1
+        self._bytes -= entry.cost.body_bytes
+        return True
+
+    def charge(self, flow: Flow, tokens: int) -> None:
+        """A request of the flow begins, that may take so many tokens."""
+        if not flow.waiting:
+            self._wake(flow)
+        self._time = max(self._time, flow.served)
+        flow.served += tokens / flow.weight
+
+    def settle(self, flow: Flow, charged: int, used: int) -> None:
+        """The request took `used` tokens. In a line of lower priority than the first, the flow
+        keeps its turn."""
+        flow.served += (used - charged) / flow.weight
+        if used < charged and flow.waiting:
+            line = self._lines[self._priorities[0]]
+            if line.length(flow):
+                line.set_turn(flow)
+
+    def _wake(self, flow: Flow) -> None:
+        """Give a flow of which none waits the virtual time, where it is behind."""
+        flow.served = max(flow.served, self._time)

@@ -1,0 +1,105 @@
+"""What a request with a client key goes by: who it is of, what engines are told, its limits.
+
+Where clients need a key, every path needs one but those below, which say nothing of requests or are
+for those who run the fleet. Engines get no key, but the salt of its cached prefixes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from xpyd_core.errors import ApiError
+from xpyd_router.access_log import Trace
+from xpyd_router.admission import Ticket
+from xpyd_router.app_state import Keys
+from xpyd_router.errors import unknown_model
+from xpyd_router.fair_queue import Cost
+from xpyd_router.fleet.instances import Snapshot
+from xpyd_router.http.asgi import Scope
+from xpyd_router.keys.ring import Client, Header, Refused
+from xpyd_router.request.client_request import InferenceRequest
+from xpyd_router.request.state import with_members
+
+_CLIENT = "xpyd.client"
+"""Where a scope has its Client."""
+_OPEN = frozenset(("/health", "/readiness", "/version", "/metrics", "/instances", "/openapi.json"))
+_ADMIN = "/admin/"
+
+
+def _is_open(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path in _OPEN or path.startswith(_ADMIN) or scope["method"] == "OPTIONS"
+
+
+async def client_of(scope: Scope, keys: Keys) -> ApiError | None:
+    """Put the Client of the request into its scope, where its path needs a key; or why the request
+    is refused."""
+    if _is_open(scope):
+        return None
+    found = keys.ring.find(scope["headers"]) or await keys.ring.verify(scope["headers"])
+    if isinstance(found, Client):
+        scope[_CLIENT] = found
+        return None
+    if isinstance(found, Refused):
+        address = cast("tuple[str, int] | None", scope.get("client"))
+        keys.audit.refused(found.reason, scope["path"], address[0] if address else "-")
+    return found
+
+
+def owner_of(scope: Scope) -> Client | None:
+    """Who the request of this scope is of; None where no key is needed."""
+    return cast("Client | None", scope.get(_CLIENT))
+
+
+def check_model(owner: Client, model: str, snapshot: Snapshot) -> None:
+    """ApiError 404, as for a model that is not there, where the key may not use it."""
+    if not owner.may_use(model):
+        raise unknown_model(model, owner.only(snapshot.known_models))
+
+
+def stamp(owner: Client, request: InferenceRequest) -> InferenceRequest:
+    """The request as engines get it: with the key's salt, which the client's own becomes part of,
+    and not before the key's priority. ApiError 400 for a salt that is no text."""
+    return with_members(request, salt=owner.salt, least_priority=owner.priority)
+
+
+class Hold:
+    """What one request uses of its key's limits; its owner calls `leave` at the end."""
+
+    def __init__(self, owner: Client, trace: Trace) -> None:
+        trace.key = owner.name
+        self._owner = owner
+        self._trace = trace
+        self._cost: Cost | None = None
+        self._held = Cost(0)
+        self._is_refused = False
+        self._task = cast("asyncio.Task[None]", asyncio.current_task())
+        owner.running.add(self._task)
+
+    def take(self, cost: Cost, headers: list[Header]) -> None:
+        """Take it, and add to `headers` what is left. ApiError 429 where the limits are reached."""
+        self._held = self._owner.enter(cost)
+        self._cost = cost
+        headers += self._owner.headers()
+
+    def refused(self, headers: list[Header]) -> None:
+        """The answer is a refusal, with these headers; engines have done nothing for it."""
+        headers += self._owner.headers()
+        self._is_refused = True
+
+    def leave(self, ticket: Ticket | None) -> None:
+        """The request ended: give all back, but what it took."""
+        self._owner.running.discard(self._task)
+        if self._cost is None:
+            return
+        used = self._used()
+        if ticket is not None:
+            ticket.used = used
+        self._owner.leave(self._held, self._cost.tokens, used)
+
+    def _used(self) -> int | None:
+        trace = self._trace
+        if trace.prompt_tokens is None and trace.output_tokens is None:
+            return 0 if self._is_refused else None
+        return (trace.prompt_tokens or 0) + (trace.output_tokens or 0)

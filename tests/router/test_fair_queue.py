@@ -1,0 +1,156 @@
+"""The fair queue: turns of keys by tokens and weight, and that one key's flood delays itself."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from xpyd_router.admission import AdmissionLimits, Gate
+from xpyd_router.fair_queue import Cost, Entry, FairQueue, Flow
+
+
+def entry(flow: Flow, tokens: int = 100, priority: int = 0) -> Entry:
+    return Entry(Cost(1, tokens), priority, flow)
+
+
+def served(queue: FairQueue[Entry]) -> Entry:
+    """Admit the first."""
+    first = queue.first
+    queue.remove(first)
+    queue.charge(first.flow, first.cost.tokens)
+    return first
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (1, 3), (2, 5), (1, 10)])
+@pytest.mark.parametrize("seed", range(3))
+def test_flows_that_wait_share_the_tokens_by_weight(weights: tuple[int, int], seed: int) -> None:
+    draw, queue = random.Random(seed), FairQueue[Entry]()
+    flows = [Flow(weight) for weight in weights]
+    for flow in flows:
+        for _ in range(50):
+            queue.add(entry(flow, draw.randint(10, 500)))
+    tokens = dict.fromkeys(flows, 0)
+    for _ in range(3000):
+        first = served(queue)
+        used = draw.randint(1, first.cost.tokens * 2)
+        queue.settle(first.flow, first.cost.tokens, used)
+        tokens[first.flow] += used
+        queue.add(entry(first.flow, draw.randint(10, 500)))
+    shares = [tokens[flow] / flow.weight for flow in flows]
+    assert max(shares) / min(shares) < 1.1
+
+
+def test_a_key_that_comes_seldom_is_next_whatever_the_flood_has_waiting() -> None:
+    queue, flood, other = FairQueue[Entry](), Flow(), Flow()
+    for _ in range(1000):
+        queue.add(entry(flood))
+    for _ in range(100):
+        served(queue)
+    for _ in range(20):
+        mine = entry(other, 100)
+        queue.add(mine)
+        assert served(queue) is mine
+        queue.settle(other, 100, 20)
+        assert served(queue).flow is flood
+        queue.settle(flood, 100, 100)
+
+
+def test_an_idle_flow_saves_nothing_up() -> None:
+    queue, busy, idle = FairQueue[Entry](), Flow(), Flow()
+    for _ in range(100):
+        queue.add(entry(busy))
+    for _ in range(50):
+        served(queue)
+    for _ in range(40):
+        queue.add(entry(idle))
+    order = [served(queue).flow for _ in range(40)]
+    assert 19 <= order.count(idle) <= 21
+
+
+def test_a_flow_that_took_less_than_it_was_charged_moves_up() -> None:
+    queue, one, two = FairQueue[Entry](), Flow(), Flow()
+    for _ in range(5):
+        queue.add(entry(one, 1000))
+        queue.add(entry(two, 100))
+    assert {served(queue).flow, served(queue).flow} == {one, two}
+    queue.settle(one, 1000, 10)
+    assert served(queue).flow is one, "10 tokens are less than 100"
+
+
+def test_a_flow_within_a_priority_keeps_its_order_and_priorities_come_first() -> None:
+    queue, one, two = FairQueue[Entry](), Flow(), Flow()
+    entries = [entry(one), entry(one), entry(two, priority=5), entry(one, priority=-1)]
+    for each in entries:
+        queue.add(each)
+    assert [served(queue) for _ in entries] == [entries[3], entries[0], entries[1], entries[2]]
+
+
+def test_a_full_queue_has_room_for_a_key_that_has_less_in_it() -> None:
+    gate = Gate[Entry](AdmissionLimits(requests=1, queue_entries=4), [0, 0, 0, 0])
+    flood, other = Flow(), Flow()
+    assert gate.enter(Cost(), 0, flood)
+    line = [entry(flood) for _ in range(4)]
+    assert all(gate.enqueue(each) == (True, None) for each in line)
+    assert gate.enqueue(entry(flood)) == (False, None)
+    assert gate.enqueue(entry(other)) == (True, line[3])
+    assert gate.enqueue(entry(other)) == (True, line[2])
+    assert gate.enqueue(entry(other)) == (False, None), "both have two now"
+
+
+def test_a_request_of_another_key_passes_a_large_one_for_which_there_is_no_room() -> None:
+    gate = Gate[Entry](AdmissionLimits(tokens=100), [0, 0, 0, 0])
+    one, two = Flow(), Flow()
+    assert gate.enter(Cost(1, 60), 0, one)
+    large, small = entry(one, 80), entry(two, 10)
+    gate.enqueue(large)
+    gate.enqueue(small)
+    assert gate.is_first(small)
+    assert gate.admit() == [small]
+
+
+@dataclass
+class Model:
+    """The same in the plainest way."""
+
+    waiting: list[Entry] = field(default_factory=list[Entry])
+
+    def firsts(self) -> list[Entry]:
+        """Each flow's first of the first priority that has the least served."""
+        top = min(each.priority for each in self.waiting)
+        line = [each for each in self.waiting if each.priority == top]
+        least = min(each.flow.served for each in line)
+        found: dict[Flow, Entry] = {}
+        for each in line:
+            found.setdefault(each.flow, each)
+        return [each for flow, each in found.items() if flow.served == least]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_walks_agree_with_a_plain_search(seed: int) -> None:
+    draw, queue, model = random.Random(seed), FairQueue[Entry](), Model()
+    flows = [Flow(draw.choice([1, 2, 7])) for _ in range(6)]
+    running: list[Entry] = []
+    for _ in range(2000):
+        what = draw.random()
+        if what < 0.45 or not model.waiting:
+            new = entry(draw.choice(flows), draw.randint(0, 50))
+            queue.add(new)
+            model.waiting.append(new)
+        elif what < 0.6:
+            gone = draw.choice(model.waiting)
+            assert queue.remove(gone)
+            assert not queue.remove(gone)
+            model.waiting.remove(gone)
+        elif what < 0.8 or not running:
+            assert queue.first in model.firsts()
+            model.waiting.remove(first := served(queue))
+            running.append(first)
+        else:
+            ended = running.pop(draw.randrange(len(running)))
+            queue.settle(ended.flow, ended.cost.tokens, draw.randint(0, 80))
+        assert len(queue) == len(model.waiting)
+        if model.waiting:
+            lengths = {f: sum(e.flow is f for e in model.waiting) for f in flows}
+            assert lengths[queue.last.flow] == max(lengths.values())
