@@ -25,7 +25,7 @@ import msgspec
 
 from xpyd_core.bodies import is_absent, read
 from xpyd_core.errors import ApiError
-from xpyd_router.fair_queue import Cost, E, Entry, FairQueue, Flow
+from xpyd_router.fair_queue import Account, Cost, E, Entry, FairQueue
 from xpyd_router.metrics import RouterMetrics
 
 _CLASSES = {"high": -100, "normal": 0, "low": 100}
@@ -120,12 +120,12 @@ class Gate(Generic[E]):
         requests, tokens = min(cost.requests, most.requests), min(cost.tokens, most.tokens)
         return cost._replace(requests=requests, tokens=tokens)
 
-    def enter(self, cost: Cost, priority: int, flow: Flow) -> bool:
+    def enter(self, cost: Cost, priority: int, account: Account) -> bool:
         """Take a place now; False where the request has to line up."""
         if self.is_limited:
             if self._must_wait(priority) or not self._has_room(cost):
                 return False
-            self._queue.charge(flow, cost.tokens)
+            self._queue.charge(account, cost.tokens)
         self._row[REQUESTS] += cost.requests
         self._row[TOKENS] += cost.tokens
         return True
@@ -133,7 +133,7 @@ class Gate(Generic[E]):
     def enqueue(self, entry: E) -> tuple[bool, E | None]:
         """Whether `entry` is in the queue now, and the entry that it displaced.
 
-        A full line takes an entry of higher priority, or of a flow that has less in it, in the
+        A full line takes an entry of higher priority, or of an account that has less in it, in the
         place of its last one, if that makes room: else a line full of batch work would shut out
         what is urgent, and one key's flood all others.
         """
@@ -166,7 +166,7 @@ class Gate(Generic[E]):
             self.remove(entry)
             self._row[REQUESTS] += entry.cost.requests
             self._row[TOKENS] += entry.cost.tokens
-            self._queue.charge(entry.flow, entry.cost.tokens)
+            self._queue.charge(entry.account, entry.cost.tokens)
             admitted.append(entry)
         return admitted
 
@@ -174,14 +174,16 @@ class Gate(Generic[E]):
         """Whether it is the turn of `entry`, which is in the queue."""
         return self._queue.first is entry
 
-    def leave(self, cost: Cost, held_s: float | None, flow: Flow, used: int | None = None) -> None:
+    def leave(
+        self, cost: Cost, held_s: float | None, account: Account, used: int | None = None
+    ) -> None:
         """Give back a place; `held_s` None for one that was not used. Call `admit` then. `used`:
         the tokens that the request took; None: as many as it cost.
         """
         self._row[REQUESTS] -= cost.requests
         self._row[TOKENS] -= cost.tokens
         if self.is_limited and (used is not None or held_s is None):
-            self._queue.settle(flow, cost.tokens, used or 0)
+            self._queue.settle(account, cost.tokens, used or 0)
         if held_s is None:
             return
         mean_s = self._mean_s
@@ -246,10 +248,10 @@ _REFUSALS: dict[RejectReason, tuple[int, str, str]] = {
 class Ticket:
     """A place. Its holder calls `leave` once it is not needed; a second call does nothing."""
 
-    _gives_back: Callable[[Cost, float, Flow, int | None], None] | None
+    _gives_back: Callable[[Cost, float, Account, int | None], None] | None
     _cost: Cost
     _since_s: float
-    _flow: Flow
+    _account: Account
     queue_s: float = 0.0
     """How long the request waited for it; 0.0 for not at all."""
     used: int | None = None
@@ -259,7 +261,7 @@ class Ticket:
         """Give the place to the next in line."""
         gives_back, self._gives_back = self._gives_back, None
         if gives_back is not None:
-            gives_back(self._cost, self._since_s, self._flow, self.used)
+            gives_back(self._cost, self._since_s, self._account, self.used)
 
 
 @dataclass(eq=False)
@@ -287,7 +289,7 @@ class Admission:
         self._row: Row = [0] * COLUMNS if row is None else row
         self._gate = Gate[_Waiter](limits, self._row, others)
         self._give_back = self._leave
-        self._everyone = Flow()
+        self._everyone = Account()
         """Of requests without a key."""
         self._tick: asyncio.TimerHandle | None = None
         metrics.queue_length.set_function(lambda: self._gate.waiting)
@@ -321,20 +323,20 @@ class Admission:
         *,
         priority: int = 0,
         deadline_s: float = math.inf,
-        flow: Flow | None = None,
+        account: Account | None = None,
     ) -> Ticket:
-        """A place, at once or when it is this request's turn; lower priorities are earlier. `flow`:
-        that of its key, if it has one.
+        """A place, at once or when it is this request's turn; lower priorities are earlier.
+        `account`: that of its key, if it has one.
 
         `deadline_s`: when the request itself ends, on the router's clock. Raises ApiError: 429
         where the line is full, 503 where the turn did not come in time. Cancelled, it has no place.
         """
         now_s = self._clock()
-        cost, flow = self._gate.bounded(cost), flow or self._everyone
-        if self._gate.enter(cost, priority, flow):
-            return Ticket(self._give_back, cost, now_s, flow)
+        cost, account = self._gate.bounded(cost), account or self._everyone
+        if self._gate.enter(cost, priority, account):
+            return Ticket(self._give_back, cost, now_s, account)
         left_s = min(deadline_s - now_s, self._limits.queue_timeout_s)
-        waiter = _Waiter(cost, priority, flow, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(cost, priority, account, asyncio.get_running_loop().create_future())
         return await self._wait(waiter, left_s)
 
     async def _wait(self, waiter: _Waiter, left_s: float) -> Ticket:
@@ -361,12 +363,12 @@ class Admission:
             self._metrics.queue_seconds.observe(now_s - since_s)
         if word != "admitted":
             raise self._refusal(word)
-        ticket = Ticket(self._give_back, waiter.cost, now_s, waiter.flow)
+        ticket = Ticket(self._give_back, waiter.cost, now_s, waiter.account)
         ticket.queue_s = now_s - since_s
         return ticket
 
-    def _leave(self, cost: Cost, since_s: float, flow: Flow, used: int | None) -> None:
-        self._gate.leave(cost, self._clock() - since_s, flow, used)
+    def _leave(self, cost: Cost, since_s: float, account: Account, used: int | None) -> None:
+        self._gate.leave(cost, self._clock() - since_s, account, used)
         if self._row[WAITING]:
             self._admit()
 
@@ -383,7 +385,7 @@ class Admission:
     def _abandon(self, waiter: _Waiter) -> None:
         """The client left; it may have got its place already."""
         if waiter.has_place:
-            self._gate.leave(waiter.cost, None, waiter.flow)
+            self._gate.leave(waiter.cost, None, waiter.account)
         else:
             self._gate.remove(waiter)
         self._admit()

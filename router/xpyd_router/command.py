@@ -112,7 +112,6 @@ def _add_fleet(flags: _Flags, default: RouterConfig) -> None:
     )
     add(
         "--peers",
-        default="",
         metavar="NAME",
         help="a DNS name with one address for each router: limits of client keys are divided by "
         "their number (default: this router has them alone)",
@@ -265,7 +264,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         admin_key_file=args.admin_key_file,
         api_key_file=args.api_key_file,
         api_keys=tuple(args.api_key or ([env.api_key] if env.api_key else [])),
-        peers=args.peers,
+        peers=args.peers or "",
         static_instances=parse_listed(args.static_instance),
         heartbeat_interval_s=args.heartbeat_interval_ms / 1000,
         missed_beats=args.missed_beats,

@@ -1,11 +1,12 @@
 """The queue of requests that wait for a place: by priority, then in fair turns of the keys. Pure.
 
-Each key is a Flow, with the tokens that it was served, divided by its weight (a virtual token
-counter). Of the flows that wait in one priority, the one with the least is next; within a flow the
-first that came is. A flow that was idle begins at the virtual time, that of the flow served last:
-it saves nothing up. So a flood of one key delays that key alone (docs/adr/0080).
+Each key has an Account of the tokens that it was served, divided by its weight (a virtual token
+counter). Of the accounts that wait in one priority, the one with the least is next; of one account
+the request that came first. An account that was idle begins at the virtual time, that of the
+account served last: it saves nothing up. So a flood of one key delays that key alone
+(docs/adr/0080).
 
-Without keys all requests are of one flow, and the order is that of their arrival.
+Without keys all requests are of one account, and the order is that of their arrival.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Cost(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Flow:
+class Account:
     """The requests of one key. Its queue alone writes what follows `weight`."""
 
     weight: float = 1.0
@@ -43,98 +44,98 @@ class Entry:
 
     cost: Cost
     priority: int
-    flow: Flow
+    account: Account
 
 
 E = TypeVar("E", bound=Entry)
 _MOST_INVALID = 64
-"""More items in the heap that are no turn's any more, than flows, are cleared away."""
+"""More items in the heap that are no turn's any more, than accounts, are cleared away."""
 
 
 class _Line(Generic[E]):
-    """Those of one priority. `_turns` is a heap with a valid item for each flow that waits: the
+    """Those of one priority. `_turns` is a heap with a valid item for each account that waits: the
     one whose number is in `_numbers`. An item that is too early is corrected when it is looked at.
-    `_by_length`: flows by how many of them wait, so that the longest is known.
+    `_by_length`: accounts by how many of them wait, so that the longest is known.
     """
 
     def __init__(self) -> None:
-        self._flows: dict[Flow, OrderedDict[E, None]] = {}
-        self._turns: list[tuple[float, int, Flow]] = []
-        self._numbers: dict[Flow, int] = {}
+        self._accounts: dict[Account, OrderedDict[E, None]] = {}
+        self._turns: list[tuple[float, int, Account]] = []
+        self._numbers: dict[Account, int] = {}
         self._made = 0
-        self._by_length: dict[int, dict[Flow, None]] = {}
+        self._by_length: dict[int, dict[Account, None]] = {}
         self._longest = 0
 
     @property
     def is_empty(self) -> bool:
-        return not self._flows
+        return not self._accounts
 
     @property
     def first(self) -> E:
-        turns, flows, numbers = self._turns, self._flows, self._numbers
+        turns, accounts, numbers = self._turns, self._accounts, self._numbers
         while True:
-            served, number, flow = turns[0]
-            if numbers.get(flow) != number:
+            served, number, account = turns[0]
+            if numbers.get(account) != number:
                 heapq.heappop(turns)
-            elif served < flow.served:
+            elif served < account.served:
                 heapq.heappop(turns)
-                self.set_turn(flow)
+                self.set_turn(account)
             else:
-                return next(iter(flows[flow]))
+                return next(iter(accounts[account]))
 
-    def set_turn(self, flow: Flow) -> None:
-        """Put a flow that waits where it belongs by what it was served."""
+    def set_turn(self, account: Account) -> None:
+        """Put an account that waits where it belongs by what it was served."""
         self._made += 1
-        self._numbers[flow] = self._made
-        heapq.heappush(self._turns, (flow.served, self._made, flow))
+        self._numbers[account] = self._made
+        heapq.heappush(self._turns, (account.served, self._made, account))
         if len(self._turns) > 2 * len(self._numbers) + _MOST_INVALID:
             self._turns = [one for one in self._turns if self._numbers.get(one[2]) == one[1]]
             heapq.heapify(self._turns)
 
     @property
     def last(self) -> E:
-        """The newest of the flow that has most."""
-        flow = next(iter(self._by_length[self._longest]))
-        return next(reversed(self._flows[flow]))
+        """The newest of the account that has most."""
+        account = next(iter(self._by_length[self._longest]))
+        return next(reversed(self._accounts[account]))
 
-    def length(self, flow: Flow) -> int:
-        """How many of the flow wait."""
-        return len(self._flows.get(flow, ()))
+    def length(self, account: Account) -> int:
+        """How many of the account wait."""
+        return len(self._accounts.get(account, ()))
 
     def add(self, entry: E) -> None:
-        flow = entry.flow
-        entries = self._flows.get(flow)
+        account = entry.account
+        entries = self._accounts.get(account)
         if entries is None:
-            entries = self._flows[flow] = OrderedDict()
-            self.set_turn(flow)
+            entries = self._accounts[account] = OrderedDict()
+            self.set_turn(account)
         entries[entry] = None
-        self._note(flow, len(entries) - 1, len(entries))
+        self._note(account, len(entries) - 1, len(entries))
 
     def remove(self, entry: E) -> bool:
-        flow = entry.flow
-        entries = self._flows.get(flow)
+        account = entry.account
+        entries = self._accounts.get(account)
         if entries is None or entry not in entries:
             return False
         del entries[entry]
         if not entries:
-            del self._flows[flow]
-            del self._numbers[flow]
-        self._note(flow, len(entries) + 1, len(entries))
+            del self._accounts[account]
+            del self._numbers[account]
+        self._note(account, len(entries) + 1, len(entries))
         return True
 
-    def _note(self, flow: Flow, before: int, now: int) -> None:
+    def _note(self, account: Account, before: int, now: int) -> None:
         by_length = self._by_length
         if before:
             same = by_length[before]
-            del same[flow]
+            del same[account]
             if not same:
                 del by_length[before]
         if now:
-            by_length.setdefault(now, {})[flow] = None
+            by_length.setdefault(now, {})[account] = None
         if now > self._longest:
             self._longest = now
         elif self._longest not in by_length:
-            self._longest -= 1  # to `now`: one flow changed, by one
+            self._longest -= 1  # to `now`: one account changed, by one
 
 
 class FairQueue(Generic[E]):
@@ -164,28 +165,28 @@ class FairQueue(Generic[E]):
 
     @property
     def last(self) -> E:
-        """Who gives its place in a full queue: of the lowest priority the newest of the flow that
-        has most. The line must not be empty."""
+        """Who gives its place in a full queue: of the lowest priority the newest of the account
+        that has most. The line must not be empty."""
         return self._lines[self._priorities[-1]].last
 
     def gives_way(self, last: E, entry: E) -> bool:
         """Whether `last`, which waits, has to leave the full queue for `entry`: it is of lower
-        priority, or of a flow that has more in the queue also when `entry` is there."""
+        priority, or of an account that has more in the queue also when `entry` is there."""
         if last.priority != entry.priority:
             return last.priority > entry.priority
         line = self._lines[last.priority]
-        return line.length(last.flow) > line.length(entry.flow) + 1
+        return line.length(last.account) > line.length(entry.account) + 1
 
     def add(self, entry: E) -> None:
-        """Add the entry behind the others of its flow and priority."""
+        """Add the entry behind the others of its account and priority."""
         line = self._lines.get(entry.priority)
         if line is None:
             line = self._lines[entry.priority] = _Line[E]()
             insort(self._priorities, entry.priority)
-        flow = entry.flow
-        if not flow.waiting:
-            self._wake(flow)
-        flow.waiting += 1
+        account = entry.account
+        if not account.waiting:
+            self._wake(account)
+        account.waiting += 1
         line.add(entry)
         self._entries += 1
         self._bytes += entry.cost.body_bytes
@@ -198,27 +199,27 @@ class FairQueue(Generic[E]):
         if line.is_empty:
             del self._lines[entry.priority]
             del self._priorities[bisect_left(self._priorities, entry.priority)]
-        entry.flow.waiting -= 1
+        entry.account.waiting -= 1
         self._entries -= 1
         self._bytes -= entry.cost.body_bytes
         return True
 
-    def charge(self, flow: Flow, tokens: int) -> None:
-        """A request of the flow begins, that may take so many tokens."""
-        if not flow.waiting:
-            self._wake(flow)
-        self._time = max(self._time, flow.served)
-        flow.served += tokens / flow.weight
+    def charge(self, account: Account, tokens: int) -> None:
+        """A request of the account begins, that may take so many tokens."""
+        if not account.waiting:
+            self._wake(account)
+        self._time = max(self._time, account.served)
+        account.served += tokens / account.weight
 
-    def settle(self, flow: Flow, charged: int, used: int) -> None:
-        """The request took `used` tokens. In a line of lower priority than the first, the flow
+    def settle(self, account: Account, charged: int, used: int) -> None:
+        """The request took `used` tokens. In a line of lower priority than the first, the account
         keeps its turn."""
-        flow.served += (used - charged) / flow.weight
-        if used < charged and flow.waiting:
+        account.served += (used - charged) / account.weight
+        if used < charged and account.waiting:
             line = self._lines[self._priorities[0]]
-            if line.length(flow):
-                line.set_turn(flow)
+            if line.length(account):
+                line.set_turn(account)
 
-    def _wake(self, flow: Flow) -> None:
-        """Give a flow of which none waits the virtual time, where it is behind."""
-        flow.served = max(flow.served, self._time)
+    def _wake(self, account: Account) -> None:
+        """Give an account of which none waits the virtual time, where it is behind."""
+        account.served = max(account.served, self._time)

@@ -205,8 +205,11 @@ def test_the_metrics_of_the_router_are_those_of_the_page() -> None:
         call.streamed(1, 1)
     call.end()
     metrics.objectives.count("ttft", predicted="met", result="met")
+    metrics.keys.ended(Trace("completions", 0.0, key="a"), 200)
+    metrics.keys.loads["ok"] = metrics.keys.refusals["no key"] = 1
     out = Exposition()
-    for table in (metrics.requests, metrics.instances, metrics.kv, metrics.objectives):
+    tables = (metrics.requests, metrics.instances, metrics.kv, metrics.objectives, metrics.keys)
+    for table in tables:
         table.write(out)
     counted = _written(out.text().decode())
     assert _documented("## Router") == _of_the_library(metrics) | counted
@@ -214,6 +217,7 @@ def test_the_metrics_of_the_router_are_those_of_the_page() -> None:
 
 def test_the_fields_of_the_access_log_are_those_of_the_page() -> None:
     known = Trace("completions", 0.0, client_id="c", trace_id="t", model="m", response_id="r")
+    known.key = "k"
     known.prefill_s = known.decode_s = known.first_s = 0.1
     known.prompt_tokens = known.output_tokens = known.priority = 1
     known.failures.append("prefill:reset")

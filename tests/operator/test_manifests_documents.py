@@ -73,6 +73,8 @@ EDITS = [
     ("heartbeat.intervalMilliseconds", 1000), ("heartbeat.missedBeats", 5),
     ("drain.timeoutSeconds", 60),
     ("pools.0.replicas", 3), ("pools.0.scaling", {"maxReplicas": 3}), ("router.replicas", 1),
+    ("router.auth", {"secretRef": {"name": "clients"}}),
+    ("router.auth", {"secretRef": {"name": "clients", "key": "b"}}),
     ("router.service", {"type": "NodePort", "port": 8080}), ("networkPolicy", {"enabled": False}),
     ("router.policy", "Random"), ("router.prefillPolicy", "Random"),
     ("router.decodePolicy", "Random"), ("router.processes", 2), ("router.localPrefillTokens", 64),

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from xpyd_router.admission import REQUESTS, TOKENS, WAITING, AdmissionLimits, Gate, Row
-from xpyd_router.fair_queue import Cost, Entry, Flow
+from xpyd_router.fair_queue import Account, Cost, Entry
 
-FLOW = Flow()
+ACCOUNT = Account()
 """Of requests without keys."""
 
 
@@ -20,53 +20,53 @@ def gate(limits: AdmissionLimits, *others: Row) -> tuple[Gate[Entry], Row]:
 
 
 def entry(tokens: int = 0, priority: int = 0, body_bytes: int = 0) -> Entry:
-    return Entry(Cost(1, tokens, body_bytes), priority, FLOW)
+    return Entry(Cost(1, tokens, body_bytes), priority, ACCOUNT)
 
 
 def test_without_limits_everybody_goes_on_and_is_counted():
     found, row = gate(AdmissionLimits())
-    assert all(found.enter(Cost(1, 10**9), 0, FLOW) for _ in range(1000))
+    assert all(found.enter(Cost(1, 10**9), 0, ACCOUNT) for _ in range(1000))
     assert row == [1000, 1000 * 10**9, 0, 0]
-    found.leave(Cost(1, 10**9), 1.0, FLOW)
+    found.leave(Cost(1, 10**9), 1.0, ACCOUNT)
     assert row == [999, 999 * 10**9, 0, 0]
 
 
 def test_a_place_goes_to_the_first_in_line_and_not_to_who_comes_just_then():
     found, _ = gate(AdmissionLimits(requests=1))
-    assert found.enter(Cost(), 0, FLOW)
+    assert found.enter(Cost(), 0, ACCOUNT)
     waiter = entry()
     assert found.enqueue(waiter) == (True, None)
-    found.leave(Cost(), 1.0, FLOW)
-    assert not found.enter(Cost(), 0, FLOW), "the place belongs to the waiter"
+    found.leave(Cost(), 1.0, ACCOUNT)
+    assert not found.enter(Cost(), 0, ACCOUNT), "the place belongs to the waiter"
     assert found.admit() == [waiter]
 
 
 def test_a_large_request_at_the_head_is_not_overtaken_by_small_ones():
     found, _ = gate(AdmissionLimits(tokens=100))
-    assert found.enter(Cost(1, 60), 0, FLOW)
+    assert found.enter(Cost(1, 60), 0, ACCOUNT)
     large, small = entry(80), entry(10)
     found.enqueue(large)
-    assert not found.enter(small.cost, 0, FLOW), "10 would fit, but 80 came first"
+    assert not found.enter(small.cost, 0, ACCOUNT), "10 would fit, but 80 came first"
     found.enqueue(small)
     assert found.admit() == []
-    found.leave(Cost(1, 60), 1.0, FLOW)
+    found.leave(Cost(1, 60), 1.0, ACCOUNT)
     assert found.admit() == [large, small]
 
 
 def test_a_higher_priority_goes_before_the_line_where_it_fits():
     found, _ = gate(AdmissionLimits(tokens=100))
-    assert found.enter(Cost(1, 60), 0, FLOW)
+    assert found.enter(Cost(1, 60), 0, ACCOUNT)
     found.enqueue(entry(80))
-    assert found.enter(Cost(1, 10), -1, FLOW)
-    assert not found.enter(Cost(1, 50), -1, FLOW)
+    assert found.enter(Cost(1, 10), -1, ACCOUNT)
+    assert not found.enter(Cost(1, 50), -1, ACCOUNT)
 
 
 def test_a_request_larger_than_the_limit_runs_alone():
     found, _ = gate(AdmissionLimits(tokens=100))
     cost = found.bounded(Cost(3, 5000, 7))
     assert cost == Cost(3, 100, 7)
-    assert found.enter(cost, 0, FLOW)
-    assert not found.enter(Cost(1, 1), 0, FLOW)
+    assert found.enter(cost, 0, ACCOUNT)
+    assert not found.enter(Cost(1, 1), 0, ACCOUNT)
 
 
 def test_a_bounded_cost_fits_in_a_shared_row():
@@ -77,7 +77,7 @@ def test_a_bounded_cost_fits_in_a_shared_row():
 
 def test_who_leaves_the_line_lets_those_behind_go():
     found, _ = gate(AdmissionLimits(tokens=100))
-    assert found.enter(Cost(1, 60), 0, FLOW)
+    assert found.enter(Cost(1, 60), 0, ACCOUNT)
     large, small = entry(80), entry(10)
     found.enqueue(large)
     found.enqueue(small)
@@ -101,7 +101,7 @@ def test_a_full_line_gives_up_its_newest_lowest_for_a_higher_one(
     newcomer: Entry, is_queued: bool, leaves: int | None
 ):
     found, row = gate(AdmissionLimits(requests=1, queue_entries=3, queue_bytes=100))
-    found.enter(Cost(), 0, FLOW)
+    found.enter(Cost(), 0, ACCOUNT)
     line = [
         entry(priority=0, body_bytes=30),
         entry(priority=5, body_bytes=30),
@@ -115,7 +115,7 @@ def test_a_full_line_gives_up_its_newest_lowest_for_a_higher_one(
 
 def test_the_line_is_bounded_in_bytes():
     found, _ = gate(AdmissionLimits(requests=1, queue_bytes=100))
-    found.enter(Cost(), 0, FLOW)
+    found.enter(Cost(), 0, ACCOUNT)
     assert found.enqueue(entry(body_bytes=100)) == (True, None)
     assert found.enqueue(entry(body_bytes=1)) == (False, None)
     assert found.enqueue(entry(body_bytes=0)) == (True, None)
@@ -130,10 +130,10 @@ def test_retry_after_is_the_lines_length_by_the_rate_within_bounds(
 ):
     found, _ = gate(AdmissionLimits(requests=4))
     for _ in range(4):
-        found.enter(Cost(), 0, FLOW)
+        found.enter(Cost(), 0, ACCOUNT)
     if mean_s is not None:
-        found.leave(Cost(), mean_s, FLOW)
-        found.enter(Cost(), 0, FLOW)
+        found.leave(Cost(), mean_s, ACCOUNT)
+        found.enter(Cost(), 0, ACCOUNT)
     for _ in range(waiting):
         found.enqueue(entry())
     # 4 in flight, each 2 s: two leave per second.
@@ -144,35 +144,35 @@ def test_retry_after_counts_the_lines_and_places_of_all_processes():
     theirs: Row = [4, 0, 0, 0]
     found, _ = gate(AdmissionLimits(requests=8), theirs)
     for held_s in (2.0, None):
-        assert all(found.enter(Cost(), 0, FLOW) for _ in range(4))
+        assert all(found.enter(Cost(), 0, ACCOUNT) for _ in range(4))
         if held_s is not None:
             for _ in range(4):
-                found.leave(Cost(), held_s, FLOW)
+                found.leave(Cost(), held_s, ACCOUNT)
     theirs[WAITING] = 9
     assert found.retry_after_s() == 3, "10 by 8 / 2 s"
 
 
 def test_the_mean_time_follows_what_is_seen():
     found, _ = gate(AdmissionLimits(requests=1))
-    found.enter(Cost(), 0, FLOW)
+    found.enter(Cost(), 0, ACCOUNT)
     for _ in range(200):
-        found.leave(Cost(), 30.0, FLOW)
-        found.enter(Cost(), 0, FLOW)
+        found.leave(Cost(), 30.0, ACCOUNT)
+        found.enter(Cost(), 0, ACCOUNT)
     assert found.retry_after_s() == 30
     for _ in range(200):
-        found.leave(Cost(), 4.0, FLOW)
-        found.enter(Cost(), 0, FLOW)
-    found.leave(Cost(), None, FLOW)
-    found.enter(Cost(), 0, FLOW)
-    found.leave(Cost(), 100.0, FLOW)
-    found.enter(Cost(), 0, FLOW)
+        found.leave(Cost(), 4.0, ACCOUNT)
+        found.enter(Cost(), 0, ACCOUNT)
+    found.leave(Cost(), None, ACCOUNT)
+    found.enter(Cost(), 0, ACCOUNT)
+    found.leave(Cost(), 100.0, ACCOUNT)
+    found.enter(Cost(), 0, ACCOUNT)
     assert found.retry_after_s() == 11, "4 + 96 / 16, rounded up"
 
 
 def test_limits_count_what_other_processes_have_in_flight():
     theirs: Row = [2, 70, 0, 0]
     found, row = gate(AdmissionLimits(requests=3, tokens=100), theirs)
-    assert not found.enter(Cost(1, 31), 0, FLOW)
+    assert not found.enter(Cost(1, 31), 0, ACCOUNT)
     waiter = entry(31)
     found.enqueue(waiter)
     assert found.admit() == []
@@ -181,7 +181,7 @@ def test_limits_count_what_other_processes_have_in_flight():
     assert row == [1, 31, 0, 0]
     theirs[REQUESTS] = 0
     theirs[WAITING] = 1
-    assert not found.enter(Cost(), 0, FLOW), "somebody waits in another process: no barging"
+    assert not found.enter(Cost(), 0, ACCOUNT), "somebody waits in another process: no barging"
 
 
 @dataclass
@@ -246,13 +246,13 @@ def test_random_walks_do_as_the_model_does(seed: int):
         action = draw.random()
         if action < 0.55:
             one = entry(draw.choice((0, 5, 30, 90)), draw.randint(-1, 2), draw.randint(0, 150))
-            entered = found.enter(one.cost, one.priority, FLOW)
+            entered = found.enter(one.cost, one.priority, ACCOUNT)
             assert entered == model.enter(one)
             if not entered:
                 assert found.enqueue(one) == model.enqueue(one)
         elif action < 0.9 and model.running:
             cost = model.running.pop(draw.randrange(len(model.running)))
-            found.leave(cost, draw.random(), FLOW)
+            found.leave(cost, draw.random(), ACCOUNT)
             assert found.admit() == model.admit()
         elif model.line:
             one = draw.choice(model.line)

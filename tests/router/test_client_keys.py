@@ -45,7 +45,7 @@ def client_of(ring: KeyRing, key: str = KEY) -> Client:
 def refused(ring: KeyRing, headers: list[tuple[bytes, bytes]]) -> str:
     found = ring.find(headers)
     assert isinstance(found, Refused)
-    assert found.status == 401
+    assert found.error.status == 401
     return found.reason
 
 
@@ -116,7 +116,7 @@ def test_no_key_an_unknown_one_and_a_revoked_one_are_refused_with_a_reason() -> 
 def test_two_keys_of_one_name_are_one_client() -> None:
     ring = ring_of(line_of("a", KEY, {"weight": "2"}), line_of("a", OTHER, {}))
     assert client_of(ring, KEY) is client_of(ring, OTHER)
-    assert client_of(ring).flow.weight == 2
+    assert client_of(ring).account.weight == 2
     same = client_of(ring)
     assert ring.take(parse_keys(line_of("a", OTHER, {}), "keys")) == []
     assert client_of(ring, OTHER) is same, "what it has in flight stays counted"

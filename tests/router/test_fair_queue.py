@@ -8,42 +8,42 @@ from dataclasses import dataclass, field
 import pytest
 
 from xpyd_router.admission import AdmissionLimits, Gate
-from xpyd_router.fair_queue import Cost, Entry, FairQueue, Flow
+from xpyd_router.fair_queue import Account, Cost, Entry, FairQueue
 
 
-def entry(flow: Flow, tokens: int = 100, priority: int = 0) -> Entry:
-    return Entry(Cost(1, tokens), priority, flow)
+def entry(account: Account, tokens: int = 100, priority: int = 0) -> Entry:
+    return Entry(Cost(1, tokens), priority, account)
 
 
 def served(queue: FairQueue[Entry]) -> Entry:
     """Admit the first."""
     first = queue.first
     queue.remove(first)
-    queue.charge(first.flow, first.cost.tokens)
+    queue.charge(first.account, first.cost.tokens)
     return first
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (1, 3), (2, 5), (1, 10)])
 @pytest.mark.parametrize("seed", range(3))
-def test_flows_that_wait_share_the_tokens_by_weight(weights: tuple[int, int], seed: int) -> None:
+def test_accounts_that_wait_share_the_tokens_by_weight(weights: tuple[int, int], seed: int) -> None:
     draw, queue = random.Random(seed), FairQueue[Entry]()
-    flows = [Flow(weight) for weight in weights]
-    for flow in flows:
+    accounts = [Account(weight) for weight in weights]
+    for account in accounts:
         for _ in range(50):
-            queue.add(entry(flow, draw.randint(10, 500)))
-    tokens = dict.fromkeys(flows, 0)
+            queue.add(entry(account, draw.randint(10, 500)))
+    tokens = dict.fromkeys(accounts, 0)
     for _ in range(3000):
         first = served(queue)
         used = draw.randint(1, first.cost.tokens * 2)
-        queue.settle(first.flow, first.cost.tokens, used)
-        tokens[first.flow] += used
-        queue.add(entry(first.flow, draw.randint(10, 500)))
-    shares = [tokens[flow] / flow.weight for flow in flows]
+        queue.settle(first.account, first.cost.tokens, used)
+        tokens[first.account] += used
+        queue.add(entry(first.account, draw.randint(10, 500)))
+    shares = [tokens[account] / account.weight for account in accounts]
     assert max(shares) / min(shares) < 1.1
 
 
 def test_a_key_that_comes_seldom_is_next_whatever_the_flood_has_waiting() -> None:
-    queue, flood, other = FairQueue[Entry](), Flow(), Flow()
+    queue, flood, other = FairQueue[Entry](), Account(), Account()
     for _ in range(1000):
         queue.add(entry(flood))
     for _ in range(100):
@@ -53,34 +53,34 @@ def test_a_key_that_comes_seldom_is_next_whatever_the_flood_has_waiting() -> Non
         queue.add(mine)
         assert served(queue) is mine
         queue.settle(other, 100, 20)
-        assert served(queue).flow is flood
+        assert served(queue).account is flood
         queue.settle(flood, 100, 100)
 
 
-def test_an_idle_flow_saves_nothing_up() -> None:
-    queue, busy, idle = FairQueue[Entry](), Flow(), Flow()
+def test_an_idle_account_saves_nothing_up() -> None:
+    queue, busy, idle = FairQueue[Entry](), Account(), Account()
     for _ in range(100):
         queue.add(entry(busy))
     for _ in range(50):
         served(queue)
     for _ in range(40):
         queue.add(entry(idle))
-    order = [served(queue).flow for _ in range(40)]
+    order = [served(queue).account for _ in range(40)]
     assert 19 <= order.count(idle) <= 21
 
 
-def test_a_flow_that_took_less_than_it_was_charged_moves_up() -> None:
-    queue, one, two = FairQueue[Entry](), Flow(), Flow()
+def test_an_account_that_took_less_than_it_was_charged_moves_up() -> None:
+    queue, one, two = FairQueue[Entry](), Account(), Account()
     for _ in range(5):
         queue.add(entry(one, 1000))
         queue.add(entry(two, 100))
-    assert {served(queue).flow, served(queue).flow} == {one, two}
+    assert {served(queue).account, served(queue).account} == {one, two}
     queue.settle(one, 1000, 10)
-    assert served(queue).flow is one, "10 tokens are less than 100"
+    assert served(queue).account is one, "10 tokens are less than 100"
 
 
-def test_a_flow_within_a_priority_keeps_its_order_and_priorities_come_first() -> None:
-    queue, one, two = FairQueue[Entry](), Flow(), Flow()
+def test_an_account_within_a_priority_keeps_its_order_and_priorities_come_first() -> None:
+    queue, one, two = FairQueue[Entry](), Account(), Account()
     entries = [entry(one), entry(one), entry(two, priority=5), entry(one, priority=-1)]
     for each in entries:
         queue.add(each)
@@ -89,7 +89,7 @@ def test_a_flow_within_a_priority_keeps_its_order_and_priorities_come_first() ->
 
 def test_a_full_queue_has_room_for_a_key_that_has_less_in_it() -> None:
     gate = Gate[Entry](AdmissionLimits(requests=1, queue_entries=4), [0, 0, 0, 0])
-    flood, other = Flow(), Flow()
+    flood, other = Account(), Account()
     assert gate.enter(Cost(), 0, flood)
     line = [entry(flood) for _ in range(4)]
     assert all(gate.enqueue(each) == (True, None) for each in line)
@@ -101,7 +101,7 @@ def test_a_full_queue_has_room_for_a_key_that_has_less_in_it() -> None:
 
 def test_a_request_of_another_key_passes_a_large_one_for_which_there_is_no_room() -> None:
     gate = Gate[Entry](AdmissionLimits(tokens=100), [0, 0, 0, 0])
-    one, two = Flow(), Flow()
+    one, two = Account(), Account()
     assert gate.enter(Cost(1, 60), 0, one)
     large, small = entry(one, 80), entry(two, 10)
     gate.enqueue(large)
@@ -117,25 +117,25 @@ class Model:
     waiting: list[Entry] = field(default_factory=list[Entry])
 
     def firsts(self) -> list[Entry]:
-        """Each flow's first of the first priority that has the least served."""
+        """Each account's first of the first priority that has the least served."""
         top = min(each.priority for each in self.waiting)
         line = [each for each in self.waiting if each.priority == top]
-        least = min(each.flow.served for each in line)
-        found: dict[Flow, Entry] = {}
+        least = min(each.account.served for each in line)
+        found: dict[Account, Entry] = {}
         for each in line:
-            found.setdefault(each.flow, each)
-        return [each for flow, each in found.items() if flow.served == least]
+            found.setdefault(each.account, each)
+        return [each for account, each in found.items() if account.served == least]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_walks_agree_with_a_plain_search(seed: int) -> None:
     draw, queue, model = random.Random(seed), FairQueue[Entry](), Model()
-    flows = [Flow(draw.choice([1, 2, 7])) for _ in range(6)]
+    accounts = [Account(draw.choice([1, 2, 7])) for _ in range(6)]
     running: list[Entry] = []
     for _ in range(2000):
         what = draw.random()
         if what < 0.45 or not model.waiting:
-            new = entry(draw.choice(flows), draw.randint(0, 50))
+            new = entry(draw.choice(accounts), draw.randint(0, 50))
             queue.add(new)
             model.waiting.append(new)
         elif what < 0.6:
@@ -149,8 +149,8 @@ def test_random_walks_agree_with_a_plain_search(seed: int) -> None:
             running.append(first)
         else:
             ended = running.pop(draw.randrange(len(running)))
-            queue.settle(ended.flow, ended.cost.tokens, draw.randint(0, 80))
+            queue.settle(ended.account, ended.cost.tokens, draw.randint(0, 80))
         assert len(queue) == len(model.waiting)
         if model.waiting:
-            lengths = {f: sum(e.flow is f for e in model.waiting) for f in flows}
-            assert lengths[queue.last.flow] == max(lengths.values())
+            lengths = {f: sum(e.account is f for e in model.waiting) for f in accounts}
+            assert lengths[queue.last.account] == max(lengths.values())

@@ -25,6 +25,8 @@ from xpyd_operator.document.base import (
     DNS_LABEL,
     ApiModel,
     Check,
+    DnsName,
+    KeyName,
     Numbers,
     Rule,
     Size,
@@ -96,6 +98,23 @@ class Queue(ApiModel):
     """How long a request waits for its turn and for a pair; then it gets status 503."""
 
 
+class ClientKeysRef(ApiModel):
+    """A Secret's key that holds the file of client keys."""
+
+    name: DnsName
+    """Name of a Secret in the fleet's namespace."""
+    key: KeyName = "keys"
+    """Key in the Secret."""
+
+
+class Auth(ApiModel):
+    """What clients need."""
+
+    secret_ref: ClientKeysRef
+    """Secret with the keys' hashes and limits, one key per line, as `xpyd key new` makes them
+    (docs/keys.md). Routers read it again when it changes."""
+
+
 class Router(ApiModel):
     """The HTTP entry."""
 
@@ -129,6 +148,8 @@ class Router(ApiModel):
     """Port on which a router receives the engines' heartbeats."""
     service: Service = Service()
     """The Service in front of the routers."""
+    auth: Auth | None = None
+    """Keys that clients need; none: clients need no key."""
     template: Annotated[dict[str, Any] | None, ShapedLike(PodTemplate)] = None
     """Merged into the routers' pods in a cluster; the router's container is `router`."""
 

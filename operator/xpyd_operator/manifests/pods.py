@@ -30,6 +30,8 @@ from xpyd_operator.manifests.resources import (
 from xpyd_operator.manifests.volumes import (
     MODELS_FOLDER,
     USER_ID,
+    client_keys_mounts,
+    client_keys_volumes,
     common_mounts,
     common_volumes,
     model_mounts,
@@ -214,6 +216,7 @@ def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) 
             "router",
             f"--port={ROUTER_HTTP_PORT}",
             f"--discovery-port={discovery_port}",
+            *_client_keys_args(fleet, placement),
             *workload.template.args,
         ],
         "env": _env(_place_env(fleet, workload, placement)),
@@ -224,9 +227,10 @@ def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) 
         "resources": without_given(
             router_resources(fleet), fleet.spec.router.template or {}, names.ROUTER_CONTAINER
         ),
-        "volumeMounts": common_mounts(fleet),
+        "volumeMounts": [*common_mounts(fleet), *client_keys_mounts(fleet)],
     }
-    pod = _pod(fleet, workload, placement, container, common_volumes(fleet, placement.uid))
+    volumes = [*common_volumes(fleet, placement.uid), *client_keys_volumes(fleet)]
+    pod = _pod(fleet, workload, placement, container, volumes)
     pod["spec"]["topologySpreadConstraints"] = [
         {
             "maxSkew": 1,
@@ -238,6 +242,17 @@ def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) 
         }
     ]
     return merged(pod, fleet.spec.router.template or {})
+
+
+def _client_keys_args(fleet: InferenceFleet, placement: Placement) -> list[str]:
+    """The file of client keys, and the name whose addresses are the routers that share their
+    limits."""
+    if fleet.spec.router.auth is None:
+        return []
+    return [
+        f"--api-key-file={names.CLIENT_KEYS_FOLDER}/{names.CLIENT_KEYS}",
+        f"--peers={names.discovery_host(fleet.name, placement.namespace)}",
+    ]
 
 
 def _pod(

@@ -36,7 +36,11 @@ _OUR_PREFIX = "xpyd.dev/"
 _OUR_LABELS = (names.LABEL_MANAGED_BY, names.LABEL_INSTANCE, names.LABEL_NAME)
 _RESERVED = "xpyd-"
 """The prefix of the operator's own volumes and resource claims."""
-_OUR_FOLDERS = {names.KV_FOLDER: "the fleet's key", names.SOCKET_FOLDER: "the engines' sockets"}
+_OUR_FOLDERS = {
+    names.KV_FOLDER: "the fleet's key",
+    names.CLIENT_KEYS_FOLDER: "the clients' keys",
+    names.SOCKET_FOLDER: "the engines' sockets",
+}
 _LEAVE_OUT = "set by xpyd; leave it out"
 
 

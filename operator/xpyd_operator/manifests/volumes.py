@@ -73,6 +73,30 @@ def common_mounts(fleet: InferenceFleet) -> list[JsonObject]:
     return found
 
 
+_CLIENT_KEYS = "xpyd-client-keys"
+
+
+def client_keys_volumes(fleet: InferenceFleet) -> list[JsonObject]:
+    """The volume of the routers with the keys of clients, where these need one."""
+    if fleet.spec.router.auth is None:
+        return []
+    ref = fleet.spec.router.auth.secret_ref
+    secret = {
+        "secretName": ref.name,
+        "defaultMode": _OWNER_AND_GROUP_READ,
+        "items": [{"key": ref.key, "path": names.CLIENT_KEYS}],
+    }
+    return [{"name": _CLIENT_KEYS, "secret": secret}]
+
+
+def client_keys_mounts(fleet: InferenceFleet) -> list[JsonObject]:
+    """Where client_keys_volumes are mounted: a folder, for a file would not change with the
+    Secret."""
+    if fleet.spec.router.auth is None:
+        return []
+    return [{"name": _CLIENT_KEYS, "mountPath": names.CLIENT_KEYS_FOLDER, "readOnly": True}]
+
+
 def model_volumes(fleet: InferenceFleet) -> list[JsonObject]:
     """Volumes of engines: what is mounted at /models, if anything."""
     model, cache = fleet.spec.model, fleet.spec.model.cache

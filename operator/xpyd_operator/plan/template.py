@@ -187,7 +187,12 @@ def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
         *_key_args(spec.kv_transfer),
     )
     pod = _canonical(
-        {**_shared(fleet), "drain": _explicit(spec.drain), "template": spec.router.template}
+        {
+            **_shared(fleet),
+            "drain": _explicit(spec.drain),
+            "auth": _explicit(spec.router.auth),
+            "template": spec.router.template,
+        }
     )
     return Template(ROUTER, args, image=image, pod=pod)
 

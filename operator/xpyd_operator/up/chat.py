@@ -30,6 +30,8 @@ class Conversation:
     model: str = ""
     max_tokens: int | None = None
     temperature: float | None = None
+    api_key: str = field(default="", repr=False)
+    """What the endpoint knows its client by; empty: it asks for none."""
     messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
     on_reasoning: Callable[[str], None] | None = None
     """Gets what the model thinks, which is no part of the answer."""
@@ -37,7 +39,7 @@ class Conversation:
     def ask(self, text: str) -> Iterator[str]:
         """Send `text`; yields the answer's pieces as they arrive and keeps them as a message."""
         if not self.model:
-            self.model = first_model(self.url)
+            self.model = first_model(self.url, self.api_key)
         self.messages.append({"role": "user", "content": text})
         body: dict[str, Any] = {"model": self.model, "messages": self.messages, "stream": True}
         if self.max_tokens is not None:
@@ -46,7 +48,7 @@ class Conversation:
             body["temperature"] = self.temperature
         answer: list[str] = []
         try:
-            for thought, piece in _stream(self.url, body):
+            for thought, piece in _stream(self.url, body, self.api_key):
                 if thought and self.on_reasoning is not None:
                     self.on_reasoning(thought)
                 if piece:
@@ -113,10 +115,10 @@ def _say(conversation: Conversation, text: str, out: TextIO) -> bool:
     return finished
 
 
-def first_model(url: str) -> str:
+def first_model(url: str, api_key: str = "") -> str:
     """The first model that the endpoint names."""
     with closing(_connect(url)) as connection:
-        answer = _send(connection, "GET", f"{_base(url)}/v1/models", None, url)
+        answer = _send(connection, "GET", f"{_base(url)}/v1/models", None, url, api_key)
         listed = _json(answer.read(_MAX_LINE_BYTES)).get("data")
     for entry in cast("list[Any]", listed) if isinstance(listed, list) else []:
         if isinstance(entry, dict) and "id" in entry:
@@ -124,10 +126,10 @@ def first_model(url: str) -> str:
     raise UserError(f"{url} names no model; say --model")
 
 
-def _stream(url: str, body: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _stream(url: str, body: dict[str, Any], api_key: str) -> Iterator[tuple[str, str]]:
     """Pieces of reasoning and of the answer."""
     with closing(_connect(url)) as connection:
-        answer = _send(connection, "POST", f"{_base(url)}/v1/chat/completions", body, url)
+        answer = _send(connection, "POST", f"{_base(url)}/v1/chat/completions", body, url, api_key)
         while line := _read_line(answer, url):
             if not line.startswith(b"data:"):
                 continue
@@ -170,10 +172,14 @@ def _send(
     path: str,
     body: dict[str, Any] | None,
     url: str,
+    api_key: str,
 ) -> http.client.HTTPResponse:
     payload = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
     try:
-        connection.request(method, path, payload, {"Content-Type": "application/json"})
+        connection.request(method, path, payload, headers)
         answer = connection.getresponse()
         if answer.status == 200:
             return answer
@@ -185,7 +191,8 @@ def _send(
         words = _message(_json(text))
     except UserError:
         words = text.decode("utf-8", "replace")[:200]
-    raise UserError(f"{url} answered {answer.status}: {words}")
+    hint = " (give --api-key, or set XPYD_API_KEY)" if answer.status == 401 and not api_key else ""
+    raise UserError(f"{url} answered {answer.status}: {words}{hint}")
 
 
 def _message(answer: dict[str, Any]) -> str:

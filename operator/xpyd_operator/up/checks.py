@@ -39,6 +39,7 @@ CLUSTER_ONLY = frozenset(
         "spec.router.replicas",
         "spec.router.discoveryPort",
         "spec.router.service",
+        "spec.router.auth",
         "spec.router.template",
         "spec.networkPolicy",
     }

@@ -11,6 +11,7 @@ from pathlib import Path
 from xpyd_core.cli import Command, parse_flag
 from xpyd_core.errors import UserError, XpydError
 from xpyd_core.logs import add_logging_arguments
+from xpyd_core.pod_env import read_pod_env
 from xpyd_core.sizes import format_bytes, parse_bytes
 
 _FLEET_HELP = "the fleet's name; not needed while only one runs"
@@ -20,6 +21,8 @@ def _configure_up(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-f", "--file", required=True, type=Path, help="an InferenceFleet document, YAML or JSON")
     add("--port", type=int, help="the router's port (default: 10001, or the next free one)")
+    text = "keys of clients, in place of spec.router.auth (default: they need none here)"
+    add("--api-key-file", type=Path, metavar="FILE", help=text)
     add("--detach", "-d", action="store_true", help="return when the fleet is ready")
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="longest wait for that")
     add_logging_arguments(parser)
@@ -49,6 +52,7 @@ def _run_up(args: argparse.Namespace) -> int:
         log_max_bytes=log_max_bytes,
         log_max_files=args.log_max_files,
         timeout_s=args.timeout,
+        api_key_file=None if args.api_key_file is None else str(args.api_key_file.absolute()),
         # A path is where this command was given, wherever the fleet's document is handed over.
         vllm=os.path.abspath(args.vllm) if "/" in (args.vllm or "") else args.vllm,
     )
@@ -111,6 +115,7 @@ def _configure_chat(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, metavar="N", help="longest answer")
     add("--temperature", type=float, default=0.3, help="0 always takes the likeliest token")
     add("--system", help="text of the system message")
+    add("--api-key", default="", metavar="KEY", help="the client key (default: XPYD_API_KEY)")
 
 
 def _run_chat(args: argparse.Namespace) -> int:
@@ -124,7 +129,8 @@ def _run_chat(args: argparse.Namespace) -> int:
         names = {state.fleet for state in find_fleets(state_root())}
         named = words.pop(0) if words and words[0] in names else None
         url = current_view(find_fleet(state_root(), named)).endpoint
-    conversation = Conversation(url, args.model, args.max_tokens, args.temperature)
+    key = args.api_key or read_pod_env().api_key
+    conversation = Conversation(url, args.model, args.max_tokens, args.temperature, api_key=key)
     if args.system:
         conversation.messages.append({"role": "system", "content": args.system})
     message = " ".join(words) if words else None

@@ -175,6 +175,7 @@ class ApplyRequest(msgspec.Struct, frozen=True, tag="apply"):
     source: str
     folder: str
     vllm: str | None = None
+    api_key_file: str | None = None
 
 
 class DownRequest(msgspec.Struct, frozen=True, tag="down"):

@@ -41,6 +41,8 @@ class LocalSettings:
     log_level: str
     log_format: str
     log_limit: LogLimit = field(default_factory=LogLimit)
+    api_key_file: Path | None = None
+    """Keys that clients of the router need; None: they need none."""
     vllm: str = "vllm"
     """The command of vLLM, for pods of type VLLM."""
 
@@ -111,6 +113,8 @@ def pod_arguments(pod: Pod, settings: LocalSettings, listener: int | None = None
             # No load balancer needs time to notice the drain here.
             "--drain-seconds=0",
         ]
+        if settings.api_key_file is not None:
+            place.append(f"--api-key-file={settings.api_key_file}")
     elif pod.template.is_vllm:
         # vLLM's own log needs no flag; its arguments name what only the pod knows.
         known = pod_environment(pod, settings, {})

@@ -75,8 +75,14 @@ def handle(supervisor: Supervisor, ask: ControlRequest, now: float) -> ControlRe
             return ControlResponse(view=view_of(supervisor, now))
         case ScaleRequest(pool, replicas):
             return ControlResponse(lines=(supervisor.scale(pool, replicas),))
-        case ApplyRequest(document, source, folder, vllm):
+        case ApplyRequest(document, source, folder, vllm, api_key_file):
             runs = supervisor.pods.settings.vllm
+            keys = supervisor.pods.settings.api_key_file
+            if api_key_file not in (None, None if keys is None else str(keys)):
+                raise UserError(
+                    f"--api-key-file: {api_key_file}: fleet {supervisor.fleet.name} runs with"
+                    f" {keys or 'none'}; take it down to change it"
+                )
             if vllm not in (None, runs):
                 raise UserError(
                     f"--vllm: {vllm}: fleet {supervisor.fleet.name} runs {runs}; take it down to"
@@ -189,6 +195,7 @@ class UpOptions(msgspec.Struct, frozen=True):
     log_max_bytes: int | None = None
     log_max_files: int | None = None
     timeout_s: float = 300.0
+    api_key_file: str | None = None
     vllm: str | None = None
 
     @property
@@ -277,6 +284,7 @@ def supervise(options: UpOptions, *, programs: Programs = _OURS, stream: bool) -
             log_level=options.log_level,
             log_format=options.log_format,
             log_limit=options.log_limit,
+            api_key_file=None if options.api_key_file is None else Path(options.api_key_file),
             vllm=options.vllm_command,
         )
         if options.port is None and settings.router_port != ROUTER_HTTP_PORT:
@@ -431,7 +439,11 @@ def _apply_to_running(options: UpOptions, state: FleetFolder) -> int:
         )
     document = Path(options.file).read_text(encoding="utf-8")
     ask = control.ApplyRequest(
-        document, source=options.file, folder=str(options.folder), vllm=options.vllm
+        document,
+        source=options.file,
+        folder=str(options.folder),
+        vllm=options.vllm,
+        api_key_file=options.api_key_file,
     )
     answer = control.send_request(state.socket, ask)
     sys.stdout.write(f"fleet {state.fleet} is running; the document was handed over\n")

@@ -191,14 +191,14 @@ class Inference:
         self,
         request: DirectRequest,
         sink: DirectSink,
-        error: ApiError,
+        refused: Refused,
         address: tuple[str, int] | None,
     ) -> None:
         """Refuse a request for its key; nothing of its body is read."""
-        if self.keys is not None and isinstance(error, Refused):
+        if self.keys is not None:
             host = address[0] if address else "-"
-            self.keys.audit.refused(error.reason, f"/v1/{request.endpoint}", host)
-        self.broke_off(request, sink, error)
+            self.keys.audit.refused(refused.reason, f"/v1/{request.endpoint}", host)
+        self.broke_off(request, sink, refused.error)
 
     async def _turn_away(self, scope: Scope, send: Send, error: ApiError) -> None:
         """Refuse a request without a key that counts; nothing of its body is read."""
@@ -392,9 +392,9 @@ class Inference:
             if owner is not None:
                 priority = max(priority, owner.priority)
             state.trace.priority = priority
-        flow = None if owner is None else owner.flow
+        account = None if owner is None else owner.account
         ticket = await admission.enter(
-            cost, priority=priority, deadline_s=state.deadline_s, flow=flow
+            cost, priority=priority, deadline_s=state.deadline_s, account=account
         )
         state.trace.queue_s += ticket.queue_s
         return ticket

@@ -44,6 +44,7 @@ async def client_of(scope: Scope, keys: Keys) -> ApiError | None:
     if isinstance(found, Refused):
         address = cast("tuple[str, int] | None", scope.get("client"))
         keys.audit.refused(found.reason, scope["path"], address[0] if address else "-")
+        return found.error
     return found
 
 

@@ -32,6 +32,7 @@ from xpyd_router.http.direct import DirectRequest, DirectSink, UnframedSink, usu
 from xpyd_router.http.inference import Inference
 from xpyd_router.http.lingering import CycleTransport, Lingering
 from xpyd_router.http.text_calls import TEXT_ROUTES
+from xpyd_router.keys.ring import Refused
 from xpyd_router.translations import ROUTES, TARGETS
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class ClientProtocol(HttpToolsProtocol):
     """
     _fault = ""
     """What is wrong with the head, or the chunk, that is here."""
-    _denied: ApiError | None = None
+    _denied: Refused | None = None
     """Why the request whose head is here is refused for its key."""
     _is_lingering = False
     """All of the answers is written; see `Lingering`."""
@@ -318,7 +319,7 @@ class ClientProtocol(HttpToolsProtocol):
         client = None if app.keys is None else app.keys.ring.find(self.headers)
         if client is None and app.keys is not None:
             return False  # only `verify` can say
-        self._denied = client if isinstance(client, ApiError) else None
+        self._denied = client if isinstance(client, Refused) else None
         is_long = size > _CHARGED_BYTES and self._denied is None
         takes_chunks = version == "1.1"
         direct = DirectRequest(
@@ -327,7 +328,7 @@ class ClientProtocol(HttpToolsProtocol):
             app.now_s(),
             keep_alive=takes_chunks and parser.should_keep_alive() and self._denied is None,
             takes_chunks=takes_chunks,
-            client=None if isinstance(client, ApiError) else client,
+            client=None if isinstance(client, Refused) else client,
             charge=BodyCharge(app.bodies, app.max_body_bytes) if is_long else None,
         )
         self._direct = direct

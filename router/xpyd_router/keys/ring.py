@@ -3,7 +3,7 @@
 A request with a known key costs one SHA-256 and one look into a dict. A key that is not known may
 be one that a person chose: then `KeyRing.find` cannot say, `verify` can, on a thread, and what it
 finds is remembered under a digest that only this process can make. Everything else runs on the
-event loop.
+event loop (docs/adr/0079).
 
 A key's limits are the fleet's: each router has its equal share of them. Processes of one router
 count together, in rows as those of `admission`, each written by one process.
@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
+from typing import NamedTuple
 
 from xpyd_core.errors import ApiError
-from xpyd_router.fair_queue import Cost, Flow
+from xpyd_router.fair_queue import Account, Cost
 from xpyd_router.keys.lines import (
     MAX_KEY_BYTES,
     MAX_NAMES,
@@ -81,7 +82,7 @@ class Client:
 
     def __init__(self, name: str, clock: Callable[[], float]) -> None:
         self.name = name
-        self.flow = Flow()
+        self.account = Account()
         self.running: set[asyncio.Task[None]] = set()
         """What ends when the last key of this name goes."""
         self._clock = clock
@@ -111,7 +112,7 @@ class Client:
     def set_options(self, options: KeyOptions, routers: int) -> None:
         """What the file says now, for one of so many routers."""
         self._options, self._models = options, frozenset(options.models)
-        self.flow.weight = options.weight
+        self.account.weight = options.weight
         self.salt = salted(options.salt or self.name)
 
         def share(limit: int | None) -> int | None:
@@ -259,12 +260,17 @@ def _slots(names: Iterable[str]) -> dict[str, int]:
     return {name: slot for slot, name in taken.items()}
 
 
-class Refused(ApiError):
-    """A request without a key that counts; `reason` is for the audit log."""
+class Refused(NamedTuple):
+    """Why a request has no key that counts."""
 
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(401, message, code="invalid_api_key")
-        self.reason = reason
+    message: str
+    reason: str
+    """For the audit log."""
+
+    @property
+    def error(self) -> ApiError:
+        """What the client gets."""
+        return ApiError(401, self.message, code="invalid_api_key")
 
 
 _MISSING = "no API key: send Authorization: Bearer KEY, or x-api-key: KEY"
@@ -365,7 +371,7 @@ class KeyRing:
         self._verified.move_to_end(known)
         return self._verified[known] or Refused(_UNKNOWN, "unknown key")
 
-    async def verify(self, headers: Iterable[Header]) -> Client | ApiError:
+    async def verify(self, headers: Iterable[Header]) -> Client | Refused | ApiError:
         """As `find`, where that cannot say. ApiError 503 where too many unknown keys wait."""
         headers = list(headers)
         if (found := self.find(headers)) is not None:

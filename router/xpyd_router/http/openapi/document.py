@@ -135,8 +135,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 
 # A head may be broken or too long, whatever is asked for.
 _ANY = (400, 431)
-_INFERENCE = (*_ANY, 404, 408, 413, 422, 429, 500, 502, 503, 504)
-_TEXT = (*_ANY, 404, 408, 413, 500, 502, 503, 504)
+_INFERENCE = (*_ANY, 401, 404, 408, 413, 422, 429, 500, 502, 503, 504)
+_TEXT = (*_ANY, 401, 404, 408, 413, 500, 502, 503, 504)
 _ADMIN = (*_ANY, 401, 403)
 _NAMES = {"completions": "Completion", "chat/completions": "ChatCompletion"}
 
@@ -152,8 +152,8 @@ def paths() -> Json:
         "/v1/responses": {"post": _responses()},
         "/v1/responses/{response_id}": {
             "parameters": [_RESPONSE],
-            "get": _read("getResponse", "Inference", "Response", _KEPT, 404),
-            "delete": _read("deleteResponse", "Inference", "ResponseDeleted", _DELETED, 404),
+            "get": _read("getResponse", "Inference", "Response", _KEPT, 401, 404),
+            "delete": _read("deleteResponse", "Inference", "ResponseDeleted", _DELETED, 401, 404),
         },
         "/v1/responses/{response_id}/input_items": {
             "parameters": [_RESPONSE],
@@ -162,14 +162,14 @@ def paths() -> Json:
         "/v1/responses/input_tokens": {"post": _input_tokens(tokenize)},
         "/v1/responses/{response_id}/cancel": {
             "parameters": [_RESPONSE],
-            "post": _read("cancelResponse", "Inference", "Response", _CANCEL, 404),
+            "post": _read("cancelResponse", "Inference", "Response", _CANCEL, 401, 404),
         },
         "/tokenize": {"post": tokenize},
         "/detokenize": {"post": _text("Detokenize", "detokenize", {"tokens": [19, 11, 6]})},
-        "/v1/models": {"get": _read("listModels", "Models", "ModelList", _MODELS)},
+        "/v1/models": {"get": _read("listModels", "Models", "ModelList", _MODELS, 401)},
         "/v1/models/{name}": {
             "parameters": [_path("name", "A model's name; it may have slashes in it.")],
-            "get": _read("getModel", "Models", "Model", "One model.", 404),
+            "get": _read("getModel", "Models", "Model", "One model.", 401, 404),
         },
         "/health": {"get": _read("health", "State", "Alive", _HEALTH)},
         "/readiness": {"get": _readiness()},
@@ -434,7 +434,7 @@ def openapi_document(version: str) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "xpyd router", "version": version, "description": _ABOUT},
         "tags": [{"name": name, "description": text} for name, text in _TAGS.items()],
-        "paths": paths(),
+        "paths": _with_keys(paths()),
         "components": {
             "schemas": dict(sorted(schemas.items())),
             "responses": error_components(),
@@ -444,10 +444,35 @@ def openapi_document(version: str) -> dict[str, Any]:
                     "type": "http",
                     "scheme": "bearer",
                     "description": "A key of --admin-key-file.",
-                }
+                },
+                "clientKey": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": f"{_CLIENT_KEY}, as OpenAI's clients send it.",
+                },
+                "clientKeyHeader": {
+                    "type": "apiKey",
+                    "in": "header",
+                    "name": "x-api-key",
+                    "description": f"{_CLIENT_KEY}, as Anthropic's clients send it.",
+                },
             },
         },
     }
+
+
+_CLIENTS_TAGS = frozenset(("Inference", "Models"))
+_CLIENT_KEY = "A key of --api-key-file or --api-key, where the router has any"
+
+
+def _with_keys(described: Json) -> Json:
+    """The paths with what clients need for those that need a key; `{}`: a router without keys."""
+    for operations in described.values():
+        found: list[Json] = [one for one in operations.values() if isinstance(one, dict)]
+        for operation in found:
+            if _CLIENTS_TAGS.intersection(operation["tags"]):
+                operation["security"] = [{}, {"clientKey": []}, {"clientKeyHeader": []}]
+    return described
 
 
 def _headers() -> dict[str, Any]:

@@ -54,6 +54,12 @@ ERRORS: tuple[ErrorKind, ...] = (
     ),
     ErrorKind(
         401,
+        "invalid_api_key",
+        "Clients need a key, and this one is missing or not valid.",
+        "the API key is not valid",
+    ),
+    ErrorKind(
+        401,
         None,
         "The admin API, without a key or with a wrong one.",
         "Authorization: expected Bearer and a key of --admin-key-file",
@@ -106,6 +112,12 @@ ERRORS: tuple[ErrorKind, ...] = (
         "poisoned_request",
         "Instances died while they had this request; it is refused for 5 minutes.",
         "instances died while they had this request; the same request is refused for 300 s",
+    ),
+    ErrorKind(
+        429,
+        "rate_limit_exceeded",
+        "A limit of the client's key is reached.",
+        "this key's limit of 8 requests at once in this router is reached",
     ),
     ErrorKind(
         429,
