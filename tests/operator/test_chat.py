@@ -30,9 +30,13 @@ class Endpoint(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self) -> None:
+        if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
+            self.answer(401, json.dumps({"error": {"message": "no API key"}}).encode())
+            return
         self.answer(200, json.dumps({"data": [{"id": "m"}]}).encode())
 
     def do_POST(self) -> None:
+        assert not self.server.key or self.headers["Authorization"] == f"Bearer {self.server.key}"
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)
         last = body["messages"][-1]["content"]
@@ -59,7 +63,7 @@ class Endpoint(BaseHTTPRequestHandler):
 @pytest.fixture
 def endpoint():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
-    server.bodies = []
+    server.bodies, server.key = [], ""
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     yield server
@@ -93,6 +97,14 @@ def test_a_conversation_remembers_both_sides(endpoint):
     _, _, conversation = talk(endpoint, "one")
     assert list(conversation.ask("two"))[-1] == "two"
     assert [m["content"] for m in endpoint.bodies[-1]["messages"]] == ["one", "you said one", "two"]
+
+
+def test_a_key_is_sent_with_each_call_and_asked_for_where_it_is_missing(endpoint):
+    endpoint.key = "secret"
+    assert talk(endpoint, "hello", api_key="secret")[1] == "you said hello\n"
+    with pytest.raises(UserError, match=r"answered 401: no API key \(give --api-key"):
+        talk(endpoint, "hello")
+    assert "secret" not in repr(Conversation("http://x", api_key="secret"))
 
 
 class Screen(io.StringIO):

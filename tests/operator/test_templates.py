@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from tests.operator.fleets import parsed, prefill_and_decode
@@ -140,6 +141,15 @@ def test_the_router_listens_for_clients_on_127_0_0_1_and_for_beats_on_its_own_ad
     environ = pod_environment(pod, settings(document), {})
     assert "XPYD_ROLE" not in environ
     assert environ["XPYD_POD_IP"] == "127.1.7.1"
+
+
+def test_the_router_gets_the_file_of_client_keys_that_up_was_given():
+    document = fleet(router={"auth": {"secretRef": {"name": "clients"}}})
+    template = {p.name: p for p in fleet_want(document, model="/m").pools}[ROUTER].template
+    pod = Pod("f-router-0", ROUTER, "r", 1, template)
+    assert not [arg for arg in pod_arguments(pod, settings(document)) if "key" in arg]
+    place = replace(settings(document), api_key_file=Path("/c/keys.txt"))
+    assert "--api-key-file=/c/keys.txt" in pod_arguments(pod, place)
 
 
 def test_unsigned_beats_are_the_routers_flag_and_its_only_change():

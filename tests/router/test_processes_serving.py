@@ -17,6 +17,7 @@ import pytest
 from tests.router.fakes import Call, HttpEngine, serve_model, until
 from tests.router.several import Client, Several, children, routed, several, when
 from xpyd_router.admission import AdmissionLimits
+from xpyd_router.keys.lines import line_of, new_key
 
 pytestmark = pytest.mark.slow
 
@@ -332,3 +333,37 @@ async def test_a_worker_that_is_stuck_while_the_router_drains_is_killed(
         made.parent.stop()
         await made.parent.run()
         assert all(worker.pid is None for worker in made.workers)
+
+
+async def test_client_keys_and_their_limits_are_the_whole_routers(tmp_path: Path) -> None:
+    key, other = new_key(), new_key()
+    file = tmp_path / "keys.txt"
+    file.write_text(line_of("a", key, {"requests": "2"}) + "\n" + line_of("b", other, {}))
+    async with several(2, api_key_file=file) as made:
+        gate = Gate()
+        p, _, clients = await with_pair(made)
+        p.script = gate
+        for client in clients:
+            assert await client.status() == 401
+        clients = await made.clients()  # a 401 ends its connection
+        for client in clients:
+            client.http.headers["Authorization"] = f"Bearer {key}"
+        running = [await begin(client) for client in clients]
+        await until(lambda: p.served == 2)
+        third = await made.client(0)
+        third.http.headers["Authorization"] = f"Bearer {key}"
+        assert await third.status() == 429, "two run, in two processes"
+        third.http.headers["Authorization"] = f"Bearer {other}"
+        gate.open.set()
+        assert [await one for one in running] == [200, 200]
+        file.write_text(line_of("b", other, {}))
+        for client in clients:
+            await when(lambda c=client: has_no_key(c))
+        assert await third.status() == 200
+
+
+async def has_no_key(client: Client) -> bool:
+    try:
+        return await client.status() == 401
+    except aiohttp.ClientError:
+        return False  # it was being served when its key went
