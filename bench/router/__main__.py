@@ -34,9 +34,11 @@ from bench.router.shape import (
     Case,
     Times,
 )
+from bench.router.shares import measure_shares
 
 ROUNDS = 2
 DUELS = 5
+SHARES_S = 10.0
 _QUICK_ROWS = ["direct", "xpyd", "vllm-router"]
 _QUICK_TIMES = Times(warm_s=0.5, seconds=2.0, ramp_s=1.0, rest_s=3.0)
 _FILES = 4 * max(STREAMS)
@@ -52,10 +54,14 @@ def main(argv: list[str]) -> int:
         try:
             _allow_files()
             found = measure(plan, programs(), Path(folder), say)
+            shares = None
+            if options.shares:
+                shares = measure_shares(Path(folder), plan.python.path, SHARES_S)
+                say(f"two keys: {shares}")
         except (ContenderFailed, NotHere) as error:
             say(f"wrong: {error}")
             return 1
-    made = report(found, plan, left_out)
+    made = report(found, plan, left_out, shares)
     if options.output is not None:
         write_report(made, options.output, with_measured)
     sys.stderr.write("\n" + tables(made))
@@ -93,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         help="repetitions of what ratios are of (default: %(default)s)",
     )
     add("--seconds", type=float, help="of each turn, its warm-up not counted (default: 3, quick 2)")
+    add("--shares", action="store_true", help="also two keys, one of which floods")
     add("--own-args", type=shlex.split, default=[], help="more for `xpyd router`")
     add("--quick", action="store_true", help=f"one round of {','.join(_QUICK_ROWS)} at 64")
     return parser
@@ -116,6 +123,7 @@ def _plan(options: argparse.Namespace, left_out: dict[str, str]) -> Plan:
     if options.seconds is not None:
         times = replace(times, seconds=options.seconds)
     is_whole = names == list(ROWS) and cases == list(CASES) and options.seconds is None
+    options.shares = options.shares or (is_whole and not options.quick)
     if options.output is None and is_whole and not options.quick:
         options.output = ROOT / "docs/benchmarks/router.json"
     for name in names:

@@ -8,7 +8,8 @@
 // `closed` and `streams` print "begin" when the warm-up is over and "end" when the time is: answers
 // and tokens that come between them count. The last line is JSON. An answer is an error unless it
 // is a 200 with as many of the mock engine's stamps as asked (a whole answer has one) and, streamed,
-// [DONE] as its end; a connection that had an error is not used again.
+// [DONE] as its end; a connection that had an error is not used again. XPYD_API_KEY, if it is set,
+// is sent as the client's key.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdint.h>
@@ -55,16 +56,19 @@ static void keep(struct samples *s, long ns) {
 
 static void make_request(int prompt_bytes) {
   char *body = malloc(prompt_bytes + 200);
-  request = malloc(prompt_bytes + 500);
+  request = malloc(prompt_bytes + 1000);
   must(body && request && prompt_bytes >= NUMBER_DIGITS, "prompt of at least 12 bytes");
   int n = sprintf(body, "{\"model\":\"m\",\"max_tokens\":%ld,\"stream\":%s,\"prompt\":\"",
                   asked_tokens, is_stream ? "true" : "false");
   int number_end = n + NUMBER_DIGITS;
   for (int i = 0; i < prompt_bytes; i++) body[n++] = i % 6 == 5 ? ' ' : 'a' + i * 7 % 26;
   n += sprintf(body + n, "\"}");
+  char line[600] = "";
+  const char *key = getenv("XPYD_API_KEY");
+  if (key) snprintf(line, sizeof line, "authorization: Bearer %.512s\r\n", key);
   int head = sprintf(request,
                      "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:%d\r\n"
-                     "content-type: application/json\r\ncontent-length: %d\r\n\r\n", port, n);
+                     "content-type: application/json\r\n%scontent-length: %d\r\n\r\n", port, line, n);
   memcpy(request + head, body, n);
   free(body);
   request_length = head + n;

@@ -19,7 +19,8 @@ def tables(made: dict[str, Any]) -> str:
     """All of them, as the page has them and as a terminal shows them."""
     closed = {name: rows for name, rows in made["cases"].items() if name.startswith("c")}
     streams = {name: rows for name, rows in made["cases"].items() if name.startswith("s")}
-    parts = [[_where(made)], _ratios(made), _closed(closed), _streams(streams), _memory(made)]
+    tables_ = (_ratios(made), _shares(made), _closed(closed), _streams(streams), _memory(made))
+    parts = [[_where(made)], *tables_]
     return "".join("\n".join(part) + "\n\n" for part in parts if part)
 
 
@@ -46,6 +47,22 @@ def _ratios(made: dict[str, Any]) -> list[str]:
             f"| {_spread(one['measured'])} | {word} |"
         )
     return lines
+
+
+def _shares(made: dict[str, Any]) -> list[str]:
+    found = made.get("shares")
+    if not found:
+        return []
+    word = {True: "yes", False: "missed"}
+    return [
+        "| two keys | wanted | reached | |",
+        "|---|---|---|---|",
+        f"| TTFT p99 beside a flood / alone | at most 1.50 | {found['ttftRatio']:.2f} "
+        f"({found['ttftP99BesideMs']:.0f} / {found['ttftP99AloneMs']:.0f} ms) "
+        f"| {word[found['ttftHolds']]} |",
+        f"| tokens by weight, apart by | at most 10 % | {found['apart'] * 100:.1f} % "
+        f"| {word[found['shareHolds']]} |",
+    ]
 
 
 def _spread(measured: list[float]) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from bench.operator.report import machine
 from bench.router.rounds import Found, Plan
 from bench.router.routers import PEERS
-from bench.router.shape import BESIDE_LONG, DIRECT, OWN, Case
+from bench.router.shape import BESIDE_LONG, DIRECT, KEYED, OWN, Case
 from bench.router.turns import Turn
 
 
@@ -66,14 +66,23 @@ RATIOS = (
 )
 
 
+KEYS = Ratio("CPU per request with keys", "cpuUsPerRequest", "c64", 1.05)
+"""Ours with keys of clients to ours without."""
+
+
 def figures_of(case: Case | str) -> dict[str, Callable[[Turn], float | None]]:
     """Those of its kind."""
     name = case if isinstance(case, str) else case.name
     return CLOSED if name.startswith("c") else STREAMS
 
 
-def report(found: Found, plan: Plan, absent: Mapping[str, str]) -> dict[str, Any]:
-    """The JSON that a run ends with."""
+def report(
+    found: Found,
+    plan: Plan,
+    absent: Mapping[str, str],
+    shares: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The JSON that a run ends with. `shares`: of two keys (bench.router.shares)."""
     return {
         "benchmark": "router",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -86,6 +95,7 @@ def report(found: Found, plan: Plan, absent: Mapping[str, str]) -> dict[str, Any
         "failed": [
             {"row": row, "case": case, "why": why} for (row, case), why in found.failed.items()
         ],
+        "shares": None if shares is None else dict(shares),
         "absent": dict(absent),
         "ownArgs": list(plan.own_args),
         "rounds": plan.rounds,
@@ -151,6 +161,13 @@ def _ratios(found: Found) -> list[dict[str, Any]]:
                 | {"reached": reached, "holds": None if aim is None else reached <= aim}
                 | {"measured": [round(one, 3) for one in measured]}
             )
+    if measured := _measured(found, KEYS, OWN, ours=KEYED):
+        reached = round(median(measured), 3)
+        made.append(
+            {"name": KEYS.name, "case": KEYS.case, "peer": f"{OWN} without", "aim": KEYS.aim}
+            | {"reached": reached, "holds": KEYS.aim is not None and reached <= KEYS.aim}
+            | {"measured": [round(one, 3) for one in measured]}
+        )
     return made
 
 
@@ -162,13 +179,13 @@ def _to_easier(found: Found, ratio: Ratio) -> list[float]:
     return [a / b for a, b in known if a is not None and b]
 
 
-def _measured(found: Found, ratio: Ratio, peer: str) -> list[float]:
+def _measured(found: Found, ratio: Ratio, peer: str, *, ours: str = OWN) -> list[float]:
     if ratio.figure == "memory":
-        if not {OWN, peer} <= found.after_gib.keys():
+        if not {ours, peer} <= found.after_gib.keys():
             return []
-        return [found.after_gib[OWN] / found.after_gib[peer]]
+        return [found.after_gib[ours] / found.after_gib[peer]]
     of = figures_of(ratio.case)[ratio.figure]
-    turns = found.duels if (OWN, ratio.case) in found.duels else found.turns
-    pairs = zip(turns.get((OWN, ratio.case), []), turns.get((peer, ratio.case), []), strict=False)
+    turns = found.duels if (ours, ratio.case) in found.duels else found.turns
+    pairs = zip(turns.get((ours, ratio.case), []), turns.get((peer, ratio.case), []), strict=False)
     known = [(of(a), of(b)) for a, b in pairs]
     return [a / b for a, b in known if a is not None and b]

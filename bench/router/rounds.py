@@ -18,7 +18,7 @@ from bench.router.interpreter import Interpreter, fastest
 from bench.router.mocks import Mocks, engines
 from bench.router.programs import Programs
 from bench.router.routers import PEERS, ContenderFailed, Router, running
-from bench.router.shape import DUEL_CASES, OWN, Case, Row, Times
+from bench.router.shape import DUEL_CASES, KEYED, OWN, Case, Row, Times
 from bench.router.turns import Turn, turn
 
 Say = Callable[[str], None]
@@ -86,7 +86,9 @@ def measure(plan: Plan, programs: Programs, folder: Path, say: Say) -> Found:
         for number in range(plan.rounds):
             for case in plan.cases:
                 take_turns(routers, case, number, found, a_turn=a_turn, say=say)
-        rivals = {name: one for name, one in routers.items() if name == OWN or name in PEERS}
+        rivals = {
+            name: one for name, one in routers.items() if name in (OWN, KEYED) or name in PEERS
+        }
         for case in plan.cases:
             for number in range(plan.duels if case.name in DUEL_CASES and len(rivals) > 1 else 0):
                 # Together they are done within seconds.
@@ -122,7 +124,8 @@ def _turn(
     router: Router | None, case: Case, *, mocks: Mocks, times: Times, programs: Programs
 ) -> Turn:
     port = mocks.decodes[0] if router is None else router.port
-    return turn(programs.load, case, port, times, router)
+    key = "" if router is None else router.row.key
+    return turn(programs.load, case, port, times, router, key=key)
 
 
 def take_turns(

@@ -74,13 +74,17 @@ class Router(Processes):
         body = json.dumps({"model": "m", "prompt": "is it ready?", "max_tokens": 16})
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ASK_S)
         try:
-            headers = {"Content-Type": "application/json"}
+            headers = {"Content-Type": "application/json", **_authorization(self.row)}
             connection.request("POST", "/v1/completions", body, headers)
             return connection.getresponse().status == 200
         except (OSError, http.client.HTTPException):
             return False
         finally:
             connection.close()
+
+
+def _authorization(row: Row) -> dict[str, str]:
+    return {"Authorization": f"Bearer {row.key}"} if row.key else {}
 
 
 def peer_environment() -> Path:
@@ -118,7 +122,8 @@ def argv_of(
     if row.program == "xpyd":
         own = [python, "-P", "-m", "xpyd_core", "router", *http, *_OWN_ARGS, *_FEATURES]
         processes = ["--processes", str(row.processes)] if row.processes > 1 else []
-        return [*own, "--discovery-port", str(ports.discovery), *processes, *own_args]
+        key = ["--api-key", row.key] if row.key else []
+        return [*own, "--discovery-port", str(ports.discovery), *processes, *key, *own_args]
     program = str(peer_environment() / "bin" / row.program)
     common = [*http, "--policy", "round_robin", "--prometheus-port", str(ports.metrics)]
     if row.program == "vllm-router":

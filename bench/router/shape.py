@@ -21,9 +21,11 @@ class Row:
     program: Program
     wire: Literal["vllm", "xpyd"] = "vllm"
     processes: int = 1
+    key: str = ""
+    """What clients need; empty: no key."""
 
 
-DIRECT, OWN = "direct", "xpyd"
+DIRECT, OWN, KEYED = "direct", "xpyd", "xpyd-keys"
 ROWS = {
     row.name: row
     for row in (
@@ -32,6 +34,7 @@ ROWS = {
         Row("vllm-router", "vllm-router"),
         Row("smg", "smg"),
         Row("xpyd-continuing", "xpyd", wire="xpyd"),
+        Row(KEYED, "xpyd", key="xpyd-bench-0123456789"),
         Row("xpyd-2", "xpyd", processes=2),
     )
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import subprocess
 import threading
 from dataclasses import dataclass
@@ -68,12 +69,22 @@ def load_words(case: Case, port: int, times: Times) -> list[str]:
     return list(map(str, [*words, times.ramp_s, times.warm_s, times.seconds, tokens]))
 
 
-def turn(load: Path, case: Case, port: int, times: Times, router: Processes | None = None) -> Turn:
-    """Run the load against 127.0.0.1:port. ContenderFailed where an answer was not as asked."""
+def turn(
+    load: Path,
+    case: Case,
+    port: int,
+    times: Times,
+    router: Processes | None = None,
+    *,
+    key: str = "",
+) -> Turn:
+    """Run the load, with the client's key, against 127.0.0.1:port. ContenderFailed where an answer
+    was not as asked."""
+    environ = {**os.environ, "XPYD_API_KEY": key} if key else None
     process = subprocess.Popen(
-        [str(load), *load_words(case, port, times)], stdout=subprocess.PIPE, text=True
+        [str(load), *load_words(case, port, times)], stdout=subprocess.PIPE, text=True, env=environ
     )
-    beside = Beside(port, case.beside_bytes) if case.beside_bytes else None
+    beside = Beside(port, case.beside_bytes, key) if case.beside_bytes else None
     limit = threading.Timer(times.ramp_s + times.warm_s + times.seconds + _MORE_S, process.kill)
     limit.start()
     try:
@@ -103,7 +114,10 @@ class Beside:
     """A client that sends long bodies, one after another, until `end`: a member that no engine
     knows, with millions of empty objects."""
 
-    def __init__(self, port: int, size: int) -> None:
+    def __init__(self, port: int, size: int, key: str = "") -> None:
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
         before, after = b'{"model":"m","prompt":"a","max_tokens":1,"x":[{}', b"]}"
         self._body = before + b",{}" * ((size - len(before) - len(after)) // 3) + after
         self._port = port
@@ -122,8 +136,7 @@ class Beside:
         while not (self._over.wait(_PAUSE_S) or self.fault):
             connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_LONG_S)
             try:
-                headers = {"Content-Type": "application/json"}
-                connection.request("POST", "/v1/completions", self._body, headers)
+                connection.request("POST", "/v1/completions", self._body, self._headers)
                 answer = connection.getresponse()
                 text = answer.read()
                 if answer.status != 200:

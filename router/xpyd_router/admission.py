@@ -84,14 +84,24 @@ _LARGEST = 2**40
 _LEARNING = 1 / 16
 """Weight of one request in the mean time that requests take: some dozen make it."""
 _RETRY_AFTER_BOUNDS_S = (1, 60)
+SPARE_PART = 16
+"""With keys, this part of each limit is kept for keys that have few requests running: else all
+places would be a flood's, and others wait until the first of its answers ends."""
 
 
 class Gate(Generic[E]):
     """Decides which requests run; one per router process. `others` are the rows of the other
-    processes.
+    processes. `keeps_spare`: requests are of several keys.
     """
 
-    def __init__(self, limits: AdmissionLimits, row: Row, others: Sequence[Row] = ()) -> None:
+    def __init__(
+        self,
+        limits: AdmissionLimits,
+        row: Row,
+        others: Sequence[Row] = (),
+        *,
+        keeps_spare: bool = False,
+    ) -> None:
         self._limits = limits
         self._row = row
         self._others = others
@@ -99,6 +109,8 @@ class Gate(Generic[E]):
         self.is_limited: Final = bool(limits.requests or limits.tokens)
         self._most_requests: float = limits.requests or math.inf
         self._most_tokens: float = limits.tokens or math.inf
+        part = SPARE_PART if keeps_spare else _LARGEST
+        self._spare = (limits.requests or 0) // part, (limits.tokens or 0) // part
         self._largest = Cost(limits.requests or _LARGEST, limits.tokens or _LARGEST)
         self._mean_s: float | None = None
 
@@ -123,9 +135,9 @@ class Gate(Generic[E]):
     def enter(self, cost: Cost, priority: int, account: Account) -> bool:
         """Take a place now; False where the request has to line up."""
         if self.is_limited:
-            if self._must_wait(priority) or not self._has_room(cost):
+            if self._must_wait(priority) or not self._has_room(cost, account):
                 return False
-            self._queue.charge(account, cost.tokens)
+            self._begin(account, cost)
         self._row[REQUESTS] += cost.requests
         self._row[TOKENS] += cost.tokens
         return True
@@ -161,12 +173,14 @@ class Gate(Generic[E]):
     def admit(self) -> list[E]:
         """The entries whose turn has come, in order; each holds its place now."""
         admitted: list[E] = []
-        while self._queue and self._has_room(self._queue.first.cost):
+        while self._queue:
             entry = self._queue.first
+            if not self._has_room(entry.cost, entry.account):
+                break
             self.remove(entry)
             self._row[REQUESTS] += entry.cost.requests
             self._row[TOKENS] += entry.cost.tokens
-            self._queue.charge(entry.account, entry.cost.tokens)
+            self._begin(entry.account, entry.cost)
             admitted.append(entry)
         return admitted
 
@@ -182,8 +196,10 @@ class Gate(Generic[E]):
         """
         self._row[REQUESTS] -= cost.requests
         self._row[TOKENS] -= cost.tokens
-        if self.is_limited and (used is not None or held_s is None):
-            self._queue.settle(account, cost.tokens, used or 0)
+        if self.is_limited:
+            account.running -= 1
+            if used is not None or held_s is None:
+                self._queue.settle(account, cost.tokens, used or 0)
         if held_s is None:
             return
         mean_s = self._mean_s
@@ -204,12 +220,19 @@ class Gate(Generic[E]):
             return True
         return self.is_shared and any(row[WAITING] for row in self._others)
 
-    def _has_room(self, cost: Cost) -> bool:
+    def _begin(self, account: Account, cost: Cost) -> None:
+        account.running += 1
+        self._queue.charge(account, cost.tokens)
+
+    def _has_room(self, cost: Cost, account: Account) -> bool:
         requests = self._row[REQUESTS] + cost.requests
         tokens = self._row[TOKENS] + cost.tokens
         for row in self._others:
             requests += row[REQUESTS]
             tokens += row[TOKENS]
+        places, room = self._spare
+        if account.running >= (places or 1):
+            requests, tokens = requests + places, tokens + room
         return requests <= self._most_requests and tokens <= self._most_tokens
 
     def _fits_queue(self, cost: Cost, held_bytes: int, entries: int) -> bool:
@@ -272,7 +295,7 @@ class _Waiter(Entry):
 
 
 class Admission:
-    """See the module. `clock` is monotonic seconds; `row` and `others` as in Gate."""
+    """See the module. `clock` is monotonic seconds; `row` and the rest as in Gate."""
 
     def __init__(
         self,
@@ -282,12 +305,13 @@ class Admission:
         *,
         row: Row | None = None,
         others: Sequence[Row] = (),
+        keeps_spare: bool = False,
     ) -> None:
         self._limits = limits
         self._metrics = metrics
         self._clock = clock
         self._row: Row = [0] * COLUMNS if row is None else row
-        self._gate = Gate[_Waiter](limits, self._row, others)
+        self._gate = Gate[_Waiter](limits, self._row, others, keeps_spare=keeps_spare)
         self._give_back = self._leave
         self._everyone = Account()
         """Of requests without a key."""

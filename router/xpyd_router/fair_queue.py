@@ -36,6 +36,8 @@ class Account:
     served: float = 0.0
     """Tokens that it was charged, by weight; a request's own are known at its end."""
     waiting: int = 0
+    running: int = 0
+    """Its requests that have a place; the gate alone writes this."""
 
 
 @dataclass(eq=False)

@@ -147,7 +147,7 @@ async def open_router(
         policy=make_policy(config, fleet, loads),
         metrics=metrics,
         control=LocalControl(fleet, metrics),
-        admission=Admission(config.limits, metrics, clock),
+        admission=Admission(config.limits, metrics, clock, keeps_spare=config.needs_keys),
         access_log=AccessLog(
             is_json=config.logs_json, wall_clock=time.time, is_on=config.access_log
         ),

@@ -16,6 +16,7 @@ import pytest
 from bench.process import Processes
 from bench.report import END
 from bench.router import __main__ as bench
+from bench.router import shares
 from bench.router.interpreter import Interpreter
 from bench.router.mocks import Mocks, beats
 from bench.router.page import BEGIN, with_measured
@@ -26,6 +27,7 @@ from bench.router.routers import ContenderFailed, Ports, Router, argv_of
 from bench.router.shape import BESIDE_LONG, CASES, OWN, ROWS, Case, Times
 from bench.router.turns import Beside, Turn, load_words, turn
 from xpyd_core.messages import decode_heartbeat
+from xpyd_router.keys.lines import parse_keys
 
 ROOT = Path(__file__).parents[2]
 _MOCKS = Mocks([1001, 1002], [1003, 1004])
@@ -385,3 +387,18 @@ def test_a_client_beside_sends_bodies_of_the_size_and_says_what_was_refused(
     assert set(sizes) <= {65536, 65535, 65534}
     assert sizes
     assert beside.fault == fault
+
+
+def test_two_keys_are_judged_by_the_time_to_the_first_token_and_by_weight() -> None:
+    found = shares.result(0.2, 0.29, {"quiet": 3100, "flood": 1000})
+    assert (found["ttftRatio"], found["ttftHolds"]) == (1.45, True)
+    assert (found["apart"], found["shareHolds"]) == (0.033, True)
+    worse = shares.result(0.2, 0.31, {"quiet": 1000, "flood": 1000})
+    assert (worse["ttftHolds"], worse["shareHolds"]) == (False, False)
+    assert list(parse_keys(shares.key_lines(), "keys").options) == ["quiet", "flood"]
+
+
+def test_the_row_with_keys_sends_one_and_its_router_asks_for_it() -> None:
+    row = ROWS["xpyd-keys"]
+    assert argv_of(row, Ports(), _MOCKS, python="py")[-2:] == ["--api-key", row.key]
+    assert "--api-key" not in argv_of(ROWS[OWN], Ports(), _MOCKS, python="py")

@@ -110,6 +110,37 @@ def test_a_request_of_another_key_passes_a_large_one_for_which_there_is_no_room(
     assert gate.admit() == [small]
 
 
+def test_a_part_of_the_places_is_kept_for_keys_that_have_few_running() -> None:
+    gate = Gate[Entry](AdmissionLimits(requests=32, tokens=3200), [0] * 4, keeps_spare=True)
+    flood, other = Account(), Account()
+    held = [gate.enter(Cost(1, 10), 0, flood) for _ in range(31)]
+    assert held == [True] * 30 + [False], "the last two are kept"
+    gate.enqueue(entry(flood))
+    assert gate.admit() == []
+    first = entry(other, 10)
+    gate.enqueue(first)
+    assert gate.is_first(first)
+    assert gate.admit() == [first]
+    gate.leave(Cost(1, 10), 1.0, flood)
+    assert gate.admit() == [], "29 of the flood and one of the other"
+    gate.leave(Cost(1, 10), 1.0, flood)
+    assert [one.account for one in gate.admit()] == [flood]
+
+
+def test_a_part_of_the_tokens_is_kept_for_keys_that_have_nothing_running() -> None:
+    gate = Gate[Entry](AdmissionLimits(tokens=1600), [0] * 4, keeps_spare=True)
+    flood, other = Account(), Account()
+    assert gate.enter(Cost(1, 1550), 0, flood), "the first of a key may take all"
+    assert not gate.enter(Cost(1, 10), 0, flood)
+    assert gate.enter(Cost(1, 50), 0, other)
+
+
+def test_without_keys_no_place_is_kept() -> None:
+    gate, account = Gate[Entry](AdmissionLimits(requests=32), [0] * 4), Account()
+    assert all(gate.enter(Cost(), 0, account) for _ in range(32))
+    assert not gate.enter(Cost(), 0, account)
+
+
 @dataclass
 class Model:
     """The same in the plainest way."""

@@ -17,7 +17,7 @@ from xpyd_router.errors import unknown_model
 from xpyd_router.fair_queue import Cost
 from xpyd_router.fleet.instances import Snapshot
 from xpyd_router.http.asgi import Scope
-from xpyd_router.keys.ring import Client, Header, Refused
+from xpyd_router.keys.ring import UNCOUNTED, Client, Header, Refused
 from xpyd_router.request.client_request import InferenceRequest
 from xpyd_router.request.state import with_members
 
@@ -73,7 +73,7 @@ class Hold:
         self._owner = owner
         self._trace = trace
         self._cost: Cost | None = None
-        self._held = Cost(0)
+        self._held = UNCOUNTED
         self._is_refused = False
         self._task = cast("asyncio.Task[None]", asyncio.current_task())
         owner.running.add(self._task)

@@ -41,6 +41,8 @@ MARK, REQUESTS, TOKENS, CHARGED, SPENT = range(KEY_COLUMNS)
 """A slot's cells: a fingerprint of the name that has it, its requests and tokens in flight, what
 these were charged of a minute's tokens, and what those before them took, which only grows."""
 Cells = list[int] | memoryview
+UNCOUNTED = Cost(0)
+"""What a request of a key without limits holds of them."""
 _MINUTE_S = 60.0
 _MAX_RETRY_S = 60
 _RETRY_S = 1
@@ -89,7 +91,9 @@ class Client:
         self._options = KeyOptions()
         self._models: frozenset[str] = frozenset()
         self.salt = salted(name)
+        """What engines get for it."""
         self._share = KeyOptions()
+        self._is_limited = False
         self._bucket: Bucket | None = None
         self._own: Cells = [0] * KEY_COLUMNS
         self._others: Sequence[Cells] = ()
@@ -120,6 +124,7 @@ class Client:
 
         per_minute = share(options.tokens_per_minute)
         self._share = KeyOptions(share(options.requests), share(options.tokens), per_minute)
+        self._is_limited = self._share.is_limited
         if per_minute is None:
             self._bucket = None
         elif self._bucket is None:
@@ -145,6 +150,8 @@ class Client:
 
     def enter(self, cost: Cost) -> Cost:
         """What the request takes of the key's limits; `leave` gives it back. ApiError 429."""
+        if not self._is_limited:
+            return UNCOUNTED
         share, tokens = self._share, cost.tokens
         if share.tokens is not None:
             tokens = min(tokens, share.tokens)  # a larger one runs alone, as in admission
@@ -169,6 +176,8 @@ class Client:
     def leave(self, held: Cost, charged: int, used: int | None) -> None:
         """The request that holds `held` ended, of `charged` tokens; it took `used`; None: not
         known."""
+        if held is UNCOUNTED:
+            return
         own = self._own
         own[REQUESTS] -= 1
         own[TOKENS] -= held.tokens
@@ -194,7 +203,7 @@ class Client:
     def headers(self) -> list[Header]:
         """What is left of its limits, as OpenAI says it; empty without limits."""
         share, bucket = self._share, self._bucket
-        if not share.is_limited:
+        if not self._is_limited:
             return []
         requests, tokens = self._in_flight()
         found: list[tuple[str, int, int, float]] = []

@@ -230,6 +230,7 @@ class Worker:
             time.monotonic,
             row=self._rows.admission(self._number),
             others=self._rows.other_admissions(self._number),
+            keeps_spare=config.needs_keys,
         )
         state = AppState(
             config=config,

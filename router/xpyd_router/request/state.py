@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 import orjson
+from msgspec.structs import replace
 
 from xpyd_core.bodies import LongBody, is_absent, read, refuse
 from xpyd_core.errors import ApiError, ProtocolError
@@ -410,25 +411,22 @@ def one_token(request: InferenceRequest, limit: int) -> dict[str, Any]:
 def with_members(request: InferenceRequest, *, salt: str, least_priority: int) -> InferenceRequest:
     """The request of a key with this salt, as engines get it. A salt of the client's own becomes
     part of it; a priority before `least_priority` becomes that. ApiError 400."""
-    members = request.members
-    own = members.cache_salt
+    members, raw = request.members, request.raw
+    own, priority = members.cache_salt, members.priority
     if not is_absent(own):
-        if not bytes(memoryview(own)[:1]) == b'"':
+        if bytes(memoryview(own)[:1]) != b'"':
             raise refuse("cache_salt", "expected a string")
         salt = blake2b(own, key=salt.encode(), digest_size=16).hexdigest()
-    text = b'"' + salt.encode() + b'"'
-    added = b',"cache_salt":' + text
-    changed = {"cache_salt": msgspec.Raw(text)}
-    if not is_absent(members.priority) and read(int, members.priority, "priority") < least_priority:
-        added += b',"priority":%d' % least_priority
-        changed["priority"] = msgspec.Raw(b"%d" % least_priority)
-    raw = request.raw
+    text = f'"{salt}"'.encode()
     end = raw.rindex(b"}")
-    return msgspec.structs.replace(
-        request,
-        raw=b"".join((memoryview(raw)[:end], added, memoryview(raw)[end:])),
-        members=msgspec.structs.replace(members, **changed),
-    )
+    if is_absent(priority) or read(int, priority, "priority") >= least_priority:
+        added = b',"cache_salt":' + text
+        members = replace(members, cache_salt=msgspec.Raw(text))
+    else:
+        least = b"%d" % least_priority
+        added = b',"cache_salt":' + text + b',"priority":' + least
+        members = replace(members, cache_salt=msgspec.Raw(text), priority=msgspec.Raw(least))
+    return replace(request, raw=b"".join((raw[:end], added, raw[end:])), members=members)
 
 
 _COPIED_BYTES = 64 * 1024
