@@ -44,7 +44,7 @@ def failures_of(view: FleetView, **config: Any) -> Failures:
     state = AppState(
         config=RouterConfig(**config), fleet=view, loads=LoadTable(), metrics=metrics,
         policy=unused, control=unused, admission=unused, access_log=unused,
-        keys=(), admin_keys=(), created=0, started_s=0.0, clock=lambda: 0.0,
+        keys=(), admin_keys=(), client_keys=None, created=0, started_s=0.0, clock=lambda: 0.0,
     )  # fmt: skip
     return Failures(state)
 
