@@ -11,6 +11,7 @@ import pytest
 
 from tests.worker.grammar_kit import BYTES, compiler_of, matchers_of
 from tests.worker.server_fakes import until
+from tests.worker.test_grammar_random import target
 from xpyd_core.errors import ApiError
 from xpyd_worker.grammar.compiler import MAX_WAITING, MOST_ENTRIES, GrammarCompiler, Target
 from xpyd_worker.grammar.render import render
@@ -190,3 +191,18 @@ def test_the_schema_of_several_calls_is_compiled_once() -> None:
     (matcher,) = matchers_of(Grammar(calls))
     assert matcher.accept(b'{"a": 1};{"a": 23};{}'), matcher.error
     assert matcher.is_accepting
+
+
+async def test_a_grammar_that_has_used_up_its_limits_is_refused_by_its_field() -> None:
+    part = json_schema_part({"type": "string", "pattern": "^(a?){500}a{500}$"}, "x")
+    asked, of = Grammar(part, "f"), target()
+    ids = of.tokenizer.encode('"a', add_special_tokens=False)  # type: ignore[attr-defined]
+    compiler = GrammarCompiler()
+    (first,) = await compiler.matchers(asked, of, ((),))
+    for token in ids:
+        first.mask().words()
+        first.accept([token])
+    assert "too many" in first.error
+    with pytest.raises(ApiError, match=r"^f: .*too many.*smaller"):
+        await compiler.matchers(asked, of, (ids,))
+    compiler.close()

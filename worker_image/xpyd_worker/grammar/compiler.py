@@ -44,6 +44,8 @@ _LIMITS: Mapping[str, Any] = {
     "max_items_in_row": 5000,
 }
 _SHOWN_CHARACTERS = 300
+_NO_FOLLOWER = "doesn't satisfy the grammar"
+"""In the library's error for a token that the grammar has no place for."""
 
 
 class Vocabulary(Protocol):
@@ -128,10 +130,13 @@ class GrammarCompiler:
             found = await asyncio.wrap_future(self._threads.submit(work))
         else:
             found = work()
-        if found is None:
+        if isinstance(found, tuple):
+            return found
+        if _NO_FOLLOWER in found:
             message = "these ids do not follow the grammar that the request asks for"
             raise refuse("kv_transfer_params.continue_from", message)
-        return found
+        # What is copied shares the library's limits: others have used them up.
+        raise refuse(grammar.field, f"{found}; make it smaller")
 
     async def _compiled(self, grammar: Grammar, target: Target) -> _Compiled:
         root = grammar.root
@@ -231,7 +236,10 @@ def _compile(tokens: _Tokens, root: Part) -> _Compiled:
     return _Compiled(found, error, len(document), seconds)
 
 
-def _matchers(start: Matcher, outputs: Sequence[Sequence[int]]) -> tuple[Matcher, ...] | None:
+def _matchers(start: Matcher, outputs: Sequence[Sequence[int]]) -> tuple[Matcher, ...] | str:
+    """The matchers, or why one of them cannot be where its output ends."""
     found = tuple(start.copy() for _ in outputs)
-    follow = [one.accept(ids) for one, ids in zip(found, outputs, strict=True)]
-    return found if all(follow) else None
+    for one, ids in zip(found, outputs, strict=True):
+        if not one.accept(ids):
+            return one.error
+    return found
