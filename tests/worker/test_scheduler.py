@@ -76,7 +76,7 @@ def test_a_request_that_can_never_fit_is_refused_at_once():
 
 def test_a_grammar_that_breaks_ends_its_request_and_says_that_the_grammar_did():
     driver = EngineDriver()
-    broken = start_of(GRAMMARS[0])
+    broken = start_of(GRAMMARS[0]).copy()
     assert not broken.accept([39])
     driver.submit(make_request("a", prompt_of(6), matchers=(broken,)))
     driver.submit(make_request("b", prompt_of(6)))
