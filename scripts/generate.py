@@ -104,8 +104,10 @@ def generated() -> dict[str, str]:
             files[f"{folder}/{crd['spec']['group']}_{names['plural']}.yaml"] = text
     examples = {title: (ROOT / path).read_text() for title, path in EXAMPLES.items()}
     files["docs/api.md"] = reference(found, examples)
-    openapi = {"x-generated-by": "make generate", **openapi_document(__version__)}
-    files["docs/openapi/router.json"] = json.dumps(openapi, indent=2) + "\n"
+    for name, is_admin in (("router", False), ("router-admin", True)):
+        document = openapi_document(__version__, is_admin=is_admin)
+        openapi = {"x-generated-by": "make generate", **document}
+        files[f"docs/openapi/{name}.json"] = json.dumps(openapi, indent=2) + "\n"
     files[FLAGS_PAGE] = with_flags((ROOT / FLAGS_PAGE).read_text())
     files[FLAGS_MODULE] = flags_module()
     files[POD_MODULE] = pod_module()

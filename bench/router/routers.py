@@ -120,7 +120,17 @@ def argv_of(
     """
     http = [*_LOOPBACK, "--port", str(ports.http)]
     if row.program == "xpyd":
-        own = [python, "-P", "-m", "xpyd_core", "router", *http, *_OWN_ARGS, *_FEATURES]
+        own = [
+            python,
+            "-P",
+            "-m",
+            "xpyd_core",
+            "router",
+            *http,
+            "--admin-port=0",
+            *_OWN_ARGS,
+            *_FEATURES,
+        ]
         processes = ["--processes", str(row.processes)] if row.processes > 1 else []
         key = ["--api-key", row.key] if row.key else []
         return [*own, "--discovery-port", str(ports.discovery), *processes, *key, *own_args]

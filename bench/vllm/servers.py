@@ -188,7 +188,8 @@ def bind(server: Server, core: int) -> None:
 def router_recipe(name: str, folder: Path, flags: Sequence[str]) -> Recipe:
     """Our router, with the fleet's key."""
     argv = [sys.executable, "-m", "xpyd_core", "router", "--host", _HOST, "--port", "{port}"]
-    argv += ["--kv-key-file", str(key_file(folder)), "--slow-start-seconds", "0", *flags]
+    argv += ["--admin-port", "0", "--kv-key-file", str(key_file(folder))]
+    argv += ["--slow-start-seconds", "0", *flags]
     return Recipe(f"{name}-router", argv, {})
 
 

@@ -18,6 +18,8 @@ from xpyd_core.sizes import clipped, whole_number
 HTTP_PORT = 20001
 KV_PORT = 21001
 ROUTER_HTTP_PORT = 10001
+ROUTER_ADMIN_PORT = 10002
+"""Metrics, instances and the admin API of a router: not for clients."""
 DISCOVERY_PORT = 30001
 ROLES = ("Prefill", "Decode", "Aggregated")
 LAST_PORT = 65535

@@ -146,6 +146,9 @@ class AppState:
     """When the router started, on `clock`; the processes of a router have the same."""
     clock: Callable[[], float] = time.monotonic
     """Monotonic seconds."""
+    http_port: int = 0
+    """Where clients connect; set when the ports are bound, like the next."""
+    admin_port: int = 0
     is_draining: bool = False
 
     @property

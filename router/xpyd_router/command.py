@@ -14,7 +14,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.keys import check_keys_given
 from xpyd_core.logs import add_logging_arguments, set_up_logging
 from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
-from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_HTTP_PORT, read_pod_env
+from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT, read_pod_env
 from xpyd_core.sizes import parse_bytes
 from xpyd_router.admission import AdmissionLimits
 from xpyd_router.config import RouterConfig
@@ -27,7 +27,7 @@ from xpyd_router.request.client_request import MAX_SLO_MS, check_forwarded_names
 _EPILOG = """examples:
   xpyd router --kv-key-file kv.key               on 127.0.0.1:10001, engines beat to port 30001
   xpyd router --host 10.0.1.1 --kv-insecure      a fleet without a secret, or engines of vLLM
-  curl http://127.0.0.1:10001/instances          what it knows of the engines"""
+  curl http://127.0.0.1:10002/instances          what it knows of the engines"""
 
 _DAY_S = 86400
 """The longest wait, of any kind: timers do not take any number."""
@@ -68,8 +68,14 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _add_fleet(flags: _Flags, default: RouterConfig) -> None:
     add, number = flags.add, flags.number
-    add("--host", help="address of the HTTP port (default: XPYD_POD_IP, else 127.0.0.1)")
-    number("--port", ROUTER_HTTP_PORT, f"HTTP port; 0 = any free one {_DEFAULT}", None)
+    add("--host", help="address of the HTTP ports (default: XPYD_POD_IP, else 127.0.0.1)")
+    number("--port", ROUTER_HTTP_PORT, f"HTTP port of clients; 0 = any free one {_DEFAULT}", None)
+    number(
+        "--admin-port",
+        ROUTER_ADMIN_PORT,
+        f"HTTP port of /metrics, /instances and /admin; 0 = any free one {_DEFAULT}",
+        None,
+    )
     number(
         "--listen-fd",
         None,
@@ -77,9 +83,15 @@ def _add_fleet(flags: _Flags, default: RouterConfig) -> None:
         metavar="FD",
     )
     number(
+        "--admin-listen-fd",
+        None,
+        "the same in place of --host and --admin-port",
+        metavar="FD",
+    )
+    number(
         "--processes",
         default.processes,
-        f"processes that serve HTTP on it; with more than 1, one more owns discovery {_DEFAULT}",
+        f"processes that serve HTTP; with more than 1, one more owns discovery {_DEFAULT}",
     )
     add("--discovery-host", help="address that engines beat to (default: --host)")
     number("--discovery-port", DISCOVERY_PORT, f"port that engines beat to {_DEFAULT}", None)
@@ -254,6 +266,8 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         host=host,
         port=args.port,
         listen_fd=args.listen_fd,
+        admin_port=args.admin_port,
+        admin_listen_fd=args.admin_listen_fd,
         processes=args.processes,
         discovery_host=args.discovery_host or host,
         discovery_port=args.discovery_port,
@@ -316,7 +330,12 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
             config.max_open_body_bytes >= 3 * config.max_body_bytes
         ),
         "--port: expected 0 to 65535": 0 <= config.port < 65536,
-        "--listen-fd: expected 3 or more": config.listen_fd is None or config.listen_fd > 2,
+        "--admin-port: expected 0 to 65535": 0 <= config.admin_port < 65536,
+        "--admin-port: expected another port than --port": (
+            config.port != config.admin_port or not config.port or config.listen_fd is not None
+        ),
+        "--listen-fd: expected 3 or more": _is_descriptor(config.listen_fd),
+        "--admin-listen-fd: expected 3 or more": _is_descriptor(config.admin_listen_fd),
         "--processes: expected 1 to 64": 1 <= config.processes <= 64,
         "--discovery-port: expected 0 to 65535": 0 <= config.discovery_port < 65536,
         "--heartbeat-interval-ms: expected 50 to 60000": 0.05 <= config.heartbeat_interval_s <= 60,
@@ -353,6 +372,10 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
 
 def _seconds(milliseconds: int | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
+
+
+def _is_descriptor(value: int | None) -> bool:
+    return value is None or value > 2
 
 
 def _is_slo(value_s: float | None) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
-from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_HTTP_PORT
+from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT
 from xpyd_router.admission import AdmissionLimits
 from xpyd_router.fleet.health import HealthRules
 from xpyd_router.fleet.listed import ListedInstance
@@ -18,14 +18,18 @@ class RouterConfig:
     """What `xpyd router` runs with."""
 
     processes: int = 1
-    """Processes that serve HTTP. More than one share the port; one more owns discovery."""
+    """Processes that serve HTTP. More than one share the ports; one more owns discovery."""
     host: str = "127.0.0.1"
-    """Literal address of the HTTP port."""
+    """Literal address of the HTTP ports."""
     port: int = ROUTER_HTTP_PORT
     """HTTP port; 0 lets the system choose (tests)."""
     listen_fd: int | None = None
     """Descriptor of a listening socket that this process inherited, in place of `host` and `port`;
     None: it opens its own."""
+    admin_port: int = ROUTER_ADMIN_PORT
+    """Port on `host` of metrics, instances and the admin API; 0 lets the system choose."""
+    admin_listen_fd: int | None = None
+    """As `listen_fd`, in place of `host` and `admin_port`."""
     discovery_host: str = "127.0.0.1"
     """Literal address of the discovery port."""
     discovery_port: int = DISCOVERY_PORT

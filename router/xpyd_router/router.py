@@ -17,6 +17,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -36,7 +37,14 @@ from xpyd_router.discovery.prober import Prober, probe_http
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
-from xpyd_router.http.server import BACKLOG, Serving, make_policy, open_serving, source_host
+from xpyd_router.http.server import (
+    BACKLOG,
+    Listeners,
+    Serving,
+    make_policy,
+    open_serving,
+    source_host,
+)
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.request.introductions import Introducer
 
@@ -104,22 +112,47 @@ def make_introducer(
     return Introducer(fleet, metrics, key=keys[0], local_host=source_host(config))
 
 
-def inherit_listener(descriptor: int) -> socket.socket:
-    """The socket of --listen-fd. UserError where it is none."""
-    try:
-        return inherited(descriptor)
-    except OSError as error:
-        raise UserError(f"--listen-fd {descriptor}: {error.strerror or error}") from error
+@dataclass(frozen=True)
+class Port:
+    """One of the two HTTP ports, as its flags say. `descriptor`: an inherited socket, in place of
+    the address."""
+
+    host: str
+    number: int
+    flag: str
+    descriptor: int | None
+
+    def inherit(self) -> socket.socket | None:
+        """The inherited socket, if there is one. UserError where it is none."""
+        if self.descriptor is None:
+            return None
+        try:
+            return inherited(self.descriptor)
+        except OSError as error:
+            flag = self.flag.replace("port", "listen-fd")
+            raise UserError(f"{flag} {self.descriptor}: {error.strerror or error}") from error
+
+    def taken(self, error: OSError) -> UserError:
+        """Why the port cannot be had."""
+        where = f"{self.host}:{self.number}"
+        return UserError(f"{self.flag}: HTTP on {where}: {error.strerror or error}")
 
 
-def _listen(config: RouterConfig) -> list[socket.socket]:
-    if config.listen_fd is not None:
-        return [inherit_listener(config.listen_fd)]
+def http_ports(config: RouterConfig) -> tuple[Port, Port]:
+    """The port of clients, and the admin port."""
+    return (
+        Port(config.host, config.port, "--port", config.listen_fd),
+        Port(config.host, config.admin_port, "--admin-port", config.admin_listen_fd),
+    )
+
+
+def _listen(port: Port) -> list[socket.socket]:
+    if (found := port.inherit()) is not None:
+        return [found]
     try:
-        return listen(config.host, config.port, backlog=BACKLOG)
+        return listen(port.host, port.number, backlog=BACKLOG)
     except OSError as error:
-        where = f"{config.host}:{config.port}"
-        raise UserError(f"HTTP on {where}: {error.strerror or error}") from error
+        raise port.taken(error) from error
 
 
 @contextlib.asynccontextmanager
@@ -159,14 +192,14 @@ async def open_router(
         clock=clock,
     )
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(listener) for listener in _listen(config)]
+        opened = [[stack.enter_context(one) for one in _listen(p)] for p in http_ports(config)]
         discovery = make_discovery(config, fleet, metrics, keys)
         stack.callback(discovery.close)
         prober = make_prober(config, fleet, metrics)
         introducer = make_introducer(config, fleet, metrics, keys)
         asker = make_asker(config, fleet)
         works = (discovery.run(), prober.run(), asker.run(), introducer.run())
-        async with open_serving(state, listeners, protocol, works) as serving:
+        async with open_serving(state, Listeners(*opened), protocol, works) as serving:
             serving.discovery_port = discovery.port
             yield serving
 
@@ -176,6 +209,8 @@ class Running(Protocol):
 
     @property
     def http_port(self) -> int: ...
+    @property
+    def admin_port(self) -> int: ...
     @property
     def discovery_port(self) -> int: ...
     def stop(self) -> None: ...
@@ -204,8 +239,9 @@ async def serve_until_signal(
             return
         _on_signals(router.stop)
         logger.info(
-            "router listens on http://%s, discovery on %s",
+            "router listens on http://%s, admin port http://%s, discovery on %s",
             Address(config.host, router.http_port),
+            Address(config.host, router.admin_port),
             Address(config.discovery_host, router.discovery_port),
         )
         await router.run()

@@ -103,8 +103,13 @@ def test_the_dashboard_shows_every_program() -> None:
 
 def test_the_dashboard_groups_by_labels_that_exist(helm: Helm) -> None:
     monitor = one(helm.render(ON), "PodMonitor", "xpyd-fleets")
-    endpoint = monitor["spec"]["podMetricsEndpoints"][0]
-    given = SCRAPE_LABELS | {rule["targetLabel"] for rule in endpoint["relabelings"]}
+    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+        rules = endpoint["relabelings"]
+        given = SCRAPE_LABELS | {rule["targetLabel"] for rule in rules if "targetLabel" in rule}
+        _group_by(given)
+
+
+def _group_by(given: set[str]) -> None:
     known = _known()
     for query in _queries():
         own = {

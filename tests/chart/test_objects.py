@@ -146,6 +146,7 @@ def test_the_operator_is_told_images_namespaces_and_settings(helm: Helm) -> None
         "--image-pull-policy=Always",
         "--image-pull-secret=one",
         "--image-pull-secret=two",
+        "--admin-namespace=xpyd-system",
         "--workers=3",
         "--resync-seconds=60",
         "--log-level=debug",
@@ -264,10 +265,25 @@ def test_monitors_find_the_operator_and_the_pods_of_fleets(helm: Helm) -> None:
     assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
     pod_monitor = one(objects, "PodMonitor", "xpyd-fleets")
     assert pod_monitor["spec"]["namespaceSelector"] == {"matchNames": ["serving", "lab"]}
+    # Of each pod one port is scraped.
+    kept = {
+        endpoint["port"]: endpoint["relabelings"][0]
+        for endpoint in pod_monitor["spec"]["podMetricsEndpoints"]
+    }
+    pool = {"sourceLabels": ["__meta_kubernetes_pod_label_xpyd_dev_pool"], "regex": "router"}
+    assert kept == {"admin": {**pool, "action": "keep"}, "http": {**pool, "action": "drop"}}
     everywhere = helm.render({"metrics": {"podMonitor": {"enabled": True}}})
     assert one(everywhere, "PodMonitor", "xpyd-fleets")["spec"]["namespaceSelector"] == {
         "any": True
     }
+
+
+def test_the_releases_namespace_and_prometheus_may_reach_admin_ports(helm: Helm) -> None:
+    objects = helm.render({"metrics": {"namespaces": ["monitoring", "lab"]}})
+    operator = one(objects, "Deployment", "xpyd-operator")
+    args = operator["spec"]["template"]["spec"]["containers"][0]["args"]
+    found = [arg.removeprefix("--admin-namespace=") for arg in args if "admin-name" in arg]
+    assert found == [operator["metadata"]["namespace"], "monitoring", "lab"]
 
 
 @pytest.mark.parametrize(

@@ -284,7 +284,7 @@ def test_a_fleet_elsewhere_is_another_fleet(
 
     def instances(one: FleetClient) -> set[str]:
         router = one.pods("router")[0]
-        url = f"http://{router['status']['podIP']}:10001/instances"
+        url = f"http://{router['status']['podIP']}:10002/instances"
         code = f"import urllib.request as u; print(u.urlopen({url!r}, timeout=10).read().decode())"
         text = fleet.kubectl("exec", "client", "--", "python3", "-c", code)
         return {instance["instance"] for instance in json.loads(text)["instances"]}

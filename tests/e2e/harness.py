@@ -27,6 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.oracle import Case
 from tests.warm_start import WarmProcess, start_warm
+from xpyd_core.pod_env import ROUTER_ADMIN_PORT
 
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "examples/demo-model"
@@ -96,12 +97,17 @@ class Process:
         return f"http://{self.ip}:{self.http_port}"
 
     @property
+    def admin(self) -> str:
+        """Where metrics are: an engine has one port, a router two."""
+        return self.url if self.role else f"http://{self.ip}:{ROUTER_ADMIN_PORT}"
+
+    @property
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
     def metrics(self) -> dict[str, float]:
         """Samples of /metrics; labels are part of the name: `name{a=b,c=d}`."""
-        _, body = http(f"{self.url}/metrics", timeout_s=10)
+        _, body = http(f"{self.admin}/metrics", timeout_s=10)
         samples: dict[str, float] = {}
         for family in text_string_to_metric_families(body.decode()):
             for sample in family.samples:
@@ -242,7 +248,7 @@ class Fleet:
             return False
 
     def instances(self) -> list[dict[str, Any]]:
-        return json.loads(http(f"{self.router.url}/instances", timeout_s=5)[1])["instances"]
+        return json.loads(http(f"{self.router.admin}/instances", timeout_s=5)[1])["instances"]
 
     def states(self) -> dict[str, str]:
         """Instance name -> state, as the router sees it."""

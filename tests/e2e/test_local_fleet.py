@@ -296,8 +296,9 @@ def test_3p1d_behind_two_processes_serves_in_the_foreground_and_ctrl_c_drains_it
         wait_for("its state", socket.exists, 30)
         wait_for("its supervisor", lambda: _runs(local), 30)
         local.wait_ready()
-        endpoint, pids = local.status()["endpoint"], [*local.pids().values()]
-        assert b"\nxpyd_router_workers 2\n" in http(f"{endpoint}/metrics")[1]
+        status, pids = local.status(), [*local.pids().values()]
+        endpoint = status["endpoint"]
+        assert b"\nxpyd_router_workers 2\n" in http(f"{status['admin']}/metrics")[1]
         workers = _children(local.pids()["three-router-0"])
         assert len(workers) == 2
         assert len({_ask(endpoint) for _ in range(6)}) == 1

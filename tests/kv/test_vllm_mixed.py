@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 
 from tests.kv.vllm_kit import (
+    ADMIN_PORT,
     DISCOVERY_PORT,
     KV_PORT,
     MODEL,
     PORT,
     ROUTER,
-    ROUTER_PORT,
     D,
     P,
     Vllm,
@@ -85,7 +85,7 @@ def until_introduced(folder: Path, log: Path, what: str) -> str:
 
 def without_kv() -> dict[str, list[str]]:
     """The names at /instances of partners without KV, by list."""
-    with urllib.request.urlopen(f"http://{ROUTER}:{ROUTER_PORT}/instances", timeout=20) as answer:
+    with urllib.request.urlopen(f"http://{ROUTER}:{ADMIN_PORT}/instances", timeout=20) as answer:
         found = json.loads(answer.read())["instances"]
     return {of: [name for one in found for name in one[of]] for of in ("unmet", "refused")}
 

@@ -15,6 +15,7 @@ import pytest
 from bench.engine.models import cache
 from bench.engine.peer import VERSION
 from tests.kv.vllm_kit import (
+    ADMIN_PORT,
     LENGTHS,
     PORT,
     ROUTER,
@@ -112,7 +113,7 @@ def test_blocks_of_a_client_that_left_are_free_when_their_lease_ends(engines):
             client.sendall(head.encode() + sent)
             time.sleep(0.03 * at)
     # Some have left behind P's answer: what P has pinned, D gives back, or nobody before the lease.
-    assert metric(ROUTER, ROUTER_PORT, RELEASES, 'result="leased"') > 0
+    assert metric(ROUTER, ADMIN_PORT, RELEASES, 'result="leased"') > 0
     ids = prompt(300, 700)
     assert text_of(by_router(prompt=ids, max_tokens=8)) == p.text(prompt=ids, max_tokens=8)
     until_free(p)

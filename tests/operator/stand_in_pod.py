@@ -74,7 +74,9 @@ def as_router() -> None:
     discovery = (flag("discovery-host"), int(flag("discovery-port")))
     beating = socket.create_server(discovery)
     threading.Thread(target=serve, args=(beating, on_beat), daemon=True).start()
-    serve(socket.socket(fileno=int(flag("listen-fd"))), on_http)
+    admin = socket.socket(fileno=int(flag("admin-listen-fd")))
+    threading.Thread(target=serve, args=(admin, on_http), daemon=True).start()
+    serve(socket.socket(fileno=int(flag("listen-fd"))), lambda path: b"{}")
 
 
 def beat_for_ever(me: str) -> None:

@@ -118,7 +118,7 @@ def test_a_revision_is_of_what_defines_the_pods_and_of_nothing_else():
 
 def settings(document):
     memory = plan_memory(document, (1, 3), Machine(64 << 30, 8), weights_bytes=0)
-    return LocalSettings("f", 7, 10005, Path("/k"), Path("/s"), memory, "info", "json")
+    return LocalSettings("f", 7, 10005, 10006, Path("/k"), Path("/s"), memory, "info", "json")
 
 
 def test_the_documents_flags_come_after_the_machines():
@@ -135,8 +135,9 @@ def test_the_router_listens_for_clients_on_127_0_0_1_and_for_beats_on_its_own_ad
     template = {p.name: p for p in fleet_want(document, model="/m").pools}[ROUTER].template
     pod = Pod("f-router-0", ROUTER, "r", 1, template)
     argv = pod_arguments(pod, settings(document))
-    for flag in ("--host=127.0.0.1", "--port=10005", "--discovery-host=127.1.7.1",
-                 "--discovery-port=30001", "--drain-seconds=0"):  # fmt: skip
+    for flag in ("--host=127.0.0.1", "--port=10005", "--admin-port=10006",
+                 "--discovery-host=127.1.7.1", "--discovery-port=30001",
+                 "--drain-seconds=0"):  # fmt: skip
         assert flag in argv
     environ = pod_environment(pod, settings(document), {})
     assert "XPYD_ROLE" not in environ
@@ -199,7 +200,7 @@ def test_in_local_mode_engines_that_move_kv_find_each_other_in_the_state_folder(
              for role in ("Prefill", "Decode", "Aggregated")]  # fmt: skip
     document = fleet(pools=pools)
     memory = plan_memory(document, (1, 1, 1), Machine(64 << 30, 8), weights_bytes=0)
-    place = LocalSettings("f", 7, 10005, Path("/k"), Path("/s"), memory, "info", "json")
+    place = LocalSettings("f", 7, 10005, 10006, Path("/k"), Path("/s"), memory, "info", "json")
     found = {
         pool.name: "--kv-socket-dir=/s" in pod_arguments(Pod("x", pool.name, "r", 2, pool.template),
                                                          place)

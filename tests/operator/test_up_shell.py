@@ -36,7 +36,7 @@ def test_status_shows_kv_that_does_not_arrive_with_pair_and_cause(running, capsy
     )
     assert show_status("t", as_json=False) == 0
     assert "KV " not in capsys.readouterr().out
-    assert get(*running.view().endpoint.removeprefix("http://").split(":"), "/lose/3")
+    assert get(*running.view().admin.removeprefix("http://").split(":"), "/lose/3")
     view = until(lambda: view if (view := running.view()).problems else None)
     row = control.KvRow("t-prefill-0", "t-decode-0", "recomputed", "unreachable", 3)
     assert (view.kv.verified, view.kv.reason, view.kv.outcomes) == ("False", "Unreachable", (row,))

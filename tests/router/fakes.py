@@ -334,19 +334,22 @@ class HttpEngine:
 
 @dataclass
 class Fleet:
-    """A router and the engines that beat to it."""
+    """A router and the engines that beat to it. `key` signs their beats; None: they have none."""
 
     router: Serving
     http: aiohttp.ClientSession
     dealer: zmq.asyncio.Socket
     stack: contextlib.AsyncExitStack
     key: bytes | None
-    """Signs the engines' beats; None: they are not signed."""
     engines: list[HttpEngine] = field(default_factory=list)
 
     @property
     def base(self) -> str:
         return f"http://127.0.0.1:{self.router.http_port}"
+
+    @property
+    def admin(self) -> str:
+        return self.base.replace(str(self.router.http_port), str(self.router.admin_port))
 
     async def engine(
         self, kind: str, *, is_ours: bool = True, files: bytes | None = None, **beat: Any
@@ -467,6 +470,7 @@ async def fleet(**config: Any) -> AsyncGenerator[Fleet]:
         policy="RoundRobin",  # who is called next is known
         health=HealthRules(slow_start_s=0.0),  # for the same reason
         port=0,
+        admin_port=0,
         discovery_port=0,
         kv_insecure="kv_key_file" not in config,
         pair_wait_s=0.0,

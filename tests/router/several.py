@@ -48,6 +48,10 @@ class _Router:
         return self.parent.http_port
 
     @property
+    def admin_port(self) -> int:
+        return self.parent.admin_port
+
+    @property
     def discovery_port(self) -> int:
         return self.parent.discovery_port
 
@@ -72,10 +76,12 @@ def _holder(pids: list[int], port: int, peer_port: int) -> int | None:
 
 @dataclass
 class Client:
-    """One connection to one worker."""
+    """One connection to one worker, and one to its admin port."""
 
     base: str
     http: aiohttp.ClientSession
+    admin: str
+    admin_http: aiohttp.ClientSession
 
     async def post(self, **body: Any) -> aiohttp.ClientResponse:
         """POST a completion."""
@@ -89,8 +95,8 @@ class Client:
             return response.status
 
     async def get(self, path: str) -> Any:
-        """GET JSON."""
-        async with self.http.get(f"{self.base}{path}") as response:
+        """GET JSON of the admin port."""
+        async with self.admin_http.get(f"{self.admin}{path}") as response:
             return await response.json()
 
     async def states(self) -> dict[str, str]:
@@ -109,7 +115,7 @@ class Client:
 
     async def samples(self) -> dict[str, float]:
         """/metrics."""
-        async with self.http.get(f"{self.base}/metrics") as response:
+        async with self.admin_http.get(f"{self.admin}/metrics") as response:
             assert response.status == 200
             text = await response.text()
         lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
@@ -128,7 +134,16 @@ class Several(Fleet):
         return self.parent.worker_processes.workers
 
     async def client(self, number: int) -> Client:
-        """A new connection to worker `number`, counted from 0."""
+        """New connections to worker `number`, counted from 0."""
+        return Client(
+            self.base,
+            await self._connected(number, self.parent.http_port),
+            self.admin,
+            await self._connected(number, self.parent.admin_port),
+        )
+
+    async def _connected(self, number: int, to: int) -> aiohttp.ClientSession:
+        """A session of one connection to that worker, on the port `to`."""
         pids = [worker.pid for worker in self.workers if worker.pid is not None]
         opened: list[socket.socket] = []
 
@@ -143,12 +158,12 @@ class Several(Fleet):
             )
             http = aiohttp.ClientSession(connector=connector)
             self.stack.push_async_callback(http.close)
-            async with http.get(f"{self.base}/health") as response:
+            async with http.get(f"http://127.0.0.1:{to}/health") as response:
                 await response.read()  # else the connection is not kept
             port = opened[-1].getsockname()[1]
-            pid = await asyncio.to_thread(_holder, pids, self.parent.http_port, port)
+            pid = await asyncio.to_thread(_holder, pids, to, port)
             if pid == self.workers[number].pid:
-                return Client(self.base, http)
+                return http
             await http.close()
 
     async def clients(self) -> list[Client]:
@@ -169,6 +184,7 @@ async def several(processes: int = 2, **config: Any) -> AsyncGenerator[Several]:
         processes=processes,
         health=HealthRules(slow_start_s=0.0),
         port=0,
+        admin_port=0,
         discovery_port=0,
         kv_insecure=True,
         heartbeat_interval_s=PATIENCE_S,  # engines beat once
@@ -195,6 +211,7 @@ class Elsewhere(Fleet):
 @dataclass
 class _Ports:
     http_port: int
+    admin_port: int
 
 
 _MAIN = "import sys; from xpyd_core.cli import main; sys.exit(main())"
@@ -203,9 +220,10 @@ _MAIN = "import sys; from xpyd_core.cli import main; sys.exit(main())"
 @contextlib.asynccontextmanager
 async def process(
     *argv: str, prelude: str = "", inherit: Sequence[int] = ()
-) -> AsyncGenerator[tuple[asyncio.subprocess.Process, str]]:
-    """A real `xpyd router` without a secret as a process, and its URL once it says so; `prelude` is
-    Python that it runs first, `inherit` are descriptors that it gets.
+) -> AsyncGenerator[tuple[asyncio.subprocess.Process, str, str]]:
+    """A real `xpyd router` without a secret as a process, and its URLs once it says so: that of
+    clients, and its admin port's. `prelude` is Python that it runs first, `inherit` are descriptors
+    that it gets.
     """
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", f"{prelude}\n{_MAIN}"),
@@ -220,7 +238,8 @@ async def process(
             said = await child.stderr.readline()
             assert said, "the router ended before it listened"
         reading = asyncio.create_task(child.stderr.read())
-        yield child, said.split(b"listens on ")[1].split(b",")[0].decode()
+        url, admin = said.decode().split("listens on ")[1].split(", admin port ")
+        yield child, url, admin.split(",")[0]
     finally:
         if child.returncode is None:
             child.terminate()
@@ -234,14 +253,15 @@ async def routed(
     *argv: str, prelude: str = ""
 ) -> AsyncGenerator[tuple[asyncio.subprocess.Process, Elsewhere]]:
     """A `process` of two workers, with no engines yet."""
-    ports = free_port(), free_port()
+    ports = free_port(), free_port(), free_port()
     flags = ("--processes", "2", "--drain-seconds", "0", *argv)
     flags = (*flags, "--port", str(ports[0]), "--discovery-port", str(ports[1]))
+    flags = (*flags, "--admin-port", str(ports[2]))
     async with contextlib.AsyncExitStack() as stack:
-        child, _ = await stack.enter_async_context(process(*flags, prelude=prelude))
+        child, _, __ = await stack.enter_async_context(process(*flags, prelude=prelude))
         dealer = beating(stack, ports[1])
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        router = cast(Serving, _Ports(ports[0]))
+        router = cast(Serving, _Ports(ports[0], ports[2]))
         yield child, Elsewhere(router, http, dealer, stack, None)
 
 

@@ -129,7 +129,7 @@ async def settled(world_: World) -> dict[str, float]:
 
 async def in_flight(world_: World, name: str) -> int:
     """An engine's calls, as the worker that is asked by chance has them of all."""
-    url = f"{world_.router.url}/admin/instances/{name}"
+    url = f"{world_.router.admin}/admin/instances/{name}"
     async with world_.http.get(url, headers={"Authorization": f"Bearer {KEY}"}) as answer:
         return (await answer.json())["in_flight"]
 

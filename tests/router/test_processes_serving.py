@@ -116,14 +116,14 @@ async def test_a_cordon_reaches_every_worker_before_it_is_answered(tmp_path: Pat
         other = await made.engine("D")
         await made.known_to_all(clients)
         head = {"Authorization": "Bearer " + "k" * 32}
-        name = f"{made.base}/admin/instances/{d.beat.http_address}"
-        async with clients[0].http.post(f"{name}/cordon", headers=head) as response:
+        name = f"{made.admin}/admin/instances/{d.beat.http_address}"
+        async with clients[0].admin_http.post(f"{name}/cordon", headers=head) as response:
             assert (await response.json())["state"] == "Cordoned"
         for client in clients:
             await when(lambda c=client: c.has_state(d, "Cordoned"))
             assert await client.status() == 200
         assert (d.served, other.served) == (0, 3)
-        async with clients[1].http.post(f"{name}/uncordon", headers=head) as response:
+        async with clients[1].admin_http.post(f"{name}/uncordon", headers=head) as response:
             assert response.status == 200
         for client in clients:
             await when(lambda c=client: c.has_state(d, "Ready"))
@@ -266,7 +266,7 @@ async def test_workers_whose_parent_is_killed_finish_what_runs_and_end() -> None
         d.script = gate
         url = f"http://127.0.0.1:{port}"
         async with aiohttp.ClientSession() as http:
-            client = Client(url, http)
+            client = Client(url, http, made.admin, http)
             names = {engine.beat.instance for engine in made.engines}
             await when(lambda: client.knows(names))
             workers = children(parent.pid)

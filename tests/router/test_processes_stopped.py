@@ -106,7 +106,7 @@ async def test_workers_of_a_stopped_parent_serve_on_say_so_and_are_ready_when_it
         await made.engine("D")
         names = {engine.beat.instance for engine in made.engines}
         async with aiohttp.ClientSession() as http:
-            client = Client(f"http://127.0.0.1:{made.router.http_port}", http)
+            client = Client(made.base, http, made.admin, http)
             await when(lambda: client.knows(names))
             assert await status_of(client, "/readiness") == 200
             parent.send_signal(signal.SIGSTOP)

@@ -26,13 +26,13 @@ def key_file(tmp_path: Path) -> Path:
 
 
 async def call(made: Fleet, method: str, path: str, **headers: str) -> tuple[int, Any]:
-    url = f"{made.base}/admin/{path}"
+    url = f"{made.admin}/admin/{path}"
     async with made.http.request(method, url, headers=headers or AUTHORIZED) as response:
         return response.status, await response.json()
 
 
 async def states(made: Fleet) -> dict[str, str]:
-    async with made.http.get(f"{made.base}/instances") as response:
+    async with made.http.get(f"{made.admin}/instances") as response:
         rows = (await response.json())["instances"]
     return {row["http_address"]: row["state"] for row in rows}
 
@@ -107,7 +107,7 @@ async def test_every_route_is_closed_without_the_key(
     async with fleet(admin_key_file=key_file) as made:
         status, body = await call(made, method, path, Authorization="Bearer wrong")
         assert (status, body["error"]["type"]) == (401, "authentication_error")
-        async with made.http.request(method, f"{made.base}/admin/{path}") as response:
+        async with made.http.request(method, f"{made.admin}/admin/{path}") as response:
             assert response.status == 401
             assert response.headers["WWW-Authenticate"] == "Bearer"
         status, body = await call(made, method, path)

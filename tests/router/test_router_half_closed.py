@@ -11,7 +11,7 @@ from tests.router.fakes import begin_and_hang, fleet, hang, pair, until
 
 CHEAP = {
     "an old one": (b"GET /health HTTP/1.0\r\n\r\n", b" 200 "),
-    "another": (b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", b" 200 "),
+    "another": (b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", b" 200 "),
     "a body": (b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}", b" 404 "),
     "half a head": (b"GET /health HTTP/1.1\r\nHost: x\r\n", None),
     "half a body": (b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 20\r\n\r\n{}", None),

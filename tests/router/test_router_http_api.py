@@ -46,13 +46,35 @@ async def test_a_router_that_starts_is_healthy_and_is_ready_with_its_first_pair(
         assert await has_pair(fleet_) == 1.0
 
 
+@pytest.mark.parametrize("path", ["/metrics", "/instances", "/admin/state", "/admin"])
+async def test_what_is_not_for_clients_is_not_on_their_port_which_says_where_it_is(
+    path: str,
+) -> None:
+    async with fleet() as made, made.http.get(f"{made.base}{path}") as response:
+        assert response.status == 404
+        said = (await response.json())["error"]["message"]
+        assert f"the admin port, {made.router.admin_port} (--admin-port)" in said
+
+
+async def test_the_admin_port_serves_no_clients_and_says_how_the_router_is() -> None:
+    async with pair() as (made, _, __):
+        for path in ("/health", "/readiness", "/version"):
+            async with made.http.get(f"{made.admin}{path}") as response:
+                assert response.status == 200
+        body = {"model": "m", "prompt": "x"}
+        async with made.http.post(f"{made.admin}/v1/completions", json=body) as response:
+            assert response.status == 404
+            said = (await response.json())["error"]["message"]
+            assert f"clients ask port {made.router.http_port} (--port)" in said
+
+
 async def readiness(fleet_: Fleet, query: str = "") -> tuple[int, str]:
     async with fleet_.http.get(f"{fleet_.base}/readiness{query}") as response:
         return response.status, (await response.json())["status"]
 
 
 async def has_pair(fleet_: Fleet) -> float:
-    async with fleet_.http.get(f"{fleet_.base}/metrics") as response:
+    async with fleet_.http.get(f"{fleet_.admin}/metrics") as response:
         lines = (await response.text()).splitlines()
     (value,) = [line.split()[1] for line in lines if line.startswith("xpyd_router_has_pair ")]
     return float(value)
@@ -104,7 +126,7 @@ def test_a_starting_router_waits_for_engines_to_find_it_and_not_for_ever(
 async def test_instances_shows_the_registry() -> None:
     async with pair() as (fleet_, p, d):
         await fleet_.beat(d, state="Draining", running=3)
-        async with fleet_.http.get(f"{fleet_.base}/instances") as response:
+        async with fleet_.http.get(f"{fleet_.admin}/instances") as response:
             found = (await response.json())["instances"]
         assert [i["http_address"] for i in found] == sorted(i["http_address"] for i in found)
         by_type = {i["type"]: i for i in found}
@@ -112,7 +134,7 @@ async def test_instances_shows_the_registry() -> None:
         assert by_type["D"]["state"] == "Draining"
         assert by_type["D"]["load"]["running"] == 3
         assert by_type["P"]["age_seconds"] >= 0
-        async with fleet_.http.get(f"{fleet_.base}/metrics") as response:
+        async with fleet_.http.get(f"{fleet_.admin}/metrics") as response:
             text = await response.text()
         assert 'xpyd_router_instances{state="Draining",type="D"} 1.0' in text
 

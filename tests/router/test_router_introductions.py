@@ -101,7 +101,7 @@ def introductions_of(made: Fleet, result: str) -> float:
 
 
 async def report(made: Fleet, engine: HttpEngine) -> dict[str, Any]:
-    async with made.http.get(f"{made.base}/instances") as response:
+    async with made.http.get(f"{made.admin}/instances") as response:
         found = (await response.json())["instances"]
     (one,) = (one for one in found if one["instance"] == engine.beat.instance)
     return one

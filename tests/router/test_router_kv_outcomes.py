@@ -97,7 +97,7 @@ async def test_kv_without_an_offer_has_the_cause_that_p_beats() -> None:
             (*names, "recomputed", "no_offer"): 1,
             (*names, "recomputed", "unreachable"): 1,
         }
-        async with made.http.get(made.base + "/instances") as response:
+        async with made.http.get(made.admin + "/instances") as response:
             [row] = [r for r in (await response.json())["instances"] if r["type"] == "P"]
         assert row["kv"] == [{"peer": d.beat.zmq_address, "moved": 0, "failed": {"unreachable": 1}}]
 
@@ -177,12 +177,12 @@ async def test_metrics_are_filtered_by_name() -> None:
         d.said_of_kv = "moved"
         await made.json()
         names = [("name[]", METRIC), ("name[]", "xpyd_router_retries_total")]
-        async with made.http.get(made.base + "/metrics", params=names) as response:
+        async with made.http.get(made.admin + "/metrics", params=names) as response:
             lines = (await response.text()).splitlines()
         assert {line.split("{")[0].split(" ")[0] for line in lines if line[0] != "#"} == {
             *(METRIC, "xpyd_router_retries_total"),
         }
-        async with made.http.get(made.base + "/metrics?name[]=unknown") as response:
+        async with made.http.get(made.admin + "/metrics?name[]=unknown") as response:
             assert (response.status, await response.text()) == (200, "")
 
 

@@ -241,13 +241,13 @@ async def test_a_router_process_that_drains_without_instances_answers_503_at_onc
     processes: str,
 ) -> None:
     flags = ("--drain-seconds", "0", "--queue-timeout-seconds", "3600", "--processes", processes)
-    ports = ("--port", "0", "--discovery-port", "0")
-    async with process(*ports, *flags) as (child, url), aiohttp.ClientSession() as http:
+    ports = ("--port", "0", "--admin-port", "0", "--discovery-port", "0")
+    async with process(*ports, *flags) as (child, url, admin), aiohttp.ClientSession() as http:
         body = {"model": "m", "prompt": "a", "max_tokens": 1}
         asked = [
             asyncio.create_task(http.post(f"{url}/v1/completions", json=body)) for _ in range(8)
         ]
-        client = Client(url, http)
+        client = Client(url, http, admin, http)
 
         async def all_wait() -> bool:
             return (await client.samples())["xpyd_router_waiting"] == len(asked)

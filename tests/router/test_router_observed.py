@@ -160,7 +160,7 @@ async def test_a_call_that_fails_or_is_given_up_is_in_flight_no_more() -> None:
 async def test_prometheus_can_read_all_of_it() -> None:
     async with pair() as (fleet_, _, __):
         await fleet_.events()
-        async with fleet_.http.get(f"{fleet_.base}/metrics") as response:
+        async with fleet_.http.get(f"{fleet_.admin}/metrics") as response:
             text = await response.text()
         families = list(text_string_to_metric_families(text))
         names = [family.name for family in families]

@@ -19,7 +19,7 @@ from tests.router.fakes import fleet
 from xpyd_core import __version__
 from xpyd_core.errors import ApiError
 from xpyd_router.admission import _REFUSALS
-from xpyd_router.http.app import quart_app
+from xpyd_router.http.app import admin_app, quart_app
 from xpyd_router.http.openapi.document import chat_request, completion_request, openapi_document
 from xpyd_router.http.openapi.errors import ERRORS
 from xpyd_router.request.client_request import ENDPOINTS, parse_request
@@ -29,6 +29,7 @@ from xpyd_router.translations.responses import Responses
 from xpyd_worker.server.openai.params import parse_chat, parse_completion
 
 DOCUMENT = openapi_document(__version__)
+ADMIN = openapi_document(__version__, is_admin=True)
 ROUTER = Path(xpyd_router.__file__).parent
 # Calls whose status is no literal: where, and which statuses they give.
 COMPUTED: dict[str, set[tuple[int, str | None]]] = {
@@ -40,11 +41,12 @@ COMPUTED: dict[str, set[tuple[int, str | None]]] = {
 SAID_BY_ENGINES = {(400, "context_length_exceeded"), (400, "grammar_too_large")}
 
 
-def test_the_document_is_openapi() -> None:
-    schemathesis.openapi.from_dict(DOCUMENT).validate()
-    names = set(re.findall(r'"#/(components/[^"]+)"', json.dumps(DOCUMENT)))
+@pytest.mark.parametrize("document", [DOCUMENT, ADMIN], ids=["clients", "admin"])
+def test_the_document_is_openapi(document: dict[str, Any]) -> None:
+    schemathesis.openapi.from_dict(document).validate()
+    names = set(re.findall(r'"#/(components/[^"]+)"', json.dumps(document)))
     for name in names:
-        found: Any = DOCUMENT
+        found: Any = document
         for part in name.split("/"):
             found = found[part]
 
@@ -54,22 +56,27 @@ async def test_a_router_publishes_it() -> None:
         async with f.http.get(f"{f.base}/openapi.json") as response:
             assert response.content_type == "application/json"
             assert await response.json() == DOCUMENT
+        async with f.http.get(f"{f.admin}/openapi.json") as response:
+            assert await response.json() == ADMIN
         async with f.http.get(f"{f.base}/version") as response:
             assert await response.json() == {"version": __version__}
 
 
-async def test_every_route_is_described_and_no_other() -> None:
+@pytest.mark.parametrize("document", [DOCUMENT, ADMIN], ids=["clients", "admin"])
+async def test_every_route_is_described_and_no_other(document: dict[str, Any]) -> None:
     found: set[tuple[str, str]] = set()
 
     async with fleet() as fleet_:
-        for rule in quart_app(fleet_.router.state, make_apis(time.time)).url_map.iter_rules():
+        state = fleet_.router.state
+        app = admin_app(state) if document is ADMIN else quart_app(state, make_apis(time.time))
+        for rule in app.url_map.iter_rules():
             path = re.sub(r"<(?:\w+:)?(\w+)>", r"{\1}", rule.rule)
             # Every path has OPTIONS, and with GET also HEAD.
             methods = set(rule.methods or ()) - {"OPTIONS", "HEAD"}
             found.update((path, method.lower()) for method in methods)
     described = {
         (path, method)
-        for path, item in DOCUMENT["paths"].items()
+        for path, item in document["paths"].items()
         for method in item
         if method != "parameters"
     }

@@ -206,7 +206,7 @@ async def test_an_instance_that_answers_500_is_left_alone_until_a_trial_succeeds
         assert good.served == 30
         assert standing(fleet_, bad) == "Open"
         assert fleet_.metric("xpyd_router_breaker_openings_total") == 1
-        async with fleet_.http.get(f"{fleet_.base}/instances") as response:
+        async with fleet_.http.get(f"{fleet_.admin}/instances") as response:
             rows = (await response.json())["instances"]
         row = next(r for r in rows if r["instance"] == bad.beat.instance)
         assert row["state"] == "CircuitOpen"

@@ -63,6 +63,9 @@ def test_the_environment_gives_defaults_and_flags_win(monkeypatch: pytest.Monkey
     "argv",
     [
         ("--port", "70000"),
+        ("--admin-port", "70000"),
+        ("--admin-port", "10001"),
+        ("--admin-listen-fd", "2"),
         ("--listen-fd", "2"),
         ("--processes", "0"),
         ("--processes", "65"),
@@ -111,10 +114,11 @@ async def test_a_router_without_key_warns_once_at_its_start(
     assert len(warnings) == (0 if has_key else 1)
 
 
-@pytest.mark.parametrize("taken", ["port", "discovery_port"])
+@pytest.mark.parametrize("taken", ["port", "admin_port", "discovery_port"])
 async def test_a_taken_port_is_an_error_that_names_it(taken: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
-        ports: dict[str, Any] = {"port": 0, "discovery_port": 0, taken: busy.getsockname()[1]}
+        ports: dict[str, Any] = {"port": 0, "admin_port": 0, "discovery_port": 0}
+        ports[taken] = busy.getsockname()[1]
         config = read_config(flags("--kv-insecure"))
         with pytest.raises(UserError, match=str(ports[taken])):
             async with open_router(replace(config, **ports)):
@@ -123,18 +127,24 @@ async def test_a_taken_port_is_an_error_that_names_it(taken: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", ["1", "2"])
-async def test_clients_of_an_inherited_socket_wait_while_no_router_runs(processes: str) -> None:
-    with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
-        port = listener.getsockname()[1]
+async def test_clients_of_inherited_sockets_wait_while_no_router_runs(processes: str) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=16) as listener,
+        socket.create_server(("127.0.0.1", 0), backlog=16) as admin,
+    ):
+        ports = [one.getsockname()[1] for one in (listener, admin)]
+        numbers = [one.fileno() for one in (listener, admin)]
         for _ in range(2):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
-            flags_ = ("--listen-fd", str(listener.fileno()), "--processes", processes)
-            inherit = [listener.fileno()]
-            async with process(*flags_, "--discovery-port=0", inherit=inherit) as (child, url):
-                assert url == f"http://127.0.0.1:{port}"
-                assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-                writer.close()
+            asked = [await asyncio.open_connection("127.0.0.1", port) for port in ports]
+            for (_, writer), path in zip(asked, (b"/health", b"/metrics"), strict=True):
+                writer.write(b"GET " + path + b" HTTP/1.1\r\nHost: a\r\n\r\n")
+            flags_ = [f"--listen-fd={numbers[0]}", f"--admin-listen-fd={numbers[1]}"]
+            flags_ += ["--processes", processes, "--discovery-port=0"]
+            async with process(*flags_, inherit=numbers) as (child, *urls):
+                assert urls == [f"http://127.0.0.1:{port}" for port in ports]
+                for reader, writer in asked:
+                    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+                    writer.close()
                 child.kill()
                 await child.wait()
 
@@ -143,15 +153,19 @@ async def test_clients_of_an_inherited_socket_wait_while_no_router_runs(processe
 async def test_a_router_that_drains_does_not_keep_clients_on_an_inherited_socket(
     processes: str,
 ) -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    port, number = listener.getsockname()[1], listener.fileno()
-    flags_ = ("--listen-fd", str(number), "--processes", processes, "--drain-seconds=0")
-    async with process(*flags_, "--discovery-port=0", inherit=[number]) as (child, _):
-        listener.close()
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    ports = [one.getsockname()[1] for one in listeners]
+    numbers = [one.fileno() for one in listeners]
+    flags_ = [f"--listen-fd={numbers[0]}", f"--admin-listen-fd={numbers[1]}", "--drain-seconds=0"]
+    flags_ += ["--discovery-port=0", "--processes", processes]
+    async with process(*flags_, inherit=numbers) as (child, *_):
+        for listener in listeners:
+            listener.close()
         child.terminate()
         assert await child.wait() == 0
-    with pytest.raises(ConnectionRefusedError):
-        await asyncio.open_connection("127.0.0.1", port)
+    for port in ports:
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("kind", ["a file", "udp", "not listening", "closed"])
@@ -221,7 +235,7 @@ def refuses(fleet_: Fleet) -> bool:
         return probe.connect_ex(("127.0.0.1", fleet_.router.http_port)) != 0
 
 
-FREE_PORTS = ("--port", "0", "--discovery-port", "0")
+FREE_PORTS = ("--port", "0", "--admin-port", "0", "--discovery-port", "0")
 V6 = ("--host", "::1", "--discovery-host", "::1")
 
 
@@ -231,7 +245,7 @@ async def test_a_signal_drains_the_process_and_it_exits_0(
     number: signal.Signals, processes: str
 ) -> None:
     async with (
-        process(*FREE_PORTS, "--drain-seconds", "0.2", "--processes", processes) as (child, url),
+        process(*FREE_PORTS, "--drain-seconds", "0.2", "--processes", processes) as (child, url, _),
         aiohttp.ClientSession() as http,
     ):
         async with http.get(f"{url}/health") as response:
@@ -241,9 +255,9 @@ async def test_a_signal_drains_the_process_and_it_exits_0(
 
 
 async def test_the_start_line_gives_an_ipv6_address_as_urls_do() -> None:
-    async with process(*FREE_PORTS, *V6, "--drain-seconds", "0") as (_, url):
+    async with process(*FREE_PORTS, *V6, "--drain-seconds", "0") as (_, url, admin):
         assert url.startswith("http://[::1]:")
-        async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as response:
+        async with aiohttp.ClientSession() as http, http.get(f"{admin}/metrics") as response:
             assert response.status == 200
 
 

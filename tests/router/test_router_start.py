@@ -47,7 +47,7 @@ def told(
         [
             *(FIRST if is_first else ()),
             *(sys.executable, "-c", code, "router", "--kv-insecure"),
-            *("--port", "0", "--discovery-port", "0", *flags),
+            *("--port", "0", "--admin-port", "0", "--discovery-port", "0", *flags),
         ],
         capture_output=True,
         text=True,

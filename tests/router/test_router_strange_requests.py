@@ -181,7 +181,9 @@ METHODS: list[tuple[str, str, int, set[str]]] = [
 
 @pytest.mark.parametrize(("method", "path", "status", "allowed"), METHODS)
 async def test_other_methods(method: str, path: str, status: int, allowed: set[str]) -> None:
-    async with fleet() as f, f.http.request(method, f.base + path) as response:
+    async with fleet() as f:
+        base = f.admin if path.startswith("/admin") else f.base
+        response = await f.stack.enter_async_context(f.http.request(method, base + path))
         assert response.status == status
         if method == "HEAD":
             assert await response.read() == b""

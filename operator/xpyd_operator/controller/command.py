@@ -51,6 +51,15 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="Secret with registry credentials in each fleet's namespace; may be repeated",
     )
+    add(
+        "--admin-namespace",
+        action="append",
+        default=[],
+        metavar="NS",
+        help="namespace whose pods may reach the routers' admin port (NetworkPolicy): the "
+        "operator's own, which reads metrics there; may be repeated (default: only the fleet's "
+        "own, and those labelled xpyd.dev/scrape=true)",
+    )
     add("--workers", type=int, default=8, help="fleets worked on at once (default: %(default)s)")
     add("--http-host", default="0.0.0.0", help="address of the HTTP port (default: %(default)s)")
     add(
@@ -89,6 +98,7 @@ def _run(args: argparse.Namespace) -> int:
         router_image=args.router_image,
         image_pull_policy=args.image_pull_policy,
         image_pull_secrets=tuple(args.image_pull_secret),
+        admin_namespaces=tuple(dict.fromkeys(args.admin_namespace)),
     )
     config = OperatorConfig(
         settings=settings,

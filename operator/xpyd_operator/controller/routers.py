@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from xpyd_core.pod_env import ROUTER_HTTP_PORT
+from xpyd_core.pod_env import ROUTER_ADMIN_PORT
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
 from xpyd_operator.controller.decision.kinds import DEPLOYMENT, POD
 from xpyd_operator.controller.decision.state import controller_of
@@ -82,8 +82,8 @@ class _Fleet:
 
 
 class RouterReader:
-    """See the module. `wake` plans a turn of a fleet; `clock` is monotonic seconds; `port` is that
-    of every router."""
+    """See the module. `wake` plans a turn of a fleet; `clock` is monotonic seconds; `port` is the
+    admin port of every router."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class RouterReader:
         wake: Callable[[FleetKey], None],
         *,
         clock: Callable[[], float],
-        port: int = ROUTER_HTTP_PORT,
+        port: int = ROUTER_ADMIN_PORT,
     ) -> None:
         self._cache = cache
         self._wake = wake

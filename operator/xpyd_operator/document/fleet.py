@@ -17,6 +17,7 @@ from xpyd_core.pod_env import (
     DISCOVERY_PORT,
     HTTP_PORT,
     LAST_PORT,
+    ROUTER_ADMIN_PORT,
     ROUTER_HTTP_PORT,
     data_port,
     rendezvous_port,
@@ -144,6 +145,7 @@ class Router(ApiModel):
         int,
         Field(ge=1024, le=65535),
         other_port(ROUTER_HTTP_PORT, "the router serves HTTP there"),
+        other_port(ROUTER_ADMIN_PORT, "the router's admin port is there"),
     ] = DISCOVERY_PORT
     """Port on which a router receives the engines' heartbeats."""
     service: Service = Service()
@@ -177,8 +179,8 @@ class NetworkPolicy(ApiModel):
     """Who may reach the fleet's ports in a cluster whose network enforces policies."""
 
     enabled: bool = True
-    """Only the fleet's own pods reach KV and discovery ports; everyone reaches the routers'
-    HTTP."""
+    """Only the fleet's own pods reach KV and discovery ports, and only those of its namespace, of
+    the operator's and of monitoring the routers' admin port; everyone reaches the routers' HTTP."""
 
 
 API_VERSION = "xpyd.dev/v1alpha1"

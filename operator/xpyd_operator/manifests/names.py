@@ -28,6 +28,8 @@ class Settings:
     image_pull_policy: str = "IfNotPresent"
     image_pull_secrets: tuple[str, ...] = ()
     """Names of Secrets in the fleet's namespace."""
+    admin_namespaces: tuple[str, ...] = ()
+    """Whose pods may reach the routers' admin port, as the operator's own: it reads metrics."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,9 @@ LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 LABEL_INSTANCE = "app.kubernetes.io/instance"
 LABEL_NAME = "app.kubernetes.io/name"
 LABEL_SCRAPE = "xpyd.dev/scrape"
-"""On a namespace, "true": its pods may read the metrics of engines (NetworkPolicy)."""
+"""On a namespace, "true": its pods may read metrics (NetworkPolicy)."""
+LABEL_NAMESPACE = "kubernetes.io/metadata.name"
+"""On every namespace: its name."""
 ANNOTATION_APPLIED = "xpyd.dev/applied"
 """Hash of the object as the operator last applied it."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 
-from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT, data_port
+from xpyd_core.pod_env import HTTP_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT, data_port
 from xpyd_operator.document.engines import Pool
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests import names
@@ -236,7 +236,10 @@ def network_policies(fleet: InferenceFleet, placement: Placement) -> tuple[JsonO
     """The engines' policy and the routers'."""
     engines = {"podSelector": _pod_selector(fleet, names.ENGINE_APP)}
     routers = {"podSelector": _pod_selector(fleet, names.ROUTER_APP)}
-    scrapers = {"namespaceSelector": {"matchLabels": {names.LABEL_SCRAPE: "true"}}}
+    scrapers = _namespace(names.LABEL_SCRAPE, "true")
+    # An admin's own pods, too, which have the key.
+    own: JsonObject = {"podSelector": {}}
+    others = [_namespace(names.LABEL_NAMESPACE, n) for n in placement.settings.admin_namespaces]
     to_engines = [
         _between_engines(fleet, engines),
         {"from": [routers, scrapers], "ports": [_port(HTTP_PORT)]},
@@ -244,6 +247,7 @@ def network_policies(fleet: InferenceFleet, placement: Placement) -> tuple[JsonO
     ]
     to_routers = [
         {"ports": [_port(ROUTER_HTTP_PORT)]},
+        {"from": [own, scrapers, *others], "ports": [_port(ROUTER_ADMIN_PORT)]},
         {"from": [engines], "ports": [_port(fleet.spec.router.discovery_port)]},
     ]
     return (
@@ -254,6 +258,10 @@ def network_policies(fleet: InferenceFleet, placement: Placement) -> tuple[JsonO
             fleet, placement, names.router_policy_name(fleet.name), names.ROUTER_APP, to_routers
         ),
     )
+
+
+def _namespace(label: str, value: str) -> JsonObject:
+    return {"namespaceSelector": {"matchLabels": {label: value}}}
 
 
 def _pod_selector(fleet: InferenceFleet, app: str) -> JsonObject:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT, data_port
+from xpyd_core.pod_env import HTTP_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT, data_port
 from xpyd_operator.document.engine import NIXL_HOST, NIXL_PORT
 from xpyd_operator.document.engines import Pool
 from xpyd_operator.document.fleet import InferenceFleet
@@ -215,12 +215,17 @@ def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) 
         "args": [
             "router",
             f"--port={ROUTER_HTTP_PORT}",
+            f"--admin-port={ROUTER_ADMIN_PORT}",
             f"--discovery-port={discovery_port}",
             *_client_keys_args(fleet, placement),
             *workload.template.args,
         ],
         "env": _env(_place_env(fleet, workload, placement)),
-        "ports": [_port("http", ROUTER_HTTP_PORT), _port("discovery", discovery_port)],
+        "ports": [
+            _port("http", ROUTER_HTTP_PORT),
+            _port("admin", ROUTER_ADMIN_PORT),
+            _port("discovery", discovery_port),
+        ],
         "startupProbe": _probe(probes_of(workload.template).startup),
         "livenessProbe": _probe(probes_of(workload.template).liveness),
         "readinessProbe": _probe(Probe("/readiness", 1, 2, 2)),

@@ -18,7 +18,7 @@ from typing import cast
 
 from xpyd_core import __version__
 from xpyd_core.errors import UserError
-from xpyd_core.pod_env import ROUTER_HTTP_PORT
+from xpyd_core.pod_env import ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT
 from xpyd_core.sizes import parse_bytes
 from xpyd_operator.document.engine import NIXL_HOST, NIXL_PORT, PLUGINS
 from xpyd_operator.document.fleet import InferenceFleet
@@ -61,7 +61,11 @@ def template_problems(fleet: InferenceFleet) -> tuple[str, ...]:
     spec = fleet.spec
     router = _Ours(
         names.ROUTER_CONTAINER,
-        {"http": ROUTER_HTTP_PORT, "discovery": spec.router.discovery_port},
+        {
+            "http": ROUTER_HTTP_PORT,
+            "admin": ROUTER_ADMIN_PORT,
+            "discovery": spec.router.discovery_port,
+        },
     )
     found = list(_problems("spec.router.template", spec.router.template or {}, router))
     for index, pool in enumerate(spec.pools):

@@ -84,7 +84,8 @@ class KvView(msgspec.Struct, frozen=True):
 
 
 class FleetView(msgspec.Struct, frozen=True):
-    """One fleet. `reason`: Ready, Progressing, Draining, Stopped or Orphaned. `problems` are
+    """One fleet. `endpoint` is for clients, `admin` the router's port of metrics and instances.
+    `reason`: Ready, Progressing, Draining, Stopped or Orphaned. `problems` are
     sentences about what people should mend though the fleet serves. `kv`: None where no supervisor
     runs."""
 
@@ -98,6 +99,7 @@ class FleetView(msgspec.Struct, frozen=True):
     pods: tuple[PodView, ...] = ()
     problems: tuple[str, ...] = ()
     kv: KvView | None = None
+    admin: str = ""
 
 
 def view_json(view: FleetView) -> str:
@@ -125,6 +127,8 @@ def view_tables(view: FleetView) -> str:
         rest = (shown, pod.http, pid, restarts, age(pod.age_s))
         pods.append((pod.name, pod.role, *layout, *rest))
     head = [f"fleet {view.fleet}  {state}  {view.endpoint}"]
+    if view.admin:
+        head[0] += f"  (admin port: {view.admin})"
     parts = ["\n".join([*head, *(f"problem: {problem}" for problem in view.problems)])]
     kv = [("KV", "CAUSE", "PREFILL", "DECODE", "REQUESTS")]
     kv += [

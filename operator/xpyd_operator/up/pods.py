@@ -213,12 +213,13 @@ class LocalPods:
         state: FleetFolder,
         programs: Programs,
         inherit: Sequence[int],
-        listener: socket.socket | None = None,
+        listeners: Sequence[socket.socket] = (),
     ) -> None:
         self.settings = settings
-        self.listener = listener
-        """Where clients connect, also while no router runs: the next one finds them waiting. None:
-        routers listen themselves, or the fleet is being taken down. See docs/adr/0044."""
+        self.listeners = listeners
+        """Where clients connect, and who asks the admin port, also while no router runs: the next
+        one finds them waiting. Empty: routers listen themselves, or the fleet is being taken down.
+        See docs/adr/0044."""
         self._state = state
         self.programs = programs
         self._inherit = inherit
@@ -303,9 +304,9 @@ class LocalPods:
 
     def stop_listening(self) -> None:
         """The last router drains: clients are refused once it takes no more of them."""
-        if self.listener is not None:
-            self.listener.close()
-            self.listener = None
+        for listener in self.listeners:
+            listener.close()
+        self.listeners = ()
 
     def kill_all(self) -> None:
         """End everything now."""
@@ -326,11 +327,11 @@ class LocalPods:
                 if pod is None:
                     return False
                 pods[ordinal] = pod
-                listener, inherit = None, self._inherit
-                if self.listener is not None and pod.pod.pool == ROUTER:
-                    listener = self.listener.fileno()
-                    inherit = [*inherit, listener]
-                flags = pod_arguments(pod.pod, self.settings, listener)
+                listeners, inherit = None, self._inherit
+                if self.listeners and pod.pod.pool == ROUTER:
+                    listeners = [listener.fileno() for listener in self.listeners]
+                    inherit = [*inherit, *listeners]
+                flags = pod_arguments(pod.pod, self.settings, listeners)
                 argv = [*self.programs.program(pod.pod), *flags]
                 environ = pod_environment(pod.pod, self.settings, os.environ)
                 pod.start(argv, environ, now, failures=failures, inherit=inherit, forks=self.forks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +35,8 @@ class LocalSettings:
     fleet: str
     index: int
     router_port: int
+    admin_port: int
+    """The router's, for metrics, instances and the admin API."""
     key_file: Path
     socket_folder: Path
     memory: MemoryPlan
@@ -50,6 +52,11 @@ class LocalSettings:
     def endpoint(self) -> str:
         """The router's URL for clients."""
         return f"http://{ROUTER_HOST}:{self.router_port}"
+
+    @property
+    def admin(self) -> str:
+        """The URL of the router's admin port."""
+        return f"http://{ROUTER_HOST}:{self.admin_port}"
 
     @property
     def discovery(self) -> str:
@@ -98,16 +105,22 @@ class Programs:
     """The probes of a template's instances."""
 
 
-def pod_arguments(pod: Pod, settings: LocalSettings, listener: int | None = None) -> list[str]:
+def pod_arguments(
+    pod: Pod, settings: LocalSettings, listeners: Sequence[int] | None = None
+) -> list[str]:
     """The flags: the machine's first, then the template's, so that what the document says wins.
-    `listener` is the router's inherited socket; None: it opens its own.
+    `listeners` are the router's inherited sockets, of clients and of its admin port; None: it opens
+    its own.
     """
     logging = [f"--log-level={settings.log_level}", f"--log-format={settings.log_format}"]
     if pod.template.role == ROUTER:
         host, port = settings.discovery.split(":")
+        ports = [f"--port={settings.router_port}", f"--admin-port={settings.admin_port}"]
+        if listeners is not None:
+            ports = [f"--listen-fd={listeners[0]}", f"--admin-listen-fd={listeners[1]}"]
         place = [
             f"--host={ROUTER_HOST}",
-            f"--port={settings.router_port}" if listener is None else f"--listen-fd={listener}",
+            *ports,
             f"--discovery-host={host}",
             f"--discovery-port={port}",
             # No load balancer needs time to notice the drain here.

@@ -24,7 +24,7 @@ from xpyd_core.cli import EXIT_INTERRUPTED
 from xpyd_core.errors import UserError
 from xpyd_core.kv_outcome import OUTCOMES
 from xpyd_core.logs import set_up_logging
-from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT
+from xpyd_core.pod_env import HTTP_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import load_fleet, parse_fleet
 from xpyd_operator.plan.fleet import pools_wanted
@@ -105,6 +105,7 @@ def view_of(supervisor: Supervisor, now: float) -> FleetView:
     return FleetView(
         fleet=settings.fleet,
         endpoint=settings.endpoint,
+        admin=settings.admin,
         ready=status is not None and status.ready,
         reason=status.reason if status else "Progressing",
         message=status.message if status else "",
@@ -271,13 +272,19 @@ def supervise(options: UpOptions, *, programs: Programs = _OURS, stream: bool) -
     fleet = load_fleet(Path(options.file), local=True)
     _check(fleet, options)
     state = FleetFolder(state_root() / fleet.name)
-    with _locked(state), _claimed(state) as claim, _listening(options.port) as listener:
+    with (
+        _locked(state),
+        _claimed(state) as claim,
+        _listening(options.port) as listener,
+        listen_from(ROUTER_HOST, ROUTER_ADMIN_PORT) as admin,
+    ):
         state.clear()
         state.write_key()
         settings = LocalSettings(
             fleet=fleet.name,
             index=claim.index,
             router_port=listener.getsockname()[1],
+            admin_port=admin.getsockname()[1],
             key_file=state.key_file,
             socket_folder=state.sockets,
             memory=plan_fleet_memory(fleet, options.folder),
@@ -297,7 +304,7 @@ def supervise(options: UpOptions, *, programs: Programs = _OURS, stream: bool) -
             state=state,
             settings=settings,
             claim=claim,
-            listener=listener,
+            listeners=(listener, admin),
             programs=programs,
         )
         signals = asyncio.run(_run(supervisor, state, stream=stream))
@@ -412,6 +419,7 @@ def _run_detached(options: UpOptions, state: FleetFolder, daemon: tuple[str, ...
     child.returncode = 0  # the supervisor outlives this process on purpose: Popen must not warn
     sys.stdout.write(
         f"fleet {view.fleet} is ready: {view.endpoint}\n"
+        f"  metrics and instances: {view.admin}/metrics, {view.admin}/instances\n"
         f"  xpyd chat {view.fleet} 'Hello!'\n"
         f"  xpyd status {view.fleet}\n"
         f"  xpyd down {view.fleet}\n"

@@ -16,7 +16,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -138,12 +138,12 @@ class Supervisor:
         state: FleetFolder,
         settings: LocalSettings,
         claim: AddressClaim,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         programs: Programs,
     ) -> None:
         self.fleet = fleet
         self.state = state
-        self.pods = LocalPods(settings, state, programs, claim.descriptors, listener)
+        self.pods = LocalPods(settings, state, programs, claim.descriptors, listeners)
         self.status: FleetProgress | None = None
         self._want = fleet_want(fleet, model=locate_model(fleet.spec.model.uri, folder))
         self._pools: dict[str, PoolSeen] = {}
@@ -408,7 +408,7 @@ class Supervisor:
         """Read what the router counts of KV."""
         while True:
             await asyncio.sleep(_READ_KV_EVERY_S)
-            body = await asyncio.to_thread(get, ROUTER_HOST, self.pods.settings.router_port, QUERY)
+            body = await asyncio.to_thread(get, ROUTER_HOST, self.pods.settings.admin_port, QUERY)
             found: dict[str, Counts] = {}
             if body is not None:
                 self.kv_counts = found[ROUTER] = read_counts(body.decode("utf-8", "replace"))
@@ -430,7 +430,7 @@ class Supervisor:
         pods = [pod for pod in self.pods if pod.identity is not None]
         before = {pod: pod.identity for pod in pods}
         routable = await asyncio.to_thread(
-            read_routable, ROUTER_HOST, self.pods.settings.router_port
+            read_routable, ROUTER_HOST, self.pods.settings.admin_port
         )
         unknown = [pod for pod in pods if not pod.is_healthy]
         healthy = await asyncio.gather(*(self._is_healthy(pod) for pod in unknown))

@@ -1,6 +1,8 @@
 """The HTTP surface in Quart: models, state and the admin API, errors as OpenAI's JSON.
 
-The inference routes come before it, in `inference`. The admin API (under /admin) shows instances
+Two applications, one of each port (ADR 0077): `build_app` for clients, whose inference routes come
+before Quart, in `inference`; `admin_app` for metrics, instances and the admin API. Both say whether
+the router lives and is ready. The admin API (under /admin) shows instances
 with their loads and sets cordons. It has keys of its own (`--admin-key-file`): a client that may
 send requests may not take instances out. To drain an instance, cordon it and wait until it has no
 calls in flight.
@@ -11,7 +13,7 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from datetime import UTC, datetime
 from functools import cache
@@ -211,12 +213,16 @@ def _describe(
     )
 
 
-def _http_error(error: HTTPException, api: Api | None) -> Response:
+_ADMIN_PATHS = frozenset({"metrics", "instances", "admin"})
+"""First parts of the paths that only the admin port has."""
+
+
+def _http_error(error: HTTPException, api: Api | None, elsewhere: str) -> Response:
     """Quart's own refusals (no such path, wrong method, body too long) in OpenAI's format, or that
-    of the API that the path belongs to."""
+    of the API that the path belongs to. `elsewhere` ends the 404: where such a path is."""
     status = error.code or 500
     messages = {
-        404: f"no such path: {request.method} {request.path[:200]}",
+        404: f"no such path: {request.method} {request.path[:200]}{elsewhere}",
         405: f"{request.method} is not allowed here",
         413: "the request body is too long",
         408: "the request body did not come in time",
@@ -241,22 +247,45 @@ def build_app(state: AppState, flow: Flow, upstream: UpstreamClient, reader: Exe
 def quart_app(
     app_state: AppState, apis: Mapping[str, Api], store: ResponseStore | None = None
 ) -> Quart:
-    """All routes; those of inference are here only as names."""
-    app = Quart("xpyd_router", static_folder=None)
-    app.url_map.merge_slashes = False  # another path, not a redirect that clients may not follow
-    app.config["MAX_CONTENT_LENGTH"] = app_state.config.max_body_bytes
+    """All routes of clients; those of inference are here only as names."""
+
+    def elsewhere() -> str:
+        if request.path.split("/", 2)[1] not in _ADMIN_PATHS:
+            return ""
+        return f" on this port: ask the admin port, {app_state.admin_port} (--admin-port)"
+
+    app = _new_app(app_state, apis, elsewhere)
     _add_inference(app)
     _add_models(app, app_state)
     _add_responses(app, store)
     _add_state(app, app_state)
-    _add_about(app)
-    app.register_blueprint(admin_routes(app_state))
+    _add_about(app, _openapi_json(is_admin=False))
+    return app
 
+
+def admin_app(app_state: AppState) -> Quart:
+    """The routes of the admin port."""
+
+    def elsewhere() -> str:
+        return f" on the admin port: clients ask port {app_state.http_port} (--port)"
+
+    app = _new_app(app_state, {}, elsewhere)
+    _add_state(app, app_state)
+    _add_figures(app, app_state)
+    _add_about(app, _openapi_json(is_admin=True))
+    app.register_blueprint(admin_routes(app_state))
+    return app
+
+
+def _new_app(app_state: AppState, apis: Mapping[str, Api], elsewhere: Callable[[], str]) -> Quart:
+    app = Quart("xpyd_router", static_folder=None)
+    app.url_map.merge_slashes = False  # another path, not a redirect that clients may not follow
+    app.config["MAX_CONTENT_LENGTH"] = app_state.config.max_body_bytes
     heads = HeadReader()
 
     @app.errorhandler(HTTPException)
     async def http_error(error: HTTPException) -> Response:
-        return _http_error(error, api_at(request.path, apis))
+        return _http_error(error, api_at(request.path, apis), elsewhere())
 
     @app.after_request
     async def echo(response: Response) -> Response:
@@ -384,6 +413,10 @@ def _add_state(app: Quart, app_state: AppState) -> None:
             reason = None if app_state.fleet.has_pair else "no instances"
         return json_reply(Ready()) if reason is None else json_reply(NotReady(status=reason), 503)
 
+    _ = health, readiness
+
+
+def _add_figures(app: Quart, app_state: AppState) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         try:
@@ -405,18 +438,16 @@ def _add_state(app: Quart, app_state: AppState) -> None:
         ]
         return json_reply(Instances(instances=found))
 
-    _ = health, readiness, metrics, instances
+    _ = metrics, instances
 
 
 @cache
-def _openapi_json() -> bytes:
-    """The OpenAPI document: one for every app of a process."""
-    return orjson.dumps(openapi_document(__version__))
+def _openapi_json(*, is_admin: bool) -> bytes:
+    """The OpenAPI document of a port: one for every app of a process."""
+    return orjson.dumps(openapi_document(__version__, is_admin=is_admin))
 
 
-def _add_about(app: Quart) -> None:
-    document = _openapi_json()
-
+def _add_about(app: Quart, document: bytes) -> None:
     @app.get("/version")
     async def version() -> Response:
         return json_reply(Version(version=__version__))

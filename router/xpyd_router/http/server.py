@@ -20,7 +20,7 @@ import socket
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -29,7 +29,7 @@ from xpyd_router.app_state import AppState
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.view import FleetView
-from xpyd_router.http.app import build_app
+from xpyd_router.http.app import admin_app, build_app
 from xpyd_router.http.protocol import ClientProtocol
 from xpyd_router.policy.base import NO_SLO
 from xpyd_router.policy.pairs import PairPolicy, build_policy
@@ -162,9 +162,23 @@ _KEEP_ALIVE_S = 75
 """Longer than what clients and load balancers keep idle connections, so that they close first."""
 
 
+class Listeners(NamedTuple):
+    """Listening sockets: the port of clients, and that of metrics, instances and the admin API. Of
+    each the first has the port that is meant."""
+
+    clients: Sequence[socket.socket]
+    admin: Sequence[socket.socket]
+
+
 class _Server(uvicorn.Server):
     """uvicorn without its own signal handlers, for `Serving` has the drain, and with our way to
-    take connections."""
+    take connections. Connections to the listeners of `admin` get that application.
+    """
+
+    def __init__(self, config: uvicorn.Config, admin: uvicorn.Config, listeners: Listeners) -> None:
+        super().__init__(config)
+        self._admin = admin
+        self._listeners = listeners
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -172,7 +186,11 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
-        acceptors = [Acceptor(one, self._make_protocol) for one in sockets or ()]
+        acceptors = [
+            Acceptor(one, partial(self._make_protocol, config))
+            for config, sockets in zip((self.config, self._admin), self._listeners, strict=True)
+            for one in sockets
+        ]
         self.servers = cast("list[asyncio.Server]", acceptors)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -184,28 +202,33 @@ class _Server(uvicorn.Server):
             for one in self.servers:
                 one.close()
 
-    def _make_protocol(self) -> asyncio.Protocol:
+    def _make_protocol(self, config: uvicorn.Config) -> asyncio.Protocol:
         # uvicorn's type says only that it is an asyncio.Protocol.
         make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
         state = self.lifespan.state
-        return make(config=self.config, server_state=self.server_state, app_state=state)
+        return make(config=config, server_state=self.server_state, app_state=state)
 
 
 class Serving:
     """A server that runs until `stop`; it then accepts for `drain_s` more and finishes."""
 
-    def __init__(
-        self, state: AppState, server: _Server, listeners: Sequence[socket.socket]
-    ) -> None:
+    def __init__(self, state: AppState, server: _Server) -> None:
         self.state = state
-        self.http_port: int = listeners[0].getsockname()[1]
-        """Where clients connect."""
         self.discovery_port = 0
         """Where engines beat to, if to this process."""
         self._server = server
-        self._listeners = list(listeners)
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
+
+    @property
+    def http_port(self) -> int:
+        """Where clients connect."""
+        return self.state.http_port
+
+    @property
+    def admin_port(self) -> int:
+        """Where metrics, instances and the admin API are."""
+        return self.state.admin_port
 
     def stop(self) -> None:
         """Begin the drain; a second call ends at once."""
@@ -223,7 +246,7 @@ class Serving:
 
     async def run(self) -> None:
         """Serve until `stop`, then drain."""
-        serving = asyncio.create_task(self._server.serve(sockets=self._listeners))
+        serving = asyncio.create_task(self._server.serve())
         stopping = asyncio.create_task(self._drain())
         done, _ = await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if serving in done:
@@ -243,7 +266,7 @@ class Serving:
 @contextlib.asynccontextmanager
 async def open_serving(
     state: AppState,
-    listeners: Sequence[socket.socket],
+    listeners: Listeners,
     protocol: type[asyncio.Protocol] | None = None,
     works: Iterable[Coroutine[None, None, None]] = (),
 ) -> AsyncGenerator[Serving]:
@@ -258,20 +281,21 @@ async def open_serving(
     releases = Releases(upstream, state.metrics, state.keys[0])
     flow = Flow(state, upstream, releases, tokens=tokens, objectives=objectives)
     reader = ThreadPoolExecutor(1, thread_name_prefix="bodies")  # starts with the first long one
-    server = _Server(
-        uvicorn.Config(
-            build_app(state, flow, upstream, reader),
-            http=protocol or _protocol(config),
-            ws="none",
-            lifespan="off",
-            backlog=BACKLOG,
-            access_log=False,
-            log_config=None,
-            proxy_headers=False,  # the client's address is not used
-            server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-        )
+    state.http_port, state.admin_port = (sockets[0].getsockname()[1] for sockets in listeners)
+    configure = partial(
+        uvicorn.Config,
+        http=protocol or _protocol(config),
+        ws="none",
+        lifespan="off",
+        backlog=BACKLOG,
+        access_log=False,
+        log_config=None,
+        proxy_headers=False,  # the client's address is not used
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
     )
+    app = configure(build_app(state, flow, upstream, reader))
+    server = _Server(app, configure(admin_app(state)), listeners)
     own = [one.run() for one in (tokens, objectives) if one is not None]
     if state.client_keys is not None:
         own.append(state.client_keys.watch.run())
@@ -279,7 +303,7 @@ async def open_serving(
         own.append(trim_after_bursts(lambda: state.metrics.requests.in_flight, trim))
     try:
         async with running(*works, *own):
-            yield Serving(state, server, listeners)
+            yield Serving(state, server)
     finally:
         await asyncio.gather(releases.close(), *([tokens.close()] if tokens else []))
         await upstream.close()

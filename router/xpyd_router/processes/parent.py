@@ -1,7 +1,7 @@
 """The parent of a router of several processes: discovery, probes, health, and the workers.
 
 It serves no request. What a worker reports of its calls changes the fleet here, and every change
-is sent to all workers. It reserves the HTTP port on which each worker listens, and reaps children
+is sent to all workers. It reserves the HTTP ports on which each worker listens, and reaps children
 of workers that died: they become children of a container's first process, which is mostly this one.
 """
 
@@ -13,15 +13,14 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from dataclasses import replace
 
 import uvloop
 
-from xpyd_core.errors import UserError
 from xpyd_core.listen import other_loopback
 from xpyd_router.config import RouterConfig
-from xpyd_router.http.server import running
+from xpyd_router.http.server import Listeners, running
 from xpyd_router.keys.watch import keys_of, read_key_file
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.processes.events import (
@@ -41,7 +40,8 @@ from xpyd_router.processes.parent_view import ParentView
 from xpyd_router.processes.shared_loads import make_memory, map_rows
 from xpyd_router.processes.worker_processes import WorkerProcess, WorkerProcesses
 from xpyd_router.router import (
-    inherit_listener,
+    Port,
+    http_ports,
     make_asker,
     make_discovery,
     make_introducer,
@@ -52,30 +52,27 @@ from xpyd_router.router import (
 )
 
 
-def reserve(host: str, port: int) -> list[socket.socket]:
-    """Sockets that keep `port` (0: a free one) on `host`, and on the loopback address as well,
-    without listening. UserError where another program has it.
+def reserve(port: Port) -> list[socket.socket]:
+    """Sockets that keep `port` (0: a free one) on its host, and on the loopback address as well,
+    without listening; or the inherited one. UserError where another program has it.
     """
+    if (found := port.inherit()) is not None:
+        return [found]
+    host, number = port.host, port.number
     try:
-        if port:
+        if number:
             # A socket that shares would not notice another router that shares as well.
-            with _bound(host, port, reuse_port=False):
+            with _bound(host, number, reuse_port=False):
                 pass
-        first = _bound(host, port, reuse_port=True)
+        first = _bound(host, number, reuse_port=True)
     except OSError as error:
-        raise UserError(f"HTTP on {host}:{port}: {error.strerror or error}") from error
+        raise port.taken(error) from error
     reserved = [first]
     loopback = other_loopback(host)
     if loopback is not None:
         with contextlib.suppress(OSError):  # the workers say so when they listen
             reserved.append(_bound(loopback, first.getsockname()[1], reuse_port=True))
     return reserved
-
-
-def _reserve(config: RouterConfig) -> list[socket.socket]:
-    if config.listen_fd is not None:
-        return [inherit_listener(config.listen_fd)]
-    return reserve(config.host, config.port)
 
 
 def _bound(host: str, port: int, *, reuse_port: bool) -> socket.socket:
@@ -126,13 +123,15 @@ _MAX_ANSWERING = 4096
 class ParentProcess:
     """See the module. Ports are the real ones."""
 
-    def __init__(
-        self, config: RouterConfig, memory: int, reserved: Sequence[socket.socket]
-    ) -> None:
-        self.http_port: int = reserved[0].getsockname()[1]
+    def __init__(self, config: RouterConfig, memory: int, reserved: Listeners) -> None:
+        self.http_port, self.admin_port = (sockets[0].getsockname()[1] for sockets in reserved)
         self.metrics = RouterMetrics(time.monotonic)
-        self._config = replace(config, port=self.http_port)
-        self._inherited = reserved[0] if config.listen_fd is not None else None
+        self._config = replace(config, port=self.http_port, admin_port=self.admin_port)
+        inherits = [port.descriptor is not None for port in http_ports(config)]
+        self._inherited = [
+            sockets[0] if is_inherited else None
+            for sockets, is_inherited in zip(reserved, inherits, strict=True)
+        ]
         self._keys, self._admin_keys = read_secrets(config)
         if config.api_key_file is not None:  # the workers read it; a mistake ends the start
             keys_of(read_key_file(config.api_key_file), config.api_keys, config.api_key_file)
@@ -142,7 +141,7 @@ class ParentProcess:
         self.worker_processes = WorkerProcesses(
             processes=config.processes,
             port=self.http_port,
-            listener=None if self._inherited is None else self._inherited.fileno(),
+            listeners=[None if one is None else one.fileno() for one in self._inherited],
             memory=memory,
             metrics=self.metrics,
             greet=self._greeting,
@@ -163,8 +162,9 @@ class ParentProcess:
 
     def stop(self) -> None:
         """Have all workers drain; a second call ends them at once."""
-        if self._inherited is not None:
-            self._inherited.close()  # else clients would wait there after the workers left
+        for listener in self._inherited:
+            if listener is not None:
+                listener.close()  # else clients would wait there after the workers left
         self.worker_processes.drain()
 
     async def run(self) -> None:
@@ -242,10 +242,10 @@ async def open_parent(config: RouterConfig) -> AsyncGenerator[ParentProcess]:
     Raises UserError for a port that cannot be had and for an unusable key file.
     """
     with contextlib.ExitStack() as stack:
-        reserved = [stack.enter_context(one) for one in _reserve(config)]
+        kept = [[stack.enter_context(one) for one in reserve(port)] for port in http_ports(config)]
         memory = make_memory(config.processes)
         stack.callback(os.close, memory)
-        parent = ParentProcess(config, memory, reserved)
+        parent = ParentProcess(config, memory, Listeners(*kept))
         async with parent.open():
             yield parent
 

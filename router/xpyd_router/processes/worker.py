@@ -1,6 +1,6 @@
 """A worker: `python -m xpyd_router.processes.worker`, started by the parent.
 
-It serves HTTP on the shared port. Signals go to the parent; when the parent ends, this process
+It serves HTTP on the shared ports. Signals go to the parent; when the parent ends, this process
 stops accepting at once, finishes its requests within a deadline, and ends. `ParentControl` asks the
 parent for what concerns the whole router.
 """
@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 import uvloop
@@ -30,7 +30,7 @@ from xpyd_router.admission import Admission
 from xpyd_router.app_state import AppState, Keys, open_keys
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.instances import InstanceKey
-from xpyd_router.http.server import BACKLOG, Serving, make_policy, open_serving
+from xpyd_router.http.server import BACKLOG, Listeners, Serving, make_policy, open_serving
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.processes.channel import Channel
 from xpyd_router.processes.events import (
@@ -148,10 +148,14 @@ class Worker:
     """A worker process, from its first event on. `send` sends to the parent."""
 
     def __init__(
-        self, number: int, processes: int, memory: int, listener: int | None = None
+        self,
+        number: int,
+        processes: int,
+        memory: int,
+        listeners: Sequence[int | None] = (None, None),
     ) -> None:
         self._number = number
-        self._listener = listener
+        self._listeners = listeners
         self._rows = map_rows(memory, processes)
         self._early: deque[ToWorker] = deque()
         self._has_come = asyncio.Event()
@@ -275,11 +279,15 @@ class Worker:
             await present.wait()
         if self._is_orphan or self._is_draining:
             return
-        if self._listener is None:
-            listeners = listen(config.host, config.port, backlog=BACKLOG, reuse_port=True)
-        else:
-            listeners = [inherited(self._listener)]
-        async with open_serving(state, listeners) as serving:
+        opened = [
+            listen(config.host, port, backlog=BACKLOG, reuse_port=True)
+            if descriptor is None
+            else [inherited(descriptor)]
+            for port, descriptor in zip(
+                (config.port, config.admin_port), self._listeners, strict=True
+            )
+        ]
+        async with open_serving(state, Listeners(*opened)) as serving:
             self._serving = serving
             self._send(WorkerReady())
             await serving.run()
@@ -307,6 +315,7 @@ def main() -> int:
     parser.add_argument("--channel", type=int, required=True, help="descriptor, to the parent")
     parser.add_argument("--memory", type=int, required=True, help="descriptor, of the counters")
     parser.add_argument("--listener", type=int, help="descriptor, in place of a port of its own")
+    parser.add_argument("--admin-listener", type=int, help="descriptor, the same of the admin port")
     args = parser.parse_args()
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -316,7 +325,8 @@ def main() -> int:
         os.set_inheritable(descriptor, False)
     sock = socket.socket(fileno=args.channel)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Worker(args.worker - 1, args.of, args.memory, args.listener).run(sock))
+        listeners = args.listener, args.admin_listener
+        return runner.run(Worker(args.worker - 1, args.of, args.memory, listeners).run(sock))
 
 
 if __name__ == "__main__":

@@ -79,8 +79,9 @@ class WorkerProcess:
 
 
 class WorkerProcesses:
-    """See the module. `listener`: a listening socket that all workers take their clients from;
-    None: each opens its own on `port`. `greet` gives the first events of a new worker; `take` gets
+    """See the module. `listeners`: of the port of clients and of the admin port, a listening socket
+    that all workers accept from; None: each opens its own. `port` is for who reads the command
+    line. `greet` gives the first events of a new worker; `take` gets
     events but those of life; `ended` is called with each worker that is gone.
     """
 
@@ -89,7 +90,7 @@ class WorkerProcesses:
         *,
         processes: int,
         port: int,
-        listener: int | None = None,
+        listeners: Sequence[int | None] = (None, None),
         memory: int,
         metrics: RouterMetrics,
         greet: Callable[[], Sequence[ToWorker]],
@@ -98,7 +99,7 @@ class WorkerProcesses:
     ) -> None:
         self.workers = [WorkerProcess(number) for number in range(processes)]
         self._port = port
-        self._listener = listener
+        self._listeners = listeners
         self._memory = memory
         self._metrics = metrics
         self._greet = greet
@@ -204,10 +205,11 @@ class WorkerProcesses:
             channel.close()
 
     def _start(self, worker: WorkerProcess, channel: socket.socket) -> subprocess.Popen[bytes]:
-        descriptors = [channel.fileno(), self._memory]
-        listen = [] if self._listener is None else ["--listener", str(self._listener)]
-        if self._listener is not None:
-            descriptors.append(self._listener)
+        descriptors, listen = [channel.fileno(), self._memory], list[str]()
+        for flag, one in zip(("--listener", "--admin-listener"), self._listeners, strict=True):
+            if one is not None:
+                descriptors.append(one)
+                listen += [flag, str(one)]
         # Ctrl-C is for all processes of a terminal: the worker sets free what it inherits blocked
         # when it ignores it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -95,13 +95,13 @@ class World:
 
     async def shown(self) -> dict[str, dict[str, Any]]:
         """The router's instances by name."""
-        async with self.http.get(f"{self.router.url}/instances") as answer:
+        async with self.http.get(f"{self.router.admin}/instances") as answer:
             found = (await answer.json())["instances"]
         return {one["instance"]: one for one in found}
 
     async def metrics(self) -> dict[str, float]:
         """The router's samples, labels within the names."""
-        async with self.http.get(f"{self.router.url}/metrics") as answer:
+        async with self.http.get(f"{self.router.admin}/metrics") as answer:
             text = await answer.text()
         lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
         return {name: float(value) for name, _, value in lines}

@@ -1,4 +1,4 @@
-"""The OpenAPI document: its paths, the operations of each, and all that they refer to. Pure.
+"""The OpenAPI documents of both ports: paths, the operations of each, all that they refer to. Pure.
 
 The bodies of the inference routes come from the structs that router and engine read them with. A
 field is checked by the router, which acts on it, or by the engine, whose 400 the client then gets:
@@ -7,6 +7,7 @@ field is checked by the router, which acts on it, or by the engine, whose 400 th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -142,7 +143,7 @@ _NAMES = {"completions": "Completion", "chat/completions": "ChatCompletion"}
 
 
 def paths() -> Json:
-    """The document's `paths`."""
+    """`paths` of the port of clients."""
     chat = _inference("chat/completions", "createChatCompletion")
     tokenize = _text("Tokenize", "tokenize", {"prompt": "San Francisco is a"})
     return {
@@ -171,14 +172,28 @@ def paths() -> Json:
             "parameters": [_path("name", "A model's name; it may have slashes in it.")],
             "get": _read("getModel", "Models", "Model", "One model.", 401, 404),
         },
+        **_state_paths(),
+    }
+
+
+def _state_paths() -> Json:
+    """Paths that both ports have."""
+    return {
         "/health": {"get": _read("health", "State", "Alive", _HEALTH)},
         "/readiness": {"get": _readiness()},
+        "/version": {"get": _read("version", "State", "Version", "The router's version.")},
+        "/openapi.json": {"get": _plain("openapi", *_DOCUMENT, "application/json", "object")},
+    }
+
+
+def admin_paths() -> Json:
+    """`paths` of the admin port."""
+    return {
+        **_state_paths(),
         "/metrics": {
             "get": _plain("metrics", *_METRICS, "text/plain", "string", _NAMES_OF_METRICS)
         },
         "/instances": {"get": _read("listInstances", "State", "Instances", _INSTANCES)},
-        "/version": {"get": _read("version", "State", "Version", "The router's version.")},
-        "/openapi.json": {"get": _plain("openapi", *_DOCUMENT, "application/json", "object")},
         "/admin/state": {
             "get": _admin("adminState", "AdminState", "The router, and all instances."),
         },
@@ -390,37 +405,42 @@ def _text(name: str, operation: str, example: Json) -> Json:
     }
 
 
-_SHAPES = (
-    *(
-        shapes.ResponseDeleted,
-        shapes.ModelList,
-        shapes.Alive,
-        shapes.Ready,
-        shapes.NotReady,
-        shapes.Version,
-    ),
-    *(shapes.Instances, shapes.AdminState, shapes.ErrorBody),
-)
+_STATE_SHAPES = (shapes.Alive, shapes.Ready, shapes.NotReady, shapes.Version, shapes.ErrorBody)
+_SHAPES = (*_STATE_SHAPES, shapes.ResponseDeleted, shapes.ModelList)
+_ADMIN_SHAPES = (*_STATE_SHAPES, shapes.Instances, shapes.AdminState)
 _ABOUT = """\
-The HTTP entry of a fleet of LLM engines: OpenAI's inference API, the router's state, and an admin
-API with a key of its own. Other methods of a path are answered 405 with Allow, other paths 404,
-bytes that are not HTTP 400, each as an error object. A client that leaves gets no answer; logs and
-metrics show it as 499."""
+The HTTP entry of a fleet of LLM engines: OpenAI's inference API and whether the router serves. Its
+admin port has metrics, instances and the admin API. Other methods of a path are answered 405 with
+Allow, other paths 404, bytes that are not HTTP 400, each as an error object. A client that leaves
+gets no answer; logs and metrics show it as 499."""
+_ABOUT_ADMIN = """\
+The admin port of a router, which is not for clients: metrics, the engines that the router knows,
+and an admin API with a key of its own. docs/openapi/router.json has the port of clients."""
+_ADMIN_KEY: Json = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "A key of --admin-key-file.",
+}
 _TAGS = {
     "Inference": "OpenAI's inference routes. docs/engine.md has the engines' fields.",
     "Models": "Models that can be served now, and their tokenizers.",
-    "State": "The state of the router and its instances.",
+    "State": "The state of the router, and on the admin port of its instances.",
     "Admin": "Instances with their loads, and cordons. Closed without --admin-key-file.",
 }
 
 
-def openapi_document(version: str) -> dict[str, Any]:
-    """OpenAPI 3.1 of a router of this version."""
-    _, made = msgspec.json.schema_components(_SHAPES, ref_template="#/components/schemas/{name}")
-    for schema in made.values():  # also what has a default is always there
-        schema["required"] = list(schema["properties"])
+def openapi_document(version: str, *, is_admin: bool = False) -> dict[str, Any]:
+    """OpenAPI 3.1 of a router of this version: of the port of clients, or the admin port."""
+    if is_admin:
+        return _document(
+            ("xpyd router, admin port", version, _ABOUT_ADMIN),
+            tags=("State", "Admin"),
+            paths=admin_paths(),
+            schemas=_shape_schemas(_ADMIN_SHAPES),
+            more={"securitySchemes": {"adminKey": _ADMIN_KEY}},
+        )
     schemas = {
-        **made,
+        **_shape_schemas(_SHAPES),
         **answer_schemas(),
         **message_schemas(),
         **response_schemas(),
@@ -430,39 +450,56 @@ def openapi_document(version: str) -> dict[str, Any]:
         "TokenizeRequest": tokenize_request(),
         "DetokenizeRequest": detokenize_request(),
     }
+    return _document(
+        ("xpyd router", version, _ABOUT),
+        tags=("Inference", "Models", "State"),
+        paths=_with_keys(paths()),
+        schemas=schemas,
+        more={"securitySchemes": _CLIENT_KEYS},
+    )
+
+
+def _shape_schemas(kinds: Sequence[type[msgspec.Struct]]) -> Json:
+    _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    for schema in made.values():  # also what has a default is always there
+        schema["required"] = list(schema["properties"])
+    return made
+
+
+def _document(
+    about: tuple[str, str, str], *, tags: Sequence[str], paths: Json, schemas: Json, more: Json
+) -> Json:
+    """`about` is title, version and description; `more` are further components."""
+    title, version, text = about
     return {
         "openapi": "3.1.0",
-        "info": {"title": "xpyd router", "version": version, "description": _ABOUT},
-        "tags": [{"name": name, "description": text} for name, text in _TAGS.items()],
-        "paths": _with_keys(paths()),
+        "info": {"title": title, "version": version, "description": text},
+        "tags": [{"name": name, "description": _TAGS[name]} for name in tags],
+        "paths": paths,
         "components": {
             "schemas": dict(sorted(schemas.items())),
             "responses": error_components(),
             "headers": _headers(),
-            "securitySchemes": {
-                "adminKey": {
-                    "type": "http",
-                    "scheme": "bearer",
-                    "description": "A key of --admin-key-file.",
-                },
-                "clientKey": {
-                    "type": "http",
-                    "scheme": "bearer",
-                    "description": f"{_CLIENT_KEY}, as OpenAI's clients send it.",
-                },
-                "clientKeyHeader": {
-                    "type": "apiKey",
-                    "in": "header",
-                    "name": "x-api-key",
-                    "description": f"{_CLIENT_KEY}, as Anthropic's clients send it.",
-                },
-            },
+            **more,
         },
     }
 
 
 _CLIENTS_TAGS = frozenset(("Inference", "Models"))
 _CLIENT_KEY = "A key of --api-key-file or --api-key, where the router has any"
+_CLIENT_KEYS: Json = {
+    "clientKey": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": f"{_CLIENT_KEY}, as OpenAI's clients send it.",
+    },
+    "clientKeyHeader": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "x-api-key",
+        "description": f"{_CLIENT_KEY}, as Anthropic's clients send it.",
+    },
+}
 
 
 def _with_keys(described: Json) -> Json:
