@@ -43,6 +43,24 @@ VLLM_EDITS: list[tuple[str, Any]] = [
 ]  # fmt: skip
 """Changes of the sample: a dotted path below spec, and what is put there."""
 
+SERVICE_EDITS: list[dict[str, Any]] = [
+    {"type": "NodePort", "port": 8080}, {"labels": {"tier": "web"}}, {"annotations": {"note": "x"}},
+    {"loadBalancerClass": "service.k8s.aws/nlb"}, {"sourceRanges": ["10.0.0.0/8"]},
+    {"sessionAffinity": "ClientIP"}, {"ipFamilyPolicy": "PreferDualStack"},
+    {"externalTrafficPolicy": "Local"},
+]  # fmt: skip
+_MORE: list[dict[str, Any]] = [
+    {}, {"labels": {"tier": "web"}}, {"annotations": {"note": "x"}}, {"path": "/v1"}
+]  # fmt: skip
+INGRESS_EDITS: list[dict[str, Any]] = [*_MORE, {"className": "nginx"}, {"tlsSecretName": "cert"}]
+ROUTE_EDITS: list[dict[str, Any]] = [
+    *_MORE,
+    {"hostnames": ["chat.example.com"]},
+    {"requestTimeoutSeconds": 600},
+    {"parentRefs": [{"name": "web", "namespace": "gateways", "sectionName": "https"}]},
+]
+"""Values of router.service, ingress and httpRoute, each with another field."""
+
 
 class _Dumper(yaml.SafeDumper):
     """Writes out what is repeated: an alias hides what an object really says."""

@@ -33,6 +33,7 @@ from xpyd_operator.controller.decision.kinds import (
     DEPLOYMENT,
     EVENT,
     FLEET,
+    HTTP_ROUTE,
     LEADER_WORKER_SET,
     POD,
     POOL,
@@ -188,6 +189,22 @@ def groups() -> Obj:
         "parallelism": {"tensor": 4, "pipeline": 2},
     }
     return document
+
+
+def test_without_the_gateway_api_a_fleet_serves_and_says_what_is_missing() -> None:
+    async def test(api: FakeApi) -> None:
+        asked = fleet()
+        asked["spec"]["router"] = {"httpRoute": {"parentRefs": [{"name": "web"}]}}
+        api.add(asked)
+        async with operating(api):
+            await until(
+                lambda: condition(api, "Degraded").get("reason") == "HTTPRouteMissing",
+                what="said so",
+            )
+            await until(lambda: len(api.all(DEPLOYMENT)) == 3, what="the fleet is made")
+            assert "Gateway API" in condition(api, "Degraded")["message"]
+
+    run(test, missing=[HTTP_ROUTE])
 
 
 def test_without_leader_worker_sets_the_other_pools_go_on_and_an_install_is_noticed(

@@ -28,6 +28,8 @@ from xpyd_operator.controller.decision.kinds import (
     DEPLOYMENT,
     EVENT,
     FLEET,
+    HTTP_ROUTE,
+    INGRESS,
     NETWORK_POLICY,
     POD,
     POOL,
@@ -232,6 +234,25 @@ def test_policies_go_when_the_document_turns_them_off() -> None:
         async with fleet_ready(api):
             api.change(FLEET, "ns", "chat", {"spec": {"networkPolicy": {"enabled": False}}})
             await until(lambda: not api.all(NETWORK_POLICY), what="no policies")
+
+    run(test)
+
+
+def test_routes_come_and_go_with_the_documents_fields_and_the_status_names_their_hosts() -> None:
+    async def test(api: FakeApi) -> None:
+        asked = fleet()
+        asked["spec"]["router"] = {
+            "ingress": {"host": "a.example.com"},
+            "httpRoute": {"parentRefs": [{"name": "web"}], "hostnames": ["b.example.com"]},
+        }
+        api.add(asked)
+        async with fleet_ready(api):
+            (status,) = [one["status"] for one in api.all(FLEET)]
+            assert status["hosts"] == ["a.example.com", "b.example.com"]
+            assert [len(api.all(kind)) for kind in (INGRESS, HTTP_ROUTE)] == [1, 1]
+            gone = {"spec": {"router": {"ingress": None, "httpRoute": None}}}
+            api.change(FLEET, "ns", "chat", gone)
+            await until(lambda: not (api.all(INGRESS) or api.all(HTTP_ROUTE)), what="both are gone")
 
     run(test)
 

@@ -14,6 +14,9 @@ from pydantic import BaseModel
 from tests.operator import fleets
 from tests.operator.object_samples import (
     FOLDER,
+    INGRESS_EDITS,
+    ROUTE_EDITS,
+    SERVICE_EDITS,
     SETTINGS,
     VLLM,
     VLLM_EDITS,
@@ -74,7 +77,12 @@ EDITS = [
     ("pools.0.replicas", 3), ("pools.0.scaling", {"maxReplicas": 3}), ("router.replicas", 1),
     ("router.auth", {"secretRef": {"name": "clients"}}),
     ("router.auth", {"secretRef": {"name": "clients", "key": "b"}}),
-    ("router.service", {"type": "NodePort", "port": 8080}), ("networkPolicy", {"enabled": False}),
+    *(("router.service", {"type": "LoadBalancer", **one}) for one in SERVICE_EDITS),
+    *(("router.ingress", {"host": "a.b", **one}) for one in INGRESS_EDITS),
+    *(("router.httpRoute", {"parentRefs": [{"name": "web"}], **one}) for one in ROUTE_EDITS),
+    ("router.args", ["--drain-seconds=9"]), ("router.adminKeySecretRef", {"name": "keys"}),
+    ("router.adminKeySecretRef", {"name": "keys", "key": "k"}),
+    ("networkPolicy", {"enabled": False}),
     ("router.policy", "Random"), ("router.prefillPolicy", "Random"),
     ("router.decodePolicy", "Random"), ("router.processes", 2), ("router.localPrefillTokens", 64),
     ("router.onNoPrefill", "Reject"), ("router.limits", {"requests": 9}),

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from tests.operator.object_samples import workloads_of
 from tests.operator.test_manifests_documents import changed, near, of_kind
 from xpyd_core.pod_env import rendezvous_port
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests import names
+from xpyd_operator.manifests.entry import client_service, hosts_of, routes
 from xpyd_operator.manifests.names import Placement, Settings
-from xpyd_operator.manifests.objects import network_policies
+from xpyd_operator.manifests.objects import network_policies, workload_objects
 from xpyd_operator.manifests.pods import engine_ports
 
 
@@ -118,3 +120,115 @@ def test_scrapers_need_a_namespace_that_an_administrator_labelled():
 
 def test_policies_can_be_left_to_others():
     assert of_kind(changed(("spec.networkPolicy", {"enabled": False})), "NetworkPolicy") == []
+
+
+NS = Placement("ns", "uid", Settings("w", "r"))
+
+
+def test_a_service_says_what_the_document_says_and_leaves_the_rest_to_the_server():
+    plain = client_service(near(), NS)
+    assert set(plain["spec"]) == {"type", "selector", "ports"}
+    assert "annotations" not in plain["metadata"]
+    fleet = near(
+        (
+            "spec.router.service",
+            {
+                "type": "LoadBalancer",
+                "port": 443,
+                "labels": {"tier": "web"},
+                "annotations": {"note": "x"},
+                "loadBalancerClass": "service.k8s.aws/nlb",
+                "sourceRanges": ["203.0.113.0/24", "2001:db8::/32"],
+                "sessionAffinity": "ClientIP",
+                "ipFamilyPolicy": "PreferDualStack",
+                "externalTrafficPolicy": "Local",
+            },
+        )
+    )
+    made = client_service(fleet, NS)
+    spec, metadata = made["spec"], made["metadata"]
+    assert (spec["type"], [port["port"] for port in spec["ports"]]) == ("LoadBalancer", [443])
+    assert {key: spec[key] for key in spec if key not in plain["spec"]} == {
+        "loadBalancerClass": "service.k8s.aws/nlb",
+        "loadBalancerSourceRanges": ["203.0.113.0/24", "2001:db8::/32"],
+        "sessionAffinity": "ClientIP",
+        "ipFamilyPolicy": "PreferDualStack",
+        "externalTrafficPolicy": "Local",
+    }
+    assert metadata["annotations"] == {"note": "x"}
+    assert metadata["labels"] == {**plain["metadata"]["labels"], "tier": "web"}
+
+
+def route_of(fleet: InferenceFleet) -> dict[str, Any]:
+    (made,) = routes(fleet, NS)
+    return made
+
+
+def test_an_ingress_leads_to_the_service_and_its_streams_are_not_held_up_by_nginx():
+    asked = {"host": "chat.example.com", "className": "nginx", "tlsSecretName": "cert"}
+    own = "nginx.ingress.kubernetes.io/proxy-body-size"
+    made = route_of(near(("spec.router.ingress", {**asked, "annotations": {own: "64m"}})))
+    service = client_service(near(), NS)["metadata"]["name"]
+    backend = {"service": {"name": service, "port": {"name": "http"}}}
+    path = {"path": "/", "pathType": "Prefix", "backend": backend}
+    assert made["spec"] == {
+        "ingressClassName": "nginx",
+        "rules": [{"host": "chat.example.com", "http": {"paths": [path]}}],
+        "tls": [{"hosts": ["chat.example.com"], "secretName": "cert"}],
+    }
+    assert made["metadata"]["annotations"] == {
+        "nginx.ingress.kubernetes.io/proxy-read-timeout": "1800",
+        "nginx.ingress.kubernetes.io/proxy-send-timeout": "1800",
+        "nginx.ingress.kubernetes.io/proxy-buffering": "off",
+        own: "64m",
+    }
+
+
+def test_an_ingress_of_another_class_has_only_what_the_document_says():
+    made = route_of(near(("spec.router.ingress", {"host": "a.b", "path": "/v1"})))
+    assert "annotations" not in made["metadata"]
+    assert set(made["spec"]) == {"rules"}
+    assert made["spec"]["rules"][0]["http"]["paths"][0]["path"] == "/v1"
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(None, "0s"), (600, "600s")])
+def test_an_http_route_ends_no_stream_unless_the_document_says_when(seconds, said):
+    asked: dict[str, Any] = {
+        "parentRefs": [{"name": "web", "namespace": "gateways", "sectionName": "https"}],
+        "hostnames": ["chat.example.com"],
+    }
+    if seconds is not None:
+        asked["requestTimeoutSeconds"] = seconds
+    fleet = near(("spec.router.httpRoute", asked), ("spec.router.service", {"port": 80}))
+    made = route_of(fleet)
+    service = client_service(fleet, NS)["metadata"]["name"]
+    assert made["spec"] == {
+        **{key: asked[key] for key in ("parentRefs", "hostnames")},
+        "rules": [
+            {
+                "matches": [{"path": {"type": "PathPrefix", "value": "/"}}],
+                "backendRefs": [{"name": service, "port": 80}],
+                "timeouts": {"request": said},
+            }
+        ],
+    }
+    assert hosts_of(fleet) == ["chat.example.com"]
+
+
+def test_a_document_that_asks_for_no_route_has_none():
+    assert routes(near(), NS) == ()
+    assert hosts_of(near()) == []
+
+
+def test_the_admin_apis_keys_reach_the_routers_by_a_file():
+    fleet = near(("spec.router.adminKeySecretRef", {"name": "keys", "key": "ops"}))
+    (router,) = [w for w in workloads_of(fleet) if w.pool == "router"]
+    (deployment,) = workload_objects(fleet, router, NS)
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "xpyd-admin"]
+    assert volume["secret"]["secretName"] == "keys"
+    (item,) = volume["secret"]["items"]
+    (mount,) = [one for one in container["volumeMounts"] if one["name"] == "xpyd-admin"]
+    assert item["key"] == "ops"
+    assert f"--admin-key-file={mount['mountPath']}/{item['path']}" in container["args"]

@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.operator.fleets import cpu_pool, parsed
+from tests.operator.fleets import cpu_pool, document, parsed
+from tests.operator.object_samples import SETTINGS
+from xpyd_core.errors import UserError
+from xpyd_operator.controller.decision.state import read
+from xpyd_operator.manifests.refusals import router_args_problems
+from xpyd_operator.manifests.router_flags import FLAGS
 from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.plan.values import ROUTER
+from xpyd_operator.up.checks import check_local
 from xpyd_router.admission import AdmissionLimits
 from xpyd_router.command import command, read_config
 from xpyd_router.config import RouterConfig
@@ -86,3 +92,51 @@ def test_what_is_the_routers_default_is_not_said() -> None:
     assert args_of(said) == plain
     unsaid = ("queue", "max-", "local", "processes")
     assert not [arg for arg in plain if any(word in arg for word in unsaid)]
+
+
+BAD = {
+    "--drain-second=3": (
+        "'--drain-second=3' is no flag of the router; did you mean --drain-seconds?"
+    ),
+    "--wholly-unknown": (
+        "'--wholly-unknown' is no flag of the router; docs/router.md has all flags"
+    ),
+    "--max-tries": "--max-tries needs a value",
+    "--max-tries=many": "--max-tries: expected a whole number, got 'many'",
+    "--probe-timeout=soon": "--probe-timeout: expected a number, got 'soon'",
+    "--max-body-bytes=lots": (
+        "--max-body-bytes: 'lots' is not a size; write bytes like 1073741824, 8e9, 4Gi or 500M"
+    ),
+    "--on-no-prefill=Wait": (
+        "--on-no-prefill: expected Queue, PrefillOnDecode, Reject, got 'Wait'"
+    ),
+    "--no-access-log=1": "--no-access-log takes no value",
+    "--port=1": "--port is set by xpyd; use spec.router.service.port",
+    "--admin-port=1": "--admin-port is set by xpyd; leave it out",
+    "--admin-key-file=/k": "--admin-key-file is set by xpyd; use spec.router.adminKeySecretRef",
+    "--processes=2": "--processes is set by xpyd; use spec.router.processes",
+}
+
+
+@pytest.mark.parametrize(("arg", "line"), BAD.items())
+def test_a_bad_flag_is_refused_by_the_operator_and_locally(arg: str, line: str) -> None:
+    """Before anything starts: a router would end at its start, again and again."""
+    router = {"args": ["--drain-seconds=9", arg]}
+    bad, fleet = document(router=router), parsed(router=router)
+    assert router_args_problems(fleet) == (f"spec.router.args[1]: {line}",)
+    bad["metadata"] |= {"uid": "u", "namespace": "ns"}
+    assert read(bad, SETTINGS).mistakes == router_args_problems(fleet)
+    with pytest.raises(UserError, match=r"1 mistake\n  spec\.router\.args\[1\]: "):
+        check_local(fleet, source="fleet.yaml")
+
+
+def test_arguments_reach_the_router_and_win_over_fields() -> None:
+    args = ["--policy=LeastLoaded", "--forward-header=X-Team", "--drain-seconds", "9"]
+    found = config_of({"policy": "Random", "args": args})
+    assert (found.policy, found.forward_headers, found.drain_s) == ("LeastLoaded", ("X-Team",), 9)
+
+
+def test_the_operator_knows_the_routers_flags() -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False, add_help=False)
+    command.configure(parser)
+    assert set(FLAGS) == {name for one in parser._actions for name in one.option_strings}

@@ -29,6 +29,7 @@ from xpyd_operator.document.base import (
     DnsName,
     KeyName,
     Numbers,
+    Plain,
     Rule,
     Size,
     Unique,
@@ -46,17 +47,8 @@ from xpyd_operator.document.engines import (
     Pool,
     ShapedLike,
 )
+from xpyd_operator.document.entry import HttpRoute, Ingress, Service
 from xpyd_operator.document.transfer import KvTransfer
-
-
-class Service(ApiModel):
-    """The Service in front of the routers."""
-
-    type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
-    """Who reaches it: the cluster, also each node's port, or also a load balancer's address."""
-    port: Annotated[int, Field(ge=1, le=65535)] = ROUTER_HTTP_PORT
-    """Its port."""
-
 
 Policy = Literal[
     "RoundRobin",
@@ -116,6 +108,15 @@ class Auth(ApiModel):
     (docs/keys.md). Routers read it again when it changes."""
 
 
+class AdminKeyRef(ApiModel):
+    """A Secret's key that holds keys of the admin API: one to four, one a line."""
+
+    name: DnsName
+    """Name of a Secret in the fleet's namespace."""
+    key: KeyName = "key"
+    """Key in the Secret."""
+
+
 class Router(ApiModel):
     """The HTTP entry."""
 
@@ -152,6 +153,17 @@ class Router(ApiModel):
     """The Service in front of the routers."""
     auth: Auth | None = None
     """Keys that clients need; none: clients need no key."""
+    ingress: Ingress | None = None
+    """An Ingress to them; none: no Ingress is made."""
+    http_route: HttpRoute | None = None
+    """An HTTPRoute to them, where the cluster has the Gateway API; none: none is made."""
+    args: Annotated[
+        tuple[Annotated[str, Field(max_length=1024), Plain], ...],
+        Field(strict=False, max_length=128),
+    ] = ()
+    """Flags of `xpyd router` that no other field sets; they come last. docs/router.md has them."""
+    admin_key_secret_ref: AdminKeyRef | None = None
+    """Secret with the keys that open the routers' admin API; none: it is closed."""
     template: Annotated[dict[str, Any] | None, ShapedLike(PodTemplate)] = None
     """Merged into the routers' pods in a cluster; the router's container is `router`."""
 

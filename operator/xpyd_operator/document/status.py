@@ -84,6 +84,10 @@ class FleetStatus(ApiModel):
     """The metadata.generation that this status is about."""
     endpoint: Annotated[str, Field(max_length=512)] | None = None
     """URL of the fleet's OpenAI API inside the cluster."""
+    hosts: Annotated[
+        tuple[Annotated[str, Field(max_length=253)], ...], Field(strict=False, max_length=17)
+    ] = ()
+    """Names by which clients outside reach it, of spec.router.ingress and httpRoute."""
     conditions: Annotated[
         tuple[Condition, ...], Field(strict=False, max_length=16), Unique("type")
     ] = ()

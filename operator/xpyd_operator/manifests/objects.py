@@ -17,6 +17,7 @@ from xpyd_core.pod_env import HTTP_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT, da
 from xpyd_operator.document.engines import Pool
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests import names
+from xpyd_operator.manifests.entry import client_service, routes
 from xpyd_operator.manifests.names import JsonObject, Placement, owned_object
 from xpyd_operator.manifests.pods import GPU_CLAIM, engine_pod, pods_per_instance, router_pod
 from xpyd_operator.plan.values import ROUTER, Workload
@@ -121,12 +122,13 @@ def _claim_template(
 
 
 def support_objects(fleet: InferenceFleet, placement: Placement) -> tuple[JsonObject, ...]:
-    """ServiceAccount, Services, PodDisruptionBudgets and NetworkPolicies, in that order."""
+    """ServiceAccount, Services, routes, PodDisruptionBudgets and NetworkPolicies, in that order."""
     roles = [(ROUTER, ROUTER), *((pool.name, pool.role) for pool in fleet.spec.pools)]
     return (
         _service_account(fleet, placement),
-        _client_service(fleet, placement),
+        client_service(fleet, placement),
         _discovery_service(fleet, placement),
+        *routes(fleet, placement),
         *(_disruption_budget(fleet, placement, pool, role) for pool, role in roles),
         *(network_policies(fleet, placement) if fleet.spec.network_policy.enabled else ()),
     )
@@ -172,23 +174,6 @@ def _service_account(fleet: InferenceFleet, placement: Placement) -> JsonObject:
     labels = names.fleet_labels(fleet.name, names.ENGINE_APP)
     beginning = ("v1", "ServiceAccount", name, labels, fleet, placement)
     return owned_object(*beginning, automountServiceAccountToken=False)
-
-
-def _client_service(fleet: InferenceFleet, placement: Placement) -> JsonObject:
-    service = fleet.spec.router.service
-    port = {
-        "name": "http",
-        "port": service.port,
-        "targetPort": "http",
-        "protocol": "TCP",
-        "appProtocol": "http",
-    }
-    spec = {
-        "type": service.type,
-        "selector": names.pool_selector(fleet.name, ROUTER),
-        "ports": [port],
-    }
-    return _service(fleet, placement, names.client_service_name(fleet.name), spec)
 
 
 def _discovery_service(fleet: InferenceFleet, placement: Placement) -> JsonObject:

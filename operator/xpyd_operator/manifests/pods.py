@@ -30,6 +30,8 @@ from xpyd_operator.manifests.resources import (
 from xpyd_operator.manifests.volumes import (
     MODELS_FOLDER,
     USER_ID,
+    admin_key_mounts,
+    admin_key_volumes,
     client_keys_mounts,
     client_keys_volumes,
     common_mounts,
@@ -210,6 +212,8 @@ def engine_ports(fleet: InferenceFleet, pool: Pool) -> dict[str, int]:
 def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) -> JsonObject:
     """The pod template of a router; replicas prefer different nodes."""
     discovery_port = fleet.spec.router.discovery_port
+    has_admin_key = fleet.spec.router.admin_key_secret_ref is not None
+    admin = [f"--admin-key-file={names.ADMIN_FOLDER}/{names.ADMIN_KEY}"] if has_admin_key else []
     container: JsonObject = {
         "name": names.ROUTER_CONTAINER,
         "args": [
@@ -218,6 +222,7 @@ def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) 
             f"--admin-port={ROUTER_ADMIN_PORT}",
             f"--discovery-port={discovery_port}",
             *_client_keys_args(fleet, placement),
+            *admin,
             *workload.template.args,
         ],
         "env": _env(_place_env(fleet, workload, placement)),
@@ -232,9 +237,17 @@ def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) 
         "resources": without_given(
             router_resources(fleet), fleet.spec.router.template or {}, names.ROUTER_CONTAINER
         ),
-        "volumeMounts": [*common_mounts(fleet), *client_keys_mounts(fleet)],
+        "volumeMounts": [
+            *common_mounts(fleet),
+            *client_keys_mounts(fleet),
+            *admin_key_mounts(fleet),
+        ],
     }
-    volumes = [*common_volumes(fleet, placement.uid), *client_keys_volumes(fleet)]
+    volumes = [
+        *common_volumes(fleet, placement.uid),
+        *client_keys_volumes(fleet),
+        *admin_key_volumes(fleet),
+    ]
     pod = _pod(fleet, workload, placement, container, volumes)
     pod["spec"]["topologySpreadConstraints"] = [
         {

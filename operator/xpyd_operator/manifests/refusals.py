@@ -1,7 +1,7 @@
-"""Finds what the API server cannot: templates that set what xpyd sets, and wrong engine.args.
+"""Finds what the API server cannot: templates that set what xpyd sets, wrong args of programs.
 
 The operator shows the result as a condition, and `xpyd up` refuses the document with it. Each line
-names the field and the remedy. The engine's flags are those of this version: of an image that is
+names the field and the remedy. The flags are those of this version: of an image that is
 another, only the engine knows them. See docs/adr/0037 and 0049.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import inf
@@ -23,8 +23,7 @@ from xpyd_core.sizes import parse_bytes
 from xpyd_operator.document.engine import NIXL_HOST, NIXL_PORT, PLUGINS
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.pod_template import pod_mistakes
-from xpyd_operator.manifests import names
-from xpyd_operator.manifests.engine_flags import BOUNDS, FLAGS, PATTERNS
+from xpyd_operator.manifests import engine_flags, names, router_flags
 from xpyd_operator.manifests.names import JsonObject, list_in, map_in
 from xpyd_operator.manifests.pods import engine_ports
 from xpyd_operator.manifests.volumes import shares_sockets, user_of
@@ -39,6 +38,7 @@ _RESERVED = "xpyd-"
 _OUR_FOLDERS = {
     names.KV_FOLDER: "the fleet's key",
     names.CLIENT_KEYS_FOLDER: "the clients' keys",
+    names.ADMIN_FOLDER: "the admin API's keys",
     names.SOCKET_FOLDER: "the engines' sockets",
 }
 _LEAVE_OUT = "set by xpyd; leave it out"
@@ -165,7 +165,7 @@ def _items(above: JsonObject, key: str, path: str) -> Iterator[tuple[JsonObject,
             yield cast("JsonObject", item), f"{path}.{key}[{index}]"
 
 
-_OWNED = {
+_ENGINES_OWNED = {
     "--model": "spec.model.uri",
     "--role": "spec.pools[].role",
     "--host": "",
@@ -180,6 +180,37 @@ _OWNED = {
     "--kv-socket-dir": "spec.kvTransfer.sameHostPath",
 }
 """Flags that say what the rest of the fleet must know, and the field that sets each; "": none."""
+_ROUTERS_OWNED = {
+    "--host": "",
+    "--port": "spec.router.service.port",
+    "--admin-port": "",
+    "--listen-fd": "",
+    "--admin-listen-fd": "",
+    "--processes": "spec.router.processes",
+    "--discovery-host": "",
+    "--discovery-port": "spec.router.discoveryPort",
+    "--kv-key-file": "spec.kvTransfer.keySecretRef",
+    "--kv-insecure": "spec.kvTransfer.insecure",
+    "--accept-unsigned-beats": "spec.heartbeat.acceptUnsigned",
+    "--admin-key-file": "spec.router.adminKeySecretRef",
+    "--heartbeat-interval-ms": "spec.heartbeat.intervalMilliseconds",
+    "--missed-beats": "spec.heartbeat.missedBeats",
+}
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What is known of a program's flags: kinds and choices, those that are xpyd's, its page."""
+
+    name: str
+    flags: Mapping[str, tuple[str, tuple[str, ...]]]
+    owned: Mapping[str, str]
+    page: str
+
+
+_OF_ENGINES = _Program("engine", engine_flags.FLAGS, _ENGINES_OWNED, "engine.md")
+_OF_ROUTERS = _Program("router", router_flags.FLAGS, _ROUTERS_OWNED, "router.md")
+_BOUNDS = engine_flags.BOUNDS
 _EXPECTED = {
     "int": "a whole number",
     "float": "a number",
@@ -209,35 +240,44 @@ def engine_args_problems(fleet: InferenceFleet) -> tuple[str, ...]:
     are known to vLLM alone."""
     if fleet.spec.engine.type == "VLLM":
         return ()
-    args, index, found = fleet.spec.engine.args, 0, list[str]()
+    return tuple(_args_problems("spec.engine.args", fleet.spec.engine.args, _OF_ENGINES))
+
+
+def router_args_problems(fleet: InferenceFleet) -> tuple[str, ...]:
+    """One line for each of router.args that a router of this version would refuse, or that would
+    say something else than the rest of the document."""
+    return tuple(_args_problems("spec.router.args", fleet.spec.router.args, _OF_ROUTERS))
+
+
+def _args_problems(where: str, args: Sequence[str], program: _Program) -> Iterator[str]:
+    index = 0
     while index < len(args):
-        path = f"spec.engine.args[{index}]"
+        path = f"{where}[{index}]"
         name, given, value = args[index].partition("=")
         index += 1
-        kind, choices = FLAGS.get(name, ("", ()))
+        kind, choices = program.flags.get(name, ("", ()))
         rest: list[str] = []
         if not given and kind not in ("", "switch"):
             most = len(args) if kind == "names" else index + 1
             while index < min(most, len(args)) and not args[index].startswith("--"):
                 rest.append(args[index])
                 index += 1
-        if name in _OWNED:
-            remedy = f"use {_OWNED[name]}" if _OWNED[name] else "leave it out"
-            found.append(f"{path}: {name} is set by xpyd; {remedy}")
+        if name in program.owned:
+            remedy = f"use {program.owned[name]}" if program.owned[name] else "leave it out"
+            yield f"{path}: {name} is set by xpyd; {remedy}"
         elif not kind:
-            near = get_close_matches(name, FLAGS, 1)
-            hint = f"did you mean {near[0]}?" if near else "docs/engine.md has all flags"
-            found.append(f"{path}: {_shown(args[index - 1])} is no flag of the engine; {hint}")
+            near = get_close_matches(name, program.flags, 1)
+            hint = f"did you mean {near[0]}?" if near else f"docs/{program.page} has all flags"
+            yield f"{path}: {_shown(args[index - 1])} is no flag of the {program.name}; {hint}"
         elif kind == "switch":
             if given:
-                found.append(f"{path}: {name} takes no value")
+                yield f"{path}: {name} takes no value"
         elif not given and not rest:
-            found.append(f"{path}: {name} needs a value")
+            yield f"{path}: {name} needs a value"
         elif "$(" in value or any("$(" in one for one in rest):
             continue  # the kubelet puts a variable there
         elif wrong := _wrong_value(name, value if given else rest[0], kind, choices):
-            found.append(f"{path}: {name}: {wrong}")
-    return tuple(found)
+            yield f"{path}: {name}: {wrong}"
 
 
 def _wrong_value(name: str, value: str, kind: str, choices: tuple[str, ...]) -> str:
@@ -247,7 +287,7 @@ def _wrong_value(name: str, value: str, kind: str, choices: tuple[str, ...]) -> 
         return "" if known else f"expected {', '.join(choices)}, got {_shown(value)}"
     if kind == "tokens" and value == "auto":
         return ""
-    if (form := PATTERNS.get(name)) and not re.fullmatch(form[0], value):
+    if (form := engine_flags.PATTERNS.get(name)) and not re.fullmatch(form[0], value):
         return f"expected {form[1]}, got {_shown(value)}"
     try:
         match kind:
@@ -272,7 +312,7 @@ def _wrong_value(name: str, value: str, kind: str, choices: tuple[str, ...]) -> 
 
 
 def _out_of_bounds(name: str, value: float) -> str:
-    least, most, expected = BOUNDS.get(name, (-inf, None, ""))
+    least, most, expected = _BOUNDS.get(name, (-inf, None, ""))
     is_within = least <= value <= (inf if most is None else most)
     return "" if is_within else f"expected {expected}, got {value}"
 

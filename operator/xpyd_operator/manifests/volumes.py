@@ -97,6 +97,26 @@ def client_keys_mounts(fleet: InferenceFleet) -> list[JsonObject]:
     return [{"name": _CLIENT_KEYS, "mountPath": names.CLIENT_KEYS_FOLDER, "readOnly": True}]
 
 
+def admin_key_volumes(fleet: InferenceFleet) -> list[JsonObject]:
+    """Volumes of routers: the keys of their admin API, if there are any."""
+    ref = fleet.spec.router.admin_key_secret_ref
+    if ref is None:
+        return []
+    secret = {
+        "secretName": ref.name,
+        "defaultMode": _OWNER_AND_GROUP_READ,
+        "items": [{"key": ref.key, "path": names.ADMIN_KEY}],
+    }
+    return [{"name": "xpyd-admin", "secret": secret}]
+
+
+def admin_key_mounts(fleet: InferenceFleet) -> list[JsonObject]:
+    """Where admin_key_volumes are mounted."""
+    if fleet.spec.router.admin_key_secret_ref is None:
+        return []
+    return [{"name": "xpyd-admin", "mountPath": names.ADMIN_FOLDER, "readOnly": True}]
+
+
 def model_volumes(fleet: InferenceFleet) -> list[JsonObject]:
     """Volumes of engines: what is mounted at /models, if anything."""
     model, cache = fleet.spec.model, fleet.spec.model.cache

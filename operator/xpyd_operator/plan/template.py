@@ -185,12 +185,14 @@ def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
         *(["--accept-unsigned-beats"] if spec.heartbeat.accept_unsigned else []),
         *_serving_args(spec.router),
         *_key_args(spec.kv_transfer),
+        *spec.router.args,
     )
     pod = _canonical(
         {
             **_shared(fleet),
             "drain": _explicit(spec.drain),
             "auth": _explicit(spec.router.auth),
+            "adminKeySecretRef": _explicit(spec.router.admin_key_secret_ref),
             "template": spec.router.template,
         }
     )

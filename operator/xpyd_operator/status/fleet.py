@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.status import MAX_POOLS
+from xpyd_operator.manifests.entry import hosts_of
 from xpyd_operator.manifests.names import endpoint, pool_selector, selector_text
 from xpyd_operator.manifests.pods import pods_per_instance
 from xpyd_operator.manifests.volumes import uses_host_path
@@ -101,6 +102,8 @@ def fleet_status(
         "pools": [_pool(row, layouts) for row in rows[:MAX_POOLS]],
         "summary": _summary(fleet, rows),
     }
+    if hosts := hosts_of(fleet):
+        status["hosts"] = hosts
     if key_secret:
         status["kvKeySecret"] = key_secret
     return status

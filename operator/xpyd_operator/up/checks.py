@@ -23,7 +23,11 @@ from xpyd_core.parallel.partition import PARTITION_VARIABLE, parse_override
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_operator.document.engines import Pool
 from xpyd_operator.document.fleet import InferenceFleet
-from xpyd_operator.manifests.refusals import engine_args_problems, template_problems
+from xpyd_operator.manifests.refusals import (
+    engine_args_problems,
+    router_args_problems,
+    template_problems,
+)
 from xpyd_operator.manifests.resources import VLLM_CACHE, flag_value, vllm_cache_bytes
 
 CLUSTER_ONLY = frozenset(
@@ -40,6 +44,9 @@ CLUSTER_ONLY = frozenset(
         "spec.router.discoveryPort",
         "spec.router.service",
         "spec.router.auth",
+        "spec.router.ingress",
+        "spec.router.httpRoute",
+        "spec.router.adminKeySecretRef",
         "spec.router.template",
         "spec.networkPolicy",
     }
@@ -59,7 +66,8 @@ def check_local(fleet: InferenceFleet, *, source: str, vllm: str = VLLM) -> None
     ]
     if fleet.spec.engine.type == "VLLM":
         lines += _for_vllm(fleet, vllm)
-    lines += [*template_problems(fleet), *engine_args_problems(fleet)]
+    lines += [*template_problems(fleet), *router_args_problems(fleet)]
+    lines += engine_args_problems(fleet)
     if lines:
         count = f"{len(lines)} mistakes" if len(lines) > 1 else "1 mistake"
         raise UserError("\n  ".join([f"{source}: {count}", *lines]))

@@ -25,7 +25,7 @@ from typing import cast
 from xpyd_operator.controller.decision.drift import added_fields, without
 from xpyd_operator.controller.decision.kinds import (
     CLAIM_TEMPLATE,
-    LEADER_WORKER_SET,
+    MISSING_APIS,
     POOL,
     Obj,
     kind_of,
@@ -69,17 +69,6 @@ _UNSETTLED_RECHECK_S = 10.0
 """Events wake a fleet; this is for findings that only time brings, such as volumes that are not
 mounted for half a minute."""
 _TAKEN_RECHECK_S = 15.0
-_MISSING_APIS = {
-    LEADER_WORKER_SET: (
-        "LeaderWorkerSetMissing",
-        "an instance of several pods needs the LeaderWorkerSet API, which is not installed "
-        "(https://lws.sigs.k8s.io)",
-    ),
-    CLAIM_TEMPLATE: (
-        "ResourceClaimsMissing",
-        "resources.deviceClassName needs the API resource.k8s.io/v1 (Kubernetes 1.34)",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -274,8 +263,9 @@ class _Decision:
         """
         kind, name = kind_of(obj), str(obj["metadata"]["name"])
         if kind.optional and kind not in self._state.served:
-            reason, text = _MISSING_APIS[kind]
-            self._problems.append(Problem("Degraded", reason, pool, f"pool {pool}: {text}"))
+            reason, text = MISSING_APIS[kind]
+            text = f"pool {pool}: {text}" if pool else text
+            self._problems.append(Problem("Degraded", reason, pool, text))
             return None
         observed = self._state.children.get(kind, {}).get(name)
         holder = self._state.taken.get((kind, name), "") if observed is None else ""

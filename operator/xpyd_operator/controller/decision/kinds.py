@@ -70,6 +70,8 @@ SERVICE = Kind("v1", "Service", "services")
 SERVICE_ACCOUNT = Kind("v1", "ServiceAccount", "serviceaccounts")
 BUDGET = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
+INGRESS = Kind("networking.k8s.io/v1", "Ingress", "ingresses")
+HTTP_ROUTE = Kind("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes", optional=True)
 LEADER_WORKER_SET = Kind(
     "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "leaderworkersets", optional=True
 )
@@ -88,11 +90,30 @@ WATCHED = (
     SERVICE_ACCOUNT,
     BUDGET,
     NETWORK_POLICY,
+    INGRESS,
+    HTTP_ROUTE,
     LEADER_WORKER_SET,
     CLAIM_TEMPLATE,
 )
 ALWAYS = tuple(kind for kind in WATCHED if not kind.optional)
 OPTIONAL = tuple(kind for kind in WATCHED if kind.optional)
+MISSING_APIS = {
+    LEADER_WORKER_SET: (
+        "LeaderWorkerSetMissing",
+        "an instance of several pods needs the LeaderWorkerSet API, which is not installed "
+        "(https://lws.sigs.k8s.io)",
+    ),
+    CLAIM_TEMPLATE: (
+        "ResourceClaimsMissing",
+        "resources.deviceClassName needs the API resource.k8s.io/v1 (Kubernetes 1.34)",
+    ),
+    HTTP_ROUTE: (
+        "HTTPRouteMissing",
+        "router.httpRoute needs the Gateway API, which is not installed "
+        "(https://gateway-api.sigs.k8s.io)",
+    ),
+}
+"""Kind -> the reason and the text of a condition, where a fleet needs it and it is missing."""
 
 _BY_TYPE: Mapping[tuple[str, str], Kind] = {
     (kind.api_version, kind.name): kind for kind in (*WATCHED, SECRET, EVENT)

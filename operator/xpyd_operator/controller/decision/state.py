@@ -17,6 +17,8 @@ from xpyd_core.errors import UserError
 from xpyd_operator.controller.decision.kinds import (
     BUDGET,
     DEPLOYMENT,
+    HTTP_ROUTE,
+    INGRESS,
     LEADER_WORKER_SET,
     NETWORK_POLICY,
     POD,
@@ -32,6 +34,7 @@ from xpyd_operator.document.load import parse_object
 from xpyd_operator.manifests.names import LABEL_POOL, LABEL_REVISION, Placement, Settings
 from xpyd_operator.manifests.refusals import (
     engine_args_problems,
+    router_args_problems,
     runs_this_version,
     template_problems,
 )
@@ -166,7 +169,7 @@ def describe(write: Write) -> str:
 ObjectRef = tuple[Kind, str]
 """Kind and name of an object in the fleet's namespace."""
 
-SUPPORT = (SERVICE, SERVICE_ACCOUNT, BUDGET, NETWORK_POLICY)
+SUPPORT = (SERVICE, SERVICE_ACCOUNT, BUDGET, NETWORK_POLICY, INGRESS, HTTP_ROUTE)
 """Kinds of the support objects."""
 
 
@@ -315,7 +318,8 @@ def read(document: Obj, settings: Settings) -> ParsedDocument:
     # An image of another version has other flags.
     is_known = runs_this_version(fleet, settings.worker_image)
     of_args = engine_args_problems(fleet) if is_known else ()
-    return ParsedDocument(fleet, want, (*template_problems(fleet), *of_args))
+    mistakes = (*template_problems(fleet), *router_args_problems(fleet), *of_args)
+    return ParsedDocument(fleet, want, mistakes)
 
 
 def _controller(obj: Obj) -> Raw | None:
