@@ -23,7 +23,7 @@ ON_GPU := PYTHONPATH=.:core:kv_transfer:worker_image $(GPU_PYTHON)
 CLUSTER_TESTS := tests/cluster tests/crds tests/images
 GPU_TESTS := tests/gpu tests/kv/test_device_gpu.py tests/kv/test_transport_conformance.py tests/kv/test_vllm_gpu.py
 
-.PHONY: help setup fmt lint type imports generate verify test test-slow test-all collect test-gpu test-cluster test-vllm test-agents soak demo journeys mutate bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel bench-fleet bench-vllm bench-agents cluster-build cluster-up cluster-down cluster-status images push constraints clean
+.PHONY: help setup fmt lint type imports generate verify test test-slow test-all collect test-gpu test-cluster test-vllm test-agents soak demo journeys mutate bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel bench-fleet bench-vllm bench-agents cluster-build cluster-up cluster-down cluster-status images push constraints clean check-chart
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -104,6 +104,9 @@ journeys: setup ## Trace four journeys and write their files into docs/architect
 
 mutate: setup ## Change the product in 60 small ways; which test notices? (MUTATE_ARGS="--seed 2 --count 9")
 	@$(BIN)/python scripts/mutate.py $(MUTATE_ARGS)
+
+check-chart: setup ## What checkov says of the rendered chart; 98 % of its checks must pass
+	@PYTHONPATH=. $(BIN)/python scripts/check_chart.py
 
 bench-operator: setup ## A thousand pods, a hundred fleets, five hundred at rest; against plain objects
 	@$(BIN)/python -m bench.operator

@@ -352,3 +352,30 @@ def test_names_that_look_like_numbers_stay_text(helm: Helm) -> None:
     bound = [s for o in objects for s in o.get("subjects", [])]
     assert bound
     assert {type(s["namespace"]) for s in bound} | {type(s["name"]) for s in bound} == {str}
+
+
+def test_only_who_may_read_metrics_reaches_the_operator(helm: Helm) -> None:
+    objects = helm.render({"metrics": {"namespaces": ["monitoring"]}})
+    policy = one(objects, "NetworkPolicy", "xpyd")["spec"]
+    for kind, name in (("Deployment", "xpyd-operator"), ("Job", "xpyd-uninstall")):
+        labels = one(objects, kind, name)["spec"]["template"]["metadata"]["labels"]
+        assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+    (rule,) = policy["ingress"]
+    assert [port["port"] for port in rule["ports"]] == [8080]
+    assert rule["from"] == [
+        {"podSelector": {}},
+        {"namespaceSelector": {"matchLabels": {"xpyd.dev/scrape": "true"}}},
+        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}},
+    ]
+    assert not of_kind(helm.render({"networkPolicy": {"enabled": False}}), "NetworkPolicy")
+
+
+def test_pods_tell_checkov_what_they_do_not_pass_and_why(helm: Helm) -> None:
+    objects = helm.render({"checkov": {"skip": {"CKV_K8S_15": "pinned"}}})
+    places = ("Deployment", "xpyd-operator"), ("Job", "xpyd-uninstall"), ("Pod", "xpyd-test")
+    for kind, name in places:
+        notes = one(objects, kind, name)["metadata"]["annotations"]
+        assert notes["checkov.io/skip1"] == "CKV_K8S_15=pinned"
+        excused = [note for key, note in notes.items() if key.startswith("checkov.io/")]
+        assert all(reason for _, _, reason in (note.partition("=") for note in excused))
+        assert ("CKV_K8S_8" in " ".join(excused)) == (kind == "Pod")

@@ -180,8 +180,9 @@ def test_the_schema_knows_the_values_of_the_chart_and_no_others() -> None:
     ends = {path for path in named if not any(p.startswith(f"{path}.") for p in named)}
     free = {"affinity.nodeAffinity", "affinity.podAffinity", "affinity.podAntiAffinity", "global"}
     free |= {"resources.requests", "resources.limits", "grafana.dashboard.labels"}
+    free |= {"checkov.skip", "checkov.skipInTest"}
     known = {path for path, _ in leaves(VALUES)}
-    maps = ("affinity", "resources", "grafana.dashboard.labels")
+    maps = ("affinity", "resources", "grafana.dashboard.labels", "checkov.")
     assert ends - free == {path for path in known if not path.startswith(maps)}
 
 

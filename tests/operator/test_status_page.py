@@ -52,7 +52,7 @@ def _of_code() -> set[str]:
                 assert isinstance(node, ast.Call)
                 found |= {word for argument in node.args[:3] for word in _words(argument)}
             names = _assigned(node)
-            if names & {"reason", "_CANNOT_START", "_MISSING_APIS", "INVALID", "INVALID_TEMPLATE"}:
+            if names & {"reason", "_CANNOT_START", "MISSING_APIS", "INVALID", "INVALID_TEMPLATE"}:
                 found |= set(_words(node))
             if names & {"_REASONS", "_LOOP", "RECREATED", "_OUT_OF_MEMORY", "_DRAINING"}:
                 found |= set(_words(node))
