@@ -193,6 +193,9 @@ _ROUTERS_OWNED = {
     "--kv-insecure": "spec.kvTransfer.insecure",
     "--accept-unsigned-beats": "spec.heartbeat.acceptUnsigned",
     "--admin-key-file": "spec.router.adminKeySecretRef",
+    "--api-key-file": "spec.router.auth",
+    "--api-key": "spec.router.auth",
+    "--peers": "",
     "--heartbeat-interval-ms": "spec.heartbeat.intervalMilliseconds",
     "--missed-beats": "spec.heartbeat.missedBeats",
 }
