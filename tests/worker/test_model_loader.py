@@ -239,7 +239,7 @@ def test_a_checkpoint_is_a_folder_or_a_file_uri(tmp_path: Path) -> None:
         ("/nowhere/at/all", "not a folder"),
         ("file:///nowhere", "not a folder"),
         ("file://./model", "absolute"),
-        ("s3://bucket/model", "supported are"),
+        ("gs://bucket/model", "supported are"),
         ("hf://only-a-name", "hf://organisation/name"),
         ("hf://a/b/c", "hf://organisation/name"),
     ],

@@ -1,8 +1,8 @@
 """The way from a checkpoint's address to what it is: its folder, its family, its configuration.
 
-An address is a folder, `file:///absolute/path` or `hf://organisation/name`. The hub's library is
-imported only here, and only when the address asks for it. All this comes before torch is imported:
-what is wrong with a checkpoint is said at once.
+An address is a folder, `file:///absolute/path`, `hf://organisation/name` or `s3://bucket/folder`.
+The hub's library is imported only when the address asks for it. All this comes before torch is
+imported: what is wrong with a checkpoint is said at once.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+from xpyd_core.checkpoints import cache_root, checkpoint_folder
+from xpyd_core.checkpoints import own_name as name_of_uri
 from xpyd_core.errors import UserError
 from xpyd_core.json_fields import Fields, Json, read_object
 from xpyd_worker.config import WorkerConfig
+from xpyd_worker.download.transfer import Want, download
 from xpyd_worker.model.config import ModelConfig, token_ids
 from xpyd_worker.model.families import FAMILIES, Family
 from xpyd_worker.model.generation import FILE, SamplingDefaults, defaults_of, read_generation
@@ -24,20 +27,28 @@ _PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.tx
 
 
 def resolve_checkpoint(uri: str, revision: str | None = None) -> Path:
-    """The local folder of the checkpoint; an `hf://` one is downloaded (or found in the cache).
+    """The local folder of the checkpoint; an `hf://` or `s3://` one is downloaded (or found in the
+    cache).
 
-    `revision` is a branch, tag or commit of the hub. Raises UserError naming `model`.
+    `revision` is a branch, tag or commit of the hub, or names a content of a bucket's folder.
+    Raises UserError naming `model`.
     """
     if uri.startswith("hf://"):
         return _from_hub(uri.removeprefix("hf://"), revision)
+    if uri.startswith("s3://"):
+        # The store's address comes from AWS_ENDPOINT_URL here, as for AWS's own tools.
+        folder = cache_root() / checkpoint_folder(uri, revision or "")
+        return download(Want(uri, folder, revision or "")).folder
     if revision is not None:
-        raise UserError("--revision: only hf:// models have revisions")
+        raise UserError("--revision: only hf:// and s3:// models have revisions")
     if uri.startswith("file://"):
         path = unquote(uri.removeprefix("file://"))
         if not path.startswith("/"):
             raise UserError(f"model: {uri}: a file URI needs an absolute path (file:///...)")
     elif "://" in uri:
-        raise UserError(f"model: {uri}: supported are a folder, file:///... and hf://org/name")
+        raise UserError(
+            f"model: {uri}: supported are a folder, file:///..., hf://org/name and s3://bucket/folder"
+        )
     else:
         path = uri
     folder = Path(path)
@@ -63,8 +74,8 @@ def _from_hub(name: str, revision: str | None) -> Path:
 
 
 def own_name(model: str, folder: Path) -> str:
-    """The checkpoint's name where none is given: `org/name` of the hub, else the folder's."""
-    return model.removeprefix("hf://") if model.startswith("hf://") else folder.resolve().name
+    """The checkpoint's name where none is given: that of its address, else the folder's."""
+    return name_of_uri(model) if model.startswith(("hf://", "s3://")) else folder.resolve().name
 
 
 class Checkpoint(NamedTuple):
