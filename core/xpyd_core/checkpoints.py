@@ -19,8 +19,7 @@ def checkpoint_folder(uri: str, revision: str = "", endpoint: str = "") -> str:
 def own_name(uri: str) -> str:
     """The name that requests use for a downloaded model where nobody gives another: the hub's
     `org/name`, else the last part of the address."""
-    scheme, _, path = uri.partition("://")
-    return path if scheme == "hf" else path.rstrip("/").rsplit("/", 1)[-1]
+    return uri[5:] if uri.startswith("hf://") else uri.rstrip("/").rsplit("/", 1)[-1]
 
 
 def cache_root() -> Path:

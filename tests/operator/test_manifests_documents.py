@@ -49,6 +49,8 @@ def of_kind(fleet: InferenceFleet, kind: str) -> list[dict[str, Any]]:
 
 EDITS = [
     ("model.uri", "hf://other/model"), ("model.uri", "file:///models/x"),
+    ("model", {"uri": "s3://bucket/m", "endpointUrl": "https://s3.example"}),
+    ("model", {"uri": "pvc://claim/m"}), ("model.uri", "s3://bucket/m"),
     ("model.revision", "main"),
     ("model.servedNames", ["a"]), ("model.secretRef", {"name": "other"}),
     ("model.secretRef", {"name": "hf-token", "key": "other"}), ("model.cache", {"type": "None"}),
@@ -292,10 +294,13 @@ def test_another_default_image_is_a_new_revision_where_the_document_names_none()
         ("file://../a/../b", "/models/b"),
         ("file://.", "/models"),
         ("file://..", "/models"),
+        ("pvc://claim/a/b/", "/models/a/b"),
+        ("pvc://claim", "/models"),
+        ("s3://bucket/a/Model-B", "/models/model-b-4ebbe48031"),
     ],
 )
 def test_a_models_uri_is_a_folder_of_the_pod(uri, folder):
-    assert model_in_pod(changed(("spec.model.uri", uri))) == folder
+    assert model_in_pod(changed(("spec.model", {"uri": uri}))) == folder
 
 
 @pytest.mark.parametrize(

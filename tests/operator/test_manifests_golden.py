@@ -32,7 +32,7 @@ SAFE_VOLUMES = {
 def pods_of(objects: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Every pod template in the objects."""
     for obj in objects:
-        if obj["kind"] == "Deployment":
+        if obj["kind"] in ("Deployment", "Job"):
             yield obj["spec"]["template"]
         if obj["kind"] == "LeaderWorkerSet":
             yield obj["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
@@ -91,7 +91,7 @@ def test_pods_get_no_token_and_may_not_write_to_their_image(name):
     for pod in pods_of(objects_of(sample_fleet(name))):
         assert pod["spec"]["automountServiceAccountToken"] is False
         ours = pod["spec"]["containers"][0]
-        assert ours["name"] in ("engine", "router")
+        assert ours["name"] in ("engine", "router", "xpyd-model")
         assert ours["securityContext"]["readOnlyRootFilesystem"] is True
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.operator.fleets import cpu_pool, parsed
 from xpyd_core.errors import UserError
+from xpyd_operator.document.engines import Model
 from xpyd_operator.manifests.resources import (
     CACHE_LEAST_BYTES,
     MIB,
@@ -203,13 +204,13 @@ def test_a_model_path_starts_at_the_document(tmp_path):
     (tmp_path / "m").mkdir()
     (tmp_path / "docs").mkdir()
     with pytest.raises(UserError, match=r"spec\.model\.uri: .* no config\.json in it"):
-        locate_model("file://../m", tmp_path / "docs")
+        locate_model(Model(uri="file://../m"), tmp_path / "docs")
     (tmp_path / "m" / "config.json").write_text("{}")
-    assert locate_model("file://../m", tmp_path / "docs") == str(tmp_path / "m")
-    assert locate_model(f"file://{tmp_path}/m", tmp_path) == str(tmp_path / "m")
-    assert locate_model("hf://org/name", tmp_path) == "hf://org/name"
+    assert locate_model(Model(uri="file://../m"), tmp_path / "docs") == str(tmp_path / "m")
+    assert locate_model(Model(uri=f"file://{tmp_path}/m"), tmp_path) == str(tmp_path / "m")
+    assert locate_model(Model(uri="hf://org/name"), tmp_path) == "hf://org/name"
     with pytest.raises(UserError, match="no such folder"):
-        locate_model("file://nowhere", tmp_path)
+        locate_model(Model(uri="file://nowhere"), tmp_path)
 
 
 def test_what_the_ranks_may_use_is_used():

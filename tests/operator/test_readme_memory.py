@@ -17,7 +17,7 @@ def test_the_demo_fits_into_the_free_memory_that_readme_asks_for():
     stated = re.search(r"(\d+) GB of free memory", (ROOT / "README.md").read_text())
     assert stated
     fleet = load_fleet(DEMO)
-    model = locate_model(fleet.spec.model.uri, DEMO.parent)
+    model = locate_model(fleet.spec.model, DEMO.parent)
     replicas = [1 if pool.replicas is None else pool.replicas for pool in fleet.spec.pools]
     machine = Machine(int(stated[1]) * 10**9, cores=1)
     weights = weights_bytes(model, fleet.spec.engine.args)

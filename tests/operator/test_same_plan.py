@@ -245,7 +245,7 @@ EXAMPLES = [ROOT / "examples/fleet.yaml", *sorted((ROOT / "examples/fleets").glo
 def test_the_examples_want_the_same_in_both_places_but_for_the_models_folder(path):
     fleet = Twice(yaml.safe_load(path.read_text()), random.Random(0))
     assert fleet.local_want == fleet.cluster_want
-    model, in_pod = locate_model(fleet.local.spec.model.uri, path.parent), model_in_pod(fleet.local)
+    model, in_pod = locate_model(fleet.local.spec.model, path.parent), model_in_pod(fleet.local)
     local = fleet_want(fleet.local, model=model)
     for here, there in zip(local.pools, fleet.cluster_want.pools, strict=True):
         args = tuple(arg.replace(model, in_pod) for arg in here.template.args)

@@ -33,6 +33,7 @@ from xpyd_operator.controller.decision.cache import (
 )
 from xpyd_operator.controller.decision.errors import KubeError
 from xpyd_operator.controller.decision.kinds import ALWAYS, FLEET, FLEET_LABEL, OPTIONAL, POOL, Kind
+from xpyd_operator.controller.downloads import DownloadReader
 from xpyd_operator.controller.reconcile import EventPoster, Reconciler, TurnFailed
 from xpyd_operator.controller.routers import RouterReader
 from xpyd_operator.controller.watch import Inbox, Watcher, listed
@@ -203,6 +204,7 @@ class Operator:
         self._queue = FleetQueue(time.monotonic)
         self._poster = EventPoster(self._api, dropped=self.metrics.events_dropped.inc)
         self._routers = RouterReader(self._cache, self._queue.wake, clock=time.monotonic)
+        self._downloads = DownloadReader(self._cache, self._queue.wake)
         self._reconciler = Reconciler(
             self._api,
             self._cache,
@@ -211,6 +213,7 @@ class Operator:
             clock=time.monotonic,
             verdict=self._routers.verdict,
             has_pair=self._routers.has_pair,
+            progress=self._downloads.progress,
         )
         self._feed = Feed(self._cache, lambda key, urgent: self._queue.wake(key, urgent=urgent))
         self._inbox = Inbox(self._receive)
@@ -262,6 +265,7 @@ class Operator:
         self._spawn(self._poster.run(), "events")
         self._spawn(self._resync(), "resync")
         self._spawn(self._routers.run(), "routers")
+        self._spawn(self._downloads.run(), "downloads")
         self._spawn(self._watch_for_kinds(), "kinds")
 
     async def _stop(self) -> None:

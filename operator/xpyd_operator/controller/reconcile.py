@@ -58,6 +58,7 @@ from xpyd_operator.controller.decision.state import (
 from xpyd_operator.manifests.names import FINALIZER, Settings, kv_secret_name
 from xpyd_operator.manifests.objects import kv_secret
 from xpyd_operator.status.fleet import EventText, events
+from xpyd_operator.status.models import DownloadProgress
 from xpyd_operator.status.problems import Problem
 from xpyd_operator.status.verified import NOT_LOOKED, KvVerdict
 
@@ -304,9 +305,12 @@ class Reconciler:
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         verdict: Callable[[FleetKey], KvVerdict] = lambda _: NOT_LOOKED,
         has_pair: Callable[[FleetKey], bool | None] = lambda _: None,
+        progress: Callable[[FleetKey], DownloadProgress | None] = lambda _: None,
     ) -> None:
         """`verdict`: what the routers' counts say of a fleet's KV; `has_pair`: whether a router has
-        instances that can serve a request, None where none has said."""
+        instances that can serve a request, None where none has said; `progress`: how far the
+        download of its model is."""
+        self._progress = progress
         self._verdict = verdict
         self._has_pair = has_pair
         self._api = api
@@ -383,6 +387,7 @@ class Reconciler:
             ages=history.ages(children.get(POD, {}).values(), time),
             kv=self._verdict(key),
             has_pair=self._has_pair(key),
+            progress=self._progress(key),
         )
 
     def _remember(self, history: FleetHistory, turn: Turn, outcome: Outcome) -> None:

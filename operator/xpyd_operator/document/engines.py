@@ -18,6 +18,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
+from xpyd_core.checkpoints import checkpoint_folder
 from xpyd_operator.document.base import (
     DNS_LABEL,
     ApiModel,
@@ -113,16 +114,18 @@ class SecretRef(ApiModel):
 
 
 class ModelCache(ApiModel):
-    """Where engines in a cluster find or keep checkpoints; it is mounted at /models."""
+    """Where a cluster keeps checkpoints; it is mounted at /models. Into a PersistentVolumeClaim a
+    Job downloads an hf:// or s3:// model, once for each revision and for all pods."""
 
     type: Literal["None", "HostPath", "PersistentVolumeClaim"] = "None"
-    """None: nothing is kept; a pod with an hf:// model downloads it into an emptyDir."""
+    """None: nothing is kept; each pod downloads an hf:// or s3:// model into an emptyDir."""
     claim_name: DnsName = ""
     """Name of a PersistentVolumeClaim in the fleet's namespace."""
     path: HostPath = ""
     """Folder on the node. Pod security 'restricted' forbids hostPath."""
     read_only: bool = True
-    """Engines may not write to it; an hf:// model must then be in it already."""
+    """Engines may not write to it. Into a HostPath they download an hf:// or s3:// model only where
+    this is false; a Job writes into a claim in any case."""
 
     @rule(
         "!has(self.type) || self.type != 'PersistentVolumeClaim' || has(self.claimName)",
@@ -150,12 +153,24 @@ class Model(ApiModel):
         str,
         Field(max_length=512),
         Plain,
-        matching("(hf|file)://.+", "must be hf://ORG/NAME or file://FOLDER"),
+        matching(
+            "(hf|file)://.+|s3://[a-z0-9][-.a-z0-9]{1,61}[a-z0-9]/.*[^/].*|"
+            "pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/.*)?",
+            "must be hf://ORG/NAME, file://FOLDER, s3://BUCKET/FOLDER or pvc://CLAIM/FOLDER",
+        ),
     ]
-    """hf://ORG/NAME (downloaded, or from the cache) or file://FOLDER. A relative folder begins at
+    """hf://ORG/NAME or s3://BUCKET/FOLDER (downloaded, or from the cache), file://FOLDER, or
+    pvc://CLAIM/FOLDER, a folder of a PersistentVolumeClaim. A relative folder of file:// begins at
     the document's own in local mode and at /models in a cluster."""
     revision: Annotated[str, Field(max_length=128), Plain] = ""
-    """Branch, tag or commit of an hf:// model."""
+    """Branch, tag or commit of an hf:// model; of an s3:// model a text of your own: another one
+    downloads again."""
+    endpoint_url: Annotated[
+        str,
+        Field(max_length=512),
+        matching("(https?://.+)?", "must be a URL such as https://minio.example:9000"),
+    ] = ""
+    """The store of an s3:// model, where it is not AWS."""
     served_names: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256), Plain], ...],
         Field(strict=False, max_length=8),
@@ -163,9 +178,56 @@ class Model(ApiModel):
     ] = ()
     """Names that requests may use; none: the checkpoint's own name."""
     secret_ref: SecretRef | None = None
-    """Secret with the token of an hf:// model that is not public."""
+    """Secret with the token of an hf:// model that is not public; of an s3:// model, with the keys
+    AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_SESSION_TOKEN and AWS_REGION if needed."""
     cache: ModelCache = ModelCache()
-    """Where engines in a cluster find or keep checkpoints."""
+    """Where a cluster keeps checkpoints."""
+
+    @property
+    def is_downloaded(self) -> bool:
+        """Whether it comes from elsewhere into a folder."""
+        return self.uri.startswith(("hf://", "s3://"))
+
+    @property
+    def by_pods(self) -> bool:
+        """Whether each pod downloads it before its engine starts, in a cluster."""
+        return self.uri.startswith("s3://") and not self.by_job
+
+    def is_folder_of(self, path: str) -> bool:
+        """Whether `path` is the folder that it is downloaded into, or lies in its claim."""
+        folder = checkpoint_folder(self.uri, self.revision, self.endpoint_url)
+        is_its_own = self.is_downloaded and path.rpartition("/")[2] == folder
+        return is_its_own or self.uri.startswith("pvc://")
+
+    @property
+    def by_job(self) -> bool:
+        """Whether a Job downloads it into a claim, in a cluster."""
+        return self.is_downloaded and self.cache.type == "PersistentVolumeClaim"
+
+    @rule(
+        "!has(self.endpointUrl) || self.endpointUrl == '' || self.uri.startsWith('s3://')",
+        "only an s3:// model has an endpoint: leave endpointUrl out",
+        field="endpointUrl",
+    )
+    def _endpoint_is_of_a_store(self) -> bool:
+        return not self.endpoint_url or self.uri.startswith("s3://")
+
+    @rule(
+        "!self.uri.startsWith('pvc://') || !has(self.cache) || !has(self.cache.type) || "
+        "self.cache.type == 'None'",
+        "a pvc:// model is in its claim already: leave cache out",
+        field="cache",
+    )
+    def _claim_needs_no_cache(self) -> bool:
+        return not self.uri.startswith("pvc://") or self.cache.type == "None"
+
+    @rule(
+        "!self.uri.startsWith('pvc://') || !self.uri.split('/').exists(part, part == '..')",
+        "must be a folder in the claim, without '..'",
+        field="uri",
+    )
+    def _stays_in_its_claim(self) -> bool:
+        return not self.uri.startswith("pvc://") or ".." not in self.uri.split("/")
 
 
 Role = Literal["Prefill", "Decode", "Aggregated"]

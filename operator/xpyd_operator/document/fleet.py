@@ -363,14 +363,14 @@ class Spec(ApiModel):
         return self.engine.type != "VLLM" or self.engine.connector is not None or is_whole
 
     @rule(
-        f"self.engine.type != 'VLLM' || {_IS_NIXL} || self.model.uri.startsWith('file://') || "
+        f"self.engine.type != 'VLLM' || {_IS_NIXL} || !self.model.uri.startsWith('hf://') || "
         "self.pools.all(p, p.role == 'Aggregated')",
-        "xpyd's connector for vLLM reads the checkpoint's folder: use file://FOLDER",
+        "xpyd's connector for vLLM reads the checkpoint's folder: use file://, s3:// or pvc://",
         field="model.uri",
     )
     def _has_folder_for_vllm(self) -> bool:
         is_whole = all(pool.role == "Aggregated" for pool in self.pools)
-        is_fine = self.engine.is_nixl or self.model.uri.startswith("file://")
+        is_fine = self.engine.is_nixl or not self.model.uri.startswith("hf://")
         return self.engine.type != "VLLM" or is_fine or is_whole
 
     @rule(

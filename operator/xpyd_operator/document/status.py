@@ -16,6 +16,7 @@ from xpyd_operator.document.engines import Role
 
 Count = Annotated[int, Field(ge=0, le=2147483647)]
 Generation = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})]
+Bytes = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})]
 Layout = Annotated[str, Field(max_length=16)]
 MAX_MESSAGE = 32768
 """Characters of a condition's message."""
@@ -27,8 +28,8 @@ class Condition(ApiModel):
     """A condition as Kubernetes' own kinds have it (metav1.Condition)."""
 
     type: Annotated[str, Field(max_length=316)]
-    """Ready, Available, Progressing, Degraded, RouterReady, CapacityAvailable, Drifted or
-    KVTransferVerified."""
+    """Ready, Available, Progressing, Degraded, RouterReady, CapacityAvailable, Drifted,
+    KVTransferVerified or ModelReady."""
     status: Literal["True", "False", "Unknown"]
     """Whether the condition holds."""
     reason: Annotated[str, Field(min_length=1, max_length=1024)]
@@ -77,6 +78,17 @@ class Summary(ApiModel):
     """GPUs of all instances wanted."""
 
 
+class ModelStatus(ApiModel):
+    """How far the download of the model into its claim is."""
+
+    folder: Annotated[str, Field(max_length=512)] | None = None
+    """The model's folder in the engines' pods."""
+    downloaded_bytes: Bytes | None = None
+    """Bytes that are there."""
+    total_bytes: Bytes | None = None
+    """Bytes of all files that serving reads."""
+
+
 class FleetStatus(ApiModel):
     """What the operator saw last."""
 
@@ -92,13 +104,15 @@ class FleetStatus(ApiModel):
         tuple[Condition, ...], Field(strict=False, max_length=16), Unique("type")
     ] = ()
     """Ready, Available, Progressing, Degraded, RouterReady, CapacityAvailable, Drifted,
-    KVTransferVerified."""
+    KVTransferVerified; ModelReady where a Job downloads the model."""
     pools: Annotated[
         tuple[FleetPoolStatus, ...], Field(strict=False, max_length=MAX_POOLS), Unique("name")
     ] = ()
     """Instances of each pool."""
     summary: Summary | None = None
     """Ready and wanted instances of each role."""
+    model: ModelStatus | None = None
+    """The download of the model, where a Job brings it into a claim."""
     kv_key_secret: Annotated[str, Field(max_length=253)] | None = None
     """Secret with the key by which engines know each other."""
 

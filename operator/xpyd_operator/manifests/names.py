@@ -61,6 +61,13 @@ ANNOTATION_APPLIED = "xpyd.dev/applied"
 
 ENGINE_APP = "xpyd-engine"
 ROUTER_APP = "xpyd-router"
+MODEL_APP = "xpyd-model"
+MODEL_ROLE = "model"
+"""Role of the pod that downloads the model; it is of no pool."""
+MODEL_CONTAINER = "xpyd-model"
+"""The container that downloads the model."""
+PROGRESS_PORT = 10080
+"""Where it says how far it is."""
 ENGINE_CONTAINER = "engine"
 ROUTER_CONTAINER = "router"
 BEATS_CONTAINER = "xpyd-beats"
@@ -183,6 +190,16 @@ def engine_policy_name(fleet: str) -> str:
 def router_policy_name(fleet: str) -> str:
     """Name of the routers' NetworkPolicy."""
     return f"{fleet}-router"
+
+
+def model_policy_name(fleet: str) -> str:
+    """Name of the NetworkPolicy of the pod that downloads the model."""
+    return f"{fleet}-model"
+
+
+def model_job_name(fleet: str, digest: str) -> str:
+    """Name of the Job that downloads one revision of the model."""
+    return f"{fleet}-model-{digest}"
 
 
 def discovery_host(fleet: str, namespace: str) -> str:

@@ -19,7 +19,14 @@ from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests import names
 from xpyd_operator.manifests.entry import client_service, routes
 from xpyd_operator.manifests.names import JsonObject, Placement, owned_object
-from xpyd_operator.manifests.pods import GPU_CLAIM, engine_pod, pods_per_instance, router_pod
+from xpyd_operator.manifests.pods import (
+    GPU_CLAIM,
+    engine_pod,
+    model_pod,
+    pods_per_instance,
+    router_pod,
+)
+from xpyd_operator.manifests.volumes import job_digest
 from xpyd_operator.plan.values import ROUTER, Workload
 
 _PROGRESS_DEADLINE_S = 3600
@@ -122,7 +129,8 @@ def _claim_template(
 
 
 def support_objects(fleet: InferenceFleet, placement: Placement) -> tuple[JsonObject, ...]:
-    """ServiceAccount, Services, routes, PodDisruptionBudgets and NetworkPolicies, in that order."""
+    """ServiceAccount, Services, routes, PodDisruptionBudgets, NetworkPolicies and the model's Job, in
+    that order."""
     roles = [(ROUTER, ROUTER), *((pool.name, pool.role) for pool in fleet.spec.pools)]
     return (
         _service_account(fleet, placement),
@@ -131,7 +139,21 @@ def support_objects(fleet: InferenceFleet, placement: Placement) -> tuple[JsonOb
         *routes(fleet, placement),
         *(_disruption_budget(fleet, placement, pool, role) for pool, role in roles),
         *(network_policies(fleet, placement) if fleet.spec.network_policy.enabled else ()),
+        *((_model_job(fleet, placement),) if fleet.spec.model.by_job else ()),
     )
+
+
+_TRIES = 100_000
+"""Of a Job's pod: Kubelet waits up to 5 minutes between them, so a year's. When rights, path or
+volume are mended, the next one succeeds; a Job that had failed for good would stay so."""
+
+
+def _model_job(fleet: InferenceFleet, placement: Placement) -> JsonObject:
+    """See docs/adr/0082."""
+    name = names.model_job_name(fleet.name, job_digest(fleet))
+    labels = names.fleet_labels(fleet.name, names.MODEL_APP)
+    spec = {"backoffLimit": _TRIES, "template": model_pod(fleet, placement)}
+    return owned_object("batch/v1", "Job", name, labels, fleet, placement, spec=spec)
 
 
 def pool_object(
@@ -242,11 +264,23 @@ def network_policies(fleet: InferenceFleet, placement: Placement) -> tuple[JsonO
         _policy(
             fleet, placement, names.router_policy_name(fleet.name), names.ROUTER_APP, to_routers
         ),
+        *((_model_policy(fleet, placement),) if fleet.spec.model.by_job else ()),
     )
 
 
 def _namespace(label: str, value: str) -> JsonObject:
     return {"namespaceSelector": {"matchLabels": {label: value}}}
+
+
+def _model_policy(fleet: InferenceFleet, placement: Placement) -> JsonObject:
+    """The download goes out wherever the model is; the operator, whose namespace no policy here
+    knows, asks how far it is."""
+    ingress = [{"ports": [_port(names.PROGRESS_PORT)]}]
+    policy = _policy(
+        fleet, placement, names.model_policy_name(fleet.name), names.MODEL_APP, ingress
+    )
+    policy["spec"] |= {"policyTypes": ["Ingress", "Egress"], "egress": [{}]}
+    return policy
 
 
 def _pod_selector(fleet: InferenceFleet, app: str) -> JsonObject:

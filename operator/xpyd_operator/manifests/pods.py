@@ -13,6 +13,7 @@ a template that sets what xpyd sets.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any, cast
 
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT, data_port
@@ -23,6 +24,7 @@ from xpyd_operator.manifests import names
 from xpyd_operator.manifests.names import JsonObject, Placement, list_in, map_in
 from xpyd_operator.manifests.resources import (
     BEATS_RESOURCES,
+    DOWNLOAD_RESOURCES,
     engine_resources,
     router_resources,
     without_given,
@@ -36,6 +38,8 @@ from xpyd_operator.manifests.volumes import (
     client_keys_volumes,
     common_mounts,
     common_volumes,
+    download_args,
+    download_env,
     model_mounts,
     model_volumes,
     shares_sockets,
@@ -162,10 +166,14 @@ def engine_pod(
         *model_volumes(fleet),
     ]
     pod = _pod(fleet, workload, placement, container, volumes)
+    inits: list[JsonObject] = []
     if shares:
         pull_policy = placement.settings.image_pull_policy
-        init = socket_init(pool, image=workload.template.image, pull_policy=pull_policy)
-        pod["spec"]["initContainers"] = [init]
+        inits.append(socket_init(pool, image=workload.template.image, pull_policy=pull_policy))
+    if fleet.spec.model.by_pods:
+        inits.append(download_container(fleet, placement))
+    if inits:
+        pod["spec"]["initContainers"] = inits
     if workload.template.beats:
         pod["spec"]["containers"].append(_beats_container(fleet, workload, placement))
     if pool.resources.gpus and pool.resources.device_class_name:
@@ -180,6 +188,38 @@ def _program(workload: Workload, *, shares: bool) -> JsonObject:
         return {"command": ["vllm", "serve"], "args": list(args)}
     folder = [f"--kv-socket-dir={names.SOCKET_FOLDER}"] if shares else []
     return {"args": ["worker", *folder, *args]}
+
+
+def download_container(fleet: InferenceFleet, placement: Placement) -> JsonObject:
+    """The container that downloads the model; it writes where engines only read."""
+    container: JsonObject = {
+        "name": names.MODEL_CONTAINER,
+        "image": placement.settings.worker_image,
+        "args": download_args(fleet),
+        "env": download_env(fleet),
+        "resources": deepcopy(DOWNLOAD_RESOURCES),
+        "volumeMounts": [
+            {"name": "xpyd-tmp", "mountPath": "/tmp"},
+            {"name": "xpyd-models", "mountPath": MODELS_FOLDER},
+        ],
+    }
+    return _restricted(container, placement)
+
+
+def model_pod(fleet: InferenceFleet, placement: Placement) -> JsonObject:
+    """The pod template of the Job that downloads the model into its claim."""
+    container = download_container(fleet, placement)
+    container["args"].append(f"--progress-port={names.PROGRESS_PORT}")
+    container["env"].append({"name": "XPYD_POD_IP", **_field("status.podIP")})
+    container["ports"] = [_port("progress", names.PROGRESS_PORT)]
+    claim = {"claimName": fleet.spec.model.cache.claim_name}
+    volumes: list[JsonObject] = [
+        {"name": "xpyd-tmp", "emptyDir": {}},
+        {"name": "xpyd-models", "persistentVolumeClaim": claim},
+    ]
+    spec = _pod_spec(fleet, placement, container, volumes, {"restartPolicy": "OnFailure"})
+    labels = names.fleet_labels(fleet.name, names.MODEL_APP) | {names.LABEL_ROLE: names.MODEL_ROLE}
+    return {"metadata": {"labels": labels}, "spec": spec}
 
 
 def _beats_container(fleet: InferenceFleet, workload: Workload, placement: Placement) -> JsonObject:
@@ -286,11 +326,32 @@ def _pod(
     container = _restricted(
         {"name": name, "image": workload.template.image, **container}, placement
     )
+    grace_s = fleet.spec.drain.timeout_seconds + GRACE_EXTRA_S
+    spec = _pod_spec(
+        fleet, placement, container, volumes, {"terminationGracePeriodSeconds": grace_s}
+    )
+    return {
+        "metadata": {
+            "labels": names.workload_labels(fleet.name, workload.pool, role, workload.revision),
+            "annotations": {"kubectl.kubernetes.io/default-container": name},
+        },
+        "spec": spec,
+    }
+
+
+def _pod_spec(
+    fleet: InferenceFleet,
+    placement: Placement,
+    container: JsonObject,
+    volumes: list[JsonObject],
+    more: JsonObject,
+) -> JsonObject:
+    """What every pod of the fleet has; `more`: what its kind has besides."""
     spec: JsonObject = {
         "serviceAccountName": names.service_account_name(fleet.name),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": fleet.spec.drain.timeout_seconds + GRACE_EXTRA_S,
+        **more,
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": USER_ID,
@@ -307,13 +368,7 @@ def _pod(
         spec["imagePullSecrets"] = [
             {"name": name} for name in placement.settings.image_pull_secrets
         ]
-    return {
-        "metadata": {
-            "labels": names.workload_labels(fleet.name, workload.pool, role, workload.revision),
-            "annotations": {"kubectl.kubernetes.io/default-container": name},
-        },
-        "spec": spec,
-    }
+    return spec
 
 
 def _restricted(container: JsonObject, placement: Placement) -> JsonObject:
@@ -379,9 +434,10 @@ def _engine_env(
         if NIXL_PORT in ours:
             env[NIXL_HOST] = _field("status.podIP")
         env |= {name: {"value": value} for name, value in ours.items()}
-    if model.uri.startswith("hf://"):
+    loads_itself = model.uri.startswith("hf://") and not model.by_job
+    if loads_itself:
         env["HF_HOME"] = {"value": MODELS_FOLDER}
-    if model.secret_ref is not None:
+    if loads_itself and model.secret_ref is not None:
         ref = {"name": model.secret_ref.name, "key": model.secret_ref.key}
         env["HF_TOKEN"] = {"valueFrom": {"secretKeyRef": ref}}
     # The document's variables come last, in its order, because they may refer to ours. The API

@@ -40,6 +40,11 @@ INIT_RESOURCES: JsonObject = {
     "requests": {"cpu": "10m", "memory": "16Mi"},
     "limits": {"cpu": "1", "memory": "128Mi"},
 }
+DOWNLOAD_RESOURCES: JsonObject = {
+    "requests": {"cpu": "100m", "memory": "256Mi"},
+    "limits": {"cpu": "4", "memory": "2Gi"},
+}
+"""Eight connections, and the checksums of what they bring; pages of its files are not its own."""
 BEATS_RESOURCES: JsonObject = {
     "requests": {"cpu": "10m", "memory": "64Mi"},
     "limits": {"cpu": "1", "memory": "256Mi"},

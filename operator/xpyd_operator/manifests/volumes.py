@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import json
 import posixpath
+import re
+from hashlib import sha256
 from typing import cast
 
+from xpyd_core.checkpoints import checkpoint_folder
 from xpyd_operator.document.engines import Pool
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests import names
@@ -22,10 +26,18 @@ def model_in_pod(fleet: InferenceFleet) -> str:
     """What the worker's --model gets in a pod.
 
     An absolute file:// path is taken as it is, a relative one lies below /models: there, a folder
-    above the document's means nothing, so leading `..` are dropped.
+    above the document's means nothing, so leading `..` are dropped. A downloaded model is a folder
+    of its own, but an hf:// one that each engine downloads itself.
     """
-    uri = fleet.spec.model.uri
+    model = fleet.spec.model
+    uri = model.uri
     scheme, _, path = uri.partition("://")
+    if scheme == "s3" or model.by_job:
+        return posixpath.join(
+            MODELS_FOLDER, checkpoint_folder(uri, model.revision, model.endpoint_url)
+        )
+    if scheme == "pvc":
+        return posixpath.normpath(posixpath.join(MODELS_FOLDER, path.partition("/")[2].strip("/")))
     if scheme != "file":
         return uri
     # From "/", normpath drops leading `..`; a double leading slash it would keep.
@@ -120,6 +132,12 @@ def admin_key_mounts(fleet: InferenceFleet) -> list[JsonObject]:
 def model_volumes(fleet: InferenceFleet) -> list[JsonObject]:
     """Volumes of engines: what is mounted at /models, if anything."""
     model, cache = fleet.spec.model, fleet.spec.model.cache
+    if model.uri.startswith("pvc://"):
+        claim = {"claimName": claim_of(model.uri), "readOnly": True}
+        return [{"name": "xpyd-models", "persistentVolumeClaim": claim}]
+    if model.by_job:
+        claim = {"claimName": cache.claim_name, "readOnly": True}
+        return [{"name": "xpyd-models", "persistentVolumeClaim": claim}]
     if cache.type == "PersistentVolumeClaim":
         claim = {"claimName": cache.claim_name, "readOnly": cache.read_only}
         return [{"name": "xpyd-models", "persistentVolumeClaim": claim}]
@@ -127,7 +145,7 @@ def model_volumes(fleet: InferenceFleet) -> list[JsonObject]:
         # No DirectoryOrCreate: an empty folder of root's would hide a wrong path.
         folder = {"path": cache.path, "type": "Directory"}
         return [{"name": "xpyd-models", "hostPath": folder}]
-    if model.uri.startswith("hf://"):
+    if model.is_downloaded:
         return [{"name": "xpyd-models", "emptyDir": {}}]
     return []  # a path in the image, or one that the pool's template mounts
 
@@ -138,7 +156,62 @@ def model_mounts(fleet: InferenceFleet) -> list[JsonObject]:
     if not model_volumes(fleet):
         return []
     read_only = cache.type != "None" and cache.read_only
+    # All but an hf:// model that engines download themselves is there before they start.
+    read_only |= fleet.spec.model.by_job or fleet.spec.model.uri.startswith(("pvc://", "s3://"))
     return [{"name": "xpyd-models", "mountPath": MODELS_FOLDER, "readOnly": read_only}]
+
+
+def claim_of(uri: str) -> str:
+    """The PersistentVolumeClaim that a pvc:// URI names."""
+    return uri.removeprefix("pvc://").partition("/")[0]
+
+
+def download_args(fleet: InferenceFleet) -> list[str]:
+    """The program that downloads the model into its folder of a pod."""
+    model = fleet.spec.model
+    args = ["model", "download", model.uri, f"--to={model_in_pod(fleet)}", "--output=json"]
+    args += [f"--revision={model.revision}"] if model.revision else []
+    return [*args, f"--endpoint-url={model.endpoint_url}"] if model.endpoint_url else args
+
+
+_S3_KEYS = {
+    "AWS_ACCESS_KEY_ID": False,
+    "AWS_SECRET_ACCESS_KEY": False,
+    "AWS_SESSION_TOKEN": True,
+    "AWS_REGION": True,
+}
+"""Entries of an s3:// model's Secret, and whether they may be missing."""
+_OF_DOWNLOADS = re.compile(r"(HF|AWS)_\w+|(HTTPS?|ALL|NO)_PROXY|SSL_CERT_(FILE|DIR)", re.IGNORECASE)
+
+
+def download_env(fleet: InferenceFleet) -> list[JsonObject]:
+    """What it needs of the environment: credentials, and those of the engine's variables that
+    libraries for downloads read."""
+    model = fleet.spec.model
+    env: dict[str, JsonObject] = {"HOME": {"value": "/tmp"}}
+    if model.secret_ref is not None:
+        name = model.secret_ref.name
+        if model.uri.startswith("hf://"):
+            ref = {"name": name, "key": model.secret_ref.key}
+            env["HF_TOKEN"] = {"valueFrom": {"secretKeyRef": ref}}
+        else:
+            for key, optional in _S3_KEYS.items():
+                ref = {"name": name, "key": key, **({"optional": True} if optional else {})}
+                env[key] = {"valueFrom": {"secretKeyRef": ref}}
+    for variable in fleet.spec.engine.env:
+        if _OF_DOWNLOADS.fullmatch(variable.name) and variable.value_from is None:
+            env[variable.name] = {"value": variable.value}
+    return [{"name": name, **rest} for name, rest in env.items()]
+
+
+def job_digest(fleet: InferenceFleet) -> str:
+    """8 hex digits over what a download depends on: with other credentials it is another Job."""
+    model = fleet.spec.model
+    parts = [
+        model.model_dump(mode="json", by_alias=True, exclude={"served_names"}),
+        download_env(fleet),
+    ]
+    return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
 
 
 USER_ID = 10001

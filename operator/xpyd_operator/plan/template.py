@@ -13,8 +13,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from xpyd_core.checkpoints import own_name
 from xpyd_core.parallel.checks import PIPELINE, TENSOR
-from xpyd_operator.document.engines import Parallelism, Pool
+from xpyd_operator.document.engines import Model, Parallelism, Pool
 from xpyd_operator.document.fleet import InferenceFleet, Router
 from xpyd_operator.document.transfer import KvTransfer
 from xpyd_operator.plan.values import MOST_REPLICAS, ROUTER, FleetWant, PoolWant, Template
@@ -82,15 +83,20 @@ def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str, image: str
             tuple({**dict(env), **variables(spec, pool)}.items()),
             spec.engine.image,
             # Heartbeats beside it come from the operator's own image.
-            _engine_pod(fleet, pool, beats_image="" if beats_itself(spec, pool) else image),
+            _engine_pod(
+                fleet,
+                pool,
+                beats_image="" if beats_itself(spec, pool) else image,
+                download_image=image if spec.model.by_pods else "",
+            ),
             beats_args(spec, pool),
             is_vllm=True,
         )
     args = [f"--model={model}"]
-    if spec.model.revision:
+    if spec.model.revision and not spec.model.is_folder_of(model):
         args.append(f"--revision={spec.model.revision}")
-    if spec.model.served_names:
-        args += ["--served-model-name", *spec.model.served_names]
+    if served := _served_names(spec.model, model):
+        args += ["--served-model-name", *served]
     # Not auto: an engine without a GPU of its own may still see one, and an engine that should have
     # a GPU and sees none must fail.
     device = "cuda" if pool.resources.gpus else "cpu"
@@ -107,8 +113,20 @@ def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str, image: str
         (*args, *spec.engine.args),
         tuple(env),
         spec.engine.image or image,
-        _engine_pod(fleet, pool),
+        # Where engines have the same image, that says it.
+        _engine_pod(
+            fleet,
+            pool,
+            download_image=image if spec.model.by_pods and spec.engine.image else "",
+        ),
     )
+
+
+def _served_names(model: Model, given: str) -> tuple[str, ...]:
+    """The names that requests may use; a downloaded model's folder has another name than it."""
+    if model.served_names or not model.is_folder_of(given):
+        return model.served_names
+    return (own_name(model.uri),)
 
 
 def _parallel_args(pool: Pool) -> list[str]:
@@ -199,7 +217,9 @@ def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
     return Template(ROUTER, args, image=image, pod=pod)
 
 
-def _engine_pod(fleet: InferenceFleet, pool: Pool, *, beats_image: str = "") -> str:
+def _engine_pod(
+    fleet: InferenceFleet, pool: Pool, *, beats_image: str = "", download_image: str = ""
+) -> str:
     """The parts of an engine's pod that are neither flags nor plain variables."""
     model, env, kv = fleet.spec.model, fleet.spec.engine.env, fleet.spec.kv_transfer
     # The order matters: a variable's value may refer to those before it.
@@ -209,11 +229,15 @@ def _engine_pod(fleet: InferenceFleet, pool: Pool, *, beats_image: str = "") -> 
             **_shared(fleet),
             "sameHostPath": "" if pool.role == "Aggregated" else kv.socket_folder,
             "resources": _explicit(pool.resources),
-            "cache": _explicit(model.cache),
-            "secretRef": _explicit(model.secret_ref),
+            # Engines mount what a Job writes read-only in any case.
+            "cache": _explicit(model.cache, only={"type", "claim_name"} if model.by_job else None),
+            # A Job's credentials are in no engine.
+            "secretRef": {} if model.by_job else _explicit(model.secret_ref),
+            "claim": model.uri if model.uri.startswith("pvc://") else "",
             "env": sources,
             "template": pool.template,
             "beatsImage": beats_image,
+            "downloadImage": download_image,
         }
     )
 

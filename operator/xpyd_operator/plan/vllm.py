@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
+from xpyd_core.checkpoints import own_name
 from xpyd_core.pod_env import HTTP_PORT
 from xpyd_core.sizes import parse_bytes
 from xpyd_operator.document.engine import NIXL_PORT, PLUGIN, PLUGINS
@@ -35,10 +36,11 @@ _ROLES = {"Prefill": "kv_producer", "Decode": "kv_consumer"}
 def serve_args(spec: Spec, pool: Pool, *, model: str) -> list[str]:
     """What follows `vllm serve`, without the document's own args."""
     found = model.removeprefix("hf://")
-    # Else vLLM's name of a checkpoint would be its path.
-    own_name = found if model.startswith("hf://") else found.rstrip("/").rpartition("/")[2]
-    args = [found, "--served-model-name", *(spec.model.served_names or (own_name,))]
-    if spec.model.revision:
+    # Else vLLM's name of a checkpoint would be its path; a downloaded one's is that of its source.
+    is_other = spec.model.is_folder_of(model)
+    name = own_name(spec.model.uri if is_other else model)
+    args = [found, "--served-model-name", *(spec.model.served_names or (name,))]
+    if spec.model.revision and not is_other:
         args.append(f"--revision={spec.model.revision}")
     args += [
         f"--host={POD_IP}",

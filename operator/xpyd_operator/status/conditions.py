@@ -1,6 +1,7 @@
-"""The seven conditions of a fleet, and the row of counts for each pool that they are made from.
+"""The conditions of a fleet, and the row of counts for each pool that they are made from.
 
-All are always present, and all but Degraded and Drifted are good when they are True.
+All are always present, but ModelReady, which a fleet has whose model a Job downloads; all but
+Degraded and Drifted are good when they are True.
 
 Ready: every pool has its instances of the newest revision ready, and so has the router.
 Available: a request can be answered now. Progressing: something still moves; the reason says why it
@@ -32,6 +33,7 @@ from xpyd_operator.status.children import (
     text,
 )
 from xpyd_operator.status.crashes import RECREATED
+from xpyd_operator.status.models import ModelState
 from xpyd_operator.status.problems import Problem
 from xpyd_operator.status.verified import NO_PAIRS, NOT_LOOKED, KvVerdict
 
@@ -180,6 +182,7 @@ def conditions(
     decode_alone: bool = False,
     kv: KvVerdict = NOT_LOOKED,
     has_pair: bool | None = None,
+    model: ModelState | None = None,
 ) -> list[dict[str, Any]]:
     """`before`: the whole status before; a condition keeps its time while its status stays.
 
@@ -187,6 +190,7 @@ def conditions(
     shows them where nothing is wrong. `decode_alone`: Decode instances serve alone where there
     is no Prefill instance. `kv`: what the routers' counts say of the KV (see `verified`).
     `has_pair`: whether a router has instances that can serve a request; None: none has said.
+    `model`: the download of its model; None: no Job downloads it.
     """
     fleet = _Fleet(pools, problems, stopping, before, notices, decode_alone, has_pair)
     verdicts = {
@@ -199,6 +203,8 @@ def conditions(
         "Drifted": _drifted(fleet),
         "KVTransferVerified": _verified(fleet, kv),
     }
+    if model is not None:
+        verdicts["ModelReady"] = _Verdict(model.is_ready, model.reason, model.message)
     return _written(verdicts, before, now, generation)
 
 

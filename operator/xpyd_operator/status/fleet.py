@@ -18,7 +18,7 @@ from xpyd_operator.document.status import MAX_POOLS
 from xpyd_operator.manifests.entry import hosts_of
 from xpyd_operator.manifests.names import endpoint, pool_selector, selector_text
 from xpyd_operator.manifests.pods import pods_per_instance
-from xpyd_operator.manifests.volumes import uses_host_path
+from xpyd_operator.manifests.volumes import model_in_pod, uses_host_path
 from xpyd_operator.plan.values import ROUTER, FleetSeen, FleetWant
 from xpyd_operator.status.children import (
     NOTHING,
@@ -46,6 +46,7 @@ from xpyd_operator.status.conditions import (
     pool_rows,
 )
 from xpyd_operator.status.crashes import RECREATED
+from xpyd_operator.status.models import ModelState
 from xpyd_operator.status.problems import Problem, in_order
 from xpyd_operator.status.verified import NOT_LOOKED, KvVerdict
 
@@ -73,6 +74,7 @@ def fleet_status(
     namespace: str,
     kv: KvVerdict = NOT_LOOKED,
     has_pair: bool | None = None,
+    model: ModelState | None = None,
 ) -> dict[str, Any]:
     """The fleet's whole status; to be put in place of the one before, not merged into it.
 
@@ -80,6 +82,7 @@ def fleet_status(
     has, a missing API). `before`: the status that the fleet has. `now`: RFC 3339. `generation`: of
     the document. `key_secret`: "" while there is none. `kv`: what routers' counts say of the KV.
     `has_pair`: whether a router has instances that can serve a request; None: none has said.
+    `model`: the download of its model; None: no Job downloads it.
     """
     rows = pool_rows(want, seen, children)
     port = fleet.spec.router.service.port
@@ -95,6 +98,7 @@ def fleet_status(
             decode_alone=fleet.spec.router.on_no_prefill == "PrefillOnDecode",
             kv=kv,
             has_pair=has_pair,
+            model=model,
             before=before or {},
             now=now,
             generation=generation,
@@ -106,6 +110,8 @@ def fleet_status(
         status["hosts"] = hosts
     if key_secret:
         status["kvKeySecret"] = key_secret
+    if model is not None:
+        status["model"] = model.row(model_in_pod(fleet), fields(before or {}, "model"))
     return status
 
 

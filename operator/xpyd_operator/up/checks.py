@@ -17,11 +17,12 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
+from xpyd_core.checkpoints import cache_root, checkpoint_folder
 from xpyd_core.errors import UserError
 from xpyd_core.parallel.checks import PIPELINE, TENSOR, Shape, check_parallel, shape_of
 from xpyd_core.parallel.partition import PARTITION_VARIABLE, parse_override
 from xpyd_core.parallel.ranks import Sizes
-from xpyd_operator.document.engines import Pool
+from xpyd_operator.document.engines import Model, Pool
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests.refusals import (
     engine_args_problems,
@@ -66,6 +67,11 @@ def check_local(fleet: InferenceFleet, *, source: str, vllm: str = VLLM) -> None
     ]
     if fleet.spec.engine.type == "VLLM":
         lines += _for_vllm(fleet, vllm)
+    if fleet.spec.model.uri.startswith("pvc://"):
+        lines.append(
+            "spec.model.uri: pvc:// names a claim of a cluster: local mode has none; write "
+            "file://FOLDER"
+        )
     lines += [*template_problems(fleet), *router_args_problems(fleet)]
     lines += engine_args_problems(fleet)
     if lines:
@@ -164,13 +170,37 @@ _MAX_CONFIG_BYTES = 1 << 20
 _HALF = ("float16", "bfloat16")
 
 
-def locate_model(uri: str, folder: Path) -> str:
-    """What the worker's --model gets: a folder's absolute path, or the hf:// URI as it is.
+_MANIFEST = ".xpyd-model.json"
+"""In a folder that a download made whole: xpyd_worker.download.plan."""
+
+
+def downloaded_folder(model: Model) -> Path:
+    """Where `xpyd up` keeps a downloaded model."""
+    return cache_root() / checkpoint_folder(model.uri, model.revision, model.endpoint_url)
+
+
+def needs_download(model: Model) -> bool:
+    """Whether the model has to come before engines start. One that is in the cache of the hub's own
+    library is used from there."""
+    if not model.is_downloaded or (downloaded_folder(model) / _MANIFEST).is_file():
+        return False
+    name = model.uri.removeprefix("hf://").replace("/", "--")
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    return not (model.uri.startswith("hf://") and (hub / f"models--{name}" / "snapshots").is_dir())
+
+
+def locate_model(model: Model, folder: Path) -> str:
+    """What the worker's --model gets: a folder's absolute path, or the URI of a model that its
+    engine finds itself.
 
     A relative file:// path starts at `folder`, where the document lies. UserError when it is not a
     checkpoint.
     """
+    uri = model.uri
     scheme, _, path = uri.partition("://")
+    if model.is_downloaded and (downloaded_folder(model) / _MANIFEST).is_file():
+        return str(downloaded_folder(model))
     if scheme != "file":
         return uri
     found = (folder / path).resolve()

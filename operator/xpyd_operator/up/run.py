@@ -25,6 +25,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.kv_outcome import OUTCOMES
 from xpyd_core.logs import set_up_logging
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT
+from xpyd_operator.document.engines import Model
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import load_fleet, parse_fleet
 from xpyd_operator.plan.fleet import pools_wanted
@@ -37,7 +38,9 @@ from xpyd_operator.up.checks import (
     check_layouts,
     check_local,
     cluster_only,
+    downloaded_folder,
     locate_model,
+    needs_download,
 )
 from xpyd_operator.up.client import FleetFailed, wait_settled
 from xpyd_operator.up.control import (
@@ -234,6 +237,8 @@ def run_up(
         _check(fleet, options)
     if line := cluster_only(fleet):
         sys.stdout.write(line + "\n")
+    if needs_download(fleet.spec.model):
+        _download(fleet.spec.model)
     if is_running:
         return _apply_to_running(options, state)
     if orphans := state.orphans():
@@ -257,10 +262,24 @@ def _check(fleet: InferenceFleet, options: UpOptions) -> None:
     check_local(fleet, source=options.file, vllm=options.vllm_command)
 
 
+def _download(model: Model) -> None:
+    """Bring the model into this user's cache. The program that does it shows a bar, or says why it
+    cannot; Ctrl-C reaches it, too, and the next start goes on where it was."""
+    command = [sys.executable, "-P", "-m", "xpyd_core", "model", "download", model.uri]
+    command += [f"--revision={model.revision}"] if model.revision else []
+    command += [f"--endpoint-url={model.endpoint_url}"] if model.endpoint_url else []
+    command.append(f"--to={downloaded_folder(model)}")
+    sys.stdout.write(f"downloading {model.uri}\n")
+    sys.stdout.flush()
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise UserError(f"spec.model.uri: {model.uri} was not downloaded: the reason is above")
+
+
 def plan_fleet_memory(fleet: InferenceFleet, folder: Path) -> MemoryPlan:
     """The memory plan on this machine now; UserError when model or memory are missing, or where the
     model cannot be divided as its pools say."""
-    model = locate_model(fleet.spec.model.uri, folder)
+    model = locate_model(fleet.spec.model, folder)
     check_layouts(fleet, model)
     pools = pools_wanted(fleet_want(fleet, model=model), ())
     return plan_engines(fleet, pools, model, read_machine())

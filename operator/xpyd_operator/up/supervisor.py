@@ -145,7 +145,7 @@ class Supervisor:
         self.state = state
         self.pods = LocalPods(settings, state, programs, claim.descriptors, listeners)
         self.status: FleetProgress | None = None
-        self._want = fleet_want(fleet, model=locate_model(fleet.spec.model.uri, folder))
+        self._want = fleet_want(fleet, model=locate_model(fleet.spec.model, folder))
         self._pools: dict[str, PoolSeen] = {}
         self._drain_timeout_s = float(fleet.spec.drain.timeout_seconds)
         self.identity = identify(os.getpid())
@@ -234,7 +234,7 @@ class Supervisor:
         self._refuse_if_stopping()
         if wrong := refused_changes(self.fleet, fleet):
             raise UserError("\n".join(wrong))
-        model = locate_model(fleet.spec.model.uri, folder)
+        model = locate_model(fleet.spec.model, folder)
         check_layouts(fleet, model)
         want = fleet_want(fleet, model=model)
         memory = self._plan_memory(fleet, want, model)

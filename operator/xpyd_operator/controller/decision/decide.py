@@ -25,6 +25,7 @@ from typing import cast
 from xpyd_operator.controller.decision.drift import added_fields, without
 from xpyd_operator.controller.decision.kinds import (
     CLAIM_TEMPLATE,
+    JOB,
     MISSING_APIS,
     POOL,
     Obj,
@@ -96,7 +97,7 @@ def decide(state: FleetState) -> Turn:
     if FINALIZER not in finalizers:
         add = SetFinalizers((*finalizers, FINALIZER), metadata["resourceVersion"])
         return Turn(stages=((add,),), again=True)
-    if state.parsed.fleet is None or not state.want.pools:
+    if state.parsed.fleet is None or not (state.want.pools or state.waits_for_model):
         # No fleet, or a new one with mistakes.
         return Turn()
     return _Decision(state, state.parsed.fleet).turn()
@@ -207,7 +208,7 @@ class _Decision:
         self._state = state
         self._fleet = fleet
         self._want = state.want
-        self._held = state.is_held
+        self._held = state.holds_back
         document = {(pool.name, pool.revision) for pool in state.parsed.want.pools}
         mine = {(pool.name, pool.revision) for pool in state.want.pools}
         self._rendered = frozenset(document & mine)
@@ -279,7 +280,7 @@ class _Decision:
         stamped = _stamped(obj, digest)
         if observed is None:
             return Apply(stamped, digest, create=True)
-        if is_leaving(observed):
+        if is_leaving(observed) or kind == JOB:  # what a Job runs never changes
             # Its name is free soon; the watch delivers that.
             return None
         self._find_additions(observed, stamped, pool)

@@ -17,7 +17,7 @@ from typing import Any, TypedDict, TypeVar, cast
 from msgspec.json import Decoder
 
 from xpyd_operator.document.load import excess
-from xpyd_operator.manifests.names import LABEL_ROLE, MANAGER
+from xpyd_operator.manifests.names import LABEL_ROLE, MANAGER, MODEL_ROLE
 from xpyd_operator.plan.values import ROUTER
 
 FLEET_LABEL = "xpyd.dev/fleet"
@@ -72,6 +72,7 @@ BUDGET = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 INGRESS = Kind("networking.k8s.io/v1", "Ingress", "ingresses")
 HTTP_ROUTE = Kind("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes", optional=True)
+JOB = Kind("batch/v1", "Job", "jobs")
 LEADER_WORKER_SET = Kind(
     "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "leaderworkersets", optional=True
 )
@@ -92,6 +93,7 @@ WATCHED = (
     NETWORK_POLICY,
     INGRESS,
     HTTP_ROUTE,
+    JOB,
     LEADER_WORKER_SET,
     CLAIM_TEMPLATE,
 )
@@ -225,7 +227,8 @@ def _trim_pod(pod: Obj) -> Obj:
     whole = cast("dict[str, Any]", pod.get("status") or {})
     status = _pick(whole, _POD_STATUS)
     labels = cast("dict[str, Any]", metadata.get("labels") or {})
-    if labels.get(LABEL_ROLE) == ROUTER and whole.get("podIP"):
+    # Those that are asked over HTTP.
+    if labels.get(LABEL_ROLE) in (ROUTER, MODEL_ROLE) and whole.get("podIP"):
         status["podIP"] = whole["podIP"]
     if "conditions" in status:
         status["conditions"] = [_pick(c, _CONDITION) for c in status["conditions"]]

@@ -91,6 +91,8 @@ def _obeyed(
     before = status_of(state.document)
     wrong = [Problem("Degraded", INVALID_TEMPLATE, "", line) for line in parsed.mistakes]
     problems = (*wrong, *problems, *find_problems(children, state.ages))
+    if state.model is not None and (found := state.model.problem) is not None:
+        problems = (*problems, found)
     if parsed.fleet is None:
         status = leaving_status(
             before,
@@ -118,6 +120,7 @@ def _obeyed(
         namespace=state.document["metadata"]["namespace"],
         kv=state.kv,
         has_pair=state.has_pair,
+        model=state.model,
     )
     return status, pool_statuses(parsed.fleet, want=want, seen=seen, children=children)
 

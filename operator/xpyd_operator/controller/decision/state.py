@@ -19,6 +19,7 @@ from xpyd_operator.controller.decision.kinds import (
     DEPLOYMENT,
     HTTP_ROUTE,
     INGRESS,
+    JOB,
     LEADER_WORKER_SET,
     NETWORK_POLICY,
     POD,
@@ -31,14 +32,20 @@ from xpyd_operator.controller.decision.kinds import (
 )
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import parse_object
-from xpyd_operator.manifests.names import LABEL_POOL, LABEL_REVISION, Placement, Settings
+from xpyd_operator.manifests.names import (
+    LABEL_POOL,
+    LABEL_REVISION,
+    Placement,
+    Settings,
+    model_job_name,
+)
 from xpyd_operator.manifests.refusals import (
     engine_args_problems,
     router_args_problems,
     runs_this_version,
     template_problems,
 )
-from xpyd_operator.manifests.volumes import model_in_pod
+from xpyd_operator.manifests.volumes import job_digest, model_in_pod
 from xpyd_operator.plan.fleet import as_it_runs
 from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.plan.values import ROUTER, FleetSeen, FleetWant
@@ -52,6 +59,7 @@ from xpyd_operator.status.children import (
     rows,
     text,
 )
+from xpyd_operator.status.models import DownloadProgress, ModelState, model_state
 from xpyd_operator.status.problems import is_overdue
 from xpyd_operator.status.verified import NOT_LOOKED, KvVerdict
 
@@ -169,7 +177,7 @@ def describe(write: Write) -> str:
 ObjectRef = tuple[Kind, str]
 """Kind and name of an object in the fleet's namespace."""
 
-SUPPORT = (SERVICE, SERVICE_ACCOUNT, BUDGET, NETWORK_POLICY, INGRESS, HTTP_ROUTE)
+SUPPORT = (SERVICE, SERVICE_ACCOUNT, BUDGET, NETWORK_POLICY, INGRESS, HTTP_ROUTE, JOB)
 """Kinds of the support objects."""
 
 
@@ -228,6 +236,8 @@ class FleetState:
     """What the routers' counts say of the fleet's KV."""
     has_pair: bool | None = None
     """Whether a router has instances that can serve a request; None: none has said."""
+    progress: DownloadProgress | None = None
+    """How far the pod of the Job is that downloads the model, as it says."""
 
     @property
     def uid(self) -> str:
@@ -278,6 +288,8 @@ class FleetState:
     def want(self) -> FleetWant:
         """What the turn works towards: the document, or what runs where it has mistakes."""
         parsed = self.parsed
+        if parsed.fleet is not None and not parsed.mistakes and self.waits_for_model:
+            return as_it_runs(parsed.want, self.seen, _running(self.seen))
         if parsed.fleet is None or not parsed.mistakes:
             return parsed.want
         last = rows(self.document, "status", "pools")
@@ -291,11 +303,40 @@ class FleetState:
     @property
     def is_held(self) -> bool:
         """Whether the document is not obeyed: it has mistakes, and wants pods that do not run."""
-        return self.parsed.fleet is None or self.want != self.parsed.want
+        is_wrong = self.parsed.fleet is None or bool(self.parsed.mistakes)
+        return self.parsed.fleet is None or (is_wrong and self.want != self.parsed.want)
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether pods of the document wait: for its mistakes to be mended, or for its model."""
+        return self.is_held or self.want != self.parsed.want
+
+    @cached_property
+    def model(self) -> ModelState | None:
+        """The download of the document's model into its claim; None: no Job downloads it."""
+        fleet = self.parsed.fleet
+        if fleet is None or not fleet.spec.model.by_job:
+            return None
+        name = model_job_name(fleet.name, job_digest(fleet))
+        job = next((job for job in self._own(JOB) if text(job, "metadata", "name") == name), None)
+        return model_state(job, self.own.pods, self.progress, self.ages)
+
+    @property
+    def waits_for_model(self) -> bool:
+        """Whether engines of the document's model cannot start yet."""
+        return self.model is not None and not self.model.is_ready
 
     def _own(self, kind: Kind) -> tuple[Obj, ...]:
         found = self.children.get(kind, {}).values()
         return tuple(obj for obj in found if controller_of(obj) in (None, self.uid))
+
+
+def _running(seen: FleetSeen) -> dict[str, tuple[str, int]]:
+    """The pools that have instances, with their largest revision and its size: what goes on."""
+    found: dict[str, tuple[str, int]] = {}
+    for one in sorted(seen.workloads, key=lambda one: (one.ready, one.workload.replicas)):
+        found[one.workload.pool] = one.workload.revision, one.workload.replicas
+    return found
 
 
 def read(document: Obj, settings: Settings) -> ParsedDocument:
