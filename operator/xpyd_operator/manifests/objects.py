@@ -129,8 +129,8 @@ def _claim_template(
 
 
 def support_objects(fleet: InferenceFleet, placement: Placement) -> tuple[JsonObject, ...]:
-    """ServiceAccount, Services, routes, PodDisruptionBudgets, NetworkPolicies and the model's Job, in
-    that order."""
+    """ServiceAccount, Services, routes, PodDisruptionBudgets, NetworkPolicies and the Job of the
+    model, in that order."""
     roles = [(ROUTER, ROUTER), *((pool.name, pool.role) for pool in fleet.spec.pools)]
     return (
         _service_account(fleet, placement),
