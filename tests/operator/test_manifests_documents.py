@@ -51,8 +51,7 @@ EDITS = [
     ("model.uri", "hf://other/model"), ("model.uri", "file:///models/x"),
     ("model", {"uri": "s3://bucket/m", "endpointUrl": "https://s3.example"}),
     ("model", {"uri": "pvc://claim/m"}), ("model.uri", "s3://bucket/m"),
-    ("model.revision", "main"),
-    ("model.servedNames", ["a"]), ("model.secretRef", {"name": "other"}),
+    ("model.revision", "main"), ("model.servedNames", ["a"]), ("model.secretRef", {"name": "other"}),
     ("model.secretRef", {"name": "hf-token", "key": "other"}), ("model.cache", {"type": "None"}),
     ("model.cache.claimName", "other"), ("model.cache.readOnly", True),
     ("model.cache", {"type": "HostPath", "path": "/a"}),
@@ -295,8 +294,6 @@ def test_another_default_image_is_a_new_revision_where_the_document_names_none()
         ("file://.", "/models"),
         ("file://..", "/models"),
         ("pvc://claim/a/b/", "/models/a/b"),
-        ("pvc://claim", "/models"),
-        ("s3://bucket/a/Model-B", "/models/model-b-4ebbe48031"),
     ],
 )
 def test_a_models_uri_is_a_folder_of_the_pod(uri, folder):

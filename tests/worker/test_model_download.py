@@ -227,6 +227,29 @@ def test_two_downloads_at_once_fetch_the_bytes_once(
     assert road.bytes < 3_000_000 + 200_000
 
 
+def test_who_waited_for_a_download_takes_its_folder_as_it_is(
+    store: Store, bucket: str, tmp_path: Path
+) -> None:
+    store.put(bucket, under("m", checkpoint()))
+    other = download(want(store, bucket, tmp_path / "other")).folder
+    folder, progress, done = tmp_path / "m", Progress(), []
+    late = threading.Thread(
+        target=lambda: done.append(download(want(store, bucket, folder), progress))
+    )
+    with FolderLock(folder, "first").held(wait_s=1, waits=print):
+        late.start()
+        until = time.monotonic() + 20
+        while progress.phase != "Waiting" and time.monotonic() < until:
+            time.sleep(0.01)
+        assert progress.message == "first"
+        other.rename(folder)
+        before = (folder / MANIFEST).stat().st_ino
+    late.join()
+    assert done[0].fetched_bytes == 0
+    # Readers of the folder saw it all the time.
+    assert (folder / MANIFEST).stat().st_ino == before
+
+
 def test_a_lock_of_another_machine_is_taken_over_once_its_record_rests(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     beats = 3
@@ -267,6 +290,9 @@ def test_a_full_volume_is_said_with_what_is_needed_and_what_there_is(
         with pytest.raises(DownloadError, match=r"full: it needs 1\.9 MiB more and has") as caught:
             download(want(store, bucket, disk / "m"))
         assert caught.value.reason == "VolumeFull"
+        # Said before any byte came.
+        assert not list((disk / ".m.download").glob("*.part"))
+        assert not (disk / ".m.download" / "config.json").exists()
 
 
 def test_a_volume_that_fills_up_meanwhile_is_a_full_volume_too(

@@ -1,0 +1,146 @@
+"""Models of a bucket on a real node: a Job downloads one into a claim, for all pods of two fleets.
+
+The store is moto's server in the cluster's network; the claim is a folder of this machine. A pod of
+a Job mounts its claim alone, so the libraries that the worker's test image lacks lie in there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.fleetkit import DEMO_MODEL, FleetClient, Obj, fleet_of_images
+from tests.cluster.harness import Cluster, wait_for
+from tests.cluster.images.build import worker_test_template
+
+pytestmark = pytest.mark.cluster
+NAMESPACE = "models"
+LIBRARIES = ("botocore", "dateutil", "jmespath", "msgspec", "six", "urllib3")
+_STORE = """
+import pathlib, sys
+import botocore.session
+from botocore.config import Config
+from moto.server import ThreadedMotoServer
+host, folder = sys.argv[1:]
+server = ThreadedMotoServer(ip_address=host, port=0, verbose=False)
+server.start()
+url = f"http://{host}:{server.get_host_and_port()[1]}"
+client = botocore.session.get_session().create_client(
+    "s3", endpoint_url=url, region_name="us-east-1", aws_access_key_id="a",
+    aws_secret_access_key="a", config=Config(s3={"addressing_style": "path"}))
+client.create_bucket(Bucket="models")
+for path in pathlib.Path(folder).iterdir():
+    client.put_object(Bucket="models", Key=f"demo/{path.name}", Body=path.read_bytes())
+print(url, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def fleet(node_cluster: Cluster) -> Iterator[FleetClient]:
+    with fleet_of_images(node_cluster, NAMESPACE) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def store(node_cluster: Cluster) -> Iterator[str]:
+    """The URL of a store with the demo model, as pods reach it."""
+    [node] = (node_cluster.get("/api/v1/nodes") or {})["items"]
+    addresses = {a["type"]: a["address"] for a in node["status"]["addresses"]}
+    argv = [sys.executable, "-W", "ignore", "-c", _STORE, addresses["InternalIP"], DEMO_MODEL]
+    process = node_cluster.popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def claim(fleet: FleetClient, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder behind the claim `models`."""
+    folder = tmp_path_factory.mktemp("claim")
+    for above in (folder, *folder.parents[:2]):
+        above.chmod(0o777)
+    libraries = folder / ".libraries"
+    libraries.mkdir()
+    for name in LIBRARIES:
+        found = Path(importlib.import_module(name).__file__ or "")
+        source = found.parent if found.name == "__init__.py" else found
+        subprocess.run(["cp", "-r", source, libraries], check=True)
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": "xpyd-test-models"},
+        "spec": {
+            "capacity": {"storage": "1Gi"},
+            "accessModes": ["ReadWriteMany"],
+            "storageClassName": "",
+            "hostPath": {"path": str(folder)},
+            "claimRef": {"namespace": NAMESPACE, "name": "models"},
+        },
+    }
+    asked = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "models"},
+        "spec": {
+            "accessModes": ["ReadWriteMany"],
+            "storageClassName": "",
+            "volumeName": "xpyd-test-models",
+            "resources": {"requests": {"storage": "1Gi"}},
+        },
+    }
+    for obj in (volume, asked):
+        fleet.kubectl("apply", "-f", "-", input=json.dumps(obj))
+    yield folder
+    fleet.cluster.kubectl("delete", "pv", "xpyd-test-models", "--wait=false")
+
+
+def document(name: str, uri: str, store: str) -> Obj:
+    pool = {"name": "all", "role": "Aggregated", "resources": {"gpus": 0}, "replicas": 1}
+    cache = {"type": "PersistentVolumeClaim", "claimName": "models"}
+    return {
+        "apiVersion": "xpyd.dev/v1alpha1",
+        "kind": "InferenceFleet",
+        "metadata": {"name": name},
+        "spec": {
+            "model": {"uri": uri, "endpointUrl": store, "cache": cache},
+            "pools": [pool | {"template": worker_test_template()}],
+        },
+    }
+
+
+def model_ready(fleet: FleetClient) -> dict[str, Any]:
+    [found] = [f for f in fleet.find("inferencefleets") if f["metadata"]["name"] == fleet.name]
+    rows = found.get("status", {}).get("conditions", [])
+    return next((row for row in rows if row["type"] == "ModelReady"), {})
+
+
+def test_a_wrong_path_is_a_condition_and_the_right_one_comes_once_for_two_fleets(
+    fleet: FleetClient, store: str, claim: Path
+) -> None:
+    fleet.apply(document("chat", "s3://models/none", store))
+    what = "the condition names the wrong path"
+    wait_for(lambda: model_ready(fleet).get("reason") == "NotFound", 120, what)
+    assert "no object below it: correct the path" in model_ready(fleet)["message"]
+    assert not fleet.find("deployments")  # no engine, and no router yet
+    other = FleetClient(fleet.cluster, fleet.namespace, "other")
+    for one in (fleet, other):
+        one.apply(document(one.name, "s3://models/demo", store))
+    for one in (fleet, other):
+        one.wait_ready()
+        assert model_ready(one)["reason"] == "Downloaded"
+    [folder] = [path for path in claim.iterdir() if not path.name.startswith(".")]
+    for path in folder.iterdir():
+        if not path.name.startswith("."):
+            assert path.read_bytes() == (DEMO_MODEL / path.name).read_bytes()
+    # The Job of the wrong path is gone.
+    assert len(fleet.find("jobs")) == 2
