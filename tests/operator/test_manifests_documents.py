@@ -50,8 +50,8 @@ def of_kind(fleet: InferenceFleet, kind: str) -> list[dict[str, Any]]:
 EDITS = [
     ("model.uri", "hf://other/model"), ("model.uri", "file:///models/x"),
     ("model", {"uri": "s3://bucket/m", "endpointUrl": "https://s3.example"}),
-    ("model", {"uri": "pvc://claim/m"}), ("model.uri", "s3://bucket/m"),
-    ("model.revision", "main"), ("model.servedNames", ["a"]), ("model.secretRef", {"name": "other"}),
+    ("model", {"uri": "pvc://claim/m"}), ("model.uri", "s3://bucket/m"), ("model.revision", "v"),
+    ("model.servedNames", ["a"]), ("model.secretRef", {"name": "other"}),
     ("model.secretRef", {"name": "hf-token", "key": "other"}), ("model.cache", {"type": "None"}),
     ("model.cache.claimName", "other"), ("model.cache.readOnly", True),
     ("model.cache", {"type": "HostPath", "path": "/a"}),

@@ -33,6 +33,7 @@ from tests.worker.s3_kit import (
     under,
 )
 from xpyd_core.errors import UserError
+from xpyd_worker.download.command import served
 from xpyd_worker.download.folder import FolderLock
 from xpyd_worker.download.plan import MANIFEST, DownloadError, read_manifest
 from xpyd_worker.download.transfer import Limits, Progress, Want, download
@@ -243,11 +244,11 @@ def test_who_waited_for_a_download_takes_its_folder_as_it_is(
             time.sleep(0.01)
         assert progress.message == "first"
         other.rename(folder)
-        before = (folder / MANIFEST).stat().st_ino
+        before = (folder / MANIFEST).stat().st_mtime_ns
     late.join()
     assert done[0].fetched_bytes == 0
     # Readers of the folder saw it all the time.
-    assert (folder / MANIFEST).stat().st_ino == before
+    assert (folder / MANIFEST).stat().st_mtime_ns == before
 
 
 def test_a_lock_of_another_machine_is_taken_over_once_its_record_rests(tmp_path: Path) -> None:
@@ -425,6 +426,20 @@ def test_denied_access_names_the_rights_that_are_missing(tmp_path: Path) -> None
         with pytest.raises(DownloadError, match="give the key s3:ListBucket") as caught:
             download(denied)
     assert caught.value.reason == "AccessDenied"
+    body = b"<Error><Code>ExpiredToken</Code><Message>The token has expired.</Message></Error>"
+    with answering(lambda *_: (400, body)) as url, pytest.raises(DownloadError) as caught:
+        download(Want("s3://bucket/m", tmp_path / "m", endpoint=url, limits=QUICK))
+    assert caught.value.reason == "AccessDenied"
+    assert "ExpiredToken: The token has expired." in str(caught.value)
+
+
+def test_progress_is_answered_in_a_pod_with_an_ip_of_six(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XPYD_POD_IP", "::1")
+    with served(Progress(phase="Waiting", message="other"), 0) as port:
+        with urllib.request.urlopen(f"http://[::1]:{port}/progress") as answer:
+            assert json.load(answer)["message"] == "other"
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://[::1]:{port}/")
 
 
 def test_addresses_that_are_none_are_refused_before_anything_is_asked(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
@@ -196,8 +197,13 @@ def served(progress: Progress, port: int | None) -> Generator[int]:
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002
             """Progress is asked every few seconds: no log."""
 
+    host = os.environ.get("XPYD_POD_IP") or "127.0.0.1"
+
+    class Server(HTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
     try:
-        server = HTTPServer((os.environ.get("XPYD_POD_IP") or "127.0.0.1", port), Answer)
+        server = Server((host, port), Answer)
     except (OSError, OverflowError) as error:
         raise UserError(f"--progress-port: cannot listen on {port}: {error}") from error
     thread = threading.Thread(target=server.serve_forever, name="http", daemon=True)

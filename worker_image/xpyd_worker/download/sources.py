@@ -32,6 +32,8 @@ _CHUNK = 1 << 18
 _CONNECT_S = 10
 _READ_S = 30
 """A source that sends nothing for so long is asked again."""
+_OF_KEYS = ("ExpiredToken", "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch")
+"""S3's codes for credentials that are wrong or too old, some of them with status 400."""
 _MOST_LISTED = 10 * MOST_FILES
 
 
@@ -199,7 +201,7 @@ class S3Folder:
         if status == 404:
             gone = key or self._prefix
             return DownloadError("NotFound", f"{self.label}: no object {gone}: correct the address")
-        if status in (401, 403) or code in ("InvalidAccessKeyId", "SignatureDoesNotMatch"):
+        if status in (401, 403) or code in _OF_KEYS:
             return DownloadError("AccessDenied", self._denied(what))
         if status == 412:
             text = f"{self.label}: {key} changed while it was downloaded: download it again"
