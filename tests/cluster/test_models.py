@@ -98,7 +98,15 @@ def claim(fleet: FleetClient, tmp_path_factory: pytest.TempPathFactory) -> Itera
             "resources": {"requests": {"storage": "1Gi"}},
         },
     }
-    for obj in (volume, asked):
+    # The store shows lists to everyone, and objects to those with a key.
+    keys = {"AWS_ACCESS_KEY_ID": "reader", "AWS_SECRET_ACCESS_KEY": "secret"}
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": "reader"},
+        "stringData": keys,
+    }
+    for obj in (volume, asked, secret):
         fleet.kubectl("apply", "-f", "-", input=json.dumps(obj))
     yield folder
     fleet.cluster.kubectl("delete", "pv", "xpyd-test-models", "--wait=false")
@@ -112,7 +120,12 @@ def document(name: str, uri: str, store: str) -> Obj:
         "kind": "InferenceFleet",
         "metadata": {"name": name},
         "spec": {
-            "model": {"uri": uri, "endpointUrl": store, "cache": cache},
+            "model": {
+                "uri": uri,
+                "endpointUrl": store,
+                "cache": cache,
+                "secretRef": {"name": "reader"},
+            },
             "pools": [pool | {"template": worker_test_template()}],
         },
     }

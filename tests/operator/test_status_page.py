@@ -17,6 +17,7 @@ PARTS = [
 _CAMEL = re.compile(r"[A-Z][A-Za-z]{3,}")
 _POD = re.compile(r"chat-(\w+)-[0-9a-f]{8}-5d9c7b8f4d-\w+")
 KUBERNETES = {"Evicted"}
+KUBERNETES |= {"NotFound", "AccessDenied", "VolumeFull", "ChecksumMismatch", "InvalidModel"}
 """What others write and we pass on; the page explains what is common."""
 KINDS = {
     "KVTransferVerified",

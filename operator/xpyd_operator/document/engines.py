@@ -124,8 +124,8 @@ class ModelCache(ApiModel):
     path: HostPath = ""
     """Folder on the node. Pod security 'restricted' forbids hostPath."""
     read_only: bool = True
-    """Engines may not write to it. An hf:// model must be in a HostPath already where this is true; a
-    Job writes into a claim in any case."""
+    """Engines may not write to it. An hf:// model must be in a HostPath already where this is true;
+    a Job writes into a claim in any case."""
 
     @rule(
         "!has(self.type) || self.type != 'PersistentVolumeClaim' || has(self.claimName)",

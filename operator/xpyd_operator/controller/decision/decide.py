@@ -228,8 +228,9 @@ class _Decision:
         first += self._pools()
         second: list[Write] = list(self._newest(made))
         scales, removals = _from_plan(made, self._rendered, self._workloads)
-        leftovers = () if self._held else self._leftovers(support)
-        last: list[Write] = [*removals, *leftovers]
+        leftovers = () if state.is_held else self._leftovers(support)
+        # While a model comes, only the download of another one ends.
+        last: list[Write] = [*removals, *(w for w in leftovers if w.kind == JOB or not self._held)]
         second += self._additions_removed((*first, *second))
         stages, contested = _uncontested(state, (first, (*second, *scales), last))
         recheck = None if made.recheck_after is None else _UNSETTLED_RECHECK_S
