@@ -229,7 +229,6 @@ class _Decision:
         second: list[Write] = list(self._newest(made))
         scales, removals = _from_plan(made, self._rendered, self._workloads)
         leftovers = () if state.is_held else self._leftovers(support)
-        # While a model comes, only the download of another one ends.
         last: list[Write] = [*removals, *(w for w in leftovers if w.kind == JOB or not self._held)]
         second += self._additions_removed((*first, *second))
         stages, contested = _uncontested(state, (first, (*second, *scales), last))
@@ -372,7 +371,7 @@ class _Decision:
         return Workload(pool.name, pool.revision, replicas_of(found), pool.template)
 
     def _leftovers(self, support: Iterable[Obj]) -> Iterator[DeleteObject]:
-        """Objects of a pool or a setting that the document no longer has."""
+        """Objects of a pool, a setting or a model (all that ends while one comes) that are over."""
         wanted = {(kind_of(obj), obj["metadata"]["name"]) for obj in support}
         for kind in SUPPORT:
             for name, obj in self._state.children.get(kind, {}).items():
