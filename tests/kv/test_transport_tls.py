@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.kv.pods import KEY, PATIENCE_S
+from tests.kv.tls_kit import TRUSTING
 from tests.kv.transport_kit import (
     BLOCK_BYTES,
-    TRUSTING,
     Net,
     dial,
     network,

@@ -12,7 +12,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.kv import nixl_kit
 from tests.kv.gpu_kit import REGION_BYTES, FakeGpus, Gpus, RealGpus
 from tests.kv.nccl_kit import NcclWorld
 from tests.kv.pods import KEY, PATIENCE_S
+from tests.kv.tls_kit import TRUSTING, digest_of_peer
 from tests.kv.wire_samples import LAYOUT, SAMPLES
 from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address
@@ -387,18 +387,6 @@ def address_of(sock: socket.socket) -> Address:
         host, _, port = Path(name).name.rpartition("-")
         return Address(host, int(port))
     return Address(*name[:2])
-
-
-TRUSTING = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""Takes every certificate, as a dialler does until AUTH."""
-TRUSTING.check_hostname = False
-TRUSTING.verify_mode = ssl.CERT_NONE
-
-
-def digest_of_peer(sock: ssl.SSLSocket) -> bytes:
-    certificate = sock.getpeercert(binary_form=True)
-    assert certificate
-    return sha256(certificate).digest()
 
 
 class Puppet:

@@ -87,7 +87,6 @@ def refused(**changes: Any) -> ApiError:
 
 
 def place_of(error: ApiError) -> str:
-    """What the client is told is at fault: no field of a chat."""
     assert error.param is None
     return error.message.partition(": ")[0]
 
@@ -458,11 +457,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "thread": ({"thread": {"type": "create"}}, "thread", "all messages"),
     "no content": ({"messages": [user()]}, "messages[0].content", "empty"),
-    "call without its result": (
-        {"messages": [user(text("a")), assistant(tool_use("c"))]},
-        "messages[1].content",
-        "tool_result",
-    ),
+    "no result": ({"messages": [assistant(tool_use("c"))]}, "messages[0].content", "tool_result"),
     "system image": ({"system": [{"type": "image"}]}, "system[0].type", "'image'"),
     "too many blocks": (
         {"messages": [user(*[text("")] * (MAX_BLOCKS + 1))]},

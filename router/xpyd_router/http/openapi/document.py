@@ -24,16 +24,19 @@ from xpyd_core.openai import (
 from xpyd_router.http import shapes
 from xpyd_router.http.openapi.messages import message_paths, message_schemas
 from xpyd_router.http.openapi.responses import (
+    CLIENT_KEYS,
     ENGINE_REFUSAL,
     answer_example,
     answer_schemas,
     error_components,
     error_responses,
     event_schema,
+    header_components,
     headers,
     named_event_schema,
     response_schemas,
     stream_example,
+    with_keys,
 )
 from xpyd_router.translations.responses import ResponsesRequest
 from xpyd_router.translations.responses_items import MAX_PAGE
@@ -453,9 +456,9 @@ def openapi_document(version: str, *, is_admin: bool = False) -> dict[str, Any]:
     return _document(
         ("xpyd router", version, _ABOUT),
         tags=("Inference", "Models", "State"),
-        paths=_with_keys(paths()),
+        paths=with_keys(paths()),
         schemas=schemas,
-        more={"securitySchemes": _CLIENT_KEYS},
+        more={"securitySchemes": CLIENT_KEYS},
     )
 
 
@@ -479,47 +482,7 @@ def _document(
         "components": {
             "schemas": dict(sorted(schemas.items())),
             "responses": error_components(),
-            "headers": _headers(),
+            "headers": header_components(),
             **more,
         },
-    }
-
-
-_CLIENTS_TAGS = frozenset(("Inference", "Models"))
-_CLIENT_KEY = "A key of --api-key-file or --api-key, where the router has any"
-_CLIENT_KEYS: Json = {
-    "clientKey": {
-        "type": "http",
-        "scheme": "bearer",
-        "description": f"{_CLIENT_KEY}, as OpenAI's clients send it.",
-    },
-    "clientKeyHeader": {
-        "type": "apiKey",
-        "in": "header",
-        "name": "x-api-key",
-        "description": f"{_CLIENT_KEY}, as Anthropic's clients send it.",
-    },
-}
-
-
-def _with_keys(described: Json) -> Json:
-    """The paths with what clients need for those that need a key; `{}`: a router without keys."""
-    for operations in described.values():
-        found: list[Json] = [one for one in operations.values() if isinstance(one, dict)]
-        for operation in found:
-            if _CLIENTS_TAGS.intersection(operation["tags"]):
-                operation["security"] = [{}, {"clientKey": []}, {"clientKeyHeader": []}]
-    return described
-
-
-def _headers() -> dict[str, Any]:
-    def header(text: str, schema: dict[str, Any]) -> dict[str, Any]:
-        return {"description": text, "schema": schema, "required": True}
-
-    text = {"type": "string", "minLength": 1}
-    return {
-        "RequestId": header("The client's own, else the response's id.", text),
-        "RetryAfter": header("Seconds.", {"type": "integer", "minimum": 0}),
-        "Allow": header("The methods that the path has.", text),
-        "AuthenticateBearer": header("Bearer.", {"const": "Bearer"}),
     }

@@ -348,3 +348,45 @@ def _example(kind: ErrorKind) -> dict[str, Any]:
     kind_of = ApiError(kind.status, kind.message).type
     error = {"message": kind.message, "type": kind_of, "param": kind.param, "code": kind.code}
     return {"summary": kind.when, "value": {"error": error}}
+
+
+_CLIENTS_TAGS = frozenset(("Inference", "Models"))
+_CLIENT_KEY = "A key of --api-key-file or --api-key, where the router has any"
+CLIENT_KEYS: Schema = {
+    "clientKey": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": f"{_CLIENT_KEY}, as OpenAI's clients send it.",
+    },
+    "clientKeyHeader": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "x-api-key",
+        "description": f"{_CLIENT_KEY}, as Anthropic's clients send it.",
+    },
+}
+
+
+def with_keys(described: Schema) -> Schema:
+    """The paths with what clients need for those that need a key; `{}`: a router without keys."""
+    for operations in described.values():
+        found: list[Schema] = [one for one in operations.values() if isinstance(one, dict)]
+        for operation in found:
+            if _CLIENTS_TAGS.intersection(operation["tags"]):
+                operation["security"] = [{}, {"clientKey": []}, {"clientKeyHeader": []}]
+    return described
+
+
+def header_components() -> Schema:
+    """The headers of answers, which `headers` names."""
+
+    def header(text: str, schema: dict[str, Any]) -> dict[str, Any]:
+        return {"description": text, "schema": schema, "required": True}
+
+    text = {"type": "string", "minLength": 1}
+    return {
+        "RequestId": header("The client's own, else the response's id.", text),
+        "RetryAfter": header("Seconds.", {"type": "integer", "minimum": 0}),
+        "Allow": header("The methods that the path has.", text),
+        "AuthenticateBearer": header("Bearer.", {"const": "Bearer"}),
+    }
