@@ -71,7 +71,7 @@ EDITS = [
     ("kvTransfer.keySecretRef", {"name": "other"}), ("kvTransfer.keySecretRef.key", "next"),
     ("kvTransfer.transport", "Auto"), ("kvTransfer.sameHostPath", "/unused/by/tcp"),
     ("kvTransfer", {"transport": "UDS", "sameHostPath": "/a"}), ("kvTransfer", {"insecure": True}),
-    ("kvTransfer", {"sameHostPath": "/a"}),
+    ("kvTransfer", {"sameHostPath": "/a"}), ("kvTransfer.encryption", "TLS"),
     ("router.discoveryPort", 30002), ("router.template", {"spec": {"hostPID": True}}),
     ("heartbeat.intervalMilliseconds", 1000), ("heartbeat.missedBeats", 5),
     ("drain.timeoutSeconds", 60),

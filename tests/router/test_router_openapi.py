@@ -38,7 +38,7 @@ COMPUTED: dict[str, set[tuple[int, str | None]]] = {
     "admission.py": {(status, code) for status, code, _ in _REFUSALS.values()},
     "request/attempt.py": set(),  # an engine's own 4xx, which is 4XX in the document
 }
-SAID_BY_ENGINES = {(400, "context_length_exceeded"), (400, "grammar_too_large")}
+SAID_BY_ENGINES = {(400, "context_length_exceeded"), (400, "grammar_failed")}
 
 
 @pytest.mark.parametrize("document", [DOCUMENT, ADMIN], ids=["clients", "admin"])

@@ -145,6 +145,14 @@ def test_a_wrong_schema_of_a_tool_is_refused_by_its_place() -> None:
     assert grammar("hermes", tools=(CLOCK, wrong), choice="auto") is None
 
 
+@pytest.mark.parametrize("family", ["hermes", "llama3_json", "qwen3_coder"])
+def test_a_tool_whose_arguments_would_be_no_object_is_refused(family: str) -> None:
+    for types in ("string", ["string", "null"]):
+        with pytest.raises(ApiError) as caught:
+            grammar(family, tools=(CLOCK, Function(name="f", parameters={"type": types})))
+        assert caught.value.param == "tools[1].function.parameters.type"
+
+
 TAGGED = ["qwen3_coder", "glm45"]
 MANY = Function(
     name="many",

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import random
+import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.worker.grammar_kit import BYTES, compiler_of, matchers_of
-from tests.worker.server_fakes import until
-from tests.worker.test_grammar_random import target
-from xpyd_core.errors import ApiError
-from xpyd_worker.grammar.compiler import MAX_WAITING, MOST_ENTRIES, GrammarCompiler, Target
-from xpyd_worker.grammar.render import render
-from xpyd_worker.grammar.spec import (
-    Grammar,
-    Pattern,
-    Rules,
-    Text,
-    json_schema_part,
-    repeated,
+from tests.worker.grammar_kit import (
+    BYTES,
+    EOS_TEXT,
+    Pieces,
+    allowed_ids,
+    compiler_of,
+    matchers_of,
 )
+from tests.worker.server_fakes import until
+from xpyd_core.errors import ApiError
+from xpyd_worker.grammar.compiler import MAX_WAITING, GrammarCompiler, Target
+from xpyd_worker.grammar.matcher import COPIES_OF_ONE
+from xpyd_worker.grammar.spec import Grammar, OneOf, Pattern, Rules, Text, json_schema_part
 
 TARGET = BYTES.target()
 
@@ -52,18 +55,33 @@ async def test_what_was_refused_is_refused_again_without_work_and_by_its_own_fie
 
 
 async def test_the_longest_unused_goes_when_there_are_too_many() -> None:
-    compiler = GrammarCompiler()
+    most = 16
+    compiler = GrammarCompiler(most_entries=most)
     await ask(compiler, Grammar(Text("kept")))
-    for number in range(MOST_ENTRIES):
+    for number in range(most):
         await ask(compiler, Grammar(Text(f"t{number}")))
-        if number == MOST_ENTRIES // 2:
+        if number == most // 2:
             await ask(compiler, Grammar(Text("kept")))
-    assert compiler.metrics.compiled == MOST_ENTRIES + 1
+    assert compiler.metrics.compiled == most + 1
     await ask(compiler, Grammar(Text("kept")))
-    assert compiler.metrics.compiled == MOST_ENTRIES + 1
+    assert compiler.metrics.compiled == most + 1
     await ask(compiler, Grammar(Text("t0")))
-    assert compiler.metrics.compiled == MOST_ENTRIES + 2
+    assert compiler.metrics.compiled == most + 2
     compiler.close()
+
+
+async def test_the_memory_of_kept_grammars_is_bounded_and_what_went_is_compiled_again() -> None:
+    """A trial says what a grammar takes: this one many times its text."""
+    large = [Grammar(Rules(f"start: /a{{{count}}}/")) for count in (30_000, 30_001, 30_002)]
+    sizes: list[int] = []
+    for most_bytes in (1 << 30, 1):
+        compiler = GrammarCompiler(most_bytes=most_bytes)
+        for grammar in (*large, *large):
+            assert await ask(compiler, grammar) == 1
+        assert compiler.metrics.compiled == len(large)
+        sizes.append(compiler.metrics.kept_bytes)
+        compiler.close()
+    assert sizes[0] > 2 * sizes[1] > 4 << 20
 
 
 class SlowVocabulary:
@@ -147,10 +165,10 @@ MANY: dict[str, Any] = {str(i): {"type": "string", "maxLength": 9} for i in rang
     "part",
     [
         Pattern("(a|a)*b"),
-        Pattern("(a{1,1000}){1,1000}"),
+        Rules("start: /(a{1,1000}){1,1000}/"),
         Pattern("(.*a){30}"),
         Pattern("(a?){500}a{500}"),
-        Pattern("(?:(?:[a-z]{0,100}){0,100}){0,100}"),
+        Rules("start: /(?:(?:[a-z]{0,100}){0,100}){0,100}/"),
         Rules('start: "a"{100000}'),
         Rules('start: (("a"{1000}){1000}){1000}'),
         Rules("start: start start | "),
@@ -158,9 +176,12 @@ MANY: dict[str, Any] = {str(i): {"type": "string", "maxLength": 9} for i in rang
         json_schema_part({"type": "array", "minItems": 10**9}, "x"),
         json_schema_part({"enum": [f"value {i}" for i in range(8000)]}, "x"),
         json_schema_part({"properties": MANY}, "x"),
-        json_schema_part({"allOf": [{"pattern": f"[a-z]{{{i}}}"} for i in range(8)]}, "x"),
+        json_schema_part({"allOf": [{"pattern": f"[a-z]{{{i}}}"} for i in range(16)]}, "x"),
         json_schema_part({"allOf": [{"anyOf": [{"minimum": i}] * 9} for i in range(16)]}, "x"),
         json_schema_part({"type": "integer", "multipleOf": 9973}, "x"),
+        Rules("start: /a{1000000}/"),
+        Rules('start: %json {"type": "number", "multipleOf": 9999.9999}'),
+        Rules('start: %json {"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}'),
     ],
     ids=lambda part: str(part)[:50],
 )
@@ -176,33 +197,116 @@ def test_what_is_made_to_explode_compiles_or_is_refused_in_time(part: Any) -> No
     assert compiler_of(BYTES.target()).metrics.compiled == compiled, "it is still being compiled"
 
 
-def test_each_of_as_many_members_as_an_object_may_have_can_be_left_out() -> None:
-    part = json_schema_part({"type": "object", "properties": MANY}, "x")
-    (matcher,) = matchers_of(Grammar(part))
-    for said in (b'{"7": "a"', b', "998": ""', b"}"):
-        assert matcher.accept(said), matcher.error
-    assert matcher.is_finished
+NO_VALUE: list[Any] = [
+    {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    {"type": "string", "pattern": "^a", "maxLength": 3, "minLength": 5},
+]
 
 
-def test_the_schema_of_several_calls_is_compiled_once() -> None:
-    part = json_schema_part({"type": "object", "properties": {"a": {"type": "integer"}}}, "x")
-    calls = repeated(part, least=1, most=8, separator=";")
-    assert render(calls, {}).count('"json_schema"') == 1
-    (matcher,) = matchers_of(Grammar(calls))
-    assert matcher.accept(b'{"a": 1};{"a": 23};{}'), matcher.error
-    assert matcher.is_accepting
+@pytest.mark.parametrize("schema", NO_VALUE, ids=str)
+def test_a_schema_that_no_value_fits_is_refused_before_it_reaches_the_engine(schema: Any) -> None:
+    with pytest.raises(ApiError, match=r"^x") as caught:
+        matchers_of(Grammar(json_schema_part(schema, "x"), "x"))
+    assert caught.value.status == 400
 
 
-async def test_a_grammar_that_has_used_up_its_limits_is_refused_by_its_field() -> None:
-    part = json_schema_part({"type": "string", "pattern": "^(a?){500}a{500}$"}, "x")
-    asked, of = Grammar(part, "f"), target()
-    ids = of.tokenizer.encode('"a', add_special_tokens=False)  # type: ignore[attr-defined]
+@pytest.mark.parametrize(
+    ("schema", "place", "says"),
+    [
+        ({"pattern": "(?=x)a"}, ".pattern", "look-around"),
+        ({"pattern": r"(a)\1"}, ".pattern", "backreferences"),
+        ({"patternProperties": {"(": {}}}, ".patternProperties", "unclosed group"),
+        ({"type": "integer", "minimum": -1e20}, ".minimum", "range"),
+        ({"type": "array", "minItems": 3, "maxItems": 1}, ".maxItems", "greater than maxItems"),
+        ({"type": "string", "minLength": 3, "maxLength": 1}, ".maxLength", "greater than"),
+        ({"oneOf": [{"type": "string"}, {"minLength": 3}]}, ".oneOf", "anyOf lets it"),
+        ({"$ref": "other.json"}, ".$ref", "other.json"),
+        (
+            {"anyOf": [{"$ref": "#/$defs/d"}, {"type": "integer"}]},
+            ".anyOf[0].$ref",
+            "backreferences",
+        ),
+    ],
+    ids=str,
+)
+def test_what_the_library_refuses_has_its_place_and_keyword(
+    schema: dict[str, Any], place: str, says: str
+) -> None:
+    whole = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": schema},
+        "required": ["b"],
+        "$defs": {"c": {"type": "string"}, "d": {"pattern": r"(a)\1"}},
+    }
+    if says == "backreferences" and "anyOf" not in schema:
+        del whole["$defs"]
+    first, second = json_schema_part(True, "tools[0]"), json_schema_part(whole, "tools[1]")
+    with pytest.raises(ApiError) as caught:
+        matchers_of(Grammar(OneOf((first, second)), "tool_choice"))
+    assert caught.value.param == f"tools[1].properties.b{place}"
+    assert says in caught.value.message
+
+
+def test_an_object_may_have_as_many_optional_members_as_the_bound_says() -> None:
+    members = {str(i): {"type": "boolean"} for i in range(1000)}
+    (matcher,) = matchers_of(json_schema_part({"type": "object", "properties": members}, "x"))
+    rng = random.Random(1)
+    while not matcher.is_finished:
+        assert matcher.accept([rng.choice(allowed_ids(matcher.mask().words()))])
+        assert not matcher.error
+
+
+def wordy() -> Pieces:
+    """A vocabulary of long pieces: each mask teaches a lexer much."""
+    rng = random.Random(0)
+    words = {"".join(rng.choices("abcdefxyz0123 ", k=rng.randint(3, 8))) for _ in range(2000)}
+    return Pieces((*map(chr, range(256)), *sorted(words), EOS_TEXT), (EOS_TEXT,))
+
+
+async def test_answers_that_fill_a_lexer_spoil_neither_themselves_nor_those_behind_them() -> None:
+    """Two of these answers make more states than a lexer may have: each would be its last."""
+    target = wordy().target()
+    grammar = Grammar(Pattern(".*[a-e].{16}[0-9]"))
     compiler = GrammarCompiler()
-    (first,) = await compiler.matchers(asked, of, ((),))
-    for token in ids:
-        first.mask().words()
-        first.accept([token])
-    assert "too many" in first.error
-    with pytest.raises(ApiError, match=r"^f: .*too many.*smaller"):
-        await compiler.matchers(asked, of, (ids,))
+    behind: list[int] = []
+    for seed in range(8):
+        (matcher,) = await compiler.matchers(grammar, target, ((),))
+        rng = random.Random(seed)
+        behind = []
+        for _ in range(40):
+            allowed = allowed_ids(matcher.mask().words())
+            assert not matcher.error
+            behind.append(rng.choice(allowed))
+            assert matcher.accept(behind[-1:])
+            if matcher.is_finished:
+                break
+        (matcher,) = await compiler.matchers(grammar, target, (behind,))
+    assert (compiler.metrics.compiled, compiler.metrics.failures) == (1, 0)
     compiler.close()
+
+
+async def test_what_was_compiled_once_serves_any_number_of_answers() -> None:
+    compiler = GrammarCompiler()
+    for _ in range(COPIES_OF_ONE + 1):
+        assert await ask(compiler, Grammar(Text("a")), n=2) == 2
+    assert (compiler.metrics.compiled, compiler.metrics.hits) == (1, COPIES_OF_ONE)
+    compiler.close()
+
+
+def children() -> set[int]:
+    found = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for one in found for pid in one.read_text().split()}
+
+
+async def test_grammars_are_tried_again_when_the_process_for_it_has_died() -> None:
+    compiler = GrammarCompiler()
+    before = children()
+    await ask(compiler, Grammar(Text("a")))
+    (helper,) = children() - before
+    os.kill(helper, signal.SIGKILL)
+    assert await ask(compiler, Grammar(Text("a"))) == 1
+    assert await ask(compiler, Grammar(Text("b"))) == 1
+    (again,) = children() - before
+    assert again != helper
+    compiler.close()
+    assert again not in children()

@@ -175,25 +175,6 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
-PATTERNS: list[dict[str, Any]] = [{"pattern": f"{i}.*"} for i in range(9)]
-
-
-def both(*schemas: dict[str, Any]) -> dict[str, Any]:
-    return {"allOf": list(schemas)}
-
-
-def any_in_any(patterns: list[dict[str, Any]]) -> dict[str, Any]:
-    first, *rest = patterns
-    return {**first, "anyOf": [any_in_any(rest)]} if rest else first
-
-
-def many_together() -> dict[str, Any]:
-    """Each pair of 300 references has 300 members in common."""
-    node = {"properties": {str(i): {} for i in range(300)}}
-    pairs = {str(i): both({"$ref": "#/$defs/n"}, {"title": str(i)}) for i in range(300)}
-    return {"$defs": {"n": node}, "properties": pairs}
-
-
 @pytest.mark.parametrize(
     ("schema", "place"),
     [
@@ -227,25 +208,18 @@ def many_together() -> dict[str, Any]:
         (False, "s"),
         ({"multipleOf": 0}, "s.multipleOf"),
         ({"multipleOf": 10_001}, "s.multipleOf"),
-        ({"multipleOf": 99.999}, "s.multipleOf"),
-        (both(*PATTERNS), "s"),
-        ({"pattern": "^y", "allOf": [both(*PATTERNS[:4]), both(*PATTERNS[4:8])]}, "s"),
-        (both(*({"properties": {"a": one}} for one in PATTERNS)), "s.properties.a"),
-        (both(*({"items": {"prefixItems": [one]}} for one in PATTERNS)), "s.items.prefixItems[0]"),
-        ({"$defs": {"a": both(*PATTERNS[:8])}, "$ref": "#/$defs/a", "format": "date"}, "s"),
-        (any_in_any(PATTERNS), "s"),
-        (both({"multipleOf": 9973}, {"multipleOf": 9967}), "s"),
-        (both({"items": {"multipleOf": 0.011}}, {"items": {"multipleOf": 0.997}}), "s.items"),
-        (
-            {
-                "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(900)},
-                "$ref": "#/$defs/0",
-            },
-            "s",
-        ),
-        (many_together(), "s"),
+        ({"multipleOf": 9999.9999}, "s.multipleOf"),
+        ({"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}, "s.allOf"),
+        ({"multipleOf": 101, "allOf": [{"allOf": [{"multipleOf": 0.01}]}]}, "s.allOf"),
+        ({"properties": {"a": {"pattern": "(a{1000}){1000}"}}}, "s.properties.a.pattern"),
+        ({"pattern": "x(?:[a-z{}]{0,10}y|z){3000}"}, "s.pattern"),
+        ({"patternProperties": {"a{99999}": {}}}, "s.patternProperties"),
+        ({"items": {"$ref": "#/nope"}}, "s.items.$ref"),
+        ({"items": [], "$ref": "#/items/1"}, "s."),
+        ({"$ref": "#"}, "s.$ref"),
+        ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "s.$defs."),
     ],
-    ids=lambda value: str(value)[:60],
+    ids=str,
 )
 def test_a_schema_that_cannot_be_followed_is_refused_with_the_place(
     schema: object, place: str
@@ -260,28 +234,18 @@ def test_a_schema_that_cannot_be_followed_is_refused_with_the_place(
 @pytest.mark.parametrize(
     "schema",
     [
-        both(*PATTERNS[:8]),
-        {"anyOf": PATTERNS},
-        {"oneOf": [{"properties": {"a": one}} for one in PATTERNS]},
-        both(*({"properties": {str(i): one}} for i, one in enumerate(PATTERNS))),
-        both(*[PATTERNS[0]] * 16),
-        both({"multipleOf": 9973}, {"multipleOf": 9973}),
-        both({"$ref": "#"}, {"$ref": "#"}),
-        # A thousand million million ways to the same schema.
-        {
-            "$defs": {str(i): both(*[{"$ref": f"#/$defs/{i + 1}"}] * 2) for i in range(50)},
-            "$ref": "#/$defs/0",
-        },
-        {
-            "$defs": {"n": {"properties": {"next": {"$ref": "#/$defs/n"}, "v": PATTERNS[0]}}},
-            "allOf": [{"$ref": "#/$defs/n"}, {"properties": {"next": {"$ref": "#/$defs/n"}}}],
-        },
-        {"$ref": "#/nowhere/0/x", "allOf": [{"$ref": "elsewhere"}]},
+        {"multipleOf": 99.99},
+        {"multipleOf": 1e-5},
+        {"multipleOf": 10000},
+        {"allOf": [{"multipleOf": i} for i in (2, 3, 5, 7, 11)]},
+        {"pattern": r"a{20000}|(?:[{}\]]{100}\{9{200}b){100}|c{5,}"},
+        {"$defs": {"a/b%": {"items": {"$ref": "#"}}}, "$ref": "#/$defs/a~1b%25"},
+        {"$id": "http://x/y", "$defs": {"a": {"$id": "z", "$ref": "#/nope"}}},
     ],
-    ids=lambda value: str(value)[:60],
+    ids=str,
 )
-def test_what_holds_together_and_costs_little_is_left_to_the_compiler(schema: object) -> None:
-    assert checked_schema(schema, "s")
+def test_what_is_within_the_bounds_is_not_refused(schema: object) -> None:
+    assert json.loads(checked_schema(schema, "s")) == schema
 
 
 CLOSED = {"additionalProperties": False}

@@ -119,7 +119,14 @@ OPEN = json_schema_part(
         (triggered_part({"<call>": [Concat((ONE, Text(";")))]}), ["hi <call>1;yes"], "may end"),
         (triggered_part({"<call>": [Concat((ONE, Text(";")))]}), ["hi"], "may end"),
         (triggered_part({"<call>": [Concat((ONE, Text(";")))]}), ["hi <call>2"], "no"),
-        (triggered_part({"<call>": [ONE]}, least=1, most=1), ["hi<call>1"], "ends"),
+        (triggered_part({"<call>": [ONE]}, starts_with_tag=True, most=1), ["<call>1"], "ends"),
+        (triggered_part({"<call>": [ONE]}, starts_with_tag=True, most=1), ["hi"], "no"),
+        (
+            triggered_part({"<call>": [ONE]}, starts_with_tag=True),
+            ["<call>1 or <call>1"],
+            "may end",
+        ),
+        (triggered_part({"<call>": [ONE]}, starts_with_tag=True, most=2), ["<call>1"], "may end"),
         (Grammar(ONE).after_reasoning("</think>"), ["why", "</think>", "\n\n1"], "ends"),
         (Grammar(ONE).after_reasoning("</think>"), ["1"], "goes on"),
         (Grammar(ONE).after_reasoning("</think>", start="<think>"), ["1"], "ends"),
@@ -161,22 +168,27 @@ def test_where_an_answer_may_end_eos_is_in_the_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grammar", "says"),
+    ("grammar", "place", "says"),
     [
-        (Pattern("("), "unclosed group"),
-        (Pattern("a(?=b)"), "look-around"),
-        (Rules("nonsense"), "neither Lark nor GBNF"),
-        (Rules("start: nope"), "unknown name"),
-        (json_schema_part({"minLength": 5, "maxLength": 3, "type": "string"}, "x"), "minLength"),
-        (json_schema_part({"$ref": "#/$defs/a"}, "x"), "/$defs/a"),
-        (json_schema_part({"$ref": "http://a/b"}, "x"), "http://a/b"),
+        (Pattern("("), "the_field", "unclosed group"),
+        (Pattern("a(?=b)"), "the_field", "look-around"),
+        (Rules("nonsense"), "the_field", "neither Lark nor GBNF"),
+        (Rules("start: nope"), "the_field", "unknown name"),
+        (
+            json_schema_part({"minLength": 5, "maxLength": 3, "type": "string"}, "x"),
+            "x.maxLength",
+            "minLength",
+        ),
+        (json_schema_part({"$ref": "http://a/b"}, "x"), "x.$ref", "http://a/b"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_with_the_reason(grammar: Part, says: str) -> None:
-    with pytest.raises(ApiError, match=r"^the_field: ") as caught:
+def test_what_cannot_be_compiled_is_refused_with_the_reason(
+    grammar: Part, place: str, says: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
         matchers_of(Grammar(grammar, "the_field"))
     assert caught.value.status == 400
-    assert caught.value.param == "the_field"
+    assert caught.value.param == place
     assert says in str(caught.value)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 
@@ -10,6 +12,7 @@ from tests.worker.engine_driver import EngineDriver, make_request, prompt_of
 from tests.worker.engine_fakes import BLOCK, EOS, alone
 from tests.worker.grammar_kit import GRAMMARS, start_of
 from xpyd_worker.engine.request import SchedulerConfig
+from xpyd_worker.grammar.matcher import Start
 
 
 def counts(driver: EngineDriver) -> list[list[int]]:
@@ -335,3 +338,42 @@ def test_no_tokens_and_no_scores_asked_means_no_forward():
     driver.run()
     assert driver.reasons("a") == {0: "length"}
     assert driver.executor.steps == []
+
+
+class DeadEnd:
+    """As the library: a grammar that takes three tokens of any kind, and then finds nothing."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def deep_copy(self) -> DeadEnd:
+        return DeadEnd()
+
+    def consume_tokens(self, ids: Sequence[int]) -> bool:
+        self.taken += len(ids)
+        return not self.is_error()
+
+    def compute_bitmask(self) -> bytes:
+        return b"\xfe" + b"\xff" * 4
+
+    def is_error(self) -> bool:
+        return self.taken > 3
+
+    def is_stopped(self) -> bool:
+        return self.is_error()
+
+    def get_error(self) -> str:
+        return "lexer error" if self.is_error() else ""
+
+
+def test_an_answer_that_its_grammar_cannot_go_on_with_ends_alone_and_is_no_failure_of_the_engine():
+    driver = EngineDriver()
+    start = Start(lambda: cast("Any", DeadEnd()))
+    driver.submit(make_request("a", prompt_of(5), matchers=(start.matcher(),)))
+    driver.submit(make_request("b", prompt_of(5), ignore_eos=True))
+    driver.run()
+    last = driver.outputs["a"][-1]
+    assert (last.error_kind, last.finished) == ("grammar", True)
+    assert len(driver.tokens("a")) == 3
+    driver.assert_as_alone("b")
+    driver.assert_all_blocks_free()

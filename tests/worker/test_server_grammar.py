@@ -76,7 +76,7 @@ async def test_each_choice_gets_its_place_in_the_grammar(
                     "json_schema": {"name": "x", "schema": {"$ref": "#/$defs/a"}},
                 }
             },
-            "response_format.json_schema.schema",
+            "response_format.json_schema.schema.$ref",
         ),
     ],
 )
@@ -172,6 +172,30 @@ async def test_while_grammars_made_to_explode_are_compiled_or_refused_others_are
             other = await server.post(COMPLETIONS, body_of(COMPLETIONS))
             assert other.status_code == 200
         assert sorted({task.result().status_code for task in heavy}) == [200, 400]
+
+
+@pytest.mark.patience(60)
+async def test_new_grammars_and_answers_do_not_wait_for_compilations_that_never_end() -> None:
+    """Two of them at once: threads that compile cannot be ended."""
+    async with serving() as server:
+        await server.post(COMPLETIONS, body_of(COMPLETIONS, guided_regex="the tokenizer is read"))
+        hang = [
+            asyncio.create_task(
+                server.post(COMPLETIONS, body_of(COMPLETIONS, guided_grammar=f"start: %json {one}"))
+            )
+            for one in (
+                '{"type": "number", "multipleOf": 9999.9999}',
+                '{"type": "number", "multipleOf": 9999.9997}',
+            )
+        ]
+        await asyncio.sleep(0)
+        for regex in ("a", "b"):
+            other = await server.post(COMPLETIONS, body_of(COMPLETIONS, guided_regex=regex))
+            assert other.status_code == 200
+        assert not any(task.done() for task in hang)
+        for answer in await asyncio.gather(*hang):
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "guided_grammar"
 
 
 async def test_metrics_count_compilations_hits_and_refusals() -> None:

@@ -354,9 +354,9 @@ class Watched(ToolFamily):
 
     threads: list[int] = field(default_factory=list[int])
 
-    def call_of(self, name: str, arguments: Any) -> Any:
+    def call_part(self, *args: Any, **kwargs: Any) -> Any:
         self.threads.append(threading.get_ident())
-        return super().call_of(name, arguments)
+        return super().call_part(*args, **kwargs)
 
 
 async def test_long_schemas_of_tools_are_read_beside_the_loop() -> None:
@@ -379,5 +379,6 @@ async def test_a_tools_schema_that_no_grammar_follows_is_refused_by_its_place(ch
         tools = [TOOL, {"type": "function", "function": wrong}]
         answer = await chat(server, tools=tools, tool_choice=choice)
         assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "tools[1].function.parameters"
+        place = "tools[1].function.parameters.properties.a.$ref"
+        assert answer.json()["error"]["param"] == place
         assert "/$defs/x" in answer.json()["error"]["message"]

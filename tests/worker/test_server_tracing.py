@@ -211,7 +211,7 @@ def test_a_client_that_leaves_the_queue_leaves_a_span_of_its_wait() -> None:
         ("busy", "busy"),
         ("too_long", "context_length_exceeded"),
         ("kv_failed", "kv_transfer_failed"),
-        ("grammar", "grammar_too_large"),
+        ("grammar", "grammar_failed"),
         ("", "stopping"),
     ],
 )

@@ -23,8 +23,7 @@ Policy = Literal["fcfs", "priority"]
 POLICIES: tuple[Policy, ...] = ("fcfs", "priority")
 TransferState = Literal["none", "pending", "granted"]
 # busy: the queue is full, try another instance. too_long: it can never fit here. kv_failed: its KV
-# did not arrive and recomputing is off. grammar: the request's became too large to go on with.
-# internal: the step or the engine failed.
+# did not arrive and recomputing is off. internal: the step or the engine failed.
 ErrorKind = Literal["", "busy", "too_long", "kv_failed", "grammar", "internal"]
 
 

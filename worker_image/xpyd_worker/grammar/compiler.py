@@ -1,51 +1,46 @@
 """Compiles grammars on threads of its own, once for all that ask, and keeps the last ones.
 
-The server's loop asks; the engine never does. How long a compilation may take is bounded by the
-sizes of a grammar (schema, spec) and the library's limits: a thread that runs cannot be ended. What
-is refused is kept as well, so that a client that repeats a bad schema costs nothing.
+The server's loop asks; the engine never does. A thread that compiles cannot be ended, so a grammar
+is tried in a process of its own first (trial), which also bounds what it takes here. What is
+refused is kept as well, so that a client that repeats a bad schema costs nothing. What was tried is
+not tried again: when a Start is worn, or was dropped for its memory, it is only compiled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from xpyd_core.bodies import refuse
 from xpyd_core.distribution import Distribution
 from xpyd_core.errors import ApiError, UserError
-from xpyd_worker.grammar.matcher import Matcher
+from xpyd_worker.grammar.matcher import Matcher, Start
 from xpyd_worker.grammar.render import render
-from xpyd_worker.grammar.spec import Grammar, Part, check_parts
+from xpyd_worker.grammar.spec import Grammar, Part, check_parts, schema_places
+from xpyd_worker.grammar.trial import WALL_S, NoTrial, TooSlow, Trials, new_matcher
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 _log = logging.getLogger(__name__)
-THREADS = 2
+THREADS = 4
+"""Most of their time they wait for a trial."""
 MAX_WAITING = 64
 MOST_ENTRIES = 256
-MOST_BYTES = 16 << 20
-"""Of the kept grammars' documents. Compiled, one takes a few times as much."""
+MOST_BYTES = 256 << 20
+"""Of the kept grammars: their documents, what a trial of each took, and what masks taught it."""
 DEADLINE_S = 5.0
 COMPILE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-# A state of a lexer takes 1 to 2 KB, and each choice has its own: patterns that need more are made
-# to explode. The other limits are the library's.
-_LIMITS: Mapping[str, Any] = {
-    "verbose_errors": False,
-    "max_lexer_states": 50_000,
-    # An object of 1,000 members that may be left out has four for each.
-    "max_items_in_row": 5000,
-}
 _SHOWN_CHARACTERS = 300
-_NO_FOLLOWER = "doesn't satisfy the grammar"
-"""In the library's error for a token that the grammar has no place for."""
+_SHOWN_PLACE = 200
 
 
 class Vocabulary(Protocol):
@@ -71,8 +66,10 @@ class Target:
 @dataclass
 class GrammarMetrics:
     """Counters of one compiler, written on the loop. `hits`: requests whose grammar was kept or
-    being compiled; `failures`: grammars that were refused."""
+    being compiled; `failures`: grammars that were refused; `kept_bytes`: what the kept ones take,
+    as of the last one that came."""
 
+    kept_bytes: int = 0
     compiled: int = 0
     hits: int = 0
     failures: int = 0
@@ -80,35 +77,77 @@ class GrammarMetrics:
 
 
 @dataclass(frozen=True)
-class _Compiled:
-    """A grammar at its beginning, or why there is none; `size` in bytes."""
+class _Tried:
+    """A grammar that may be used, or why it may not. `size`: bytes that it took, compiled.
+    `schema`, `place`: which of its schemas is at fault, and where in that."""
 
-    start: Matcher | None
-    error: str
-    size: int
+    document: str = ""
+    error: str = ""
+    size: int = 0
+    schema: int | None = None
+    place: str = ""
+
+    def refusal(self, grammar: Grammar) -> ApiError:
+        """The answer to a request that asks for it."""
+        field = grammar.field
+        if self.schema is not None:
+            field = schema_places(grammar.root)[self.schema] or field
+        return refuse(field + self.place, self.error)
+
+
+@dataclass
+class _Kept:
+    """A grammar that was asked for, and its beginning unless that was dropped for its memory."""
+
+    tried: _Tried
+    start: Start | None
+
+    @property
+    def size(self) -> int:
+        start = self.start
+        own = 0 if start is None else self.tried.size + start.learned_bytes
+        return len(self.tried.document) + own
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    kept: _Kept
     seconds: float
 
 
 class GrammarCompiler:
     """The compiled grammars of one model. Used on one loop."""
 
-    def __init__(self, *, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self,
+        *,
+        deadline_s: float = DEADLINE_S,
+        most_entries: int = MOST_ENTRIES,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
         self.metrics = GrammarMetrics()
+        self._most_entries = most_entries
+        self._most_bytes = most_bytes
         self._deadline_s = deadline_s
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
-        self._kept: OrderedDict[Part, _Compiled] = OrderedDict()
-        self._size = 0
+        self._kept: OrderedDict[Part, _Kept] = OrderedDict()
         self._coming: dict[Part, asyncio.Future[_Compiled]] = {}
         self._tokens: _Tokens | None = None
 
     def prepare(self, target: Target) -> None:
-        """Read the target's tokenizer. It holds Python's lock, for a large vocabulary a second, so
-        a server does it before it serves; where it was not done the first grammar does it."""
+        """Read the target's tokenizer, here and in the process for trials, both at once. It holds
+        Python's lock, for a large vocabulary a second, so a server does it before it serves; where
+        it was not done the first grammar does it."""
         self._tokens = _Tokens(target)
         try:
+            trials = self._tokens.trials()
+            trials.begin()
             self._tokens.get()
+            trials.await_ready()
         except UserError as error:
             _log.warning("%s: requests for structured output get 400", error)
+        except NoTrial as error:
+            _log.warning("%s: the first request for structured output tries again", error)
 
     async def matchers(
         self, grammar: Grammar, target: Target, outputs: Sequence[Sequence[int]]
@@ -118,74 +157,90 @@ class GrammarCompiler:
         ApiError 400 for a grammar that cannot be compiled, or that a choice's ids do not follow;
         503 where too many wait.
         """
-        compiled = await self._compiled(grammar, target)
-        if compiled.start is None:
-            for field, part in grammar.places:
-                alone = await self._compiled(Grammar(part, field), target)
-                if alone.start is None:
-                    raise refuse(field, alone.error)
-            raise refuse(grammar.field, compiled.error)
-        work = partial(_matchers, compiled.start, [list(ids) for ids in outputs])
+        start = await self._start(grammar, target)
+        work = partial(_matchers, start, [list(ids) for ids in outputs])
         if any(len(ids) for ids in outputs):
             found = await asyncio.wrap_future(self._threads.submit(work))
         else:
             found = work()
-        if isinstance(found, tuple):
-            return found
-        if _NO_FOLLOWER in found:
+        if found is None:
             message = "these ids do not follow the grammar that the request asks for"
             raise refuse("kv_transfer_params.continue_from", message)
-        # What is copied shares the library's limits: others have used them up.
-        raise refuse(grammar.field, f"{found}; make it smaller")
+        return found
 
-    async def _compiled(self, grammar: Grammar, target: Target) -> _Compiled:
+    async def _start(self, grammar: Grammar, target: Target) -> Start:
         root = grammar.root
         kept = self._kept.get(root)
+        tried = None
         if kept is not None:
             self._kept.move_to_end(root)
             self.metrics.hits += 1
-            return kept
+            if kept.tried.error:
+                raise kept.tried.refusal(grammar)
+            if kept.start is not None and not kept.start.is_worn:
+                return kept.start
+            tried = kept.tried
         coming = self._coming.get(root)
-        if coming is None:
-            check_parts(root, grammar.field)
-            coming = self._begin(root, target)
+        if coming is not None:
+            self.metrics.hits += kept is None
         else:
-            self.metrics.hits += 1
+            check_parts(root, grammar.field)
+            coming = self._begin(root, target, tried)
         try:
             # Shielded: a client that leaves does not take the grammar from others.
-            return await asyncio.wait_for(asyncio.shield(coming), self._deadline_s)
+            compiled = await asyncio.wait_for(asyncio.shield(coming), self._deadline_s)
         except TimeoutError:
             message = f"not compiled within {self._deadline_s:g} s; make it smaller"
             raise refuse(grammar.field, message) from None
+        except TooSlow:
+            raise refuse(
+                grammar.field, f"not compiled within {WALL_S:g} s; make it smaller"
+            ) from None
+        except NoTrial as error:
+            _log.warning("a grammar was not tried: %s", error)
+            message = "grammars cannot be compiled at the moment"
+            raise ApiError(503, message, retry_after_s=1) from None
+        if compiled.kept.start is None:
+            raise compiled.kept.tried.refusal(grammar)
+        return compiled.kept.start
 
-    def _begin(self, root: Part, target: Target) -> asyncio.Future[_Compiled]:
+    def _begin(self, root: Part, target: Target, tried: _Tried | None) -> asyncio.Future[_Compiled]:
         if len(self._coming) >= MAX_WAITING:
             raise ApiError(503, "too many grammars are being compiled", retry_after_s=1)
         if self._tokens is None:
             self._tokens = _Tokens(target)
-        work: Callable[[], _Compiled] = partial(_compile, self._tokens, root)
+        work: Callable[[], _Compiled] = partial(_compile, self._tokens, root, tried)
         coming = asyncio.wrap_future(self._threads.submit(work))
         self._coming[root] = coming
-        coming.add_done_callback(partial(self._keep, root))
+        coming.add_done_callback(partial(self._keep, root, tried is None))
         return coming
 
-    def _keep(self, root: Part, coming: asyncio.Future[_Compiled]) -> None:
+    def _keep(self, root: Part, is_new: bool, coming: asyncio.Future[_Compiled]) -> None:
         del self._coming[root]
         if coming.cancelled() or coming.exception() is not None:
             return
         compiled = coming.result()
-        self.metrics.compiled += 1
-        self.metrics.failures += compiled.start is None
-        self.metrics.seconds.observe(compiled.seconds)
-        self._kept[root] = compiled
-        self._size += compiled.size
-        while len(self._kept) > MOST_ENTRIES or self._size > MOST_BYTES:
-            _, oldest = self._kept.popitem(last=False)
-            self._size -= oldest.size
+        if is_new:
+            self.metrics.compiled += 1
+            self.metrics.failures += compiled.kept.start is None
+            self.metrics.seconds.observe(compiled.seconds)
+        self._kept[root] = compiled.kept
+        self._kept.move_to_end(root)
+        while len(self._kept) > self._most_entries:
+            self._kept.popitem(last=False)
+        # From the newest: what does not fit beside it is compiled again when it is asked for.
+        size = 0
+        for kept in reversed(self._kept.values()):
+            if size + kept.size > self._most_bytes and kept is not compiled.kept:
+                kept.start = None
+            size += kept.size
+        self.metrics.kept_bytes = size
 
     def close(self) -> None:
         """Start nothing more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._tokens is not None:
+            self._tokens.close()
 
 
 class _Tokens:
@@ -194,6 +249,8 @@ class _Tokens:
     def __init__(self, target: Target) -> None:
         self._target = target
         self._made: LLTokenizer | None = None
+        self._trials: Trials | None = None
+        self._lock = threading.Lock()
 
     def special(self) -> dict[str, int]:
         tokenizer = self._target.tokenizer
@@ -219,27 +276,63 @@ class _Tokens:
                 raise UserError(message) from error
         return self._made
 
+    def trials(self) -> Trials:
+        """The process that tries grammars of these tokens."""
+        with self._lock:
+            if self._trials is None:
+                target = self._target
+                eos = sorted(target.eos_token_ids)
+                self._trials = Trials(target.tokenizer.to_json(), target.vocab_size, eos)
+            return self._trials
 
-def _compile(tokens: _Tokens, root: Part) -> _Compiled:
-    from llguidance import LLMatcher, LLParserLimits
+    def close(self) -> None:
+        """End that process."""
+        with self._lock:
+            if self._trials is not None:
+                self._trials.close()
 
+
+def _compile(tokens: _Tokens, root: Part, tried: _Tried | None) -> _Compiled:
     begun = time.monotonic()
+    start = None
     try:
-        document = render(root, tokens.special())
-        made = tokens.get()
+        if tried is None:
+            tried = _tried(tokens, root)
+        if not tried.error:
+            start = Start(partial(new_matcher, tokens.get(), tried.document))
+            if error := start.error:
+                start, tried = None, _Tried(error=_shown(error))
     except UserError as error:
-        return _Compiled(None, str(error)[:_SHOWN_CHARACTERS], 0, time.monotonic() - begun)
-    start = LLMatcher(made, document, log_level=0, limits=LLParserLimits(**_LIMITS))
-    error = " ".join(start.get_error().split())[:_SHOWN_CHARACTERS]
-    seconds = time.monotonic() - begun
-    found = None if start.is_error() else Matcher(start)
-    return _Compiled(found, error, len(document), seconds)
+        tried = _Tried(error=_shown(str(error)))
+    return _Compiled(_Kept(tried, start), time.monotonic() - begun)
 
 
-def _matchers(start: Matcher, outputs: Sequence[Sequence[int]]) -> tuple[Matcher, ...] | str:
-    """The matchers, or why one of them cannot be where its output ends."""
-    found = tuple(start.copy() for _ in outputs)
-    for one, ids in zip(found, outputs, strict=True):
-        if not one.accept(ids):
-            return one.error
-    return found
+def _tried(tokens: _Tokens, root: Part) -> _Tried:
+    tokens.get()  # what the library cannot read the trial cannot, either
+    document = render(root, tokens.special())
+    verdict = tokens.trials().run(document)
+    if verdict.error:
+        error = _shown(verdict.error)
+        return _Tried(error=error, schema=verdict.grammar, place=_short(verdict.place))
+    return _Tried(document, size=verdict.size)
+
+
+def _shown(error: str) -> str:
+    found = " ".join(error.replace("<non-verbose/>", "").split())
+    if found.startswith("NoExtension"):
+        return "no text fits it, or a part of it"
+    if "coerce_one_of" in found:
+        return "a value may fit several of the schemas in oneOf; anyOf lets it"
+    found, _, _ = found.partition(" 1 | start: ")  # an excerpt of what was rendered
+    return found[:_SHOWN_CHARACTERS]
+
+
+def _short(place: str) -> str:
+    """The place, also where names in it are long."""
+    return place if len(place) <= _SHOWN_PLACE else f"...{place[-_SHOWN_PLACE:]}"
+
+
+def _matchers(start: Start, outputs: Sequence[Sequence[int]]) -> tuple[Matcher, ...] | None:
+    found = tuple(start.matcher() for _ in outputs)
+    follow = [one.accept(ids) for one, ids in zip(found, outputs, strict=True)]
+    return found if all(follow) else None

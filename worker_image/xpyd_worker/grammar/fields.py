@@ -174,7 +174,7 @@ def _triggered(
     triggers: Sequence[str],
     field: str,
     *,
-    least: int = 0,
+    starts_with_tag: bool = False,
     most: int | None = None,
 ) -> Part:
     by_trigger: dict[str, list[Part]] = {}
@@ -187,7 +187,7 @@ def _triggered(
         parts.append(Concat((Text(rest), behind)) if rest else behind)
     if not by_trigger:
         raise refuse(field, "has no tag")
-    return triggered_part(by_trigger, least=least, most=most)
+    return triggered_part(by_trigger, starts_with_tag=starts_with_tag, most=most)
 
 
 def _format(found: object, field: str, depth: int) -> Part:
@@ -256,7 +256,7 @@ def _tags(members: Mapping[str, Any], field: str, depth: int, *, is_triggered: b
     ]
     if is_triggered:
         triggers = _texts(members.get("triggers"), f"{field}.triggers")
-        return _triggered(tags, triggers, field, least=least, most=most)
+        return _triggered(tags, triggers, field, starts_with_tag=least > 0, most=most)
     if not tags:
         raise refuse(f"{field}.tags", "has no tag")
     whole = [Concat((Text(begin), behind)) for begin, behind in tags]

@@ -2,14 +2,20 @@
 
 The server makes it, advanced over what the choice put out elsewhere; from `submit` on the engine's
 thread owns it. Masks that take long are filled on threads of a MaskFiller while the step's forward
-runs. It must not know requests, schemas or tensors. See docs/adr/0066 and docs/adr/0074.
+runs. It must not know requests, schemas or tensors. See docs/adr/0066, docs/adr/0074 and
+docs/adr/0087.
+
+Copies of one library's matcher share its lexer: what one of them learns the others need not, but
+its states fill up for all of them, and its errors are the errors of all. So a Start is copied for a
+bounded number of choices and masks, and a matcher whose lexer is full makes one of its own, behind
+the tokens that it has taken: a lexer learns little from tokens, and much from masks.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -17,18 +23,64 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 _FILL_DEADLINE_S = 60.0
-"""A mask takes under a millisecond, at the limits of a grammar some ten."""
+"""A mask takes under a millisecond, at the limits of a grammar some ten. With a new lexer the
+grammar's compilation and its tokens come on top (see trial.CPU_S)."""
 _MOST_THREADS = 4
 _QUICK_S = 50e-6
 """To hand a mask to a thread takes as long, and what the thread then takes from the forward."""
+MASKS_OF_ONE = 2000
+COPIES_OF_ONE = 32
+_LEARNED_BYTES = 16 << 10
+"""Of a lexer, by a mask: what the worst grammars seen need."""
+
+
+class Start:
+    """A grammar's beginning, to be copied until it `is_worn`: then a new one is to be made."""
+
+    def __init__(self, make: Callable[[], LLMatcher]) -> None:
+        """`make`: a new matcher of the library, with a lexer of its own. Takes what compiling the
+        grammar takes."""
+        self._make = make
+        self._of = make()
+        self._copies = 0
+        self.masks = 0
+        self.is_spoilt = False
+
+    @property
+    def error(self) -> str:
+        """Why there is no such grammar, else empty."""
+        return self._of.get_error() if self._of.is_error() else ""
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether its lexer has learned so much that new choices get another."""
+        full = self.masks >= MASKS_OF_ONE or self._copies >= COPIES_OF_ONE
+        return full or self.is_spoilt
+
+    @property
+    def learned_bytes(self) -> int:
+        """Memory that its lexer may have taken since it was made."""
+        return self.masks * _LEARNED_BYTES
+
+    def matcher(self) -> Matcher:
+        """One for a choice that has put out nothing."""
+        self._copies += 1
+        return Matcher(self, self._of.deep_copy())
+
+    def renewed(self) -> LLMatcher:
+        """One of the library's with a lexer that nobody else has."""
+        return self._make()
 
 
 class Matcher:
     """One choice in its grammar. Its own error ends it: it then takes no token any more."""
 
-    def __init__(self, of: LLMatcher) -> None:
-        """`of`: the compiler's, this matcher's own."""
+    def __init__(self, start: Start, of: LLMatcher) -> None:
+        """`of`: the library's, this matcher's own."""
+        self._start = start
         self._of = of
+        self._taken: list[int] = []
+        self._renewed_at = -1
         self._mask: PendingMask | None = None
         # The first one of a grammar has the most to find out.
         self._took_s = 1.0
@@ -36,7 +88,9 @@ class Matcher:
 
     def copy(self) -> Matcher:
         """Another one at the same place."""
-        return Matcher(self._of.deep_copy())
+        found = Matcher(self._start, self._of.deep_copy())
+        found._taken = list(self._taken)
+        return found
 
     def accept(self, token_ids: Iterable[int]) -> bool:
         """The choice has put out these tokens, EOS among them where it did; whether they follow the
@@ -46,7 +100,22 @@ class Matcher:
             self._mask.words()
             self._took_s = self._mask.took_s
             self._mask = None
-        return self._of.consume_tokens(list(token_ids))
+        ids = list(token_ids)
+        if self._of.consume_tokens(ids):
+            self._taken += ids
+            return True
+        # A token that is not of the grammar is told from a lexer that is full by a new one.
+        self._taken += ids
+        return self._renew()
+
+    def _renew(self) -> bool:
+        """Take a new lexer, behind the same tokens; not twice behind the same ones."""
+        if self._renewed_at == len(self._taken):
+            return False
+        self._renewed_at = len(self._taken)
+        self._start.is_spoilt = True
+        self._of = self._start.renewed()
+        return self._of.consume_tokens(self._taken)
 
     @property
     def error(self) -> str:
@@ -65,16 +134,23 @@ class Matcher:
 
     def mask(self) -> PendingMask:
         """Which tokens may come next, not computed yet. To be asked for once between two tokens."""
-        self._mask = PendingMask(self._of, is_quick=self._took_s < _QUICK_S)
+        self._start.masks += 1
+        self._mask = PendingMask(self._words, is_quick=self._took_s < _QUICK_S)
         return self._mask
+
+    def _words(self) -> bytes:
+        words = self._of.compute_bitmask()
+        if self._of.is_error() and self._renew():
+            words = self._of.compute_bitmask()
+        return words
 
 
 class PendingMask:
     """A mask that a thread fills; or its reader, where no thread was given it. See TokenMask."""
 
-    def __init__(self, of: LLMatcher, *, is_quick: bool = False) -> None:
+    def __init__(self, compute: Callable[[], bytes], *, is_quick: bool = False) -> None:
         """`is_quick`: the one before it was; its reader fills it."""
-        self._of = of
+        self._compute = compute
         self._is_quick = is_quick
         self._words: bytes | None = None
         self._filling: Future[bytes] | None = None
@@ -84,18 +160,18 @@ class PendingMask:
     def fill(self, threads: ThreadPoolExecutor) -> None:
         """Begin to compute it, unless that would take longer than it takes."""
         if not self._is_quick:
-            self._filling = threads.submit(self._compute)
+            self._filling = threads.submit(self._timed)
 
     def words(self) -> bytes:
         """See TokenMask. With an error in the matcher EOS alone."""
         if self._words is None:
             filling = self._filling
-            self._words = self._compute() if filling is None else filling.result(_FILL_DEADLINE_S)
+            self._words = self._timed() if filling is None else filling.result(_FILL_DEADLINE_S)
         return self._words
 
-    def _compute(self) -> bytes:
+    def _timed(self) -> bytes:
         begun_s = time.perf_counter()
-        words = self._of.compute_bitmask()
+        words = self._compute()
         self.took_s = time.perf_counter() - begun_s
         return words
 

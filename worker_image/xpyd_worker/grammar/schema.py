@@ -8,16 +8,16 @@ bounded, since compiling costs by them (docs/adr/0065).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from math import prod
+from math import lcm
 from typing import Any, cast
 from urllib.parse import unquote
 
 import msgspec
 
 from xpyd_core.bodies import refuse
+from xpyd_core.complaints import shown
 
 MAX_SCHEMA_BYTES = 256 * 1024
 MAX_DEPTH = 64
@@ -30,15 +30,13 @@ MAX_PROPERTIES_OF_ONE = 1000
 MAX_ALTERNATIVES = 500
 MAX_CONJUNCTS = 16
 MAX_MULTIPLE = 10_000
-"""Of multipleOf: an automaton with as many states. A fraction has as many as its digits say."""
-MAX_PATTERNS_AT_ONCE = 8
-"""Patterns and formats that one text has to fit. Their intersection costs by powers of two: with 16
-a second, with 32 a thread is lost."""
-_MAX_CONJOINED = 50_000
-"""Schemas and members that are looked at for what holds together: some tens of milliseconds."""
-_MAX_REFERENCES = 200
-"""Of one to the next."""
+"""Of multipleOf, without its decimal point, and of those that hold together: an automaton with as
+many states."""
+MAX_REPEATS = 20_000
+"""Of one place in a pattern: each is an expression of the compiler's."""
 _SHOWN_PLACE = 200
+_PIECES = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]|\{([0-9]+(?:,[0-9]*)?)\}|.", re.DOTALL)
+"""Of a regular expression: an escape, a class, a count, any other character."""
 _MOST_REFS = 8
 """Behind each other, from an alternative of oneOf to its schema."""
 
@@ -100,10 +98,10 @@ def checked_schema(schema: object, field: str, *, closed: bool = False) -> str:
     if any("oneOf" in node for _, node in nodes) and not has_ids:
         schema = _one_as_any(cast("object", schema), cast("dict[str, Any]", schema))
         nodes = list(_nodes(schema, field))
+    _check_references(cast("object", schema), nodes)
     properties = sum(len(node.get("properties", ())) for _, node in nodes)
     if properties > MAX_PROPERTIES:
         raise refuse(field, f"at most {MAX_PROPERTIES} properties, got {properties}")
-    _Conjunctions(cast("object", schema)).check(nodes)
     close = "all" if closed else "open" if _may_be_closed(nodes) else ""
     try:
         text = msgspec.json.encode(_normal(cast("object", schema), close))
@@ -141,14 +139,61 @@ def _nodes(root: object, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
             place = f"{field}...{place[-_SHOWN_PLACE // 2 :]}"
         _check_node(node, place)
         yield place, node
-        todo += [(one, where, depth + 1) for where, one in _children(node, place)]
+        todo += [(one, where, depth + 1) for where, one in children(node, place)]
+
+
+def _check_references(root: object, nodes: list[tuple[str, dict[str, Any]]]) -> None:
+    """ApiError 400 for a `$ref` into this schema that leads nowhere, or only to itself."""
+    if any("$id" in node for _, node in nodes):
+        return  # then it may be of another root
+    for place, node in nodes:
+        at, seen = cast("object", node), list[object]()
+        while isinstance(at, dict):
+            to = cast("dict[str, object]", at).get("$ref")
+            if not isinstance(to, str) or not (to == "#" or to.startswith("#/")):
+                break
+            seen.append(cast("object", at))
+            try:
+                at = _referred(root, to)
+            except LookupError:
+                raise refuse(f"{place}.$ref", f"{shown(to)} is nowhere in the schema") from None
+            if any(at is one for one in seen):
+                raise refuse(f"{place}.$ref", "refers to itself, and so to no schema")
+
+
+def _referred(root: object, to: str) -> object:
+    at = root
+    for token in to.split("/")[1:]:
+        key = unquote(token).replace("~1", "/").replace("~0", "~")
+        at = (
+            cast("list[object]", at)[int(key)]
+            if isinstance(at, list) and key.isdecimal()
+            else (cast("dict[str, object]", at)[key] if isinstance(at, dict) else _nowhere(key))
+        )
+    return at
+
+
+def _nowhere(key: str) -> object:
+    raise KeyError(key)
 
 
 def _check_node(node: Mapping[str, Any], place: str) -> None:
     for keyword in _UNSUPPORTED & node.keys():
         if keyword != "uniqueItems" or node[keyword] is not False:
             raise refuse(f"{place}.{keyword}", "this keyword is not supported")
-    for names, is_right, what in _CHECKS:
+    for names, is_right, what in (
+        (_COUNTS, _is_count, "a whole number from 0 on"),
+        (_NUMBERS, _is_number, "a number"),
+        (
+            ("multipleOf",),
+            _is_step,
+            f"a number above 0, at most {MAX_MULTIPLE}, with as few digits",
+        ),
+        (_TEXTS, _is_text, "a text"),
+        (("required",), _is_texts, "a list of texts"),
+        (("type",), _is_type, f"one of {', '.join(sorted(_TYPES))}, or a list of these"),
+        (("enum",), _is_enum, f"a list of 1 to {MAX_ENUM} values"),
+    ):
         for keyword in names:
             if keyword in node and not is_right(node[keyword]):
                 raise refuse(f"{place}.{keyword}", f"expected {what}")
@@ -156,6 +201,15 @@ def _check_node(node: Mapping[str, Any], place: str) -> None:
     if node.get("minProperties", 0) > most:
         what = f"at most {most}, one more than `required` names: others may come twice"
         raise refuse(f"{place}.minProperties", what)
+    if _common_step(node) > MAX_MULTIPLE:
+        what = f"`multipleOf` of all of these together: at most {MAX_MULTIPLE}, without its point"
+        raise refuse(f"{place}.allOf", what)
+    for keyword, patterns in (
+        ("pattern", (node.get("pattern", ""),)),
+        ("patternProperties", node.get("patternProperties", ())),
+    ):
+        for pattern in patterns:
+            check_pattern(pattern, f"{place}.{keyword}")
     if node.get("format") in _UNSUPPORTED_FORMATS:
         raise refuse(f"{place}.format", f"{node['format']!r} is not supported")
 
@@ -169,14 +223,66 @@ def _is_number(value: object) -> bool:
 
 
 def _is_step(value: object) -> bool:
-    is_step = _is_number(value) and 0 < cast("float", value) <= MAX_MULTIPLE
-    return is_step and _states_of(cast("float", value)) <= MAX_MULTIPLE
+    if not (_is_number(value) and 0 < cast("float", value) <= MAX_MULTIPLE):
+        return False
+    return _digits(value)[0] <= MAX_MULTIPLE
 
 
-def _states_of(step: float) -> int:
-    """The digits of a multipleOf as a number: 99.99 costs as much as 9999."""
-    digits = Decimal(repr(step)).normalize().as_tuple().digits
-    return int("".join(map(str, digits)))
+def _digits(value: object) -> tuple[int, int]:
+    """A number above 0 as a whole number, and how many of its digits are behind the point."""
+    _, digits, exponent = Decimal(str(value)).normalize().as_tuple()
+    whole, exponent = int("".join(map(str, digits))), cast("int", exponent)
+    return (whole * 10**exponent, 0) if exponent > 0 else (whole, -exponent)
+
+
+def _common_step(node: Mapping[str, Any]) -> int:
+    """What a number that fits all of `allOf` is a multiple of, without its point; 0: of nothing."""
+    steps: list[tuple[int, int]] = []
+    todo: list[object] = [node]
+    while todo and len(steps) <= 2 * MAX_CONJUNCTS:
+        one = todo.pop()
+        if isinstance(one, dict):
+            inner = cast("dict[str, Any]", one)
+            if _is_step(inner.get("multipleOf")):
+                steps.append(_digits(inner["multipleOf"]))
+            some = inner.get("allOf")
+            todo += cast("list[object]", some) if isinstance(some, list) else []
+    if len(steps) < 2:
+        return 0
+    behind = max(places for _, places in steps)
+    return lcm(*(whole * 10 ** (behind - places) for whole, places in steps))
+
+
+def check_pattern(regex: object, place: str) -> None:
+    """ApiError 400 for a pattern some part of which is to be repeated too often. Counts inside each
+    other multiply. What is no pattern the compiler says."""
+    if isinstance(regex, str) and _most_repeats(regex) > MAX_REPEATS:
+        what = (
+            f"a part is repeated at most {MAX_REPEATS} times, counts inside each other multiplied"
+        )
+        raise refuse(place, what)
+
+
+def _most_repeats(regex: str) -> int:
+    inside = [1]
+    """Repetitions within each open group; the first is the pattern's own."""
+    last = most = 1
+    """Of what a count that comes next repeats."""
+    for found in _PIECES.finditer(regex):
+        match found[0][0], found[1]:
+            case "(", _:
+                inside.append(1)
+                last = 1
+            case ")", _ if len(inside) > 1:
+                last = inside.pop()
+                inside[-1] = max(inside[-1], last)
+            case "{", str(count):
+                last *= max(1, *(int(one[:9]) for one in count.split(",") if one))
+                inside[-1] = max(inside[-1], last)
+                most = max(most, last)
+            case _:
+                last = 1
+    return most
 
 
 def _is_text(value: object) -> bool:
@@ -196,18 +302,8 @@ def _is_enum(value: object) -> bool:
     return isinstance(value, list) and 1 <= len(cast("list[object]", value)) <= MAX_ENUM
 
 
-_CHECKS: tuple[tuple[tuple[str, ...], Callable[[object], bool], str], ...] = (
-    (_COUNTS, _is_count, "a whole number from 0 on"),
-    (_NUMBERS, _is_number, "a number"),
-    (("multipleOf",), _is_step, f"above 0, at most {MAX_MULTIPLE}, of 4 digits"),
-    (_TEXTS, _is_text, "a text"),
-    (("required",), _is_texts, "a list of texts"),
-    (("type",), _is_type, f"one of {', '.join(sorted(_TYPES))}, or a list of these"),
-    (("enum",), _is_enum, f"a list of 1 to {MAX_ENUM} values"),
-)
-
-
-def _children(node: Mapping[str, Any], place: str) -> Iterator[tuple[str, object]]:
+def children(node: Mapping[str, Any], place: str) -> Iterator[tuple[str, object]]:
+    """What a schema has inside, with the place of each."""
     for keyword in _ONE:
         if keyword in node:
             yield f"{place}.{keyword}", node[keyword]
@@ -288,127 +384,6 @@ def _behind_refs(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
             cast("dict[str, Any]", part).get(found[2]) if found and isinstance(part, dict) else None
         )
     return {}
-
-
-@dataclass(frozen=True)
-class _Held:
-    """What holds for one value: expressions of a text, steps of a number, schemas of members by
-    which ones they are. Of alternatives that which asks for the most counts."""
-
-    texts: frozenset[str] = frozenset()
-    steps: frozenset[float] = frozenset()
-    members: Mapping[str, Mapping[int, object]] = field(
-        default_factory=dict[str, Mapping[int, object]]
-    )
-    """The schemas by their identity: one that holds twice costs once."""
-
-    @property
-    def states(self) -> int:
-        """Of a number's automaton."""
-        return prod(map(_states_of, self.steps))
-
-    def together(self, other: _Held) -> _Held:
-        """Both."""
-        members = dict(self.members)
-        for where, some in other.members.items():
-            members[where] = {**members.get(where, {}), **some}
-        return _Held(self.texts | other.texts, self.steps | other.steps, members)
-
-
-class _Conjunctions:
-    """Schemas that hold for one value together: `allOf`, what a `$ref` stands beside, a part of
-    `anyOf` beside others, and members that several of these name. The compiler intersects them, at
-    a cost that grows by powers."""
-
-    def __init__(self, root: object) -> None:
-        self._root = root
-        self._left = _MAX_CONJOINED
-        self._held: dict[int, _Held] = {}
-        self._seen = set[frozenset[int]]()
-
-    def check(self, nodes: Iterable[tuple[str, dict[str, Any]]]) -> None:
-        """ApiError 400 for what would cost too much."""
-        for place, node in nodes:
-            if node.keys() & {"allOf", "anyOf", "oneOf", "$ref"}:
-                self._check({id(node): node}, place)
-
-    def _check(self, together: Mapping[int, object], place: str) -> None:
-        todo = [(together, place)]
-        while todo:
-            together, where = todo.pop()
-            if len(where) > _SHOWN_PLACE:
-                where = f"{place}...{where[-_SHOWN_PLACE // 2 :]}"
-            if (group := frozenset(together)) in self._seen:
-                continue
-            self._seen.add(group)
-            held = _Held()
-            for node in together.values():
-                held = held.together(self._of(node, where))
-            if len(held.texts) > MAX_PATTERNS_AT_ONCE:
-                most = f"at most {MAX_PATTERNS_AT_ONCE} patterns and formats"
-                raise refuse(where, f"{most} hold for one text, got {len(held.texts)}")
-            if held.states > MAX_MULTIPLE:
-                most = f"at most {MAX_MULTIPLE} as a product"
-                raise refuse(where, f"multipleOf that hold for one number: {most}")
-            todo += [(some, f"{where}.{of}") for of, some in held.members.items() if len(some) > 1]
-
-    def _of(self, node: object, place: str, depth: int = 0) -> _Held:
-        if not isinstance(node, dict):
-            return _Held()
-        found = cast("dict[str, Any]", node)
-        known = self._held.get(id(found))
-        if known is not None:
-            return known
-        self._held[id(found)] = held = _own(found)  # of what refers to itself
-        self._left -= 1 + len(held.members)
-        if depth > _MAX_REFERENCES or self._left < 0:
-            raise refuse(place, "too many schemas hold for one value; write fewer")
-        for one in (*found.get("allOf", ()), self._target(found)):
-            more = self._of(one, place, depth + 1)
-            self._left -= len(more.members)
-            held = held.together(more)
-        for keyword in ("anyOf", "oneOf"):
-            parts = [self._of(one, place, depth + 1) for one in found.get(keyword, ())]
-            held = held.together(self._most(parts))
-        self._held[id(found)] = held
-        return held
-
-    def _most(self, parts: Sequence[_Held]) -> _Held:
-        texts = max((one.texts for one in parts), key=len, default=frozenset[str]())
-        states = max(parts, key=lambda one: one.states, default=_Held())
-        members: dict[str, Mapping[int, object]] = {}
-        for one in parts:
-            self._left -= len(one.members)
-            for where, some in one.members.items():
-                members[where] = max(members.get(where, {}), some, key=len)
-        return _Held(texts, states.steps, members)
-
-    def _target(self, node: Mapping[str, Any]) -> object:
-        """What a `$ref` into this document refers to; None where there is none."""
-        path = node.get("$ref")
-        if not isinstance(path, str) or not path.startswith("#"):
-            return None
-        found: Any = self._root
-        for part in path.removeprefix("#").split("/")[1:]:
-            name = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict):
-                found = cast("dict[str, Any]", found).get(name)
-            elif isinstance(found, list) and name.isdecimal():
-                found = dict(enumerate(cast("list[Any]", found))).get(int(name))
-            else:
-                return None
-        return found
-
-
-def _own(node: Mapping[str, Any]) -> _Held:
-    texts = {f"{name} {node[name]}" for name in ("pattern", "format") if name in node}
-    steps = {node["multipleOf"]} if "multipleOf" in node else set[float]()
-    members = [(name, node[name]) for name in _ONE if name in node]
-    members += [(f"prefixItems[{i}]", one) for i, one in enumerate(node.get("prefixItems", ()))]
-    for keyword in ("properties", "patternProperties"):
-        members += [(f"{keyword}.{name}", one) for name, one in node.get(keyword, {}).items()]
-    by_place = {where: {id(one): one} for where, one in members}
-    return _Held(frozenset(texts), frozenset(steps), by_place)
 
 
 def _may_be_closed(nodes: list[tuple[str, dict[str, Any]]]) -> bool:

@@ -8,10 +8,10 @@ such as `</think>` may be a token of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from xpyd_core.bodies import refuse
-from xpyd_worker.grammar.schema import checked_schema
+from xpyd_worker.grammar.schema import check_pattern, checked_schema
 
 MAX_PARTS = 1024
 """Parts of one grammar: tools and tags are many times fewer."""
@@ -32,11 +32,12 @@ class Text:
 class Json:
     """A JSON value. `schema` is a checked JSON schema, as JSON. `spaces`: one blank may follow a
     comma or a colon; without it none. `blanks`: a pattern of what may stand between any two parts
-    of the value, instead of both."""
+    of the value, instead of both. `place`: of the schema in the request."""
 
     schema: str
     spaces: bool = True
     blanks: str | None = None
+    place: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,10 @@ Part = Text | Json | Pattern | Rules | Until | AnyText | Concat | OneOf | Repeat
 @dataclass(frozen=True)
 class Grammar:
     """What a whole answer must look like. `field` is the request's field that asks for it: errors
-    name it. `places`: parts that other fields ask for; where one of them alone cannot be compiled,
-    errors name its field. Equal grammars are compiled once."""
+    name it. Equal grammars are compiled once."""
 
     root: Part
     field: str = "response_format"
-    places: tuple[tuple[str, Part], ...] = ()
 
     def after_reasoning(self, end: str, *, start: str = "") -> Grammar:
         """This grammar behind a reasoning that ends with `end`, such as `</think>`.
@@ -132,7 +131,7 @@ def json_schema_part(
     ApiError 400 that names `field` and the place in the schema.
     """
     text = checked_schema(schema, field, closed=closed)
-    return Json(text, spaces=spaces, blanks=blanks)
+    return Json(text, spaces, blanks, field)
 
 
 def json_schema_grammar(
@@ -172,17 +171,28 @@ def repeated(one: Part, *, least: int = 0, most: int | None = None, separator: s
 
 
 def triggered_part(
-    tags: Mapping[str, Sequence[Part]], *, least: int = 0, most: int | None = None
+    tags: Mapping[str, Sequence[Part]],
+    *,
+    starts_with_tag: bool = False,
+    most: int | None = None,
 ) -> Part:
-    """Free text in which each trigger begins a tag: by trigger, what may be behind it. `most`: as
-    many tags, and then the answer is over; None: any number, and free text behind the last."""
-    each = [
-        Concat((Until(trigger), parts[0] if len(parts) == 1 else OneOf(tuple(parts))))
+    """Free text in which each trigger begins a tag: by trigger, what may be behind it. At most
+    `most` tags; None: any number. With `starts_with_tag` no text comes before the first: it could
+    take all the tokens that the answer may have. Where there may be one tag alone that is all."""
+    behind = {
+        trigger: parts[0] if len(parts) == 1 else OneOf(tuple(parts))
         for trigger, parts in tags.items()
-    ]
-    one: Part = each[0] if len(each) == 1 else OneOf(tuple(each))
-    some = Repeat(one, least, most)
-    return some if most is not None and least == most else Concat((some, AnyText(tuple(tags))))
+    }
+    if starts_with_tag:
+        first = _any_of([Concat((Text(trigger), part)) for trigger, part in behind.items()])
+        rest = None if most is None else most - 1
+        return Concat((first, triggered_part(tags, most=rest))) if rest != 0 else first
+    one = _any_of([Concat((Until(trigger), part)) for trigger, part in behind.items()])
+    return Concat((Repeat(one, 0, most), AnyText(tuple(tags))))
+
+
+def _any_of(parts: Sequence[Part]) -> Part:
+    return parts[0] if len(parts) == 1 else OneOf(tuple(parts))
 
 
 def check_parts(root: Part, field: str) -> None:
@@ -203,7 +213,24 @@ def check_parts(root: Part, field: str) -> None:
                 raise refuse(field, f"a text has at most {MAX_TEXT_CHARACTERS} characters")
             case Pattern(regex) | Until(_, regex) if len(regex) > MAX_PATTERN_CHARACTERS:
                 raise refuse(field, f"at most {MAX_PATTERN_CHARACTERS} characters of a pattern")
+            case Pattern(regex):
+                check_pattern(regex, field)
             case Rules(text) if len(text) > MAX_RULES_CHARACTERS:
                 raise refuse(field, f"at most {MAX_RULES_CHARACTERS} characters of a grammar")
             case _:
                 pass
+
+
+def schema_places(root: Part) -> list[str]:
+    """Where in the request the schemas and rules of a grammar are, in the order of its document."""
+    match root:
+        case Json(place=place):
+            return [place]
+        case Rules():
+            return [""]
+        case Concat(parts) | OneOf(parts):
+            return [place for one in parts for place in schema_places(one)]
+        case Repeat(one):
+            return schema_places(one)
+        case _:
+            return []

@@ -60,22 +60,19 @@ class ToolFamily:
     id_characters: int = 24
     """Characters of a call's id behind its prefix; below 10 there is no prefix."""
 
-    def arguments_of(
-        self, schema: Mapping[str, Any], place: str, *, closed: bool = False
+    def call_part(
+        self, name: str, schema: Mapping[str, Any], place: str, *, closed: bool = False
     ) -> GrammarPart:
-        """The grammar of a call's arguments. `schema`: theirs, `place`: of that in the request.
-        ApiError 400 for one that cannot be followed."""
-        if self.tags is not None:
-            return arguments_part(self.tags, schema, place, closed=closed)
-        return json_schema_part(schema, place, closed=closed)
-
-    def call_of(self, name: str, arguments: GrammarPart) -> GrammarPart:
-        """The grammar of one call of a tool."""
+        """The grammar of one call of a tool. `schema`: of its arguments, `place`: of that in the
+        request. ApiError 400 for one that cannot be followed."""
         before, behind = self.call
         if self.tags is not None:
             text = name.join(self.tags.name)
+            arguments = arguments_part(self.tags, schema, place, closed=closed)
             return Concat((Text(before + text), arguments, Text(self.tags.end + behind)))
-        head = Text(f'{before}{{"name": {_quoted(name)}, "{self.arguments}": ')
+        arguments = json_schema_part(schema, place, closed=closed)
+        quoted = _quoted(name)
+        head = Text(f'{before}{{"name": {quoted}, "{self.arguments}": ')
         return Concat((head, arguments, Text("}" + behind)))
 
 

@@ -33,10 +33,9 @@ ERRORS: tuple[ErrorKind, ...] = (
     ),
     ErrorKind(
         400,
-        "grammar_too_large",
-        "A grammar became too large to go on with in the midst of an answer. From the engine.",
-        "response_format.json_schema.schema: the grammar became too large",
-        "response_format.json_schema.schema",
+        "grammar_failed",
+        "The answer cannot go on as its schema, pattern or rules want it. From the engine.",
+        "the answer cannot go on as the request's schema, pattern or rules want it",
     ),
     ErrorKind(
         400,

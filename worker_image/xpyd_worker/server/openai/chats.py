@@ -238,14 +238,11 @@ def chat_grammar(
     is_free = options.choice == "auto" and asked is None
     if is_free and not any(tool.strict for tool in options.tools):
         return None
-    tools = [] if options.choice == "none" else _callables(options, family)
     if is_free:
         may_think = thinks if start == "either" else None
-        grammar = Grammar(_free_or_calls(options, family, tools, may_think), "tools")
+        grammar = Grammar(_free_or_calls(options, family, may_think), "tools")
     else:
-        grammar = _answer_grammar(options, family, tools, asked)
-    if grammar is not None:
-        grammar = replace(grammar, places=tuple((one.place, one.arguments) for one in tools))
+        grammar = _answer_grammar(options, family, asked)
     if grammar is None or thinks is None or start == "closed":
         return grammar
     if start == "open":
@@ -254,25 +251,21 @@ def chat_grammar(
 
 
 def _answer_grammar(
-    options: ChatOptions, family: ToolFamily, tools: Sequence[_Callable], asked: Grammar | None
+    options: ChatOptions, family: ToolFamily, asked: Grammar | None
 ) -> Grammar | None:
     if options.choice == "none":
         return asked
     if options.choice in ("required", "named"):
         if asked is not None:
             raise refuse(asked.field, "not together with a call that tool_choice asks for")
-        return Grammar(_calls(options, family, tools, MOST_FORCED_CALLS), "tool_choice")
+        return Grammar(_calls(options, family, MOST_FORCED_CALLS), "tool_choice")
     assert asked is not None, "what is free has a grammar of its own"
-    return replace(
-        asked, root=OneOf((_calls(options, family, tools, MOST_FORCED_CALLS), asked.root))
-    )
+    return replace(asked, root=OneOf((_calls(options, family, MOST_FORCED_CALLS), asked.root)))
 
 
-def _calls(
-    options: ChatOptions, family: ToolFamily, tools: Sequence[_Callable], most: int | None
-) -> Part:
+def _calls(options: ChatOptions, family: ToolFamily, most: int | None) -> Part:
     """One call or more of the tools that may be called."""
-    some = [family.call_of(one.name, one.arguments) for one in tools]
+    some = _objects(options, family)
     one = some[0] if len(some) == 1 else OneOf(tuple(some))
     limit = options.most_calls or most
     before, behind = family.around
@@ -280,46 +273,37 @@ def _calls(
     return Concat((Text(before), calls, Text(behind))) if before else calls
 
 
-@dataclass(frozen=True)
-class _Callable:
-    """A tool that may be called: the place of its schema in the request, and its arguments."""
-
-    place: str
-    name: str
-    arguments: Part
-
-
-def _callables(options: ChatOptions, family: ToolFamily) -> list[_Callable]:
-    found: list[_Callable] = []
+def _objects(options: ChatOptions, family: ToolFamily) -> list[Part]:
+    found: list[Part] = []
     for index, tool in enumerate(options.tools):
         if options.named in ("", tool.name):
             schema: dict[str, Any] = {"type": "object"}
-            if options.choice != "auto" or tool.strict:
-                schema = _arguments_schema(tool)
             place = f"tools[{index}].function.parameters"
-            part = family.arguments_of(schema, place, closed=bool(tool.strict))
-            found.append(_Callable(place, tool.name, part))
+            if options.choice != "auto" or tool.strict:
+                schema = _arguments_schema(tool, place)
+            part = family.call_part(tool.name, schema, place, closed=bool(tool.strict))
+            found.append(part)
     return found
 
 
-def _arguments_schema(tool: Function) -> dict[str, Any]:
+def _arguments_schema(tool: Function, place: str) -> dict[str, Any]:
     if tool.parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    return {"type": "object", **tool.parameters}
+    types = tool.parameters.get("type", "object")
+    if types != "object" and not (isinstance(types, list) and "object" in types):
+        raise refuse(f"{place}.type", "arguments are an object: expected 'object'")
+    return {**tool.parameters, "type": "object"}
 
 
 def _free_or_calls(
-    options: ChatOptions,
-    family: ToolFamily,
-    tools: Sequence[_Callable],
-    thinks: ReasoningFamily | None,
+    options: ChatOptions, family: ToolFamily, thinks: ReasoningFamily | None
 ) -> Part:
     """Free text in which calls are of the tools, and those of strict ones as their schemas say.
     `thinks`: how the model may open its reasoning in it."""
     if not family.is_triggered:
         # A call is all of an answer, which begins with its brace.
         first = "{" if thinks is None else "{" + re.escape(thinks.begin[0])
-        free = OneOf((_calls(options, family, tools, None), Pattern(rf"([^{first}\s][\s\S]*)?")))
+        free = OneOf((_calls(options, family, None), Pattern(rf"([^{first}\s][\s\S]*)?")))
         if thinks is None:
             return free
         thought = Concat((Text(thinks.begin), Until(thinks.end), Pattern(r"\n{0,2}"), free))
@@ -328,11 +312,11 @@ def _free_or_calls(
     if family.around[0]:
         before, after = (text.removeprefix(family.trigger) for text in family.around)
         bare = replace(family, around=("", ""))
-        behind = [Concat((Text(before), _calls(options, bare, tools, None), Text(after)))]
+        behind = [Concat((Text(before), _calls(options, bare, None), Text(after)))]
     else:
         start = family.call[0].removeprefix(family.trigger)
         bare = replace(family, call=(start, family.call[1]))
-        behind = [bare.call_of(one.name, one.arguments) for one in tools]
+        behind = _objects(options, bare)
     if thinks is None:
         return triggered_part({family.trigger: behind}, most=options.most_calls)
     # Two branches, of which one is free text, would not be told apart by their first letters.

@@ -37,7 +37,7 @@ _FAILURES: Mapping[ErrorKind, str] = MappingProxyType(
         "busy": "busy",
         "too_long": "context_length_exceeded",
         "kv_failed": "kv_transfer_failed",
-        "grammar": "grammar_too_large",
+        "grammar": "grammar_failed",
         "internal": "engine_failed",
     }
 )
@@ -483,9 +483,11 @@ def failure_answer(kind: ErrorKind) -> ApiError:
             message = "the KV cache of this request did not arrive"
             return ApiError(503, message, code="kv_transfer_failed", retry_after_s=1)
         case "grammar":
-            message = "what the answer must look like became too large to go on with; "
-            message += "make its schema, pattern or rules smaller"
-            return ApiError(400, message, code="grammar_too_large")
+            message = (
+                "the answer cannot go on as the request's schema, pattern or rules want it: they "
+                "ask too much at this place, or for what no text fits; make them smaller"
+            )
+            return ApiError(400, message, code="grammar_failed")
         case "internal":
             return ApiError(500, "the engine could not run this request", code="engine_failed")
         case "":

@@ -181,6 +181,8 @@ def grammar_samples(metrics: GrammarMetrics) -> Iterable[AnySample]:
         ("failures", "Grammars that could not be compiled", metrics.failures),
     ):
         yield Sample(f"{_PREFIX}grammar_{name}", "counter", text, float(value))
+    text = "Memory of the kept grammars, by what trials of them took"
+    yield Sample(f"{_PREFIX}grammar_kept_bytes", "gauge", text, float(metrics.kept_bytes))
     yield HistogramSample(
         f"{_PREFIX}grammar_compile_seconds", "Time to compile a grammar", metrics.seconds
     )
