@@ -169,7 +169,7 @@ async def test_a_call_that_is_cut_has_the_reason_length_and_one_that_is_none_is_
         told = await choice_of(server, tools=[TOOL], messages=[{"role": "user", "content": "bad"}])
         assert (told["message"]["content"], told["finish_reason"]) == (bad, "stop")
         shown = (await server.client.get("/metrics")).text
-        assert 'xpyd_engine_malformed_tool_calls_total{parser="hermes"} 2.0' in shown
+        assert 'xpyd_engine_malformed_tool_calls_total{parser="hermes"} 1.0' in shown
 
 
 async def test_a_stop_string_ends_text_that_was_held_back() -> None:

@@ -195,13 +195,18 @@ class _Choice:
         if text:
             self._add(parser, parser.push(text), shown=shown)
 
-    def _finish_text(self, *, shown: bool = True) -> None:
-        """Hand out what was held back: the text has ended."""
+    def _finish_text(self, *, shown: bool = True, is_cut: bool = False) -> None:
+        """Hand out what was held back: the text has ended. A call that `max_tokens` has cut is not
+        the model's fault."""
         rest, parser = self.text.finish(), self.parser
         if parser is None:
             self._delta.text += rest if shown else ""
         else:
-            self._add(parser, (*parser.push(rest), *parser.finish()), shown=shown)
+            parts = [*parser.push(rest)]
+            known = parser.malformed
+            parts += parser.finish()
+            self._known_malformed += parser.malformed - known if is_cut else 0
+            self._add(parser, parts, shown=shown)
 
     def _add(self, parser: ChatParser, parts: Iterable[Part], *, shown: bool) -> None:
         delta = self._delta if shown else ChoiceDelta(self._index)
@@ -240,7 +245,7 @@ class _Choice:
             self._end("length", None)
         elif reason is not None:
             if not (self._ending.hold_at_length and reason == "length"):
-                self._finish_text()
+                self._finish_text(is_cut=reason == "length")
             ended_by = output.stop_token_id
             self._end(reason, ended_by if ended_by in self._ending.stop_token_ids else None)
         return False
