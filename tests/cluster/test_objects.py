@@ -82,7 +82,8 @@ def test_every_object_is_taken_kept_and_the_same_when_it_is_applied_again(
 EXPECTED = {
     # Pool -> pods. LeaderWorkerSet makes the others of a group when its leader is there.
     "minimal": {"router": 2, "prefill": 1, "decode": 1},
-    "full": {"router": 3, "prefill": 2, "decode": 4},
+    "full": {"router": 3, "prefill": 2, "decode": 4, "model": 1},
+    "s3": {"router": 2, "all": 1},
     "cpu": {"router": 2, "all": 1},
     "pvc": {"router": 2, "all": 1},
     "vllm": {"router": 2, "prefill": 1, "decode": 2},
@@ -97,7 +98,9 @@ EXPECTED = {
 def check_pods(cluster: Cluster, namespace: str, name: str) -> None:
     def pods() -> dict[str, int]:
         found = find(cluster, namespace, "pods")
-        return dict(Counter(pod["metadata"]["labels"][names.LABEL_POOL] for pod in found))
+        # The pod of the Job that downloads a model is of no pool.
+        labels = [pod["metadata"]["labels"] for pod in found]
+        return dict(Counter(one.get(names.LABEL_POOL, "model") for one in labels))
 
     wait_for(lambda: pods() == EXPECTED[name], 30, f"the pods are {EXPECTED[name]}")
     if volume := {"dra": "xpyd-models", "sockets": "xpyd-sockets"}.get(name):
