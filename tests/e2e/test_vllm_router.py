@@ -20,7 +20,7 @@ from tests.e2e.harness import Fleet, empty_fleet, http, wait_for
 
 pytestmark = pytest.mark.slow
 VERSION = "0.1.17"
-PORT, DISCOVERY_PORT, METRICS_PORT = 10002, 30002, 10003
+PORT, DISCOVERY_PORT, METRICS_PORT = 10004, 30002, 10003
 INSTALL_S = 300.0
 PROMPT = "San Francisco is a"
 DRAWN = {"temperature": 0.9, "seed": 11}
