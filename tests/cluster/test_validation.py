@@ -101,7 +101,12 @@ def test_defaults_are_in_what_is_stored(plane: Cluster, namespace: str) -> None:
     apply(plane, namespace, FLEET)
     stored = json.loads(plane.kubectl("-n", namespace, "get", "fleet", "chat", "-o", "json"))
     spec = stored["spec"]
-    assert spec["router"]["service"] == {"type": "ClusterIP", "port": 10001}
+    assert spec["router"]["service"] == {
+        "type": "ClusterIP",
+        "port": 10001,
+        "sessionAffinity": "None",
+        "externalTrafficPolicy": "Cluster",
+    }
     assert spec["pools"][0]["resources"] == {"gpus": 1, "sharedMemory": "8Gi"}
     assert "replicas" not in spec["pools"][0]
     assert "hostPoolSize" not in spec["kvTransfer"]
