@@ -18,6 +18,7 @@ import pytest
 
 from tests.cluster.fleetkit import DEMO_MODEL, FleetClient, Obj, fleet_of_images
 from tests.cluster.harness import Cluster, wait_for
+from tests.cluster.harness.node import NODE_NAME
 from tests.cluster.images.build import worker_test_template
 
 pytestmark = pytest.mark.cluster
@@ -52,7 +53,7 @@ def fleet(node_cluster: Cluster) -> Iterator[FleetClient]:
 @pytest.fixture(scope="module")
 def store(node_cluster: Cluster) -> Iterator[str]:
     """The URL of a store with the demo model, as pods reach it."""
-    [node] = (node_cluster.get("/api/v1/nodes") or {})["items"]
+    node = node_cluster.get(f"/api/v1/nodes/{NODE_NAME}") or {}
     addresses = {a["type"]: a["address"] for a in node["status"]["addresses"]}
     argv = [sys.executable, "-W", "ignore", "-c", _STORE, addresses["InternalIP"], DEMO_MODEL]
     process = node_cluster.popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
