@@ -191,10 +191,15 @@ def test_what_is_made_to_explode_compiles_or_is_refused_in_time(part: Any) -> No
     with contextlib.suppress(ApiError):
         (matcher,) = matchers_of(Grammar(part, "f"))
         matcher.mask().words()
-    compiled = compiler_of(BYTES.target()).metrics.compiled
-    with contextlib.suppress(ApiError):
-        matchers_of(Grammar(part, "f"))
-    assert compiler_of(BYTES.target()).metrics.compiled == compiled, "it is still being compiled"
+    metrics = compiler_of(BYTES.target()).metrics
+    for _ in range(6):
+        compiled = metrics.compiled
+        with contextlib.suppress(ApiError):
+            matchers_of(Grammar(part, "f"))
+        if metrics.compiled == compiled:
+            return
+        # A busy machine ended the trial by the clock, which is no verdict that is kept.
+    raise AssertionError("it is compiled each time")
 
 
 NO_VALUE: list[Any] = [
