@@ -41,6 +41,8 @@ def outcome(grammar: Grammar | Part, *texts: str) -> str:
     return "may end" if matcher.is_accepting else "goes on"
 
 
+HOST = json_schema_part({"type": "string", "format": "hostname"}, "x")
+LABEL = "a" * 63 + "."
 DATE = json_schema_part({"type": "string", "format": "date"}, "x")
 DATE_TIME = json_schema_part({"type": "string", "format": "date-time"}, "x")
 OBJECT = json_schema_part(
@@ -92,6 +94,8 @@ OPEN = json_schema_part(
         (json_schema_part({"const": {"a": [1, 2]}}, "x", spaces=False), ['{"a": 1}'], "no"),
         (json_schema_part({"const": {"a": 1}}, "x", blanks="\n?"), ['{\n"a":\n1}'], "ends"),
         (json_schema_part(True, "x"), ["[null]"], "ends"),
+        (HOST, [f'"{LABEL * 3}{"a" * 61}"'], "ends"),
+        (HOST, [f'"{LABEL * 3}{"a" * 62}"'], "no"),
         (DATE, ['"0000-05-12"'], "no"),
         (DATE, ['"0000-02-29"'], "no"),
         (DATE, ['"0400-02-29"'], "ends"),

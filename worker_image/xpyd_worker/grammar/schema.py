@@ -69,12 +69,18 @@ _FORMATS = frozenset(
     )
 )
 # The compiler lets every minute have a leap second, every year a leap day, and there be a year 0:
-# Python's dates begin with year 1, and so do validators that ask them.
+# Python's dates begin with year 1, and so do validators that ask them. It bounds a host's labels,
+# and not all of its name.
 _TIME = "[^:]*:[^:]*:[0-5]"
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _DAY = f"(?:{_YEAR}-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))|{_LEAP_YEAR}-02-29)"
-_NARROWED = {"time": f"^{_TIME}", "date": f"^{_DAY}", "date-time": f"^{_DAY}{_TIME}"}
+_NARROWED = {
+    "time": f"^{_TIME}",
+    "date": f"^{_DAY}",
+    "date-time": f"^{_DAY}{_TIME}",
+    "hostname": "^.{1,253}$",
+}
 # Those that JSON Schema defines besides. Any other name is an annotation: no validator knows it.
 _UNSUPPORTED_FORMATS = frozenset(
     (
