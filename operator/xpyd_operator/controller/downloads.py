@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import aiohttp
 
+from xpyd_core.request_id import Address
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
 from xpyd_operator.controller.decision.kinds import JOB, POD
 from xpyd_operator.controller.decision.state import controller_of
@@ -89,9 +90,8 @@ class DownloadReader:
         return None
 
     async def _ask(self, session: aiohttp.ClientSession, address: str) -> DownloadProgress | None:
-        host = f"[{address}]" if ":" in address else address
+        url = f"http://{Address(address, self._port)}/progress"
         try:
-            url = f"http://{host}:{self._port}/progress"
             async with self._slots, session.get(url, allow_redirects=False) as answer:
                 if answer.status != 200:
                     return None

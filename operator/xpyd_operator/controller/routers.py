@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from xpyd_core.pod_env import ROUTER_ADMIN_PORT
+from xpyd_core.request_id import Address
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
 from xpyd_operator.controller.decision.kinds import DEPLOYMENT, POD
 from xpyd_operator.controller.decision.state import controller_of
@@ -204,9 +205,8 @@ class RouterReader:
 
     async def _ask(self, session: aiohttp.ClientSession, address: str) -> _Answer | None:
         """What a router says; None where it does not answer."""
-        host = f"[{address}]" if ":" in address else address
+        url = f"http://{Address(address, self._port)}{QUERY}"
         try:
-            url = f"http://{host}:{self._port}{QUERY}"
             # A router redirects no request.
             async with self._slots, session.get(url, allow_redirects=False) as answer:
                 if answer.status != 200:

@@ -38,15 +38,23 @@ class TlsSocket(socket.socket):
     must then begin with the same bytes. ProtocolError for what is no TLS.
     """
 
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, own: bytes | None) -> None:
-        """`own`: the digest of our certificate, at an acceptor; None: we dial."""
+    def __init__(
+        self,
+        sock: socket.socket,
+        context: ssl.SSLContext,
+        *,
+        own: bytes | None,
+        scratch: memoryview,
+    ) -> None:
+        """`own`: the digest of our certificate, at an acceptor; None: we dial. `scratch`: for
+        ciphertext within one read; the sockets of one thread share it."""
         super().__init__(sock.family, sock.type, sock.proto, fileno=sock.detach())
         self._encrypted_in, self._encrypted_out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(
             self._encrypted_in, self._encrypted_out, server_side=own is not None
         )
         self._own = own
-        self._raw = memoryview(bytearray(_READ_BYTES))
+        self._scratch = scratch
         # Ciphertext that the kernel has not taken, and the number of plain bytes in it.
         self._unsent = memoryview(b"")
         self._claimed = 0
@@ -112,13 +120,13 @@ class TlsSocket(socket.socket):
         """Take what the kernel has; whether there was any. The handshake's answers leave."""
         self._flush_handshake()
         try:
-            count = super().recv_into(self._raw)
+            count = super().recv_into(self._scratch)
         except BlockingIOError:
             if may_block:
                 raise
             return False
         if count:
-            self._encrypted_in.write(self._raw[:count])
+            self._encrypted_in.write(self._scratch[:count])
         else:
             self._encrypted_in.write_eof()
         return True
@@ -188,6 +196,7 @@ class Encryption:
 
     def __init__(self) -> None:
         certificate, self._digest = _certificate()
+        self._scratch = memoryview(bytearray(_READ_BYTES))
         self._accepting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._accepting.num_tickets = 0
         self._dialling = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -204,11 +213,11 @@ class Encryption:
 
     def accepted(self, sock: socket.socket) -> TlsSocket:
         """The acceptor's side of a connection."""
-        return TlsSocket(sock, self._accepting, own=self._digest)
+        return TlsSocket(sock, self._accepting, own=self._digest, scratch=self._scratch)
 
     def dialled(self, sock: socket.socket) -> TlsSocket:
         """The dialler's, which may still be connecting."""
-        return TlsSocket(sock, self._dialling, own=None)
+        return TlsSocket(sock, self._dialling, own=None, scratch=self._scratch)
 
 
 def _certificate() -> tuple[bytes, bytes]:
