@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from xpyd_worker.grammar.schema import children
+from xpyd_worker.grammar.schema import children, objects_in
 
 _OF_ROOT = ("$defs", "definitions", "x-guidance")
 
@@ -42,15 +42,8 @@ def place_of_error(schema: Mapping[str, Any], error_of: Callable[[object], str])
 
 def _is_whole(part: object) -> bool:
     """Whether none of its references is into another part of the root than its definitions."""
-    todo = [part]
-    while todo:
-        one = todo.pop()
-        if isinstance(one, list):
-            todo += cast("list[object]", one)
-        elif isinstance(one, dict):
-            node = cast("dict[str, object]", one)
-            to = str(node.get("$ref", ""))
-            if to.startswith("#") and not to.startswith(("#/$defs/", "#/definitions/")):
-                return False
-            todo += node.values()
+    for node in objects_in(part):
+        to = str(node.get("$ref", ""))
+        if to.startswith("#") and not to.startswith(("#/$defs/", "#/definitions/")):
+            return False
     return True

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from xpyd_core.errors import UserError
+from xpyd_worker.grammar.schema import objects_in
 from xpyd_worker.grammar.spec import (
     AnyText,
     Concat,
@@ -158,17 +159,10 @@ def _escapes(schema: object) -> dict[str, Any]:
     """Which escapes texts may have. All of them, but where members that have names may come among
     members that have none: these must have other names, and the compiler compares names as they are
     written. So there no character has a second spelling."""
-    todo = [schema]
-    while todo:
-        one = todo.pop()
-        if isinstance(one, list):
-            todo += cast("list[object]", one)
-        elif isinstance(one, dict):
-            node = cast("dict[str, object]", one)
-            has_names = node.get("properties") or node.get("patternProperties")
-            if has_names and node.get("additionalProperties") is not False:
-                return {"json_allowed_escapes": 'nrbtf\\"'}
-            todo += node.values()
+    for node in objects_in(schema):
+        has_names = node.get("properties") or node.get("patternProperties")
+        if has_names and node.get("additionalProperties") is not False:
+            return {"json_allowed_escapes": 'nrbtf\\"'}
     return {"json_allow_general_unicode_escapes": True}
 
 

@@ -449,3 +449,16 @@ def _is_open(node: Mapping[str, Any]) -> bool:
     says = "additionalProperties" in node or "patternProperties" in node
     needs = set(node.get("required", ())) <= named and node.get("minProperties", 0) <= len(named)
     return needs and not says
+
+
+def objects_in(value: object) -> Iterator[dict[str, object]]:
+    """Every object in a JSON value, itself among them."""
+    todo = [value]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, list):
+            todo += cast("list[object]", one)
+        elif isinstance(one, dict):
+            node = cast("dict[str, object]", one)
+            yield node
+            todo += node.values()
