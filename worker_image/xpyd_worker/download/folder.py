@@ -271,8 +271,9 @@ class GrowingFolder:
 
     def finish(self, file: RemoteFile, sha256: str) -> HeldFile:
         """Give a verified file its name."""
-        (self.path / (file.name + _GROWING)).rename(self.path / file.name)
+        # Noted first: a note without the file costs a look, a file without its note all its bytes.
         self._note(_Entry(Part(file.name, file.tag, 0, file.size), sha256))
+        (self.path / (file.name + _GROWING)).rename(self.path / file.name)
         return HeldFile(file.name, file.size, file.tag, sha256)
 
     def complete(self, manifest: Manifest) -> None:

@@ -154,13 +154,20 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def parts_of(file: RemoteFile, have: Iterable[Part], part_bytes: int) -> list[Part]:
-    """The parts of a file that are not there yet. `have`: what an earlier run wrote."""
-    begins = {part.begin for part in have if (part.name, part.tag) == (file.name, file.tag)}
-    found = (
-        Part(file.name, file.tag, begin, min(begin + part_bytes, file.size))
-        for begin in range(0, file.size, part_bytes)
+    """The parts of a file that are not there yet. `have`: what an earlier run wrote, which may have
+    cut its parts otherwise."""
+    mine = sorted(
+        (part.begin, part.end) for part in have if (part.name, part.tag) == (file.name, file.tag)
     )
-    return [part for part in found if part.begin not in begins]
+    found: list[Part] = []
+    at = 0
+    for begin, end in [*mine, (file.size, file.size)]:
+        found += (
+            Part(file.name, file.tag, cut, min(cut + part_bytes, begin))
+            for cut in range(at, begin, part_bytes)
+        )
+        at = max(at, end)
+    return found
 
 
 class _Digest(Protocol):

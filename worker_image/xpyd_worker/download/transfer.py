@@ -237,11 +237,13 @@ class _Transfer:
                 self._held[file.name] = held
                 progress.add(file.size, files=1)
             else:
-                progress.add(sum(part.end - part.begin for part in self._growing.parts(file)))
+                progress.add(file.size - self._missing_bytes([file]))
 
     def _missing_bytes(self, files: list[RemoteFile]) -> int:
-        have = (p.end - p.begin for file in files for p in self._growing.parts(file))
-        return sum(file.size for file in files) - sum(have)
+        return sum(part.end - part.begin for file in files for part in self._parts(file))
+
+    def _parts(self, file: RemoteFile) -> list[Part]:
+        return parts_of(file, self._growing.parts(file), self._limits.part_bytes)
 
     def _check_room(self, files: list[RemoteFile]) -> None:
         needs, has = self._missing_bytes(files), free_bytes(self._growing.path)
@@ -264,7 +266,7 @@ class _Transfer:
         jobs: queue.SimpleQueue[tuple[_Growing, Part]] = queue.SimpleQueue()
         now = time.monotonic()
         for file in files:
-            parts = parts_of(file, self._growing.parts(file), self._limits.part_bytes)
+            parts = self._parts(file)
             allowed_s = deadline_s(file.size, 2 * self._limits.retry_s, _LEAST_BYTES_PER_S)
             growing = _Growing(file, self._growing.begin(file), len(parts), now + allowed_s)
             for part in parts:
@@ -365,7 +367,7 @@ class _Transfer:
                 f"{self._source.label}: {file.name}: {wrong}, twice: upload the file again",
             )
         again = _Growing(file, self._growing.begin(file), 0, growing.until, again=True)
-        for part in parts_of(file, (), self._limits.part_bytes):
+        for part in self._parts(file):  # all: they were dropped
             self._fetch_part(again, part)
         if not self._stop.is_set():
             self._end(again)
