@@ -16,6 +16,7 @@ from xpyd_core.logs import add_logging_arguments, set_up_logging
 from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
 from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT, read_pod_env
 from xpyd_core.sizes import parse_bytes
+from xpyd_core.tls import add_server_arguments, read_server_files
 from xpyd_router.admission import AdmissionLimits
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
@@ -60,6 +61,7 @@ class _Flags:
 def _configure(parser: argparse.ArgumentParser) -> None:
     flags, default = _Flags(parser), RouterConfig()
     _add_fleet(flags, default)
+    add_server_arguments(parser)
     _add_policy(flags, default)
     _add_requests(flags, default)
     _add_limits(flags, default.limits)
@@ -268,6 +270,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         listen_fd=args.listen_fd,
         admin_port=args.admin_port,
         admin_listen_fd=args.admin_listen_fd,
+        tls=read_server_files(args),
         processes=args.processes,
         discovery_host=args.discovery_host or host,
         discovery_port=args.discovery_port,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
 from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT
+from xpyd_core.tls import ServerFiles
 from xpyd_router.admission import AdmissionLimits
 from xpyd_router.fleet.health import HealthRules
 from xpyd_router.fleet.listed import ListedInstance
@@ -30,6 +31,8 @@ class RouterConfig:
     """Port on `host` of metrics, instances and the admin API; 0 lets the system choose."""
     admin_listen_fd: int | None = None
     """As `listen_fd`, in place of `host` and `admin_port`."""
+    tls: ServerFiles | None = None
+    """Certificate of `port`; None: it speaks plain HTTP, as the admin port always does."""
     discovery_host: str = "127.0.0.1"
     """Literal address of the discovery port."""
     discovery_port: int = DISCOVERY_PORT

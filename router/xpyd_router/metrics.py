@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from xpyd_core.tls import WatchedContext
 from xpyd_router.errors import FailureCause
 from xpyd_router.fleet.instances import Instance, ShownState, Standing
 from xpyd_router.key_metrics import KeyTable
@@ -83,6 +84,13 @@ class RouterMetrics:
         self.worker_deaths = self._counter(
             "worker_deaths", "Processes that ended and were replaced"
         )
+        self.tls_handshakes = self._counter("tls_handshakes", "TLS handshakes of clients", "result")
+        self.tls_reloads = self._counter(
+            "tls_reloads", "Changes of certificates' files", "use", "result"
+        )
+        self.tls_not_after = self._gauge(
+            "tls_not_after_seconds", "Unix time at which the certificate in use ends", "use"
+        )
         self._instances = self._gauge("instances", "Known instances", "type", "state")
         self._has_pair = self._gauge(
             "has_pair", "1: a pair or an aggregated instance can be picked; 0: requests wait"
@@ -93,6 +101,16 @@ class RouterMetrics:
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"xpyd_router_{name}", text, labels, registry=self._registry)
+
+    def watch_certificate(self, context: WatchedContext, use: str) -> None:
+        """Show the end and the reloads of what `context` loads."""
+
+        def loaded(is_good: bool) -> None:
+            self.tls_reloads.labels(use, "ok" if is_good else "failed").inc()
+            self.tls_not_after.labels(use).set(context.not_after_s)
+
+        self.tls_not_after.labels(use).set(context.not_after_s)
+        context.on_reload = loaded
 
     def failed(self, instance: Instance, cause: FailureCause) -> None:
         """A call to `instance` failed."""

@@ -42,6 +42,7 @@ from xpyd_router.http.server import (
     Listeners,
     Serving,
     make_policy,
+    make_tls,
     open_serving,
     source_host,
 )
@@ -163,11 +164,12 @@ async def open_router(
 
     `protocol` is uvicorn's `http`; None: ours, whose answers go straight to the transport.
 
-    Raises UserError for a port that cannot be had and for an unusable key file.
+    Raises UserError for a port that cannot be had and for unusable files of keys or certificates.
     """
     keys, admin_keys = read_secrets(config)
     clock = time.monotonic
     metrics = RouterMetrics(clock)
+    tls = make_tls(config, metrics)
     loads = LoadTable()
     fleet = FleetView(make_registry(config), clock, loads, config.health)
     client_keys = open_keys(config, metrics, clock)
@@ -199,7 +201,7 @@ async def open_router(
         introducer = make_introducer(config, fleet, metrics, keys)
         asker = make_asker(config, fleet)
         works = (discovery.run(), prober.run(), asker.run(), introducer.run())
-        async with open_serving(state, Listeners(*opened), protocol, works) as serving:
+        async with open_serving(state, Listeners(*opened), protocol, works, tls) as serving:
             serving.discovery_port = discovery.port
             yield serving
 
@@ -239,7 +241,8 @@ async def serve_until_signal(
             return
         _on_signals(router.stop)
         logger.info(
-            "router listens on http://%s, admin port http://%s, discovery on %s",
+            "router listens on %s://%s, admin port http://%s, discovery on %s",
+            "http" if config.tls is None else "https",
             Address(config.host, router.http_port),
             Address(config.host, router.admin_port),
             Address(config.discovery_host, router.discovery_port),

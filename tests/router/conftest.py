@@ -10,6 +10,7 @@ import uvloop
 
 from tests.router.fakes import Loop, server
 from tests.router.virtual_time import VirtualLoop
+from tests.tls_kit import is_tls
 
 
 @pytest.fixture(params=[uvloop.new_event_loop, asyncio.new_event_loop])
@@ -37,3 +38,11 @@ def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
     token = server.set(request.param)
     yield
     server.reset(token)
+
+
+@pytest.fixture(params=[False, True], ids=["tcp", "tls"])
+def plain_and_tls(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Each test once over TCP, once over TLS."""
+    token = is_tls.set(request.param)
+    yield request.param
+    is_tls.reset(token)

@@ -22,6 +22,7 @@ import zmq.asyncio
 from aiohttp import web
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tests.tls_kit import bridged, tls_if_asked
 from xpyd_core.keys import beat_mac, read_keys
 from xpyd_core.messages import Heartbeat, encode_heartbeat
 from xpyd_router.config import RouterConfig
@@ -35,8 +36,6 @@ took 54 s where all of them worked."""
 _instance_numbers = itertools.count(1)
 server: contextvars.ContextVar[str] = contextvars.ContextVar("server", default="direct")
 """`direct`: answers go straight to the transport; `plain`: through ASGI's send."""
-
-
 Loop = Callable[[], asyncio.AbstractEventLoop]
 
 
@@ -342,6 +341,8 @@ class Fleet:
     stack: contextlib.AsyncExitStack
     key: bytes | None
     engines: list[HttpEngine] = field(default_factory=list)
+    tls_port: int = 0
+    """The router's own port; `router.http_port` may be a bridge's (tls_kit)."""
 
     @property
     def base(self) -> str:
@@ -479,6 +480,7 @@ async def fleet(**config: Any) -> AsyncGenerator[Fleet]:
     )
     async with contextlib.AsyncExitStack() as stack:
         protocol = HttpToolsProtocol if server.get() == "plain" else None
+        config = {**tls_if_asked(stack), **config}
         router = await stack.enter_async_context(open_router(replace(defaults, **config), protocol))
         serving = asyncio.create_task(router.run())
 
@@ -487,10 +489,12 @@ async def fleet(**config: Any) -> AsyncGenerator[Fleet]:
             await serving
 
         stack.push_async_callback(stop)
+        tls_port = router.http_port
+        router.state.http_port = await stack.enter_async_context(bridged(tls_port))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         dealer = beating(stack, router.discovery_port)
         path = config.get("kv_key_file")
-        yield Fleet(router, http, dealer, stack, None if path is None else read_keys(path)[0])
+        yield Fleet(router, http, dealer, stack, path and read_keys(path)[0], tls_port=tls_port)
 
 
 @contextlib.asynccontextmanager

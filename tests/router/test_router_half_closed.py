@@ -9,6 +9,7 @@ import pytest
 
 from tests.router.fakes import begin_and_hang, fleet, hang, pair, until
 
+pytestmark = pytest.mark.usefixtures("plain_and_tls")
 CHEAP = {
     "an old one": (b"GET /health HTTP/1.0\r\n\r\n", b" 200 "),
     "another": (b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", b" 200 "),

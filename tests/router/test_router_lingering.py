@@ -12,9 +12,11 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tests.router.fakes import fleet, until
+from tests.tls_kit import client_context
 from xpyd_router.http import lingering
 from xpyd_router.http.protocol import ClientProtocol
 
+pytestmark = pytest.mark.usefixtures("plain_and_tls")
 MORE = 8 * 1024 * 1024
 """More than what both kernels keep for a connection on loopback."""
 LONG = b"Host: x\r\nContent-Length: %d\r\n" % MORE
@@ -39,17 +41,22 @@ EAGER = {
 
 @pytest.mark.usefixtures("both_loops")
 @pytest.mark.parametrize("case", EAGER)
-async def test_a_client_that_sends_all_before_it_reads_gets_its_answer(case: str) -> None:
+async def test_a_client_that_sends_all_before_it_reads_gets_its_answer(
+    case: str, plain_and_tls: bool
+) -> None:
     head, status = EAGER[case]
     said: list[bytes] = []
 
     def client(port: int) -> None:
-        with socket.create_connection(("127.0.0.1", port), timeout=15) as sock:
+        sock = socket.create_connection(("127.0.0.1", port), timeout=15)
+        if plain_and_tls:
+            sock = client_context().wrap_socket(sock, server_hostname="127.0.0.1")
+        with sock:
             sock.sendall(head + b"a" * MORE)
             said.append(sock.recv(65536))
 
     async with fleet(max_body_bytes=1024) as made:
-        await asyncio.to_thread(client, made.router.http_port)
+        await asyncio.to_thread(client, made.tls_port)
         assert int(said[0].split()[1]) == status
 
 

@@ -25,12 +25,15 @@ from typing import NamedTuple, cast
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from xpyd_core.tls import WatchedContext
+from xpyd_core.tls_connection import TlsServer
 from xpyd_router.app_state import AppState
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.http.app import admin_app, build_app
 from xpyd_router.http.protocol import ClientProtocol
+from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.base import NO_SLO
 from xpyd_router.policy.pairs import PairPolicy, build_policy
 from xpyd_router.request.flow import Flow
@@ -109,7 +112,7 @@ class Acceptor:
             return
         if self._is_closed:
             # The other connections were closed before this one existed.
-            cast(HttpToolsProtocol, protocol).shutdown()
+            cast(HttpToolsProtocol, protocol).shutdown()  # TlsConnection has it, too
 
 
 _LOOK_S = 1.0
@@ -172,13 +175,21 @@ class Listeners(NamedTuple):
 
 class _Server(uvicorn.Server):
     """uvicorn without its own signal handlers, for `Serving` has the drain, and with our way to
-    take connections. Connections to the listeners of `admin` get that application.
+    take connections. Connections to the listeners of `admin` get that application. Those of clients
+    are made by `tls`, where there is one.
     """
 
-    def __init__(self, config: uvicorn.Config, admin: uvicorn.Config, listeners: Listeners) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        admin: uvicorn.Config,
+        listeners: Listeners,
+        tls: TlsServer | None,
+    ) -> None:
         super().__init__(config)
         self._admin = admin
         self._listeners = listeners
+        self._tls = tls
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -186,9 +197,14 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
+        make, tls = partial(self._make_protocol, self.config), self._tls
+        makes = (
+            make if tls is None else partial(tls.wrap, make),
+            partial(self._make_protocol, self._admin),
+        )
         acceptors = [
-            Acceptor(one, partial(self._make_protocol, config))
-            for config, sockets in zip((self.config, self._admin), self._listeners, strict=True)
+            Acceptor(one, make)
+            for make, sockets in zip(makes, self._listeners, strict=True)
             for one in sockets
         ]
         self.servers = cast("list[asyncio.Server]", acceptors)
@@ -201,6 +217,8 @@ class _Server(uvicorn.Server):
             # uvloop cannot close a loop in which a file is still watched.
             for one in self.servers:
                 one.close()
+            if self._tls is not None:
+                self._tls.close()
 
     def _make_protocol(self, config: uvicorn.Config) -> asyncio.Protocol:
         # uvicorn's type says only that it is an asyncio.Protocol.
@@ -269,8 +287,10 @@ async def open_serving(
     listeners: Listeners,
     protocol: type[asyncio.Protocol] | None = None,
     works: Iterable[Coroutine[None, None, None]] = (),
+    tls: TlsServer | None = None,
 ) -> AsyncGenerator[Serving]:
-    """A server on `listeners`, with `works` running as tasks; leaving frees everything of it.
+    """A server on `listeners`, over `tls` where there is one, with `works` running as tasks;
+    leaving frees everything of it.
 
     `protocol` is uvicorn's `http`; None: ours, whose answers go straight to the transport.
     """
@@ -295,10 +315,12 @@ async def open_serving(
         timeout_keep_alive=_KEEP_ALIVE_S,
     )
     app = configure(build_app(state, flow, upstream, reader))
-    server = _Server(app, configure(admin_app(state)), listeners)
+    server = _Server(app, configure(admin_app(state)), listeners, tls)
     own = [one.run() for one in (tokens, objectives) if one is not None]
     if state.client_keys is not None:
         own.append(state.client_keys.watch.run())
+    if tls is not None:
+        own.append(tls.context.watch())
     if (trim := trimmer()) is not None:
         own.append(trim_after_bursts(lambda: state.metrics.requests.in_flight, trim))
     try:
@@ -361,6 +383,16 @@ def _protocol(config: RouterConfig) -> type[ClientProtocol]:
         stall_s = config.request_timeout_s
 
     return Protocol
+
+
+def make_tls(config: RouterConfig, metrics: RouterMetrics) -> TlsServer | None:
+    """What makes the connections of the HTTP port, where they are TLS. UserError for unusable
+    certificates."""
+    if config.tls is None:
+        return None
+    context = WatchedContext(config.tls, "--ssl-certfile")
+    metrics.watch_certificate(context, "server")
+    return TlsServer(context, lambda result: metrics.tls_handshakes.labels(result).inc())
 
 
 def _tokens(state: AppState) -> Tokens | None:

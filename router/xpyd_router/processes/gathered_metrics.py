@@ -16,7 +16,15 @@ from itertools import count
 from xpyd_router.processes.events import GiveText, Text
 from xpyd_router.processes.worker_processes import WorkerProcess
 
-PARENTS_ALONE = frozenset({"xpyd_router_instances", "xpyd_router_has_pair", "xpyd_router_workers"})
+PARENTS_ALONE = frozenset(
+    {
+        "xpyd_router_instances",
+        "xpyd_router_has_pair",
+        "xpyd_router_workers",
+        "xpyd_router_tls_not_after_seconds",
+        "xpyd_router_tls_reloads_total",
+    }
+)
 """Gauges of which every process has the whole."""
 _LASTING = frozenset({"counter", "histogram"})
 _CREATED = "_created"

@@ -19,6 +19,7 @@ from dataclasses import replace
 import uvloop
 
 from xpyd_core.listen import other_loopback
+from xpyd_core.tls import WatchedContext
 from xpyd_router.config import RouterConfig
 from xpyd_router.http.server import Listeners, running
 from xpyd_router.keys.watch import keys_of, read_key_file
@@ -135,6 +136,10 @@ class ParentProcess:
         self._keys, self._admin_keys = read_secrets(config)
         if config.api_key_file is not None:  # the workers read it; a mistake ends the start
             keys_of(read_key_file(config.api_key_file), config.api_keys, config.api_key_file)
+        self._certificate: WatchedContext | None = None
+        if config.tls is not None:  # workers serve with it; here it is checked and shown once
+            self._certificate = WatchedContext(config.tls, "--ssl-certfile")
+            self.metrics.watch_certificate(self._certificate, "server")
         self._created, self._started_s = int(time.time()), time.monotonic()
         self._rows = map_rows(memory, config.processes)
         self.fleet = ParentView(make_registry(config), time.monotonic, config.health, self._publish)
@@ -177,7 +182,9 @@ class ParentProcess:
         try:
             asker = make_asker(self._config, self.fleet)
             introducer = make_introducer(self._config, self.fleet, self.metrics, self._keys)
-            works = (self._discovery.run(), self._prober.run(), asker.run(), introducer.run())
+            works = [self._discovery.run(), self._prober.run(), asker.run(), introducer.run()]
+            if self._certificate is not None:
+                works.append(self._certificate.watch())
             async with running(*works):
                 try:
                     await self.worker_processes.open()

@@ -30,7 +30,14 @@ from xpyd_router.admission import Admission
 from xpyd_router.app_state import AppState, Keys, open_keys
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.instances import InstanceKey
-from xpyd_router.http.server import BACKLOG, Listeners, Serving, make_policy, open_serving
+from xpyd_router.http.server import (
+    BACKLOG,
+    Listeners,
+    Serving,
+    make_policy,
+    make_tls,
+    open_serving,
+)
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.processes.channel import Channel
 from xpyd_router.processes.events import (
@@ -287,7 +294,8 @@ class Worker:
                 (config.port, config.admin_port), self._listeners, strict=True
             )
         ]
-        async with open_serving(state, Listeners(*opened)) as serving:
+        tls = make_tls(config, metrics)
+        async with open_serving(state, Listeners(*opened), tls=tls) as serving:
             self._serving = serving
             self._send(WorkerReady())
             await serving.run()

@@ -1,0 +1,273 @@
+"""Certificates from files: flags, contexts for servers and clients, reload when a file changes.
+
+A Secret that is mounted changes by the swap of a symbolic link; a certificate by itself changes by
+a write or a rename. So the files are looked at every `LOOK_S`, and a context that can be made of
+them takes the place of the last one: new connections use it, running ones go on. Files that do not
+fit each other, or cannot be read, change nothing: the last good context stays, with a log line.
+`tls_connection` is the protocol over a context of a server. See docs/adr/0083.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import calendar
+import logging
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from xpyd_core.errors import UserError
+
+LOOK_S = 2.0
+"""Between two looks at the files: a revoked or renewed certificate counts within seconds."""
+SOON_S = 7 * 86400.0
+"""A certificate that ends within so much has a warning when it is loaded."""
+ClientCertificates = Literal[0, 1, 2]
+"""vLLM's and uvicorn's numbers: 0 none is asked for, 1 one that is sent is verified, 2 required."""
+_BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+_SEQUENCE, _UTC_TIME, _GENERAL_TIME, _VERSION = 0x30, 0x17, 0x18, 0xA0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServerFiles:
+    """What a listener shows, and whom it asks for a certificate."""
+
+    certificate: Path
+    """PEM, the leaf first."""
+    key: Path | None = None
+    """PEM without a password; None: it is in the certificate's file."""
+    client_ca: Path | None = None
+    """PEM of the authorities of clients' certificates."""
+    client_certificates: ClientCertificates = 0
+
+    def make(self) -> ssl.SSLContext:
+        """A context for connections that clients open. Raises OSError, which ssl.SSLError is."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
+        context.set_alpn_protocols(["http/1.1"])
+        context.load_cert_chain(self.certificate, self.key, _no_password)
+        if self.client_ca is not None:
+            context.load_verify_locations(self.client_ca)
+        context.verify_mode = ssl.VerifyMode(self.client_certificates)
+        return context
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Every file."""
+        return tuple(p for p in (self.certificate, self.key, self.client_ca) if p is not None)
+
+
+@dataclass(frozen=True)
+class ClientFiles:
+    """Whom a client trusts, and what it shows."""
+
+    ca: Path
+    """PEM of the authorities that servers' certificates must come from; no others count."""
+    certificate: Path | None = None
+    """PEM of the client's own certificate, the leaf first; None: it shows none."""
+    key: Path | None = None
+    """PEM without a password; None: it is in the certificate's file."""
+
+    def make(self) -> ssl.SSLContext:
+        """A context for connections to servers. Raises OSError, which ssl.SSLError is."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        context.load_verify_locations(self.ca)
+        if self.certificate is not None:
+            context.load_cert_chain(self.certificate, self.key, _no_password)
+        return context
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Every file."""
+        return tuple(p for p in (self.ca, self.certificate, self.key) if p is not None)
+
+
+def _no_password() -> str:
+    # OpenSSL would ask for it on the terminal.
+    raise ssl.SSLError("the key has a password; give a key without one")
+
+
+class WatchedContext:
+    """The context that `files` make, as long as `watch` runs the newest one. `on_reload(is_good)`
+    is called when they have changed, once for each change.
+
+    Raises UserError, with `what` in front (a flag), where the files make none.
+    """
+
+    def __init__(
+        self,
+        files: ServerFiles | ClientFiles,
+        what: str,
+        on_reload: Callable[[bool], object] = lambda is_good: None,
+    ) -> None:
+        self.files = files
+        self.on_reload = on_reload
+        self._what = what
+        self._seen = self._look()
+        try:
+            self.current = files.make()
+            self.not_after_s = _not_after(files)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{what}: {_say(files, error)}") from error
+        self._warn_of_the_end()
+
+    async def watch(self) -> None:
+        """Reload until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.look()
+
+    def look(self) -> None:
+        """Reload where a file has changed."""
+        # Before the files are read: what changes meanwhile is seen by the next look.
+        seen = self._look()
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            made, not_after_s = self.files.make(), _not_after(self.files)
+        except (OSError, ValueError) as error:
+            _log.error(
+                "%s: %s; the last good files stay in use", self._what, _say(self.files, error)
+            )
+            self.on_reload(False)
+            return
+        self.current, self.not_after_s = made, not_after_s
+        _log.info("%s: loaded again, for new connections", self._what)
+        self._warn_of_the_end()
+        self.on_reload(True)
+
+    def _look(self) -> tuple[object, ...]:
+        return tuple(_state(path) for path in self.files.paths)
+
+    def _warn_of_the_end(self) -> None:
+        left_s = self.not_after_s - time.time()
+        if left_s <= 0:
+            _log.error(
+                "%s: the certificate EXPIRED at %s: clients refuse it. Give a new one; it is "
+                "loaded without a restart",
+                *(self._what, _shown(self.not_after_s)),
+            )
+        elif left_s < SOON_S:
+            _log.warning("%s: the certificate ends at %s", self._what, _shown(self.not_after_s))
+
+
+def _state(path: Path) -> object:
+    try:
+        found = path.stat()
+    except OSError as error:
+        return error.errno
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _say(files: ServerFiles | ClientFiles, error: Exception) -> str:
+    """What is wrong, with the names of the files: OpenSSL's errors have none."""
+    names = ", ".join(str(path) for path in files.paths)
+    if isinstance(error, ssl.SSLError):
+        return f"cannot use {names}: {error.reason or error}"
+    if isinstance(error, OSError):
+        return f"cannot read {error.filename or names}: {error.strerror or error}"
+    return f"cannot use {names}: {error}"
+
+
+def _shown(time_s: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_s))
+
+
+def _not_after(files: ServerFiles | ClientFiles) -> float:
+    """The end of the own certificate; infinite where there is none."""
+    if files.certificate is None:
+        return float("inf")
+    return not_after_s(files.certificate.read_text(encoding="ascii", errors="replace"))
+
+
+def not_after_s(pem: str) -> float:
+    """Unix time at which the first certificate of `pem` ends. ValueError where it has none.
+
+    Python's ssl shows this of a peer's certificate alone.
+    """
+    start, end = pem.find(_BEGIN), pem.find(_END)
+    if not 0 <= start < end:
+        raise ValueError("no certificate in PEM")
+    der = ssl.PEM_cert_to_DER_cert(pem[start : end + len(_END)])
+    try:
+        _, at, _ = _element(der, 0)  # Certificate
+        _, at, _ = _element(der, at)  # TBSCertificate
+        if der[at] == _VERSION:
+            at = _element(der, at)[2]
+        for _ in range(3):  # serial number, signature, issuer
+            at = _element(der, at)[2]
+        kind, at, _ = _element(der, at)  # validity
+        not_before_end = _element(der, at)[2]
+        tag, at, end = _element(der, not_before_end)
+    except IndexError as error:
+        raise ValueError("a certificate that is cut") from error
+    if kind != _SEQUENCE or tag not in (_UTC_TIME, _GENERAL_TIME):
+        raise ValueError("a certificate without validity")
+    form = "%y%m%d%H%M%SZ" if tag == _UTC_TIME else "%Y%m%d%H%M%SZ"
+    return float(calendar.timegm(time.strptime(der[at:end].decode("ascii"), form)))
+
+
+def _element(der: bytes, at: int) -> tuple[int, int, int]:
+    """Tag, begin and end of the content of the element at `at`."""
+    tag, size, at = der[at], der[at + 1], at + 2
+    if size & 0x80:
+        digits = size & 0x7F
+        size, at = int.from_bytes(der[at : at + digits]), at + digits
+    return tag, at, at + size
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the flags of a TLS listener, with vLLM's names."""
+    add = parser.add_argument
+    add(
+        "--ssl-certfile",
+        type=Path,
+        metavar="FILE",
+        help="serve HTTPS with this certificate (PEM, the leaf first); a new one is loaded when "
+        "the file changes",
+    )
+    add(
+        "--ssl-keyfile",
+        type=Path,
+        metavar="FILE",
+        help="its key, without a password (default: it is in --ssl-certfile)",
+    )
+    add(
+        "--ssl-ca-certs",
+        type=Path,
+        metavar="FILE",
+        help="authorities of clients' certificates (default: none is asked for)",
+    )
+    add(
+        "--ssl-cert-reqs",
+        type=int,
+        choices=(0, 1, 2),
+        help="clients' certificates: 0 none, 1 one that is sent is verified, 2 required (default: "
+        "2 with --ssl-ca-certs, else 0)",
+    )
+
+
+def read_server_files(args: argparse.Namespace) -> ServerFiles | None:
+    """The flags of `add_server_arguments`; None without them. UserError names the wrong one."""
+    certificate, authorities, required = args.ssl_certfile, args.ssl_ca_certs, args.ssl_cert_reqs
+    if certificate is None:
+        for flag in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
+            if getattr(args, flag) is not None:
+                raise UserError(f"--{flag.replace('_', '-')}: needs --ssl-certfile")
+        return None
+    if authorities is None and required:
+        raise UserError("--ssl-cert-reqs: needs --ssl-ca-certs, which verifies the certificates")
+    if authorities is not None and required == 0:
+        raise UserError("--ssl-ca-certs: does nothing with --ssl-cert-reqs 0; give 1 or 2")
+    if required is None:
+        required = 0 if authorities is None else 2
+    return ServerFiles(certificate, args.ssl_keyfile, authorities, required)
