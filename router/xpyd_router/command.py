@@ -19,6 +19,7 @@ from xpyd_core.sizes import parse_bytes
 from xpyd_core.tls import add_server_arguments, read_server_files
 from xpyd_router.admission import AdmissionLimits
 from xpyd_router.config import RouterConfig
+from xpyd_router.cross_site import CrossSite, check_cross_site, read_list
 from xpyd_router.fleet.health import HealthRules
 from xpyd_router.fleet.listed import parse_listed
 from xpyd_router.keys.lines import MAX_KEY_BYTES
@@ -62,6 +63,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     flags, default = _Flags(parser), RouterConfig()
     _add_fleet(flags, default)
     add_server_arguments(parser)
+    _add_cross_site(flags)
     _add_policy(flags, default)
     _add_requests(flags, default)
     _add_limits(flags, default.limits)
@@ -147,6 +149,40 @@ def _add_fleet(flags: _Flags, default: RouterConfig) -> None:
         None,
     )
     number("--missed-beats", MISSED_BEATS, f"beats missed before removal {_DEFAULT}", None)
+
+
+def _add_cross_site(flags: _Flags) -> None:
+    lists = {
+        "--allowed-origins": "origins whose web pages may use the router, or * (default: none)",
+        "--allowed-methods": "methods that they may use (default: all)",
+        "--allowed-headers": "headers that they may send (default: all)",
+    }
+    for flag, text in lists.items():
+        shown = f"{text}; a JSON list, or repeated"
+        flags.add(flag, action="append", default=[], metavar="LIST", help=shown)
+    flags.add(
+        "--allow-credentials", action="store_true", help="their requests may have cookies, too"
+    )
+    flags.add(
+        "--allowed-hosts",
+        action="append",
+        default=[],
+        metavar="LIST",
+        help="names by which clients reach the router, or *.NAME; a JSON list, or repeated "
+        "(default: on a loopback address those of the loopback, else any)",
+    )
+
+
+def _cross_site(args: argparse.Namespace) -> CrossSite:
+    return check_cross_site(
+        CrossSite(
+            origins=read_list("--allowed-origins", args.allowed_origins),
+            methods=read_list("--allowed-methods", args.allowed_methods) or ("*",),
+            headers=read_list("--allowed-headers", args.allowed_headers) or ("*",),
+            allows_credentials=args.allow_credentials,
+            hosts=read_list("--allowed-hosts", args.allowed_hosts),
+        )
+    )
 
 
 def _add_policy(flags: _Flags, default: RouterConfig) -> None:
@@ -271,6 +307,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         admin_port=args.admin_port,
         admin_listen_fd=args.admin_listen_fd,
         tls=read_server_files(args),
+        cross_site=_cross_site(args),
         processes=args.processes,
         discovery_host=args.discovery_host or host,
         discovery_port=args.discovery_port,

@@ -9,6 +9,7 @@ from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
 from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT
 from xpyd_core.tls import ServerFiles
 from xpyd_router.admission import AdmissionLimits
+from xpyd_router.cross_site import CrossSite
 from xpyd_router.fleet.health import HealthRules
 from xpyd_router.fleet.listed import ListedInstance
 from xpyd_router.policy.base import NO_SLO, OnNoPrefill, Slo
@@ -33,6 +34,8 @@ class RouterConfig:
     """As `listen_fd`, in place of `host` and `admin_port`."""
     tls: ServerFiles | None = None
     """Certificate of `port`; None: it speaks plain HTTP, as the admin port always does."""
+    cross_site: CrossSite = field(default_factory=CrossSite)
+    """Which web pages may use the router, and by which names."""
     discovery_host: str = "127.0.0.1"
     """Literal address of the discovery port."""
     discovery_port: int = DISCOVERY_PORT

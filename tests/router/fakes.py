@@ -26,13 +26,13 @@ from tests.tls_kit import bridged, tls_if_asked
 from xpyd_core.keys import beat_mac, read_keys
 from xpyd_core.messages import Heartbeat, encode_heartbeat
 from xpyd_router.config import RouterConfig
+from xpyd_router.cross_site import CrossSite
 from xpyd_router.fleet.health import HealthRules
 from xpyd_router.http.server import Serving
 from xpyd_router.router import open_router
 
 PATIENCE_S = 120.0
-"""For the whole of a test. The processes of a router start in two seconds where cores are free, and
-took 54 s where all of them worked."""
+"""For the whole of a test: a router of processes took 54 s to start on a machine that was full."""
 _instance_numbers = itertools.count(1)
 server: contextvars.ContextVar[str] = contextvars.ContextVar("server", default="direct")
 """`direct`: answers go straight to the transport; `plain`: through ASGI's send."""
@@ -472,6 +472,7 @@ async def fleet(**config: Any) -> AsyncGenerator[Fleet]:
         health=HealthRules(slow_start_s=0.0),  # for the same reason
         port=0,
         admin_port=0,
+        cross_site=CrossSite(hosts=("x",)),
         discovery_port=0,
         kv_insecure="kv_key_file" not in config,
         pair_wait_s=0.0,

@@ -5,7 +5,7 @@ answer, which goes straight to the client's transport (docs/adr/0027). Knows no 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Protocol
@@ -14,16 +14,17 @@ from xpyd_core.bodies import BodyBuffer, BodyCharge
 from xpyd_router.keys.ring import Client, Header
 from xpyd_router.request.relay import CHUNK_LINES, KNOWN_LINES, do_nothing
 
-_UNUSUAL = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
 
-
-def usual_size(headers: Sequence[Header]) -> int | None:
-    """The length of the body behind a head with nothing unusual about it; None for others."""
+def usual_size(
+    headers: Sequence[Header], unusual: Container[bytes], is_right: Callable[[bytes], bool]
+) -> int | None:
+    """The length of the body behind a head with nothing unusual about it; None for others. See
+    `OriginGuard`."""
     size = b""
     for name, value in headers:
         if name == b"content-length":
             size = value
-        elif name in _UNUSUAL:
+        elif name in unusual and not (name == b"host" and is_right(value)):
             return None
     return int(size) if size.isdigit() else None
 

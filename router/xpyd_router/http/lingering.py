@@ -15,6 +15,17 @@ MAX_DROPPED_BYTES = 64 * 1024 * 1024
 """Twice the longest body by default: a client that did not wait for the answer can read it."""
 
 
+class CycleTransport(asyncio.Transport):
+    """The part of a transport that uvicorn's request cycle uses, whose `close` is another's."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        super().__init__()
+        self._transport = transport
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
 class Lingering(asyncio.Protocol):
     """Takes the place of `owner` once all of the answer is written: drops what comes, until the
     client closes, `LINGER_S` are over or `MAX_DROPPED_BYTES` came; then calls `close`. `owner`

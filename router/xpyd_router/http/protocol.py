@@ -31,6 +31,7 @@ from xpyd_router.http.asgi import BODY_DEADLINE_S
 from xpyd_router.http.direct import DirectRequest, DirectSink, UnframedSink, usual_size
 from xpyd_router.http.inference import Inference
 from xpyd_router.http.lingering import CycleTransport, Lingering
+from xpyd_router.http.origins import OriginGuard
 from xpyd_router.http.text_calls import TEXT_ROUTES
 from xpyd_router.keys.ring import Refused
 from xpyd_router.translations import ROUTES, TARGETS
@@ -104,6 +105,7 @@ class ClientProtocol(HttpToolsProtocol):
     _served: RequestResponseCycle | None = None
     """uvicorn's last request whose answer began; `cycle` is the last that came."""
     _app: Inference | None = None
+    _guard: OriginGuard
 
     # uvicorn narrows asyncio's BaseTransport in the same way.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -112,8 +114,8 @@ class ClientProtocol(HttpToolsProtocol):
         self._chunks = Chunks()
         # Of a plain ASGI application all requests are uvicorn's.
         app = cast(object, self.__dict__["app"])
-        if isinstance(app, Inference):
-            self._app = app
+        if isinstance(app, OriginGuard):
+            self._app, self._guard = app.inference, app
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
@@ -313,7 +315,7 @@ class ClientProtocol(HttpToolsProtocol):
         version = parser.get_http_version()
         if parser.get_method() != b"POST" or version not in ("1.1", "1.0"):
             return False
-        size = usual_size(self.headers)
+        size = usual_size(self.headers, self._guard.unusual, self._guard.is_right)
         if size is None or size > app.max_body_bytes:
             return False
         client = None if app.keys is None else app.keys.ring.find(self.headers)

@@ -29,9 +29,12 @@ from xpyd_core.tls import WatchedContext
 from xpyd_core.tls_connection import TlsServer
 from xpyd_router.app_state import AppState
 from xpyd_router.config import RouterConfig
+from xpyd_router.cross_site import CrossSite
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.http.app import admin_app, build_app
+from xpyd_router.http.asgi import AsgiApp
+from xpyd_router.http.origins import OriginGuard
 from xpyd_router.http.protocol import ClientProtocol
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.base import NO_SLO
@@ -314,8 +317,11 @@ async def open_serving(
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
     )
-    app = configure(build_app(state, flow, upstream, reader))
-    server = _Server(app, configure(admin_app(state)), listeners, tls)
+    rules, admin = config.cross_site, cast(AsgiApp, admin_app(state))
+    app = OriginGuard(build_app(state, flow, upstream, reader), rules, listeners.clients)
+    # No page has business with the admin port, but it has the same names.
+    admin = OriginGuard(admin, CrossSite(hosts=rules.hosts), listeners.admin)
+    server = _Server(configure(app), configure(admin), listeners, tls)
     own = [one.run() for one in (tokens, objectives) if one is not None]
     if state.client_keys is not None:
         own.append(state.client_keys.watch.run())
