@@ -66,6 +66,11 @@ def client_context(ca: trustme.CA | None = None) -> ssl.SSLContext:
 is_tls: contextvars.ContextVar[bool] = contextvars.ContextVar("is_tls", default=False)
 """Whether the routers of a test speak TLS; plain clients then come over a bridge."""
 
+of_engines: contextvars.ContextVar[ssl.SSLContext | None] = contextvars.ContextVar(
+    "of_engines", default=None
+)
+"""With what fake engines serve that start now; None: plain HTTP."""
+
 
 def tls_if_asked(stack: contextlib.ExitStack | contextlib.AsyncExitStack) -> dict[str, ServerFiles]:
     """The field of a router's configuration, where `is_tls`; `stack` removes the files."""

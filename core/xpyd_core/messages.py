@@ -14,7 +14,7 @@ import msgspec
 
 from xpyd_core.errors import ProtocolError, UserError
 from xpyd_core.kv_outcome import MAX_PEERS, KvPeer
-from xpyd_core.request_id import Address, parse_address
+from xpyd_core.request_id import Address, TlsAddress, parse_address
 
 MAX_HEARTBEAT_BYTES = 64 * 1024
 MAX_MODELS = 64
@@ -46,7 +46,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     it. `prompt_ids` 1: the engine takes a prompt's ids, also of a chat, as vLLM does from 0.32 on
     (docs/adr/0053). `block_tokens`: tokens of each of `total_blocks`; 0: as many as our engine's
     blocks have by default. `engine`: which program the engine is, as in HELLO: empty for xpyd's
-    own, `vllm 0.32.0` for another one (docs/adr/0055).
+    own, `vllm 0.32.0` for another one (docs/adr/0055). `tls` 1: the HTTP port speaks TLS alone.
     """
 
     type: InstanceType
@@ -76,11 +76,14 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_ids: Literal[0, 1] = 0
     block_tokens: _Count = 0
     engine: _Text = ""
+    tls: Literal[0, 1] = 0
 
     @property
     def http(self) -> Address:
-        """The HTTP address; a leading `http://` is tolerated, as old routers do."""
-        return parse_address(self.http_address.removeprefix("http://"))
+        """The HTTP address, a TlsAddress where `tls`; a leading `http://` is tolerated, as old
+        routers do."""
+        found = parse_address(self.http_address.removeprefix("http://"))
+        return TlsAddress(*found) if self.tls else found
 
     @property
     def kv(self) -> Address:

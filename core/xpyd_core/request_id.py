@@ -37,6 +37,12 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+class TlsAddress(Address):
+    """The address of a port that speaks TLS. It equals the same address without."""
+
+    __slots__ = ()
+
+
 class TransferKey(NamedTuple):
     """Key of the KV of one prompt on its way from P to D: the id's uuid and the prompt's index."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
 from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT
-from xpyd_core.tls import ServerFiles
+from xpyd_core.tls import ClientFiles, ServerFiles
 from xpyd_router.admission import AdmissionLimits
 from xpyd_router.cross_site import CrossSite
 from xpyd_router.fleet.health import HealthRules
@@ -34,6 +34,10 @@ class RouterConfig:
     """As `listen_fd`, in place of `host` and `admin_port`."""
     tls: ServerFiles | None = None
     """Certificate of `port`; None: it speaks plain HTTP, as the admin port always does."""
+    engine_tls: ClientFiles | None = None
+    """Authorities of engines' certificates, and the router's own; None: the system's, and none."""
+    engine_server_name: str | None = None
+    """A name that every engine's certificate has; None: each has the engine's address."""
     cross_site: CrossSite = field(default_factory=CrossSite)
     """Which web pages may use the router, and by which names."""
     discovery_host: str = "127.0.0.1"

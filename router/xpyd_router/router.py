@@ -41,13 +41,14 @@ from xpyd_router.http.server import (
     BACKLOG,
     Listeners,
     Serving,
+    make_dialer,
     make_policy,
     make_tls,
     open_serving,
-    source_host,
 )
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.request.introductions import Introducer
+from xpyd_router.upstream.client import Dialer
 
 logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -91,26 +92,26 @@ def make_discovery(
     )
 
 
-def make_prober(config: RouterConfig, fleet: FleetView, metrics: RouterMetrics) -> Prober:
+def make_prober(fleet: FleetView, metrics: RouterMetrics, dialer: Dialer) -> Prober:
     """The prober of the instances of `fleet`."""
-    return Prober(fleet, metrics, partial(probe_http, local_host=source_host(config)))
+    return Prober(fleet, metrics, partial(probe_http, dialer=dialer))
 
 
-def make_asker(config: RouterConfig, fleet: FleetView) -> Asker:
+def make_asker(config: RouterConfig, fleet: FleetView, dialer: Dialer) -> Asker:
     """What asks the instances of the list."""
     return Asker(
         fleet,
         config.static_instances,
         period_s=config.heartbeat_interval_s,
-        local_host=source_host(config),
+        dialer=dialer,
     )
 
 
 def make_introducer(
-    config: RouterConfig, fleet: FleetView, metrics: RouterMetrics, keys: tuple[bytes, ...]
+    fleet: FleetView, metrics: RouterMetrics, keys: tuple[bytes, ...], dialer: Dialer
 ) -> Introducer:
     """What introduces Ps and Ds of different engines."""
-    return Introducer(fleet, metrics, key=keys[0], local_host=source_host(config))
+    return Introducer(fleet, metrics, key=keys[0], dialer=dialer)
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ async def open_router(
     keys, admin_keys = read_secrets(config)
     clock = time.monotonic
     metrics = RouterMetrics(clock)
-    tls = make_tls(config, metrics)
+    tls, dialer = make_tls(config, metrics), make_dialer(config, metrics)
     loads = LoadTable()
     fleet = FleetView(make_registry(config), clock, loads, config.health)
     client_keys = open_keys(config, metrics, clock)
@@ -197,11 +198,13 @@ async def open_router(
         opened = [[stack.enter_context(one) for one in _listen(p)] for p in http_ports(config)]
         discovery = make_discovery(config, fleet, metrics, keys)
         stack.callback(discovery.close)
-        prober = make_prober(config, fleet, metrics)
-        introducer = make_introducer(config, fleet, metrics, keys)
-        asker = make_asker(config, fleet)
+        prober = make_prober(fleet, metrics, dialer)
+        introducer = make_introducer(fleet, metrics, keys, dialer)
+        asker = make_asker(config, fleet, dialer)
         works = (discovery.run(), prober.run(), asker.run(), introducer.run())
-        async with open_serving(state, Listeners(*opened), protocol, works, tls) as serving:
+        async with open_serving(
+            state, Listeners(*opened), protocol, works, tls=tls, dialer=dialer
+        ) as serving:
             serving.discovery_port = discovery.port
             yield serving
 

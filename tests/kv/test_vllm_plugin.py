@@ -439,7 +439,6 @@ async def test_an_engine_that_has_ended_or_is_silent_takes_no_requests(signed, m
     [
         (lambda server: setattr(server.args, "host", "127.9.9.9"), "--host"),
         (lambda server: setattr(server.args, "uds", "/tmp/x"), "--uds"),
-        (lambda server: setattr(server.args, "ssl_certfile", "x.pem"), "--ssl-certfile"),
         (lambda server: setattr(server.args, "root_path", "/v"), "--root-path"),
         (lambda server: setattr(server.args, "api_server_count", 2), "--api-server-count"),
         (

@@ -22,7 +22,7 @@ import zmq.asyncio
 from aiohttp import web
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tests.tls_kit import bridged, tls_if_asked
+from tests.tls_kit import bridged, of_engines, tls_if_asked
 from xpyd_core.keys import beat_mac, read_keys
 from xpyd_core.messages import Heartbeat, encode_heartbeat
 from xpyd_router.config import RouterConfig
@@ -318,7 +318,7 @@ class HttpEngine:
         app.router.add_get("/{path:.*}", self.page)
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        await web.TCPSite(self.runner, "127.0.0.1", 0, ssl_context=of_engines.get()).start()
         self.port = self.runner.addresses[0][1]
 
     async def stop(self) -> None:

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from tests.router.fakes import Fleet, HttpEngine, fleet, until
 from xpyd_core.request_id import Address, is_dialable, parse_pair_id
-from xpyd_router.upstream.client import source_for
+from xpyd_router.upstream.client import Dialer
 
 
 @contextlib.asynccontextmanager
@@ -91,7 +91,7 @@ async def test_a_router_on_a_loopback_address_of_its_own_calls_engines_elsewhere
 def test_who_is_called_from_the_routers_own_loopback_address(
     to: str, local: str | None, source: tuple[str, int] | None
 ) -> None:
-    assert source_for(Address(to, 20001), local) == source
+    assert Dialer(local).source(Address(to, 20001)) == source
 
 
 async def test_a_name_that_nobody_resolves_fails_its_calls_and_shows_in_no_answer() -> None:

@@ -15,6 +15,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import aiohttp
+import httpx
+import openai
 import pytest
 
 from tests.router.fakes import Fleet, fleet, parse_events, text_of, until
@@ -69,6 +71,26 @@ async def test_long_bodies_and_streams_pass_both_ways(tmp_path: Path) -> None:
         assert len(engine.calls[0].body["prompt"]) == len(prompt)
         async with made.http.get(f"{made.admin}/metrics") as answer:  # that port stays plain
             assert 'xpyd_router_tls_handshakes_total{result="ok"} 1.0' in await answer.text()
+
+
+async def test_openais_client_works_unchanged(tmp_path: Path) -> None:
+    async with fleet(tls=write_pair(tmp_path)) as made:
+        await made.engine("A")
+        async with (
+            httpx.AsyncClient(verify=client_context()) as http,
+            openai.AsyncOpenAI(
+                base_url=f"https://127.0.0.1:{made.router.http_port}/v1",
+                api_key="unused",
+                http_client=http,
+                max_retries=0,
+            ) as client,
+        ):
+            whole = await client.completions.create(model="m", prompt="x", max_tokens=4)
+            assert whole.choices[0].text
+            stream = await client.completions.create(
+                model="m", prompt="x", max_tokens=4, stream=True
+            )
+            assert [chunk async for chunk in stream]
 
 
 async def test_a_request_may_follow_its_handshake_in_one_piece(tmp_path: Path) -> None:

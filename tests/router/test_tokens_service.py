@@ -27,6 +27,7 @@ from xpyd_router.metrics import RouterMetrics
 from xpyd_router.request.client_request import InferenceRequest, parse_request
 from xpyd_router.tokens.process import ChildLimits, TokenChild
 from xpyd_router.tokens.service import FetchFailed, NoFiles, Prompted, Tokens, fetch
+from xpyd_router.upstream.client import Dialer
 from xpyd_worker.runner.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("uv_loop")
@@ -257,15 +258,15 @@ async def test_fetch_takes_a_200_of_bounded_length_and_nothing_else() -> None:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         to = Address("127.0.0.1", runner.addresses[0][1])
-        assert await fetch(to, "/big", max_bytes=1000, local_host="127.0.0.1") == b"x" * 1000
+        assert await fetch(to, "/big", max_bytes=1000, dialer=Dialer("127.0.0.1")) == b"x" * 1000
         for path, limit in (("/big", 999), ("/away", 1000), ("/none", 1000)):
             with pytest.raises(FetchFailed) as failed:
-                await fetch(to, path, max_bytes=limit, local_host="127.0.0.1")
+                await fetch(to, path, max_bytes=limit, dialer=Dialer("127.0.0.1"))
             assert "127.0.0.1" not in str(failed.value)
             assert isinstance(failed.value, NoFiles) == (path == "/none")
         await runner.cleanup()
         with pytest.raises(FetchFailed):
-            await fetch(to, "/big", max_bytes=1000, local_host="127.0.0.1")
+            await fetch(to, "/big", max_bytes=1000, dialer=Dialer("127.0.0.1"))
 
 
 def test_the_routers_own_process_loads_no_tokenizer_library() -> None:

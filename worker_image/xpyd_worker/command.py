@@ -17,6 +17,7 @@ from xpyd_core.logs import add_logging_arguments, set_up_logging
 from xpyd_core.pod_env import PodEnv, parse_discovery, read_pod_env
 from xpyd_core.request_id import parse_address
 from xpyd_core.sizes import parse_bytes
+from xpyd_core.tls import add_server_arguments, read_server_files
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.config import Role, WorkerConfig, check_config
 from xpyd_worker.flags import GROUPS, add_flags, engine_fields
@@ -34,6 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the worker's flags. Those without default take it from the pod's environment."""
     for title, flags in GROUPS.items():
         add_flags(parser, title, flags)
+    add_server_arguments(parser)
     add_logging_arguments(parser)
 
 
@@ -55,6 +57,7 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         role=cast("Role", args.role or env.role),  # both are checked against ROLES
         host=_host(args.host, env),
         port=env.http_port if args.port is None else args.port,
+        tls=read_server_files(args),
         kv_port=env.kv_port if args.kv_port is None else args.kv_port,
         kv_advertise=None
         if args.kv_advertise is None

@@ -17,6 +17,7 @@ from xpyd_core.parallel.checks import PIPELINE, TENSOR
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
 from xpyd_core.request_id import Address, is_dialable
+from xpyd_core.tls import ServerFiles
 from xpyd_kv.transport.settings import MAX_LINKS, TRANSPORTS, check_encrypted
 from xpyd_kv.wire.handshake import OVER_TCP
 from xpyd_kv.wire.messages import Mode
@@ -111,6 +112,8 @@ class WorkerConfig:
     host: str = "127.0.0.1"
     """Literal ip that HTTP and KV listen on and that heartbeats name."""
     port: int = HTTP_PORT
+    tls: ServerFiles | None = None
+    """Certificate of the HTTP port; None: it speaks plain HTTP."""
     kv_port: int = KV_PORT
     kv_advertise: Address | None = None
     """KV address that others dial; None: host and kv_port."""

@@ -28,6 +28,8 @@ from xpyd_core.keys import fleet_keys
 from xpyd_core.messages import Heartbeat
 from xpyd_core.parallel.checks import check_parallel
 from xpyd_core.sizes import format_bytes
+from xpyd_core.tls import WatchedContext
+from xpyd_core.tls_connection import TlsServer
 from xpyd_kv.connector.build import MakeStore
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.grammar.compiler import GrammarCompiler
@@ -107,7 +109,10 @@ class _Worker:
         process = Process(self._keys, self._incarnation, self._ask_drain)
         signed_by = None if config.accept_unsigned_pairs else self._keys
         admin = Admin(self._api, self._metrics, process)
-        self._server = make_server(create_app(self._api, admin, signed_by=signed_by))
+        self._tls: TlsServer | None = None
+        if config.tls is not None:
+            self._tls = TlsServer(WatchedContext(config.tls, "--ssl-certfile"))
+        self._server = make_server(create_app(self._api, admin, signed_by=signed_by), self._tls)
         self._begun_s = time.monotonic()
         self._grammars = GrammarCompiler()
         self._loaded: LoadedEngine | None = None
@@ -124,6 +129,7 @@ class _Worker:
         sockets = self._listen()
         server = self._server
         serving = asyncio.create_task(server.serve(sockets=sockets))
+        watching = None if self._tls is None else asyncio.create_task(self._tls.context.watch())
         try:
             _log.info("loading %s", self._config.model)
             loaded = await run_unless(self._woken, self._load)
@@ -134,6 +140,9 @@ class _Worker:
             server.should_exit = True
             # What ended it by itself was logged where it was noticed.
             await asyncio.wait({serving})
+            if self._tls is not None and watching is not None:
+                watching.cancel()
+                self._tls.close()
             if self._tracer is not None:
                 await asyncio.to_thread(self._tracer.close, _TRACES_CLOSE_S)
             for number in _SIGNALS:
@@ -346,14 +355,16 @@ class _Worker:
             total_blocks=stats.blocks_total,
             block_tokens=config.block_size,
             kv_peers=loaded.kv.peers.latest(),
+            tls=0 if self._tls is None else 1,
         )
 
     def _say_ready(self, loaded: LoadedEngine, port: int) -> None:
         config = self._config
         routers = ",".join(map(str, config.discovery)) or "none"
         _log.info(
-            "serving %s on http://%s:%d",
+            "serving %s on %s://%s:%d",
             ", ".join(loaded.model.names),
+            "http" if self._tls is None else "https",
             _bracketed(config.host),
             port,
             extra={

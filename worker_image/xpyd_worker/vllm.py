@@ -16,8 +16,10 @@ import http.client
 import logging
 import os
 import signal
+import ssl
 import subprocess
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -29,7 +31,7 @@ from xpyd_core.keys import check_keys_given, fleet_keys
 from xpyd_core.logs import add_logging_arguments, set_up_logging
 from xpyd_core.messages import Heartbeat, InstanceState
 from xpyd_core.pod_env import PodEnv, read_pod_env
-from xpyd_core.request_id import Address
+from xpyd_core.request_id import Address, TlsAddress
 from xpyd_core.vllm_answers import (
     check_compat_name,
     nixl_compatibility,
@@ -77,8 +79,9 @@ class EngineState:
         dialect: PairDialect = "pair-id",
         takes_ids: bool = True,
         compat: str = "",
+        is_tls: bool = False,
     ) -> None:
-        """`takes_ids`: see --no-prompt-ids; `compat`: --compat."""
+        """`takes_ids`: see --no-prompt-ids; `compat`: --compat; `is_tls`: --tls."""
         self._new_incarnation = new_incarnation
         self._compat = compat
         self._takes_ids = takes_ids
@@ -96,6 +99,7 @@ class EngineState:
             revision=env.revision,
             state="Gone",
             period_ms=round(period_s * 1000),
+            tls=1 if is_tls else 0,
             dialect=dialect if is_of_pair else "",
             # xpyd's connector refuses a vLLM before 0.32; others say their version.
             prompt_ids=1 if takes_ids and is_of_pair and dialect == "pair-id" else 0,
@@ -154,6 +158,14 @@ def _gauge(metrics: bytes, name: bytes) -> int:
     return int(total) if 0 <= total < 1 << 53 else 0
 
 
+@cache
+def _same_pod() -> ssl.SSLContext:
+    """vLLM is in the same pod: its certificate is its routers' to verify."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
 def ask(address: Address) -> Answers:
     """Ask a vLLM for its health, and, where that is fine, for models, metrics and version. Blocks
     for seconds at most."""
@@ -170,13 +182,15 @@ def ask(address: Address) -> Answers:
 
 
 def _get(address: Address, path: str) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(
-        address.host,
-        address.port,
-        timeout=_TIMEOUT_S,
-        # On loopback each pod speaks from its own address.
-        source_address=(address.host, 0) if address.host.startswith("127.") else None,
-    )
+    # On loopback each pod speaks from its own address.
+    source = (address.host, 0) if address.host.startswith("127.") else None
+    where, timeout_s = (address.host, address.port), _TIMEOUT_S
+    if isinstance(address, TlsAddress):
+        connection = http.client.HTTPSConnection(
+            *where, timeout=timeout_s, source_address=source, context=_same_pod()
+        )
+    else:
+        connection = http.client.HTTPConnection(*where, timeout=timeout_s, source_address=source)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -199,9 +213,11 @@ class _Beats:
         dialect: PairDialect,
         takes_ids: bool,
         compat: str,
+        is_tls: bool,
         argv: Sequence[str],
     ) -> None:
-        self._address = Address(env.pod_ip, env.http_port)
+        kind = TlsAddress if is_tls else Address
+        self._address = kind(env.pod_ip, env.http_port)
         self._period_s = period_s
         self._drain_timeout_s = drain_timeout_s
         self._argv = argv
@@ -212,6 +228,7 @@ class _Beats:
             dialect=dialect,
             takes_ids=takes_ids,
             compat=compat,
+            is_tls=is_tls,
         )
         self._left = asyncio.Event()
         self._status = 0
@@ -308,6 +325,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--compat", default="", metavar="NAME", help=text)
     text = "of P and D: no token of an answer may become prompt, since this vLLM counts its output"
     add("--no-prompt-ids", action="store_true", help=text)
+    add("--tls", action="store_true", help="vLLM serves HTTPS (its flag --ssl-certfile)")
     add("--kv-key-file", metavar="FILE", help="signs the beats; default: XPYD_KV_KEY_FILE")
     add("--kv-insecure", action="store_true", help="the fleet has no secret")
     add_logging_arguments(parser)
@@ -351,6 +369,7 @@ def _run(args: argparse.Namespace) -> int:
             dialect=args.dialect,
             takes_ids=not args.no_prompt_ids,
             compat=args.compat,
+            is_tls=args.tls,
             argv=args.command,
         ).run()
 

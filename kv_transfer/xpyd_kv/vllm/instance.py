@@ -23,7 +23,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.heartbeat import HeartbeatSender
 from xpyd_core.messages import MAX_MODELS, Heartbeat, InstanceState
 from xpyd_core.pod_env import PodEnv, parse_discovery
-from xpyd_core.request_id import Address
+from xpyd_core.request_id import Address, TlsAddress
 from xpyd_core.tokenizer_files import ServedFiles, TokenizerFiles
 from xpyd_kv.vllm import engine_api, link
 from xpyd_kv.vllm.engine_api import VllmConfig
@@ -305,6 +305,7 @@ class Instance:
         return Heartbeat(
             type=self._letter,
             http_address=str(self._http),
+            tls=1 if isinstance(self._http, TlsAddress) else 0,
             zmq_address=str(self._kv),
             version=1,
             instance=options.instance or pod.instance or str(self._http),
@@ -389,8 +390,6 @@ def _http_address(args: Namespace, options: Options) -> Address:
         refusals.append(f"--host {args.host} is not the host {options.host} of {CONNECTOR}")
     if getattr(args, "uds", None):
         refusals.append("--uds: routers connect by TCP")
-    if getattr(args, "ssl_certfile", None) or getattr(args, "ssl_keyfile", None):
-        refusals.append("--ssl-certfile: routers speak plain HTTP to engines")
     if getattr(args, "root_path", None):
         refusals.append("--root-path: routers know none")
     if (getattr(args, "api_server_count", None) or 1) > 1:
@@ -399,4 +398,5 @@ def _http_address(args: Namespace, options: Options) -> Address:
         refusals.append("--headless: there is no API server to beat")
     if refusals:
         raise UserError(f"VLLM_PLUGINS names xpyd: {'; '.join(refusals)}")
-    return Address(options.host, args.port)
+    is_tls = getattr(args, "ssl_certfile", None) or getattr(args, "ssl_keyfile", None)
+    return (TlsAddress if is_tls else Address)(options.host, args.port)

@@ -16,7 +16,7 @@ from xpyd_core.request_id import Address
 from xpyd_router.errors import CallFailed
 from xpyd_router.fleet.listed import ListedInstance, listed_beat
 from xpyd_router.fleet.view import FleetView
-from xpyd_router.upstream.client import UpstreamClient
+from xpyd_router.upstream.client import Dialer, UpstreamClient
 
 logger = logging.getLogger(__name__)
 _MODELS, _VERSION = "/v1/models", "/version"
@@ -26,7 +26,7 @@ _MAX_ANSWER_BYTES = 1024 * 1024
 
 
 class Asker:
-    """See the module. `period_s`: between two questions; `local_host` as of `source_for`."""
+    """See the module. `period_s`: between two questions."""
 
     def __init__(
         self,
@@ -34,16 +34,16 @@ class Asker:
         listed: Sequence[ListedInstance],
         *,
         period_s: float,
-        local_host: str | None = None,
+        dialer: Dialer | None = None,
     ) -> None:
         self._fleet = fleet
         self._listed = listed
         self._period_s = period_s
-        self._local_host = local_host
+        self._dialer = dialer
 
     async def run(self) -> None:
         """Ask until cancelled; then no question is left."""
-        upstream = UpstreamClient(self._local_host)
+        upstream = UpstreamClient(self._dialer)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for one in self._listed:

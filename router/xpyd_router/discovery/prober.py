@@ -21,7 +21,7 @@ from xpyd_router.fleet.health import ProbeResult
 from xpyd_router.fleet.instances import Instance, Standing
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.upstream.client import source_for
+from xpyd_router.upstream.client import Dialer
 
 _STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([1-5][0-9]{2})")
 _STATUS_LINE_BYTES = 12
@@ -57,8 +57,9 @@ class _StatusReader(asyncio.Protocol):
             self._done.set_result(result)
 
 
-async def probe_http(to: Address, timeout_s: float, local_host: str | None = None) -> ProbeResult:
-    """Probe `to`, within `timeout_s`; `local_host` as of source_for."""
+async def probe_http(to: Address, timeout_s: float, dialer: Dialer | None = None) -> ProbeResult:
+    """Probe `to`, within `timeout_s`."""
+    dialer = dialer or Dialer()
     loop = asyncio.get_running_loop()
     request = f"GET /health HTTP/1.1\r\nHost: {to}\r\nConnection: close\r\n\r\n".encode("ascii")
     done: asyncio.Future[ProbeResult] = loop.create_future()
@@ -68,12 +69,13 @@ async def probe_http(to: Address, timeout_s: float, local_host: str | None = Non
             transport, _ = await loop.create_connection(
                 lambda: _StatusReader(request, done),
                 *(to.host, to.port),
-                local_addr=source_for(to, local_host),
+                **dialer.options(to),
             )
             return await done
     except TimeoutError:
         return "timeout"
     except OSError as error:
+        dialer.complain(to, error)
         return "void" if error.errno in _OWN_FAULTS else "connect"
     finally:
         if transport is not None:

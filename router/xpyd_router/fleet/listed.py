@@ -13,7 +13,7 @@ import msgspec
 
 from xpyd_core.errors import UserError
 from xpyd_core.messages import Heartbeat, InstanceType, SpokenDialect
-from xpyd_core.request_id import Address, parse_address
+from xpyd_core.request_id import Address, TlsAddress, parse_address
 from xpyd_core.vllm_answers import (
     check_compat_name,
     nixl_compatibility,
@@ -27,7 +27,7 @@ ListedDialect = Literal["nixl", "nixl-push", "pair-id"]
 _DIALECTS = ("nixl", "nixl-push", "pair-id")
 _OPTIONS = ("dialect", "kv", "prompt-ids", "compat")
 _FORM = (
-    "expected P|D|A=http://HOST:PORT[,dialect=nixl|nixl-push|pair-id][,kv=HOST:PORT]"
+    "expected P|D|A=http[s]://HOST:PORT[,dialect=nixl|nixl-push|pair-id][,kv=HOST:PORT]"
     "[,prompt-ids=no][,compat=NAME]"
 )
 
@@ -46,11 +46,14 @@ class ListedInstance(msgspec.Struct, frozen=True):
     """Whether tokens of an answer may be given to it as prompt, where its version can take them."""
     compat: str = ""
     """What it has in common with those that it may pair with, besides vLLM's version."""
+    is_tls: bool = False
+    """Its URL is https."""
 
     @property
     def address(self) -> Address:
         """`http` as an address."""
-        return parse_address(self.http)
+        found = parse_address(self.http)
+        return TlsAddress(*found) if self.is_tls else found
 
 
 def parse_listed(texts: Iterable[str]) -> tuple[ListedInstance, ...]:
@@ -70,7 +73,7 @@ def _parse(text: str) -> ListedInstance:
     first, *options = text.split(",")
     kind, _, url = first.partition("=")
     scheme, _, rest = url.partition("://")
-    if kind not in ("P", "D", "A") or scheme != "http":
+    if kind not in ("P", "D", "A") or scheme not in ("http", "https"):
         raise UserError(f"--static-instance {text!r}: {_FORM}")
     given = {name: value for name, _, value in (option.partition("=") for option in options)}
     if len(given) < len(options) or not given.keys() <= set(_OPTIONS):
@@ -98,7 +101,7 @@ def _parse(text: str) -> ListedInstance:
         raise UserError(f"--static-instance {text!r}: {error}") from error
     takes_ids = "prompt-ids" not in given
     spoken = cast(ListedDialect | None, dialect)
-    return ListedInstance(kind, http, spoken, kv, takes_ids, compat)
+    return ListedInstance(kind, http, spoken, kv, takes_ids, compat, scheme == "https")
 
 
 def listed_beat(
@@ -123,4 +126,5 @@ def listed_beat(
         period_ms=round(period_s * 1000),
         dialect=spoken,
         prompt_ids=1 if one.takes_ids and takes_prompt_ids(said) and spoken else 0,
+        tls=1 if one.is_tls else 0,
     )

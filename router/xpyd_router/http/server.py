@@ -43,7 +43,7 @@ from xpyd_router.request.flow import Flow
 from xpyd_router.request.objectives import Objectives
 from xpyd_router.request.releases import Releases
 from xpyd_router.tokens.service import Tokens, fetch
-from xpyd_router.upstream.client import UpstreamClient
+from xpyd_router.upstream.client import Dialer, UpstreamClient
 
 logger = logging.getLogger(__name__)
 _MOST_AT_ONCE = 128
@@ -291,6 +291,7 @@ async def open_serving(
     protocol: type[asyncio.Protocol] | None = None,
     works: Iterable[Coroutine[None, None, None]] = (),
     tls: TlsServer | None = None,
+    dialer: Dialer | None = None,
 ) -> AsyncGenerator[Serving]:
     """A server on `listeners`, over `tls` where there is one, with `works` running as tasks;
     leaving frees everything of it.
@@ -298,8 +299,9 @@ async def open_serving(
     `protocol` is uvicorn's `http`; None: ours, whose answers go straight to the transport.
     """
     config, fleet = state.config, state.fleet
-    upstream = UpstreamClient(source_host(config))
-    tokens, objectives = _tokens(state), _objectives(state)
+    dialer = dialer or make_dialer(config, state.metrics)
+    upstream = UpstreamClient(dialer)
+    tokens, objectives = _tokens(state, dialer), _objectives(state)
     fleet.on_lost(upstream.lose)
     releases = Releases(upstream, state.metrics, state.keys[0])
     flow = Flow(state, upstream, releases, tokens=tokens, objectives=objectives)
@@ -325,8 +327,7 @@ async def open_serving(
     own = [one.run() for one in (tokens, objectives) if one is not None]
     if state.client_keys is not None:
         own.append(state.client_keys.watch.run())
-    if tls is not None:
-        own.append(tls.context.watch())
+    own += [one.watch() for one in (tls and tls.context, dialer.tls) if one is not None]
     if (trim := trimmer()) is not None:
         own.append(trim_after_bursts(lambda: state.metrics.requests.in_flight, trim))
     try:
@@ -401,11 +402,21 @@ def make_tls(config: RouterConfig, metrics: RouterMetrics) -> TlsServer | None:
     return TlsServer(context, lambda result: metrics.tls_handshakes.labels(result).inc())
 
 
-def _tokens(state: AppState) -> Tokens | None:
+def make_dialer(config: RouterConfig, metrics: RouterMetrics) -> Dialer:
+    """How this process connects to engines. UserError for unusable certificates."""
+    context = None
+    if config.engine_tls is not None:
+        context = WatchedContext(config.engine_tls, "--engine-ca-file")
+        if config.engine_tls.certificate is not None:
+            metrics.watch_certificate(context, "client")
+    return Dialer(source_host(config), context, config.engine_server_name)
+
+
+def _tokens(state: AppState, dialer: Dialer) -> Tokens | None:
     """The token counter, where a flag asks for it."""
     if not state.config.exact_prefixes:
         return None
-    own_fetch = partial(fetch, local_host=source_host(state.config))
+    own_fetch = partial(fetch, dialer=dialer)
     return Tokens(fleet=state.fleet, fetch=own_fetch, metrics=state.metrics, clock=state.clock)
 
 

@@ -19,9 +19,8 @@ from dataclasses import replace
 import uvloop
 
 from xpyd_core.listen import other_loopback
-from xpyd_core.tls import WatchedContext
 from xpyd_router.config import RouterConfig
-from xpyd_router.http.server import Listeners, running
+from xpyd_router.http.server import Listeners, make_dialer, make_tls, running
 from xpyd_router.keys.watch import keys_of, read_key_file
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.processes.events import (
@@ -136,10 +135,9 @@ class ParentProcess:
         self._keys, self._admin_keys = read_secrets(config)
         if config.api_key_file is not None:  # the workers read it; a mistake ends the start
             keys_of(read_key_file(config.api_key_file), config.api_keys, config.api_key_file)
-        self._certificate: WatchedContext | None = None
-        if config.tls is not None:  # workers serve with it; here it is checked and shown once
-            self._certificate = WatchedContext(config.tls, "--ssl-certfile")
-            self.metrics.watch_certificate(self._certificate, "server")
+        # Workers serve with it; here it is checked, and shown once.
+        tls, self._dialer = make_tls(config, self.metrics), make_dialer(config, self.metrics)
+        self._contexts = [one for one in (tls and tls.context, self._dialer.tls) if one is not None]
         self._created, self._started_s = int(time.time()), time.monotonic()
         self._rows = map_rows(memory, config.processes)
         self.fleet = ParentView(make_registry(config), time.monotonic, config.health, self._publish)
@@ -158,7 +156,7 @@ class ParentProcess:
         )
         self._answering: set[asyncio.Task[None]] = set()
         self._discovery = make_discovery(config, self.fleet, self.metrics, self._keys)
-        self._prober = make_prober(config, self.fleet, self.metrics)
+        self._prober = make_prober(self.fleet, self.metrics, self._dialer)
 
     @property
     def discovery_port(self) -> int:
@@ -180,11 +178,10 @@ class ParentProcess:
     async def open(self) -> AsyncGenerator[None]:
         """Everything runs within; UserError where a worker does not start."""
         try:
-            asker = make_asker(self._config, self.fleet)
-            introducer = make_introducer(self._config, self.fleet, self.metrics, self._keys)
+            asker = make_asker(self._config, self.fleet, self._dialer)
+            introducer = make_introducer(self.fleet, self.metrics, self._keys, self._dialer)
             works = [self._discovery.run(), self._prober.run(), asker.run(), introducer.run()]
-            if self._certificate is not None:
-                works.append(self._certificate.watch())
+            works += [one.watch() for one in self._contexts]
             async with running(*works):
                 try:
                     await self.worker_processes.open()

@@ -35,7 +35,7 @@ from xpyd_router.request.flow import ask_prefill, body_behind
 from xpyd_router.request.releases import Releases
 from xpyd_router.request.state import RequestState, common_context, said_of_pair
 from xpyd_router.request_metrics import InstanceTable
-from xpyd_router.upstream.client import UpstreamClient
+from xpyd_router.upstream.client import Dialer, UpstreamClient
 
 logger = logging.getLogger(__name__)
 _MOST_RUNNING = 8
@@ -145,7 +145,7 @@ class _Waiting:
 
 
 class Introducer:
-    """See the module. `key` signs pair ids; `local_host` as of `source_for`."""
+    """See the module. `key` signs pair ids."""
 
     def __init__(
         self,
@@ -153,13 +153,13 @@ class Introducer:
         metrics: RouterMetrics,
         *,
         key: bytes,
-        local_host: str | None = None,
+        dialer: Dialer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
         self._metrics = metrics
         self._key = key
-        self._local_host = local_host
+        self._dialer = dialer
         self._clock = clock
         self._waiting: dict[tuple[InstanceKey, InstanceKey], _Waiting] = {}
         self._busy: set[InstanceKey] = set()
@@ -167,7 +167,7 @@ class Introducer:
 
     async def run(self) -> None:
         """Introduce until cancelled; then no call is left."""
-        upstream = UpstreamClient(self._local_host)
+        upstream = UpstreamClient(self._dialer)
         self._fleet.on_lost(upstream.lose)
         releases = Releases(upstream, self._metrics, self._key)
         try:

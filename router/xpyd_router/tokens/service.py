@@ -24,7 +24,7 @@ from xpyd_router.metrics import RouterMetrics
 from xpyd_router.tokens.process import ChildEnded, ChildLimits, TokenChild, Uncounted
 from xpyd_router.tokens.prompts import estimate_tokens
 from xpyd_router.tokens.wanted_files import NextFetch, WantedFiles
-from xpyd_router.upstream.client import source_for
+from xpyd_router.upstream.client import Dialer
 
 logger = logging.getLogger(__name__)
 _FETCH_S = 30.0
@@ -45,20 +45,28 @@ class NoFiles(FetchFailed):
     """An engine has none to give: it does not know the path, or its tokenizer has no such form."""
 
 
-async def fetch(to: Address, path: str, *, max_bytes: int, local_host: str | None = None) -> bytes:
+async def fetch(to: Address, path: str, *, max_bytes: int, dialer: Dialer | None = None) -> bytes:
     """GET from an engine: the body of a 200. NoFiles for a 404, FetchFailed for anything else, and
     for one longer than `max_bytes`, of which no more than that is read. The deadline is the
-    caller's. On a connection of its own, for there are few; `local_host` as of source_for.
+    caller's. On a connection of its own, for there are few.
     """
     import aiohttp  # some megabytes that routers without a tokenizer do without
 
     parts: list[bytes] = []
     size_bytes = 0
     try:
-        connector = aiohttp.TCPConnector(local_addr=source_for(to, local_host))
+        options = (dialer or Dialer()).options(to)
+        secure, name = options["ssl"], options["server_hostname"]
+        scheme = "http" if secure is None else "https"
+        connector = aiohttp.TCPConnector(local_addr=options["local_addr"])
         async with (
             aiohttp.ClientSession(connector=connector) as http,
-            http.get(f"http://{to}{path}", allow_redirects=False) as response,
+            http.get(
+                f"{scheme}://{to}{path}",
+                allow_redirects=False,
+                ssl=secure or True,
+                server_hostname=name,
+            ) as response,
         ):
             if response.status == 404:
                 raise NoFiles("status 404")

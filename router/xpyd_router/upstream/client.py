@@ -3,7 +3,7 @@
 `request` calls engines through it. A connection is kept for less time than engines keep theirs; one
 that an engine closed all the same, before a byte of the answer, costs one fresh try. In a local
 fleet the router is a pod with a loopback address of its own, by which engines see which router
-calls (`source_for`).
+calls (`Dialer`).
 """
 
 from __future__ import annotations
@@ -11,27 +11,88 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import socket
+import ssl
 from collections.abc import Iterable
+from functools import cache
+from typing import TypedDict
 
 from xpyd_core.bodies import LongBody
-from xpyd_core.request_id import Address
+from xpyd_core.request_id import Address, TlsAddress
+from xpyd_core.tls import WatchedContext
 from xpyd_router.errors import CallFailed
 from xpyd_router.fleet.instances import InstanceKey
 from xpyd_router.upstream.connection import EngineConnection, Exchange
 
+logger = logging.getLogger(__name__)
+_MAX_COMPLAINTS = 256
 
-def source_for(to: Address, local_host: str | None) -> tuple[str, int] | None:
-    """asyncio's `local_addr` for a connection to `to`: `local_host`, a loopback address of IPv4,
-    where `to` is one, too; else None, and the system chooses.
+
+class DialOptions(TypedDict):
+    """What asyncio's `create_connection` gets besides host and port."""
+
+    local_addr: tuple[str, int] | None
+    ssl: ssl.SSLContext | None
+    server_hostname: str | None
+
+
+class Dialer:
+    """How engines are connected to: from which address, and over TLS where they serve it.
+
+    `local_host` is the router's own loopback address, where it has one. `tls` are the authorities
+    that engines' certificates must come from, and the router's own certificate; None: the system's
+    authorities, and no certificate. `server_name` is a name that is in every engine's certificate;
+    None: the certificate has the engine's address. See docs/adr/0083.
     """
-    if local_host is None:
-        return None
-    try:
-        address = ipaddress.IPv4Address(to.host)
-    except ValueError:
-        return None
-    return (local_host, 0) if address.is_loopback else None
+
+    def __init__(
+        self,
+        local_host: str | None = None,
+        tls: WatchedContext | None = None,
+        server_name: str | None = None,
+    ) -> None:
+        self._local_host = local_host
+        self.tls = tls
+        self._server_name = server_name
+        self._complaints: set[str] = set()
+
+    def options(self, to: Address) -> DialOptions:
+        """For a connection to `to`."""
+        if not isinstance(to, TlsAddress):
+            return DialOptions(local_addr=self.source(to), ssl=None, server_hostname=None)
+        return DialOptions(
+            local_addr=self.source(to),
+            ssl=_system_context() if self.tls is None else self.tls.current,
+            server_hostname=self._server_name or to.host,
+        )
+
+    def source(self, to: Address) -> tuple[str, int] | None:
+        """asyncio's `local_addr`: the router's own loopback address, one of IPv4, where `to` is
+        one, too; else None, and the system chooses.
+        """
+        if self._local_host is None:
+            return None
+        try:
+            address = ipaddress.IPv4Address(to.host)
+        except ValueError:
+            return None
+        return (self._local_host, 0) if address.is_loopback else None
+
+    def complain(self, to: Address, error: Exception) -> None:
+        """Log why an engine is not connected to, where that is TLS; each reason once."""
+        if not isinstance(error, ssl.SSLError):
+            return
+        reason = getattr(error, "verify_message", "") or error.reason or str(error)
+        line = f"TLS with the engine at {to}: {reason}"
+        if line not in self._complaints and len(self._complaints) < _MAX_COMPLAINTS:
+            self._complaints.add(line)
+            logger.warning("%s (see --engine-ca-file and --engine-server-name)", line)
+
+
+@cache
+def _system_context() -> ssl.SSLContext:
+    return ssl.create_default_context()
 
 
 CONNECT_TIMEOUT_S = 2.0
@@ -45,13 +106,10 @@ _STALE_S = 0.1
 
 
 class UpstreamClient:
-    """See the module. Used in one event loop; closed by its owner.
+    """See the module. Used in one event loop; closed by its owner."""
 
-    `local_host` is the router's own loopback address, where it has one (see source_for).
-    """
-
-    def __init__(self, local_host: str | None = None) -> None:
-        self._local_host = local_host
+    def __init__(self, dialer: Dialer | None = None) -> None:
+        self._dialer = dialer or Dialer()
         self._loop = asyncio.get_running_loop()
         self._idle: dict[Address, list[EngineConnection]] = {}
         self._connections: set[EngineConnection] = set()
@@ -187,9 +245,10 @@ class UpstreamClient:
         try:
             async with asyncio.timeout(min(CONNECT_TIMEOUT_S, timeout_s)):
                 transport, connection = await self._loop.create_connection(
-                    make, to.host, to.port, local_addr=source_for(to, self._local_host)
+                    make, to.host, to.port, **self._dialer.options(to)
                 )
         except (OSError, TimeoutError) as error:
+            self._dialer.complain(to, error)
             raise CallFailed("connect") from error
         if sock := transport.get_extra_info("socket"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

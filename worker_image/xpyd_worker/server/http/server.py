@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any, cast
 
 import uvicorn
@@ -20,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 import xpyd_core.listen
 from xpyd_core import tokenizer_files
 from xpyd_core.http_head import Chunks, head_fault, with_one_slash
+from xpyd_core.tls_connection import TlsServer
 from xpyd_worker.server.http.admin import Admin
 from xpyd_worker.server.http.bodies import (
     MAX_BODY_BYTES,
@@ -137,11 +139,18 @@ class Server(uvicorn.Server):
         yield
 
 
-def make_server(app: object) -> Server:
-    """A server for `app` (a Quart app); run it by `await serve(sockets=[...])`."""
+def make_server(app: object, tls: TlsServer | None = None) -> Server:
+    """A server for `app` (a Quart app), over `tls` where there is one; run it by `await
+    serve(sockets=[...])`."""
+
+    def connection(**given: object) -> asyncio.Protocol:
+        """uvicorn's parameters of a connection's protocol."""
+        make = partial(cast("Callable[..., asyncio.Protocol]", HeadDeadlineProtocol), **given)
+        return make() if tls is None else tls.wrap(make)
+
     config = uvicorn.Config(
         WriteDeadline(cast("AsgiApp", app)),
-        http=HeadDeadlineProtocol,
+        http=cast("type[asyncio.Protocol]", connection),
         ws="none",
         lifespan="off",
         access_log=False,
