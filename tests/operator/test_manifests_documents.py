@@ -55,6 +55,7 @@ EDITS = [
     ("model.secretRef", {"name": "hf-token", "key": "other"}), ("model.cache", {"type": "None"}),
     ("model.cache.claimName", "other"), ("model.cache.readOnly", True),
     ("model.cache", {"type": "HostPath", "path": "/a"}),
+    ("router.tls", {"secretName": "certificate"}),
     ("engine.image", "other:1"), ("engine.args", []), ("engine.env", []),
     ("engine.env.0.valueFrom", {"fieldRef": {"fieldPath": "spec.hostIP"}}),
     ("engine.env", [{"name": "A", "value": "1"}]),

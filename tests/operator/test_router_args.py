@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from tests.operator.fleets import cpu_pool, document, parsed
-from tests.operator.object_samples import SETTINGS
+from tests.operator.object_samples import SETTINGS, placement_of, pod_templates
 from xpyd_core.errors import UserError
 from xpyd_operator.controller.decision.state import read
+from xpyd_operator.manifests import names
+from xpyd_operator.manifests.entry import client_service, routes
 from xpyd_operator.manifests.refusals import router_args_problems
 from xpyd_operator.manifests.router_flags import FLAGS
 from xpyd_operator.plan.template import fleet_want
@@ -114,6 +116,8 @@ BAD = {
     "--port=1": "--port is set by xpyd; use spec.router.service.port",
     "--admin-port=1": "--admin-port is set by xpyd; leave it out",
     "--admin-key-file=/k": "--admin-key-file is set by xpyd; use spec.router.adminKeySecretRef",
+    "--ssl-certfile=/c": "--ssl-certfile is set by xpyd; use spec.router.tls",
+    "--ssl-keyfile=/k": "--ssl-keyfile is set by xpyd; use spec.router.tls",
     "--processes=2": "--processes is set by xpyd; use spec.router.processes",
 }
 
@@ -140,3 +144,46 @@ def test_the_operator_knows_the_routers_flags() -> None:
     parser = argparse.ArgumentParser(exit_on_error=False, add_help=False)
     command.configure(parser)
     assert set(FLAGS) == {name for one in parser._actions for name in one.option_strings}
+
+
+def test_a_router_with_tls_mounts_its_secret_and_is_probed_by_https() -> None:
+    fleet = parsed("chat", router={"tls": {"secretName": "certificate"}})
+    [deployment] = pod_templates(fleet)["router"]
+    template = deployment["template"]["spec"]
+    [container] = template["containers"]
+    args = [arg for arg in container["args"] if arg.startswith("--ssl-")]
+    assert args == [
+        "--ssl-certfile=/run/xpyd/tls/tls.crt",
+        "--ssl-keyfile=/run/xpyd/tls/tls.key",
+    ]
+    [volume] = [one for one in template["volumes"] if one["name"] == "xpyd-tls"]
+    assert volume["secret"]["secretName"] == "certificate"
+    [mount] = [one for one in container["volumeMounts"] if one["name"] == "xpyd-tls"]
+    assert "subPath" not in mount
+    assert probed(container) == [("http", "HTTPS")] * 3
+    url = names.endpoint("chat", "team", 443, is_tls=True)
+    assert url.startswith("https://")
+
+
+def probed(container: dict[str, Any]) -> list[tuple[str, str]]:
+    kinds = ("startupProbe", "livenessProbe", "readinessProbe")
+    asked = [container[kind]["httpGet"] for kind in kinds]
+    return [(one["port"], one.get("scheme", "HTTP")) for one in asked]
+
+
+@pytest.mark.parametrize("flag", [["--ssl-ca-certs=/ca"], ["--ssl-ca-certs", "/ca"]])
+def test_routers_that_ask_for_certificates_are_probed_at_the_admin_port(flag: list[str]) -> None:
+    fleet = parsed("chat", router={"tls": {"secretName": "certificate"}, "args": flag})
+    [deployment] = pod_templates(fleet)["router"]
+    assert probed(deployment["template"]["spec"]["containers"][0]) == [("admin", "HTTP")] * 3
+
+
+def test_what_leads_to_routers_with_tls_speaks_it() -> None:
+    ingress = {"host": "chat.example.com", "className": "nginx"}
+    fleet = parsed("chat", router={"tls": {"secretName": "certificate"}, "ingress": ingress})
+    placement = placement_of(fleet)
+    [port] = client_service(fleet, placement)["spec"]["ports"]
+    assert port["appProtocol"] == "https"
+    [made] = routes(fleet, placement)
+    key = "nginx.ingress.kubernetes.io/backend-protocol"
+    assert made["metadata"]["annotations"][key] == "HTTPS"

@@ -117,6 +117,14 @@ class AdminKeyRef(ApiModel):
     """Key in the Secret."""
 
 
+class RouterTls(ApiModel):
+    """HTTPS on the routers' port of clients, in a cluster."""
+
+    secret_name: DnsName
+    """Secret of type kubernetes.io/tls with tls.crt and tls.key; a new certificate in it is loaded
+    without a restart."""
+
+
 class Router(ApiModel):
     """The HTTP entry."""
 
@@ -153,6 +161,8 @@ class Router(ApiModel):
     """The Service in front of the routers."""
     auth: Auth | None = None
     """Keys that clients need; none: clients need no key."""
+    tls: RouterTls | None = None
+    """HTTPS instead of HTTP for clients; none: HTTP."""
     ingress: Ingress | None = None
     """An Ingress to them; none: no Ingress is made."""
     http_route: HttpRoute | None = None

@@ -34,7 +34,7 @@ def client_service(fleet: InferenceFleet, placement: Placement) -> JsonObject:
         "port": service.port,
         "targetPort": "http",
         "protocol": "TCP",
-        "appProtocol": "http",
+        "appProtocol": "http" if fleet.spec.router.tls is None else "https",
     }
     spec: JsonObject = {
         "type": service.type,
@@ -84,6 +84,8 @@ def _ingress(fleet: InferenceFleet, placement: Placement, ingress: Ingress) -> J
     if ingress.tls_secret_name:
         spec["tls"] = [{"hosts": [ingress.host], "secretName": ingress.tls_secret_name}]
     defaults = _FOR_STREAMS if "nginx" in ingress.class_name else {}
+    if defaults and fleet.spec.router.tls is not None:
+        defaults = {**defaults, f"{_NGINX}backend-protocol": "HTTPS"}
     made = _owned(fleet, placement, "networking.k8s.io/v1", "Ingress", ingress.labels, spec)
     return _annotated(made, {**defaults, **ingress.annotations})
 

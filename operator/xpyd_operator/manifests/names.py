@@ -82,6 +82,7 @@ KV_FOLDER = "/run/xpyd/kv"
 ADMIN_FOLDER = "/run/xpyd/admin"
 ADMIN_KEY = "key"
 """The file in ADMIN_FOLDER with the keys of a router's admin API."""
+TLS_FOLDER = "/run/xpyd/tls"
 SOCKET_FOLDER = "/run/xpyd/sockets"
 """Where a pod has the node's folder of Unix sockets."""
 SOCKET_CONTAINER = "xpyd-sockets"
@@ -207,9 +208,10 @@ def discovery_host(fleet: str, namespace: str) -> str:
     return f"{discovery_service_name(fleet)}.{namespace}.svc"
 
 
-def endpoint(fleet: str, namespace: str, port: int) -> str:
+def endpoint(fleet: str, namespace: str, port: int, *, is_tls: bool = False) -> str:
     """The fleet's URL for clients in the cluster."""
-    return f"http://{client_service_name(fleet)}.{namespace}.svc:{port}"
+    scheme = "https" if is_tls else "http"
+    return f"{scheme}://{client_service_name(fleet)}.{namespace}.svc:{port}"
 
 
 def owned_object(

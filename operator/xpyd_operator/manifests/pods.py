@@ -14,6 +14,7 @@ a template that sets what xpyd sets.
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from typing import Any, cast
 
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT, data_port
@@ -32,20 +33,19 @@ from xpyd_operator.manifests.resources import (
 from xpyd_operator.manifests.volumes import (
     MODELS_FOLDER,
     USER_ID,
-    admin_key_mounts,
-    admin_key_volumes,
-    client_keys_mounts,
-    client_keys_volumes,
     common_mounts,
     common_volumes,
     download_args,
     download_env,
     model_mounts,
     model_volumes,
+    router_mounts,
+    router_volumes,
     shares_sockets,
     socket_init,
     socket_mount,
     socket_volume,
+    tls_args,
 )
 from xpyd_operator.plan.values import ROUTER, Probe, Workload, probes_of
 from xpyd_operator.plan.vllm import SOCKET_VARIABLE, variables
@@ -251,9 +251,10 @@ def engine_ports(fleet: InferenceFleet, pool: Pool) -> dict[str, int]:
 
 def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) -> JsonObject:
     """The pod template of a router; replicas prefer different nodes."""
-    discovery_port = fleet.spec.router.discovery_port
-    has_admin_key = fleet.spec.router.admin_key_secret_ref is not None
+    router = fleet.spec.router
+    discovery_port, has_admin_key = router.discovery_port, router.admin_key_secret_ref is not None
     admin = [f"--admin-key-file={names.ADMIN_FOLDER}/{names.ADMIN_KEY}"] if has_admin_key else []
+    probe = partial(_probe, **_probed(fleet))
     container: JsonObject = {
         "name": names.ROUTER_CONTAINER,
         "args": [
@@ -263,6 +264,7 @@ def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) 
             f"--discovery-port={discovery_port}",
             *_client_keys_args(fleet, placement),
             *admin,
+            *tls_args(fleet),
             *workload.template.args,
         ],
         "env": _env(_place_env(fleet, workload, placement)),
@@ -271,23 +273,15 @@ def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) 
             _port("admin", ROUTER_ADMIN_PORT),
             _port("discovery", discovery_port),
         ],
-        "startupProbe": _probe(probes_of(workload.template).startup),
-        "livenessProbe": _probe(probes_of(workload.template).liveness),
-        "readinessProbe": _probe(Probe("/readiness", 1, 2, 2)),
+        "startupProbe": probe(probes_of(workload.template).startup),
+        "livenessProbe": probe(probes_of(workload.template).liveness),
+        "readinessProbe": probe(Probe("/readiness", 1, 2, 2)),
         "resources": without_given(
-            router_resources(fleet), fleet.spec.router.template or {}, names.ROUTER_CONTAINER
+            router_resources(fleet), router.template or {}, names.ROUTER_CONTAINER
         ),
-        "volumeMounts": [
-            *common_mounts(fleet),
-            *client_keys_mounts(fleet),
-            *admin_key_mounts(fleet),
-        ],
+        "volumeMounts": [*common_mounts(fleet), *router_mounts(fleet)],
     }
-    volumes = [
-        *common_volumes(fleet, placement.uid),
-        *client_keys_volumes(fleet),
-        *admin_key_volumes(fleet),
-    ]
+    volumes = [*common_volumes(fleet, placement.uid), *router_volumes(fleet)]
     pod = _pod(fleet, workload, placement, container, volumes)
     pod["spec"]["topologySpreadConstraints"] = [
         {
@@ -464,9 +458,19 @@ def _port(name: str, number: int) -> JsonObject:
     return {"name": name, "containerPort": number, "protocol": "TCP"}
 
 
-def _probe(probe: Probe) -> JsonObject:
+def _probed(fleet: InferenceFleet) -> dict[str, str]:
+    """The routers' port that kubelet asks: that of clients, whose certificate it does not verify;
+    it has none itself, so where routers ask for one, the admin port."""
+    if fleet.spec.router.tls is None:
+        return {"port": "http"}
+    if any(arg.partition("=")[0] == "--ssl-ca-certs" for arg in fleet.spec.router.args):
+        return {"port": "admin"}
+    return {"port": "http", "scheme": "HTTPS"}
+
+
+def _probe(probe: Probe, **asked: str) -> JsonObject:
     return {
-        "httpGet": {"path": probe.path, "port": "http"},
+        "httpGet": {"path": probe.path, "port": "http", **asked},
         "periodSeconds": int(probe.period_s),
         "timeoutSeconds": int(probe.timeout_s),
         "failureThreshold": probe.failures,

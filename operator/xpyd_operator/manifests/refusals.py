@@ -40,6 +40,7 @@ _OUR_FOLDERS = {
     names.CLIENT_KEYS_FOLDER: "the clients' keys",
     names.ADMIN_FOLDER: "the admin API's keys",
     names.SOCKET_FOLDER: "the engines' sockets",
+    names.TLS_FOLDER: "the router's certificate",
 }
 _LEAVE_OUT = "set by xpyd; leave it out"
 
@@ -196,6 +197,8 @@ _ROUTERS_OWNED = {
     "--api-key-file": "spec.router.auth",
     "--api-key": "spec.router.auth",
     "--peers": "",
+    "--ssl-certfile": "spec.router.tls",
+    "--ssl-keyfile": "spec.router.tls",
     "--heartbeat-interval-ms": "spec.heartbeat.intervalMilliseconds",
     "--missed-beats": "spec.heartbeat.missedBeats",
 }

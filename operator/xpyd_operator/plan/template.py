@@ -211,6 +211,7 @@ def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
             "drain": _explicit(spec.drain),
             "auth": _explicit(spec.router.auth),
             "adminKeySecretRef": _explicit(spec.router.admin_key_secret_ref),
+            "tls": _explicit(spec.router.tls),
             "template": spec.router.template,
         }
     )

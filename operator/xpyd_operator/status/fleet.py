@@ -89,7 +89,7 @@ def fleet_status(
     layouts = _layouts(fleet)
     status: dict[str, Any] = {
         "observedGeneration": generation,
-        "endpoint": endpoint(fleet.name, namespace, port),
+        "endpoint": endpoint(fleet.name, namespace, port, is_tls=fleet.spec.router.tls is not None),
         "conditions": conditions(
             rows,
             in_order(problems),

@@ -48,6 +48,7 @@ CLUSTER_ONLY = frozenset(
         "spec.router.ingress",
         "spec.router.httpRoute",
         "spec.router.adminKeySecretRef",
+        "spec.router.tls",
         "spec.router.template",
         "spec.networkPolicy",
     }

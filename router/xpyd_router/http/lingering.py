@@ -57,14 +57,3 @@ class Lingering(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
         self._owner.connection_lost(exc)
-
-
-class CycleTransport(asyncio.Transport):
-    """The part of a transport that uvicorn's request cycle uses, whose `close` is another's."""
-
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        super().__init__()
-        self._transport = transport
-        self.write = transport.write
-        self.is_closing = transport.is_closing
-        self.close = close
