@@ -341,8 +341,7 @@ class Fleet:
     stack: contextlib.AsyncExitStack
     key: bytes | None
     engines: list[HttpEngine] = field(default_factory=list)
-    tls_port: int = 0
-    """The router's own port; `router.http_port` may be a bridge's (tls_kit)."""
+    tls_port: int = 0  # the router's own; `router.http_port` may be a bridge's (tls_kit)
 
     @property
     def base(self) -> str:
@@ -398,9 +397,8 @@ class Fleet:
     def metric(self, name: str, **labels: str) -> float:
         """One sample of the router's metrics; 0 where it is not there yet."""
         text = self.router.state.metrics.render(()).decode()
-        want = (
-            "{" + ",".join(f'{k}="{v}"' for k, v in sorted(labels.items())) + "}" if labels else ""
-        )
+        pairs = ",".join(f'{k}="{v}"' for k, v in sorted(labels.items()))
+        want = "{" + pairs + "}" if labels else ""
         for line in text.splitlines():
             if line.startswith(f"{name}{want} "):
                 return float(line.rpartition(" ")[2])
@@ -409,12 +407,9 @@ class Fleet:
     async def post(self, path: str = "completions", **body: Any) -> aiohttp.ClientResponse:
         """POST a completion of the model `m` with defaults for what a test does not care for."""
         headers = body.pop("headers", None)
-        content = {"model": "m", "max_tokens": 4}
-        if path == "completions":
-            content["prompt"] = "San Francisco is a"
-        else:
-            content["messages"] = [{"role": "user", "content": "hello"}]
-        content.update(body)
+        chat = {"messages": [{"role": "user", "content": "hello"}]}
+        asked = {"prompt": "San Francisco is a"} if path == "completions" else chat
+        content = {"model": "m", "max_tokens": 4, **asked, **body}
         return await self.http.post(f"{self.base}/v1/{path}", json=content, headers=headers)
 
     async def json(self, path: str = "completions", **body: Any) -> dict[str, Any]:
