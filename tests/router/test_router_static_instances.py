@@ -41,7 +41,7 @@ def test_a_list_is_read() -> None:
     ("text", "says"),
     [
         ("10.0.0.1:8000", "expected P|D|A=http"),
-        ("P=https://a:1,dialect=nixl", "expected P|D|A=http"),
+        ("P=ftp://a:1,dialect=nixl", "expected P|D|A=http"),
         ("X=http://a:1,dialect=nixl", "expected P|D|A=http"),
         ("P=http://a:1,dialect", "dialect: expected"),
         ("P=http://a:1", "dialect: expected nixl, nixl-push, pair-id"),
