@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from xpyd_core import __version__
 from xpyd_core.logs import add_logging_arguments
+from xpyd_core.tls import add_server_arguments
 from xpyd_operator.document.crd import crds
 from xpyd_operator.document.reference import reference
 from xpyd_router.command import command as router_command
@@ -137,14 +138,15 @@ SHARES = ("--kv-buffer-size",)
 def flags_module() -> str:
     """The table of the engine's flags for the operator, which may not import the engine."""
     rows: list[str] = []
-    logs = argparse.ArgumentParser(add_help=False)
-    add_logging_arguments(logs)
+    common = argparse.ArgumentParser(add_help=False)
+    add_server_arguments(common)
+    add_logging_arguments(common)
     # argparse has no public way to them.
-    of_logs = [
+    of_all = [
         Flag(tuple(action.option_strings), {"choices": action.choices}, frozenset())
-        for action in logs._actions
+        for action in common._actions
     ]
-    for flag in (*(flag for group in GROUPS.values() for flag in group), *of_logs):
+    for flag in (*(flag for group in GROUPS.values() for flag in group), *of_all):
         kind, choices = flag_kind(flag), [str(c) for c in flag.options.get("choices") or ()]
         names = [name for name in flag.names if name.startswith("--")]
         if flag.options.get("action") is argparse.BooleanOptionalAction:

@@ -42,7 +42,7 @@ _SETTLING_BYTES = 4 * 1024 * 1024
 
 def request_bytes(path: str, body: Any) -> bytes:
     raw = orjson.dumps(body)
-    head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
     return head.encode() + raw
 
 

@@ -137,7 +137,7 @@ async def test_clients_of_inherited_sockets_wait_while_no_router_runs(processes:
         for _ in range(2):
             asked = [await asyncio.open_connection("127.0.0.1", port) for port in ports]
             for (_, writer), path in zip(asked, (b"/health", b"/metrics"), strict=True):
-                writer.write(b"GET " + path + b" HTTP/1.1\r\nHost: a\r\n\r\n")
+                writer.write(b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
             flags_ = [f"--listen-fd={numbers[0]}", f"--admin-listen-fd={numbers[1]}"]
             flags_ += ["--processes", processes, "--discovery-port=0"]
             async with process(*flags_, inherit=numbers) as (child, *urls):

@@ -60,6 +60,10 @@ FLAGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "--kv-wait-seconds": ("float", ()),
     "--kv-lease-seconds": ("float", ()),
     "--kv-on-failure": ("text", ("recompute", "fail")),
+    "--ssl-certfile": ("text", ()),
+    "--ssl-keyfile": ("text", ()),
+    "--ssl-ca-certs": ("text", ()),
+    "--ssl-cert-reqs": ("text", ("0", "1", "2")),
     "--log-level": ("text", ("debug", "info", "warning", "error")),
     "--log-format": ("text", ("text", "json")),
 }
