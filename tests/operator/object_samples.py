@@ -84,8 +84,7 @@ def workloads_of(fleet: InferenceFleet) -> list[Workload]:
     want = fleet_want(
         fleet,
         model=model_in_pod(fleet),
-        routers=fleet.spec.router.replicas,
-        router_surge=1,
+        in_cluster=True,
         image=SETTINGS.worker_image,
         router_image=SETTINGS.router_image,
     )
@@ -109,12 +108,14 @@ def objects_of(fleet: InferenceFleet, placement: Placement | None = None) -> lis
 
 
 def pod_templates(fleet: InferenceFleet) -> dict[str, list[Any]]:
-    """Pool -> what its workload's spec says of pods, all with one revision."""
+    """Pool -> what its workload's spec says of pods, all with one revision. The deadline of a
+    Deployment is not of its pods."""
     found: dict[str, list[Any]] = {}
     for workload in workloads_of(fleet):
         same = replace(workload, revision="00000000", replicas=1)
         found[workload.pool] = [
-            obj["spec"] for obj in workload_objects(fleet, same, placement_of(fleet))
+            {key: value for key, value in obj["spec"].items() if key != "progressDeadlineSeconds"}
+            for obj in workload_objects(fleet, same, placement_of(fleet))
         ]
     return found
 

@@ -65,8 +65,7 @@ class Cluster:
         return fleet_want(
             self.fleet,
             model=model_in_pod(self.fleet),
-            routers=self.fleet.spec.router.replicas,
-            router_surge=1,
+            in_cluster=True,
             image=SETTINGS.worker_image,
             router_image=SETTINGS.router_image,
             stopping=self.stopping,

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import ceil
 
 from xpyd_operator.plan.fleet import plan, pools_wanted
 from xpyd_operator.plan.template import revision_of
@@ -51,6 +52,8 @@ class Running:
     starting: int = 0
     ready: int = 0
     draining: int = 0
+    unplaced: int = 0
+    """Of those that start: no node has room for them."""
 
     @property
     def alive(self) -> int:
@@ -62,6 +65,7 @@ class Running:
         over = max(0, self.starting + self.ready - replicas)
         idle = min(over, self.starting)
         self.starting -= idle
+        self.unplaced = max(0, self.unplaced - idle)
         self.ready -= over - idle
         # One that never was ready has nothing to finish.
         self.draining += over - idle
@@ -81,10 +85,11 @@ class Pool:
     least: int = 0
     most: int = 6
 
-    def want(self, surge: int) -> PoolWant:
+    def want(self, surge: int, unavailable: int) -> PoolWant:
         template, revision = template_of(self.role, self.version)
         bounds = {"least": self.least, "most": self.most}
-        return PoolWant(self.name, template, revision, self.replicas, surge, **bounds)
+        percents = surge, unavailable
+        return PoolWant(self.name, template, revision, self.replicas, *percents, **bounds)
 
 
 @cache
@@ -98,7 +103,11 @@ class World:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.router_surge = rng.choice((0, 1))
+        self.router_surge = rng.choice((0, 25))
+        self.surge = rng.choice((0, 1, 25, 50, 100))
+        self.unavailable = rng.choice((0, 25, 100)) if self.surge else rng.choice((25, 100))
+        self.is_tight = self.unavailable > 0 and rng.random() < 0.5
+        """Whether nodes have room for no more than all pools' replicas, and at times for less."""
         most_routers = 3 if self.router_surge else 1
         self.router = Pool(ROUTER, ROUTER, replicas=rng.randint(1, most_routers), least=1)
         self.expected: dict[str, int] = {}
@@ -118,11 +127,15 @@ class World:
     # What plan() is given.
 
     def want(self) -> FleetWant:
-        pools = (self.router.want(self.router_surge), *(p.want(1) for p in self.pools.values()))
-        return FleetWant("f", pools, self.stopping)
+        missing = 25 if self.router_surge else 100
+        router = self.router.want(self.router_surge, missing)
+        pools = (p.want(self.surge, self.unavailable) for p in self.pools.values())
+        return FleetWant("f", (router, *pools), self.stopping)
 
     def seen(self) -> FleetSeen:
-        found = tuple(WorkloadSeen(r.workload, r.alive, r.ready) for r in self.running.values())
+        found = tuple(
+            WorkloadSeen(r.workload, r.alive, r.ready, r.unplaced) for r in self.running.values()
+        )
         return FleetSeen(tuple(self.sizes.values()), found, self.status)
 
     # What happens to it.
@@ -167,12 +180,28 @@ class World:
     def progress(self, *, all_of_it: bool = False) -> None:
         """Instances start, become ready and end: some of them, or all."""
         some = (lambda n: n) if all_of_it else (lambda n: self.rng.randint(0, n))
+        free = self.room(all_of_it=all_of_it) - sum(
+            one.alive - one.unplaced for one in self.running.values()
+        )
         for one in self.running.values():
-            ready = some(one.starting)
             started, ended = some(one.missing()), some(one.draining)
+            placed = max(0, min(free, one.unplaced + started))
+            one.unplaced += started - placed
+            ready = some(one.starting + started - one.unplaced)
             one.ready += ready
             one.starting += started - ready
             one.draining -= ended
+            free += ended - placed
+
+    def room(self, *, all_of_it: bool) -> int:
+        """Instances that the nodes have room for."""
+        if not self.is_tight:
+            return 1000
+        sizes = pools_wanted(self.want(), self.sizes.values())
+        left = {name for name, _ in self.running} - {pool.name for pool in sizes}
+        leaving = sum(one.workload.replicas for name in left for one in self.of(name))
+        most = sum(pool.replicas for pool in sizes) + leaving
+        return most if all_of_it else self.rng.randint(0, most)
 
     def misfortune(self) -> None:
         """Some instances of one workload die, or are ready no more."""
@@ -182,6 +211,7 @@ class World:
         if self.rng.random() < 0.5:
             one.starting += lost
         one.starting = self.rng.randint(0, one.starting)
+        one.unplaced = min(one.unplaced, one.starting)
 
     def edit(self) -> None:
         """Somebody changes the document, or scales a pool."""
@@ -299,16 +329,18 @@ def check_step(want: FleetWant, seen: FleetSeen, before: dict[Key, Running], wor
     for name, pool in wanted.items():
         assert pool.least <= sizes[name] <= pool.most
         assert name == ROUTER or sizes[name] == world.expected[name]
-        check_pool(pool, sizes[name], before, world)
+        check_pool(want, pool, sizes[name], before, world)
     check_revisions_move_together(want, sizes, before, world)
-    check_the_fleet_serves(wanted, sizes, before, world)
+    check_the_fleet_serves(want, sizes, before, world)
 
 
-def check_pool(pool: PoolWant, size: int, before: dict[Key, Running], world: World) -> None:
+def check_pool(
+    want: FleetWant, pool: PoolWant, size: int, before: dict[Key, Running], world: World
+) -> None:
     """Bounds and capacity of one pool."""
     old = [one for (name, _), one in before.items() if name == pool.name]
     new = world.of(pool.name)
-    room = size + pool.surge
+    room = size + ceil(size * pool.surge_percent / 100)
     assert sum(one.workload.replicas for one in new) <= room
     assert sum(one.alive - one.draining for one in new) <= room
     grown = [
@@ -322,9 +354,21 @@ def check_pool(pool: PoolWant, size: int, before: dict[Key, Running], world: Wor
         others = [other for other in new if other is not one]
         # Only what is free is taken: an instance that still drains has its device yet.
         assert one.workload.replicas + sum(other.alive for other in others) <= room or not others
-    if pool.surge:
-        had, has = sum(one.ready for one in old), sum(one.ready for one in new)
-        assert has >= min(had, size)
+    had, has = sum(one.ready for one in old), sum(one.ready for one in new)
+    assert has >= min(had, size - unavailable(want, pool, size, before))
+
+
+def is_rolling(pool: PoolWant, before: dict[Key, Running]) -> bool:
+    return any(o.alive for (n, r), o in before.items() if n == pool.name and r != pool.revision)
+
+
+def unavailable(want: FleetWant, pool: PoolWant, size: int, before: dict[Key, Running]) -> int:
+    """Instances that may be missing: none while new ones have room."""
+    rolling = [(p.name, p.revision) for p in want.pools if is_rolling(p, before)]
+    is_tight = any(before[key].unplaced for key in rolling if key in before)
+    if pool.surge_percent and size and not (is_tight and is_rolling(pool, before)):
+        return 0
+    return max(1, size * pool.unavailable_percent // 100) if pool.unavailable_percent else 0
 
 
 def key_of(one: Running) -> Key:
@@ -338,9 +382,9 @@ def check_revisions_move_together(
     rolling = [
         pool
         for pool in want.pools
-        if pool.surge
-        and sizes[pool.name]
-        and any(o.alive for (n, r), o in before.items() if n == pool.name and r != pool.revision)
+        if sizes[pool.name]
+        and unavailable(want, pool, sizes[pool.name], before) < sizes[pool.name]
+        and is_rolling(pool, before)
     ]
     for pool in rolling:
         size = sizes[pool.name]
@@ -349,18 +393,21 @@ def check_revisions_move_together(
         for other in rolling:
             new = before.get((other.name, other.revision))
             ready = min(new.ready, sizes[other.name]) if new else 0
-            assert kept >= min(old, size - size * ready // sizes[other.name])
+            fewer = unavailable(want, pool, size, before)
+            assert kept >= min(old, size - size * ready // sizes[other.name] - fewer)
 
 
 def check_the_fleet_serves(
-    wanted: dict[str, PoolWant], sizes: dict[str, int], before: dict[Key, Running], world: World
+    want: FleetWant, sizes: dict[str, int], before: dict[Key, Running], world: World
 ) -> None:
     """A fleet that answers goes on to, unless its own sizes forbid it."""
+    wanted = {pool.name: pool for pool in want.pools}
     could, does, will = Counter[str](), Counter[str](), Counter[str]()
     for name in {name for name, _ in before}:
         had = sum(one.ready for (pool, _), one in before.items() if pool == name)
         role = ROLES.get(name, ROUTER)
-        could[role] += min(had, sizes[name]) if name in sizes else had
+        fewer = unavailable(want, wanted[name], sizes[name], before) if name in sizes else 0
+        could[role] += max(0, min(had, sizes[name] - fewer)) if name in sizes else had
         does[role] += sum(one.ready for one in world.of(name))
     for name, size in sizes.items():
         will[wanted[name].template.role] += size

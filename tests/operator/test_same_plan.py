@@ -83,9 +83,7 @@ class Twice:
         metadata = {**stored["metadata"], "uid": "u", "resourceVersion": "9", "managedFields": []}
         self.cluster = parse_object({**stored, "metadata": metadata, "status": {"conditions": []}})
         self.local_want = fleet_want(self.local, model=model_in_pod(self.local))
-        self.cluster_want = fleet_want(
-            self.cluster, model=model_in_pod(self.cluster), routers=1, router_surge=0
-        )
+        self.cluster_want = fleet_want(self.cluster, model=model_in_pod(self.cluster))
 
     def local_seen(self) -> FleetSeen:
         """As the supervisor has it."""

@@ -113,6 +113,19 @@ def test_a_single_pod_that_leaves_after_a_failure_is_replaced_and_not_told() -> 
     assert [reason for _, reason, _ in told(pod)] == ["Draining"]
 
 
+@pytest.mark.parametrize(
+    ("age_s", "reasons"), [(60.0, set()), (61.0, {"ProgressDeadlineExceeded"})]
+)
+def test_a_group_that_is_not_ready_by_its_deadline_is_degraded(
+    age_s: float, reasons: set[str]
+) -> None:
+    pod = trim(POD, group_pod(0, 1))
+    pod["metadata"]["uid"] = "u"
+    children = Children(leader_worker_sets=(group_set(1),), pods=(pod,))
+    found = find_problems(children, {"u": age_s}, 60)
+    assert {p.reason for p in found if p.kind == "Degraded"} == reasons
+
+
 def fleet_of_groups() -> InferenceFleet:
     fleet = load_fleet(EXAMPLE)
     prefill, decode = fleet.spec.pools

@@ -259,6 +259,18 @@ def test_no_progress_is_told_only_where_nothing_else_says_why() -> None:
     assert [t[1] for t in told(cluster)] == ["CrashLoopBackOff"]
 
 
+def test_a_pool_that_finds_no_room_by_its_deadline_is_degraded_with_the_fix() -> None:
+    cluster = new_cluster()
+    cluster.unschedulable(decodes(cluster), "0/3 nodes are available: 3 Insufficient gpus.")
+    assert [t[0] for t in told(cluster)] == ["Capacity"]
+    (workload,) = [w for (pool, _), w in cluster.workloads.items() if pool == "decode"]
+    stopped = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}
+    workload["status"]["conditions"] = [stopped]
+    (late,) = [t for t in told(cluster) if t[0] == "Degraded"]
+    assert late[1] == "ProgressDeadlineExceeded"
+    assert "add nodes, or let old instances make room (spec.rollout.maxUnav" in late[2]
+
+
 def test_pods_that_leave_are_told_with_the_time_of_the_last() -> None:
     cluster = settled(load_fleet(EXAMPLE))
     one, other = decodes(cluster)

@@ -39,7 +39,11 @@ def test_every_field_reaches_a_flag():
     )  # fmt: skip
     assert found["decode"].template.env == (("A", "1"), ("XPYD_KV_PORT", "22001"))
     assert found[ROUTER].template.args == ("--heartbeat-interval-ms=500", "--missed-beats=4")
-    assert (found["decode"].replicas, found[ROUTER].replicas, found[ROUTER].surge) == (3, 1, 0)
+    assert (found["decode"].replicas, found[ROUTER].replicas, found[ROUTER].surge_percent) == (
+        3,
+        1,
+        0,
+    )
 
 
 def test_policies_reach_the_router_where_they_are_not_its_default():
@@ -92,12 +96,12 @@ def test_routers_and_bounds_of_a_cluster_reach_the_wants():
         {"name": "all", "role": "Aggregated", "scaling": {"minReplicas": 2, "maxReplicas": 5}},
         {"name": "more", "role": "Aggregated"},
     ]
-    found = fleet_want(fleet(pools=pools), model="/m", routers=3, router_surge=1).pools
-    assert [(p.replicas, p.surge, p.least, p.most) for p in found] == [
-        (3, 1, 0, 1024),
-        (None, 1, 2, 5),
-        (None, 1, 0, 1024),
-    ]
+    pools[1]["rollout"] = {"maxSurgePercent": 0, "maxUnavailablePercent": 50}
+    spec = {"router": {"replicas": 3}, "rollout": {"maxSurgePercent": 75}}
+    found = fleet_want(fleet(pools=pools, **spec), model="/m", in_cluster=True).pools
+    bounds = [(p.surge_percent, p.unavailable_percent, p.least, p.most) for p in found]
+    assert bounds == [(75, 0, 0, 1024), (75, 0, 2, 5), (0, 50, 0, 1024)]
+    assert [p.replicas for p in found] == [3, None, None]
 
 
 def test_a_revision_is_of_what_defines_the_pods_and_of_nothing_else():

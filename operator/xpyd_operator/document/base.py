@@ -333,7 +333,7 @@ class ApiModel(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: object) -> None:
-        members = list(vars(cls).values())
+        members = [member for kind in reversed(cls.__mro__) for member in vars(kind).values()]
         cls.rules = tuple(cast("Rule[Any]", m) for m in members if isinstance(m, Rule))
         cls.transitions = tuple(
             cast("Transition[Any]", m) for m in members if isinstance(m, Transition)

@@ -332,6 +332,28 @@ class Scaling(ApiModel):
         return self.max_replicas is None or self.min_replicas <= self.max_replicas
 
 
+class PoolRollout(ApiModel):
+    """How far a pool may be from its replicas while a new revision replaces an old one.
+
+    Percents are of the pool's replicas and at least one instance: surge is rounded up, unavailable
+    down.
+    """
+
+    max_surge_percent: Annotated[int, Field(ge=0, le=100)] = 25
+    """Instances above the replicas; 0: an old instance goes before a new one comes."""
+    max_unavailable_percent: Annotated[int, Field(ge=0, le=100)] = 0
+    """Instances that may be missing, where a new one has no room otherwise: none above replicas is
+    allowed, or no node has a place for it."""
+
+    @rule(
+        "self.maxSurgePercent > 0 || self.maxUnavailablePercent > 0",
+        "nothing could ever be replaced: set one of maxSurgePercent and maxUnavailablePercent",
+        field="maxSurgePercent",
+    )
+    def _can_move(self) -> bool:
+        return self.max_surge_percent > 0 or self.max_unavailable_percent > 0
+
+
 def _ranks(pool: Pool) -> tuple[int, ...]:
     parallelism = pool.parallelism
     return parallelism.tensor, parallelism.pipeline, parallelism.ranks
@@ -370,6 +392,8 @@ class Pool(ApiModel):
     """Devices and memory of one pod of an instance."""
     scaling: Scaling = Scaling()
     """Bounds of the pool's replicas, also for `kubectl scale` and an HPA."""
+    rollout: PoolRollout | None = None
+    """How this pool is rolled out; none: as spec.rollout says."""
     template: Annotated[dict[str, Any] | None, ShapedLike(PodTemplate)] = None
     """Merged into the engines' pods in a cluster; the engine's container is `engine`."""
 

@@ -45,6 +45,7 @@ from xpyd_operator.document.engines import (
     Model,
     PodTemplate,
     Pool,
+    PoolRollout,
     ShapedLike,
 )
 from xpyd_operator.document.entry import HttpRoute, Ingress, Service
@@ -197,6 +198,13 @@ class Drain(ApiModel):
     """How long a leaving instance may take to finish its requests."""
 
 
+class Rollout(PoolRollout):
+    """How a new revision replaces an old one; P and D move together."""
+
+    progress_deadline_seconds: Annotated[int, Field(ge=60, le=604800)] = 3600
+    """In a cluster, how long no new instance may become ready before the fleet says Degraded."""
+
+
 class NetworkPolicy(ApiModel):
     """Who may reach the fleet's ports in a cluster whose network enforces policies."""
 
@@ -329,6 +337,8 @@ class Spec(ApiModel):
     """When an instance counts as gone."""
     drain: Drain = Drain()
     """How a leaving instance finishes."""
+    rollout: Rollout = Rollout()
+    """How a new revision replaces an old one."""
     network_policy: NetworkPolicy = NetworkPolicy()
     """Who may reach the fleet's ports."""
 

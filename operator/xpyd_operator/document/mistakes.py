@@ -22,7 +22,6 @@ UNSUPPORTED_FIELDS = frozenset(
         "spec.pools[].restartPolicy",
         "spec.kvTransfer.verify",
         "spec.router.gateway",
-        "spec.rollout",
         "spec.autoscaling",
         "spec.deletion",
     }

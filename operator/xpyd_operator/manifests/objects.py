@@ -29,9 +29,6 @@ from xpyd_operator.manifests.pods import (
 from xpyd_operator.manifests.volumes import job_digest
 from xpyd_operator.plan.values import ROUTER, Workload
 
-_PROGRESS_DEADLINE_S = 3600
-"""A model of hundreds of gigabytes loads in less; the fleet's own conditions report earlier."""
-
 
 def workload_objects(
     fleet: InferenceFleet, workload: Workload, placement: Placement
@@ -71,7 +68,7 @@ def _deployment(
         "replicas": workload.replicas,
         "minReadySeconds": 0,
         "revisionHistoryLimit": 0,
-        "progressDeadlineSeconds": _PROGRESS_DEADLINE_S,
+        "progressDeadlineSeconds": fleet.spec.rollout.progress_deadline_seconds,
         "selector": {"matchLabels": selector},
         "strategy": {
             "type": "RollingUpdate",

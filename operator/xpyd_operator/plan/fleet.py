@@ -6,9 +6,13 @@ no pool gives up old instances faster than the slowest of them gains new ones, b
 different revisions may be unable to exchange KV. A pool whose template did not change is not
 touched.
 
+Where no node has room for a new instance, pools that waited for each other's devices would wait for
+ever. So each pool in rollout then gives up its surge, and goes ahead of the others by what may be
+unavailable of it; a pool that must stay complete keeps all that it has. See docs/adr/0093.
+
 What holds after every step: a pool declares at most `replicas + surge` instances; an instance that
-is ready goes only if the ready ones that remain are `replicas`; a pool that left the document stays
-while it is all that makes the fleet serve and its successors are on their way.
+is ready goes only if the ready ones that remain are `replicas - unavailable`; a pool that left the
+document stays while it is all that makes the fleet serve and its successors are on their way.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import ceil
 
 from xpyd_operator.plan.values import (
     MOST_REPLICAS,
@@ -52,7 +57,7 @@ def plan(want: FleetWant, seen: FleetSeen, now: float) -> Plan:
     leaving = [w for w in seen.workloads if w.workload.pool not in names]
     # Sorted, because shells list workloads in different orders.
     leaving.sort(key=lambda w: (w.workload.pool, w.workload.revision))
-    needed = not want.stopping and bool(leaving) and _is_needed(leaving, pools)
+    needed = not want.stopping and bool(leaving) and _is_needed(leaving, pools, share)
     if want.stopping:
         actions += _stop(leaving)
     elif not needed:
@@ -131,6 +136,24 @@ class _Pool:
     replicas: int
     new: WorkloadSeen | None
     old: tuple[WorkloadSeen, ...]
+    is_tight: bool = False
+    """Nodes have no room for all of the rollout's new instances, and it may go on with fewer."""
+
+    @property
+    def is_rolling(self) -> bool:
+        return any(w.alive for w in self.old)
+
+    @property
+    def surge(self) -> int:
+        """Instances above `replicas` that may run."""
+        return 0 if self.is_tight else ceil(self.replicas * self.want.surge_percent / 100)
+
+    @property
+    def unavailable(self) -> int:
+        """Ready instances that may be missing now: none while new ones have room beside them."""
+        if self.surge or not self.want.unavailable_percent:
+            return 0
+        return max(1, self.replicas * self.want.unavailable_percent // 100)
 
 
 def _pools(want: FleetWant, seen: FleetSeen) -> list[_Pool]:
@@ -141,14 +164,16 @@ def _pools(want: FleetWant, seen: FleetSeen) -> list[_Pool]:
         old = [w for w in all_ if w is not new]
         old.sort(key=lambda w: (-w.ready, w.workload.revision))
         found.append(_Pool(pool, size.replicas, new, tuple(old)))
-    return found
+    if not any(pool.is_rolling and pool.new and pool.new.unplaced for pool in found):
+        return found
+    return [replace(p, is_tight=p.is_rolling and p.want.unavailable_percent > 0) for p in found]
 
 
 def _rollout_share(pools: Sequence[_Pool]) -> Fraction:
     """What part of every pool in rollout is ready in its new revision: the least of them."""
     share = Fraction(1)
     for pool in pools:
-        if pool.want.surge and pool.replicas and any(w.alive for w in pool.old):
+        if pool.unavailable < pool.replicas and pool.is_rolling:
             ready = min(pool.new.ready, pool.replicas) if pool.new else 0
             share = min(share, Fraction(ready, pool.replicas))
     return share
@@ -156,11 +181,11 @@ def _rollout_share(pools: Sequence[_Pool]) -> Fraction:
 
 def _old_targets(pool: _Pool, share: Fraction) -> list[int]:
     """How much of each old revision stays, by what is ready of the new one; ready ones first."""
-    kept = 0 if pool.want.surge == 0 else pool.replicas - int(pool.replicas * share)
+    kept = max(0, pool.replicas - int(pool.replicas * share) - pool.unavailable)
     # After a scale-down in the middle of a rollout both revisions are too large: then only what is
     # ready stays of the old ones.
     declared = min(pool.new.workload.replicas, pool.replicas) if pool.new else 0
-    idle = min(kept, pool.replicas + pool.want.surge - declared)
+    idle = min(kept, pool.replicas + pool.surge - declared)
     targets: list[int] = []
     for workload in pool.old:
         targets.append(min(workload.workload.replicas, workload.ready, kept))
@@ -178,9 +203,10 @@ def _new_target(pool: _Pool, targets: Sequence[int]) -> int:
     if not pool.old:
         return pool.replicas
     before = pool.new.workload.replicas if pool.new else 0
-    most = pool.replicas + pool.want.surge
+    most = pool.replicas + pool.surge
     occupied = sum(max(w.alive, t) for w, t in zip(pool.old, targets, strict=True))
-    # Grown only into what is really free; held where it is while old instances end.
+    # Grown only into what is really free; held where it is while old instances end, but for a surge
+    # that is given up.
     room = max(min(before, most - sum(targets)), most - occupied)
     return max(0, min(pool.replicas, room))
 
@@ -225,12 +251,14 @@ def _leave(leaving: Sequence[WorkloadSeen]) -> list[Action]:
     return actions
 
 
-def _is_needed(leaving: Sequence[WorkloadSeen], pools: Sequence[_Pool]) -> bool:
+def _is_needed(leaving: Sequence[WorkloadSeen], pools: Sequence[_Pool], share: Fraction) -> bool:
     """Whether the fleet serves with the pools that leave, not yet without, and will do so."""
     wanted, ready = Counter[str](), Counter[str]()
     for pool in pools:
         wanted[pool.want.template.role] += pool.replicas
-        ready[pool.want.template.role] += sum(w.ready for w in _workloads(pool))
+        left = zip(pool.old, _old_targets(pool, share), strict=True)
+        stays = sum(min(old.ready, target) for old, target in left)
+        ready[pool.want.template.role] += stays + (pool.new.ready if pool.new else 0)
     with_leaving = Counter(ready)
     for workload in leaving:
         with_leaving[workload.workload.template.role] += workload.ready

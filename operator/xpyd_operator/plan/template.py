@@ -31,29 +31,34 @@ def fleet_want(
     fleet: InferenceFleet,
     *,
     model: str,
-    routers: int = 1,
-    router_surge: int = 0,
+    in_cluster: bool = False,
     image: str = "",
     router_image: str = "",
     stopping: bool = False,
 ) -> FleetWant:
     """What the document wants.
 
-    `model`: what its URI means where the fleet runs. `routers` and `router_surge`: local mode has
-    one address for the router and so one router, whose successor waits for its end. `image` and
+    `model`: what its URI means where the fleet runs. Elsewhere than in a cluster there is one
+    address for the router and so one router, whose successor waits for its end. `image` and
     `router_image`: where the document names none; "" where pods have no image.
     """
-    router = router_template(fleet, image=router_image)
-    pools = [PoolWant(ROUTER, router, revision_of(router), routers, router_surge)]
+    router, of_all = router_template(fleet, image=router_image), fleet.spec.rollout
+    routers, surge, missing = 1, 0, 100
+    if in_cluster:
+        routers = fleet.spec.router.replicas
+        surge, missing = of_all.max_surge_percent, of_all.max_unavailable_percent
+    pools = [PoolWant(ROUTER, router, revision_of(router), routers, surge, missing)]
     for pool in fleet.spec.pools:
         template = engine_template(fleet, pool, model=model, image=image)
-        bounds = pool.scaling
+        bounds, rollout = pool.scaling, pool.rollout or of_all
         pools.append(
             PoolWant(
                 pool.name,
                 template,
                 revision_of(template),
                 pool.replicas,
+                rollout.max_surge_percent,
+                rollout.max_unavailable_percent,
                 least=bounds.min_replicas,
                 most=MOST_REPLICAS if bounds.max_replicas is None else bounds.max_replicas,
             )

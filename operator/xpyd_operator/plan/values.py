@@ -53,15 +53,17 @@ class Workload:
 class PoolWant:
     """One pool of the document. `replicas` None: not declared. `least`, `most`: its bounds.
 
-    `surge`: instances above `replicas` that a rollout may run. 0 means that the old instance goes
-    first, as the local router's must: there is one address for it.
+    `surge_percent` of `replicas` are instances above them that a rollout may run; 0: an old one
+    goes first. `unavailable_percent` of them may be missing where a new one has no room otherwise;
+    100 with no surge: all old ones go first, as the local router must, which has one address.
     """
 
     name: str
     template: Template
     revision: str
     replicas: int | None = None
-    surge: int = 1
+    surge_percent: int = 25
+    unavailable_percent: int = 0
     least: int = 0
     most: int = MOST_REPLICAS
 
@@ -92,11 +94,15 @@ class PoolSeen:
 
 @dataclass(frozen=True)
 class WorkloadSeen:
-    """A workload as it was last put, and how many of its instances are alive and are routable."""
+    """A workload as it was last put, and how many of its instances are alive and are routable.
+
+    `unplaced`: of those alive, the ones for which no node has room.
+    """
 
     workload: Workload
     alive: int = 0
     ready: int = 0
+    unplaced: int = 0
 
 
 @dataclass(frozen=True)

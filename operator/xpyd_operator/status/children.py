@@ -156,11 +156,13 @@ class Counts:
     """Instances of one workload.
 
     `alive`: those that hold a place, `draining` included. `ready`: those that serve and stay.
+    `unplaced`: those that want a place, and no node fits a pod of theirs.
     """
 
     alive: int = 0
     ready: int = 0
     draining: int = 0
+    unplaced: int = 0
 
     @property
     def staying(self) -> int:
@@ -178,6 +180,7 @@ class _Instance:
     ready: int = 0
     size: int = 1
     draining: bool = False
+    unplaced: bool = False
 
 
 def key_of(obj: Raw) -> Key | None:
@@ -271,7 +274,7 @@ def fleet_seen(children: Children, before: Raw | None = None) -> FleetSeen:
         # The pods may be seen later than the workload's own count of them.
         alive = max(have.alive, count(workload, "status", "replicas"))
         put = Workload(*key, replicas_of(workload), Template(role))
-        found[key] = WorkloadSeen(put, alive, min(have.ready, alive))
+        found[key] = WorkloadSeen(put, alive, min(have.ready, alive), have.unplaced)
     pools = _pools(children.pools)
     pools += _lost_pools({pool.name for pool in pools}, found.values(), before or {})
     for key, role in sorted(_orphans(children)):
@@ -305,6 +308,8 @@ def _instances(
         instance.size = sizes.get(group[0]) or _size_of(pod)
         instance.draining = instance.draining or is_leaving(pod)
         instance.ready += is_true(pod, "Ready")
+        scheduled = condition(pod, "PodScheduled")
+        instance.unplaced |= text(scheduled, "reason") == "Unschedulable"
     return found
 
 
@@ -315,12 +320,13 @@ def _size_of(pod: Raw) -> int:
 
 
 def _sum(instances: Iterable[_Instance]) -> Counts:
-    alive = ready = draining = 0
+    alive = ready = draining = unplaced = 0
     for instance in instances:
         alive += 1
         draining += instance.draining
         ready += not instance.draining and instance.ready >= instance.size
-    return Counts(alive, ready, draining)
+        unplaced += not instance.draining and instance.unplaced
+    return Counts(alive, ready, draining, unplaced)
 
 
 def _orphans(children: Children) -> set[tuple[Key, PoolRole]]:

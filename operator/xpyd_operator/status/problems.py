@@ -12,8 +12,9 @@ See docs/adr/0047.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -329,11 +330,14 @@ def first_seen(
     return found
 
 
-def find_problems(children: Children, ages: Mapping[str, float]) -> tuple[Problem, ...]:
+def find_problems(
+    children: Children, ages: Mapping[str, float], deadline_s: float = math.inf
+) -> tuple[Problem, ...]:
     """All problems, those that matter most first.
 
     `ages`: for how many seconds each pod's state has been seen (first_seen), by the pod's uid; 0
-    for a pod that is missing there.
+    for a pod that is missing there. `deadline_s`: how long a group of pods may take to be ready;
+    Deployments have it in them.
     """
     found: list[Problem] = []
     by_pool, specs = _by_pool(children.pods), pod_specs(children)
@@ -342,7 +346,12 @@ def find_problems(children: Children, ages: Mapping[str, float]) -> tuple[Proble
         found += _of_failed(pool, by_pool[pool], children, ages)
     for workload in workloads(children):
         found += _of_workload(workload)
-    found += _of_deadlines(children, {problem.pool for problem in found if _is_cause(problem)})
+    told = {problem.pool for problem in found if problem.kind == "Degraded"}
+    full = {problem.pool for problem in found if problem.kind == "Capacity"}
+    for pool, words in _late(children, ages, deadline_s):
+        if pool not in told:
+            message = f"{pool}: {words}{_NO_ROOM if pool in full else ''}"
+            found.append(Problem("Degraded", "ProgressDeadlineExceeded", pool, message))
     return in_order(found)
 
 
@@ -354,10 +363,6 @@ def in_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
 def _rank(problem: Problem) -> tuple[int, bool, str, str, str]:
     last = problem.reason in _LAST
     return (_KINDS[problem.kind], last, problem.pool, problem.reason, problem.message)
-
-
-def _is_cause(problem: Problem) -> bool:
-    return problem.kind != "Waiting"
 
 
 def _by_pool(pods: Iterable[Raw]) -> dict[str, list[Raw]]:
@@ -460,15 +465,22 @@ def _of_workload(workload: Raw) -> list[Problem]:
     return [Problem("Degraded", "ServiceAccountMissing", key[0], message)]
 
 
-def _of_deadlines(children: Children, known: set[str]) -> list[Problem]:
-    """Pools that make no progress for no other known reason."""
-    found: list[Problem] = []
+_NO_ROOM = (
+    ": no node fits; add nodes, or let old instances make room (spec.rollout.maxUnavailablePercent)"
+)
+
+
+def _late(
+    children: Children, ages: Mapping[str, float], deadline_s: float
+) -> Iterator[tuple[str, str]]:
+    """Pools in which nothing became ready for too long, with the words for it."""
     for workload in workloads(children):
         progress, key = condition(workload, "Progressing"), key_of(workload)
-        stopped = text(progress, "reason") == "ProgressDeadlineExceeded"
-        if key and stopped and key[0] not in known:
-            limit = count(workload, "spec", "progressDeadlineSeconds")
-            message = f"{key[0]}: no pod became ready within {limit} s (Deployment"
-            message += f" {short(name_of(workload), 80)})"
-            found.append(Problem("Degraded", "ProgressDeadlineExceeded", key[0], message))
-    return found
+        if key and text(progress, "reason") == "ProgressDeadlineExceeded":
+            limit, name = count(workload, "spec", "progressDeadlineSeconds"), name_of(workload)
+            yield key[0], f"no pod became ready within {limit} s (Deployment {short(name, 80)})"
+    for pod in children.pods:
+        is_late = _age(pod, ages) > deadline_s and not is_leaving(pod) and _phase(pod) != "Failed"
+        if (key := key_of(pod)) and is_grouped(pod) and is_late:
+            words = f"no pod became ready within {deadline_s:.0f} s"
+            yield key[0], f"{words} (its group's pod {short(name_of(pod), 80)})"

@@ -50,6 +50,7 @@ CLUSTER_ONLY = frozenset(
         "spec.router.adminKeySecretRef",
         "spec.router.tls",
         "spec.router.template",
+        "spec.rollout.progressDeadlineSeconds",
         "spec.networkPolicy",
     }
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -90,7 +91,8 @@ def _obeyed(
     parsed, children, seen = state.parsed, state.own, state.seen
     before = status_of(state.document)
     wrong = [Problem("Degraded", INVALID_TEMPLATE, "", line) for line in parsed.mistakes]
-    problems = (*wrong, *problems, *find_problems(children, state.ages))
+    deadline_s = parsed.fleet.spec.rollout.progress_deadline_seconds if parsed.fleet else math.inf
+    problems = (*wrong, *problems, *find_problems(children, state.ages, deadline_s))
     if state.model is not None and (found := state.model.problem) is not None:
         problems = (*problems, found)
     if parsed.fleet is None:

@@ -351,8 +351,7 @@ def read(document: Obj, settings: Settings) -> ParsedDocument:
     want = fleet_want(
         fleet,
         model=model_in_pod(fleet),
-        routers=fleet.spec.router.replicas,
-        router_surge=1,
+        in_cluster=True,
         image=settings.worker_image,
         router_image=settings.router_image,
     )
