@@ -7,12 +7,22 @@ counters do, until there are twice as many, and are then counted together.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 
 from xpyd_router.access_log import Trace
 from xpyd_router.request_metrics import Exposition, labels_of
 
 MAX_SHOWN = 2048
 _OTHER = "other"
+
+
+@dataclass(slots=True)
+class _Use:
+    """The counts of one name."""
+
+    statuses: dict[int, int] = field(default_factory=dict[int, int])
+    prompt_tokens: int = 0
+    output_tokens: int = 0
 
 
 class KeyTable:
@@ -23,38 +33,39 @@ class KeyTable:
         """Requests without a key that counts, by the reason."""
         self.loads: Counter[str] = Counter()
         """Reads of the key file that changed something, or failed."""
-        self._requests: Counter[tuple[str, int]] = Counter()
-        self._prompt_tokens: Counter[str] = Counter()
-        self._output_tokens: Counter[str] = Counter()
+        self._uses: dict[str, _Use] = {}
 
     def ended(self, trace: Trace, status: int) -> None:
         """A request with a key was answered, or its client left."""
-        name = trace.key
-        if name not in self._prompt_tokens and len(self._prompt_tokens) >= MAX_SHOWN:
-            name = _OTHER
-        self._requests[name, status] += 1
-        self._prompt_tokens[name] += trace.prompt_tokens or 0
-        self._output_tokens[name] += trace.output_tokens or 0
+        use = self._uses.get(trace.key)
+        if use is None:
+            name = trace.key if len(self._uses) < MAX_SHOWN else _OTHER
+            use = self._uses.setdefault(name, _Use())
+        use.statuses[status] = use.statuses.get(status, 0) + 1
+        use.prompt_tokens += trace.prompt_tokens or 0
+        use.output_tokens += trace.output_tokens or 0
 
     def write(self, out: Exposition) -> None:
         """All of them as metrics; nothing where there are no keys."""
-        if not (self.refusals or self.loads or self._requests):
+        if not (self.refusals or self.loads or self._uses):
             return
+        uses = sorted(self._uses.items())
         out.numbers(
             "xpyd_router_key_requests_total",
             "counter",
             "Requests answered, by the client's key",
             [
                 (labels_of({"key": name, "status": str(status)}), count)
-                for (name, status), count in sorted(self._requests.items())
+                for name, use in uses
+                for status, count in sorted(use.statuses.items())
             ],
         )
-        for kind, counts in (("prompt", self._prompt_tokens), ("output", self._output_tokens)):
+        for kind in ("prompt", "output"):
             out.numbers(
                 f"xpyd_router_key_{kind}_tokens_total",
                 "counter",
                 f"Tokens of {kind}s, where known, by the client's key",
-                [(labels_of({"key": name}), count) for name, count in sorted(counts.items())],
+                [(labels_of({"key": name}), getattr(use, f"{kind}_tokens")) for name, use in uses],
             )
         for name, meaning, label, counts in (
             ("key_refusals", "Requests without a valid key", "reason", self.refusals),

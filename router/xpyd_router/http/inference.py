@@ -39,13 +39,13 @@ from xpyd_router.http.asgi import (
     watch_client,
 )
 from xpyd_router.http.direct import DirectRequest, DirectSink
-from xpyd_router.http.keyed import Hold, check_model, client_of, owner_of, stamp
+from xpyd_router.http.keyed import Hold, check_model, client_of, owner_of
 from xpyd_router.http.translated import TranslatedStream, read_request, translated
 from xpyd_router.keys.ring import Client, Refused
 from xpyd_router.request.client_request import ClientHead, HeadReader, InferenceRequest
 from xpyd_router.request.flow import Flow
 from xpyd_router.request.relay import ClientStream, Header
-from xpyd_router.request.state import RequestState
+from xpyd_router.request.state import RequestState, with_members
 from xpyd_router.translations import ROUTES, api_at
 from xpyd_router.translations.seam import Api, Translation
 
@@ -278,7 +278,8 @@ class Inference:
         client_id = head.request_id
         trace.client_id, trace.trace_id = client_id.decode("ascii"), head.trace_id
         trace.body_bytes = len(body)
-        call = _Call(trace, sink, charge, owner, None if owner is None else Hold(owner, trace))
+        held = None if owner is None else Hold(owner, trace, self._loop)
+        call = _Call(trace, sink, charge, owner, held)
         try:
             if head.complaint is not None:
                 raise head.complaint
@@ -366,19 +367,16 @@ class Inference:
     ) -> tuple[InferenceRequest, Translation | None]:
         """The request, once there is room for the copies of its body; of `api`, as a chat. With
         what its key adds to it."""
-        charge, owner = call.charge, call.owner
+        charge, owner, endpoint = call.charge, call.owner, call.trace.endpoint
         if charge is not None:
             copies = _COPIES + (api is not None) + (owner is not None)
             charge.take_more(copies * len(body))
             charge.check()
-        read = partial(read_request, api, call.trace.endpoint)
-        if owner is not None:
-            read = partial(_read_of, owner, read)
         if len(body) <= INLINE_BYTES:
-            return read(body)
+            return _read_of(owner, api, endpoint, body)
         waiting = [body]
         del body
-        return await read_on(self._reader, read, waiting)
+        return await read_on(self._reader, partial(_read_of, owner, api, endpoint), waiting)
 
     async def _enter(
         self, state: RequestState, cost: Cost, headers: Sequence[Header], owner: Client | None
@@ -410,13 +408,15 @@ class Inference:
 
 
 def _read_of(
-    owner: Client,
-    read: Callable[[bytes], tuple[InferenceRequest, Translation | None]],
-    body: bytes,
+    owner: Client | None, api: Api | None, endpoint: str, body: bytes
 ) -> tuple[InferenceRequest, Translation | None]:
-    """What `read` finds in the body of a request of `owner`, as engines get it."""
-    request, translation = read(body)
-    return stamp(owner, request), translation
+    """The request in `body`, as engines get it: of a key with its salt, and not before its
+    priority. ApiError 400."""
+    found = read_request(api, endpoint, body)
+    if owner is None:
+        return found
+    request = with_members(found[0], salt=owner.salt, least_priority=owner.priority)
+    return request, found[1]
 
 
 def _header(headers: Sequence[Header], wanted: bytes) -> bytes:

@@ -33,7 +33,7 @@ from xpyd_router.http.inference import Inference
 from xpyd_router.http.lingering import CycleTransport, Lingering
 from xpyd_router.http.origins import OriginGuard
 from xpyd_router.http.text_calls import TEXT_ROUTES
-from xpyd_router.keys.ring import Refused
+from xpyd_router.keys.ring import Refused, Shown
 from xpyd_router.translations import ROUTES, TARGETS
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class ClientProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.logger = _logger
         self._chunks = Chunks()
+        self._shown = Shown()
         # Of a plain ASGI application all requests are uvicorn's.
         app = cast(object, self.__dict__["app"])
         if isinstance(app, OriginGuard):
@@ -318,19 +319,20 @@ class ClientProtocol(HttpToolsProtocol):
         size = usual_size(self.headers, self._guard.unusual, self._guard.is_right)
         if size is None or size > app.max_body_bytes:
             return False
-        client = None if app.keys is None else app.keys.ring.find(self.headers)
-        if client is None and app.keys is not None:
+        keys = app.keys
+        found = None if keys is None else keys.ring.find(self.headers, self._shown)
+        if found is None and keys is not None:
             return False  # only `verify` can say
-        self._denied = client if isinstance(client, Refused) else None
-        is_long = size > _CHARGED_BYTES and self._denied is None
+        self._denied = denied = found if isinstance(found, Refused) else None
+        is_long = size > _CHARGED_BYTES and denied is None
         takes_chunks = version == "1.1"
         direct = DirectRequest(
             endpoint,
             self.headers,
             app.now_s(),
-            keep_alive=takes_chunks and parser.should_keep_alive() and self._denied is None,
+            keep_alive=takes_chunks and parser.should_keep_alive() and denied is None,
             takes_chunks=takes_chunks,
-            client=None if isinstance(client, Refused) else client,
+            client=None if isinstance(found, Refused) else found,
             charge=BodyCharge(app.bodies, app.max_body_bytes) if is_long else None,
         )
         self._direct = direct

@@ -12,15 +12,17 @@ count together, in rows as those of `admission`, each written by one process.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import math
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from hashlib import blake2b
+from hashlib import blake2b, sha256
+from hmac import compare_digest
 from typing import NamedTuple
+
+import msgspec
 
 from xpyd_core.errors import ApiError
 from xpyd_router.fair_queue import Account, Cost
@@ -30,7 +32,6 @@ from xpyd_router.keys.lines import (
     KeyFile,
     KeyOptions,
     Scrypt,
-    digest_of,
     salted,
 )
 
@@ -47,6 +48,8 @@ _MINUTE_S = 60.0
 _MAX_RETRY_S = 60
 _RETRY_S = 1
 """Where only the end of a running request makes room."""
+_RETRY = b"%ds" % _RETRY_S
+_UNSAID: tuple[Header, Header] = ((b"", b""), (b"", b""))
 _MAX_VERIFIED = 4096
 _MAX_WAITING = 8
 """Unknown keys that wait for the thread: some seconds of its work."""
@@ -64,9 +67,11 @@ class Bucket:
 
     def fill(self, now_s: float) -> None:
         """Let time pass."""
-        gained = max(0.0, now_s - self._at_s) * self.per_minute / _MINUTE_S
-        self.level = min(self.per_minute, self.level + gained)
-        self._at_s = now_s
+        passed_s, self._at_s = now_s - self._at_s, now_s
+        if passed_s > 0:
+            self.level += passed_s * self.per_minute / _MINUTE_S
+        if self.level > self.per_minute:
+            self.level = self.per_minute
 
     def resize(self, per_minute: float) -> None:
         """Another limit; what was used stays used, in proportion."""
@@ -75,8 +80,8 @@ class Bucket:
 
     def missing_s(self, tokens: float) -> float:
         """Until so many are there; of more than a minute's, until it is full."""
-        short = min(tokens, self.per_minute) - self.level
-        return max(0.0, short * _MINUTE_S / self.per_minute)
+        short = (tokens if tokens < self.per_minute else self.per_minute) - self.level
+        return short * _MINUTE_S / self.per_minute if short > 0 else 0.0
 
 
 class Client:
@@ -87,23 +92,24 @@ class Client:
         self.account = Account()
         self.running: set[asyncio.Task[None]] = set()
         """What ends when the last key of this name goes."""
+        self.is_gone = False
+        """That key went. A request whose body came later is still of this client."""
         self._clock = clock
-        self._options = KeyOptions()
+        self.priority = 0
+        """The earliest place in line that its requests may ask for."""
         self._models: frozenset[str] = frozenset()
-        self.salt = salted(name)
-        """What engines get for it."""
+        self.salt = _json_salt(name)
+        """The JSON of what engines get for it."""
         self._share = KeyOptions()
-        self._is_limited = False
+        self.is_limited = False
+        """Whether `enter` and `leave` count its requests, and answers say what is left."""
+        self._said_limits: tuple[Header, Header] = _UNSAID
+        """The headers of its limits, of requests and of tokens, which change with the options."""
         self._bucket: Bucket | None = None
         self._own: Cells = [0] * KEY_COLUMNS
         self._others: Sequence[Cells] = ()
         self._seen: list[tuple[int, int]] = []
         """Of each other process: what was charged and spent together, and what was spent."""
-
-    @property
-    def priority(self) -> int:
-        """The earliest place in line that its requests may ask for."""
-        return self._options.priority
 
     def may_use(self, model: str) -> bool:
         """Whether it may use the model of this name."""
@@ -115,16 +121,21 @@ class Client:
 
     def set_options(self, options: KeyOptions, routers: int) -> None:
         """What the file says now, for one of so many routers."""
-        self._options, self._models = options, frozenset(options.models)
+        self.priority, self._models = options.priority, frozenset(options.models)
         self.account.weight = options.weight
-        self.salt = salted(options.salt or self.name)
+        self.salt = _json_salt(options.salt or self.name)
 
         def share(limit: int | None) -> int | None:
             return None if limit is None else max(1, limit // routers)
 
         per_minute = share(options.tokens_per_minute)
         self._share = KeyOptions(share(options.requests), share(options.tokens), per_minute)
-        self._is_limited = self._share.is_limited
+        self.is_limited = self._share.is_limited
+        most = per_minute if per_minute is not None else self._share.tokens
+        self._said_limits = (
+            (b"x-ratelimit-limit-requests", b"%d" % (self._share.requests or 0)),
+            (b"x-ratelimit-limit-tokens", b"%d" % (most or 0)),
+        )
         if per_minute is None:
             self._bucket = None
         elif self._bucket is None:
@@ -150,7 +161,7 @@ class Client:
 
     def enter(self, cost: Cost) -> Cost:
         """What the request takes of the key's limits; `leave` gives it back. ApiError 429."""
-        if not self._is_limited:
+        if not self.is_limited:
             return UNCOUNTED
         share, tokens = self._share, cost.tokens
         if share.tokens is not None:
@@ -171,7 +182,7 @@ class Client:
         own[REQUESTS] += 1
         own[TOKENS] += tokens
         own[CHARGED] += cost.tokens
-        return cost._replace(tokens=tokens)
+        return cost if tokens == cost.tokens else cost._replace(tokens=tokens)
 
     def leave(self, held: Cost, charged: int, used: int | None) -> None:
         """The request that holds `held` ended, of `charged` tokens; it took `used`; None: not
@@ -202,31 +213,33 @@ class Client:
 
     def headers(self) -> list[Header]:
         """What is left of its limits, as OpenAI says it; empty without limits."""
-        share, bucket = self._share, self._bucket
-        if not self._is_limited:
+        if not self.is_limited:
             return []
+        share, bucket = self._share, self._bucket
+        said_requests, said_tokens = self._said_limits
         requests, tokens = self._in_flight()
-        found: list[tuple[str, int, int, float]] = []
+        made: list[Header] = []
         if share.requests is not None:
             left = max(0, share.requests - requests)
-            found.append(("requests", share.requests, left, 0.0 if left else _RETRY_S))
+            made += (
+                said_requests,
+                (b"x-ratelimit-remaining-requests", b"%d" % left),
+                (b"x-ratelimit-reset-requests", b"0s" if left else _RETRY),
+            )
         if bucket is not None:
             bucket.fill(self._clock())
             left = max(0, math.floor(bucket.level))
-            found.append(
-                ("tokens", round(bucket.per_minute), left, bucket.missing_s(bucket.per_minute))
-            )
+            reset = b"%ds" % math.ceil(bucket.missing_s(bucket.per_minute))
         elif share.tokens is not None:
             left = max(0, share.tokens - tokens)
-            found.append(("tokens", share.tokens, left, 0.0 if left else _RETRY_S))
-        made: list[Header] = []
-        for kind, limit, left, reset_s in found:
-            name = kind.encode()
-            made += (
-                (b"x-ratelimit-limit-" + name, b"%d" % limit),
-                (b"x-ratelimit-remaining-" + name, b"%d" % left),
-                (b"x-ratelimit-reset-" + name, b"%ds" % math.ceil(reset_s)),
-            )
+            reset = b"0s" if left else _RETRY
+        else:
+            return made
+        made += (
+            said_tokens,
+            (b"x-ratelimit-remaining-tokens", b"%d" % left),
+            (b"x-ratelimit-reset-tokens", reset),
+        )
         return made
 
     def _in_flight(self) -> tuple[int, int]:
@@ -245,6 +258,10 @@ class Client:
             code="rate_limit_exceeded",
             retry_after_s=max(1, retry_s),
         )
+
+
+def _json_salt(salt: str) -> msgspec.Raw:
+    return msgspec.Raw(f'"{salted(salt)}"'.encode())
 
 
 def _used(cells: Cells) -> tuple[int, int]:
@@ -284,19 +301,41 @@ class Refused(NamedTuple):
 
 _MISSING = "no API key: send Authorization: Bearer KEY, or x-api-key: KEY"
 _UNKNOWN = "the API key is not valid"
+_SEVERAL = "several API keys: send one"
+REVOKED = Refused(_UNKNOWN, "revoked")
+"""Of a key that went while the body of its request came."""
 
 
-def key_in(headers: Iterable[Header]) -> bytes:
-    """The key that a request bears; empty without one. Authorization wins."""
-    found = b""
+def key_in(headers: Iterable[Header]) -> bytes | None:
+    """The key that a request bears; empty without one. Authorization wins. None where one of the
+    headers comes with several keys: what is in front of the router may take another one."""
+    bearer = found = b""
     for name, value in headers:
         if name == b"authorization":
             scheme, _, key = value.partition(b" ")
             if scheme.lower() == b"bearer":
-                return key.strip()
+                key = key.strip()
+                if bearer and key != bearer:
+                    return None
+                bearer = key
         elif name == b"x-api-key":
-            found = value.strip()
-    return found
+            key = value.strip()
+            if found and key != found:
+                return None
+            found = key
+    return bearer or found
+
+
+class Shown:
+    """The one Authorization header with which a connection's last request came, and whose key it
+    had while the ring went by `file`: the next request mostly has the same. A ring writes it."""
+
+    __slots__ = ("client", "file", "value")
+
+    def __init__(self) -> None:
+        self.value = b""
+        self.client: Client | None = None
+        self.file: KeyFile | None = None
 
 
 class KeyRing:
@@ -347,6 +386,7 @@ class KeyRing:
         self._place(gone)
         self._share()
         for client in gone:
+            client.is_gone = True
             for task in client.running:
                 task.cancel()
         return [client.name for client in gone]
@@ -362,14 +402,29 @@ class KeyRing:
         for client in self._clients.values():
             client.refresh()
 
-    def find(self, headers: Iterable[Header]) -> Client | Refused | None:
-        """Who a request is of, or why it is refused; None where only `verify` can say."""
+    def find(
+        self, headers: Sequence[Header], shown: Shown | None = None
+    ) -> Client | Refused | None:
+        """Who a request is of, or why it is refused; None where only `verify` can say. `shown`: of
+        the connection on which it came."""
+        bearer, is_usual = b"", False
+        for name, value in headers:
+            if name == b"authorization":
+                is_usual = not bearer
+                bearer = value
+        is_same = is_usual and shown is not None and shown.file is self._file
+        if is_same and shown is not None and compare_digest(bearer, shown.value):
+            return shown.client
         key = key_in(headers)
+        if key is None:
+            return Refused(_SEVERAL, "several keys")
         if not key:
             return Refused(_MISSING, "no key")
-        digest = digest_of(key)
+        digest = sha256(key).digest()
         found = self._by_digest.get(digest)
-        if found is not None and hmac.compare_digest(found[0], digest):
+        if found is not None and compare_digest(found[0], digest):
+            if shown is not None and is_usual:
+                shown.value, shown.client, shown.file = bearer, found[1], self._file
             return found[1]
         if not self._file.chosen or len(key) > MAX_KEY_BYTES:
             name = self._gone.get(digest)
@@ -387,7 +442,7 @@ class KeyRing:
             return found
         if self._waiting >= _MAX_WAITING:
             return ApiError(503, "too many unknown API keys are being looked at", retry_after_s=2)
-        key, chosen = key_in(headers), self._file.chosen
+        key, chosen = key_in(headers) or b"", self._file.chosen
         self._waiting += 1
         try:
             loop = asyncio.get_running_loop()

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from xpyd_router.keys.ring import KeyRing
 
 logger = logging.getLogger(__name__)
 RELOAD_S = 2.0
+_SETTLE_S = 0.1
+_SETTLE_READS = 10
 _COUNT_EVERY = 5
 """Reads of the file for each count of the routers: names are looked up every ten seconds."""
 API_KEY_NAME = "api-key"
@@ -28,13 +31,17 @@ API_KEY_NAME = "api-key"
 
 
 def read_key_file(path: Path) -> str:
-    """The file's text. UserError for none, a longer one than a Secret can be, or no text."""
+    """The file's text. UserError for none, what is no file, a longer one than a Secret can be, or
+    no text."""
     try:
+        # A pipe gives its text once, and would hold up who opens it again.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UserError(f"--api-key-file {path}: not a regular file, which is read again")
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise UserError(f"--api-key-file {path}: longer than {MAX_FILE_BYTES} bytes")
-        return content.decode()
+        return content.decode("utf-8-sig")
     except OSError as error:
         raise UserError(f"--api-key-file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -81,6 +88,8 @@ class KeyWatch:
         self._count = count
         self._text: str | None = None
         self._said = ""
+        self._wrong: tuple[str, UserError] | None = None
+        """The last text with a mistake, and what it is."""
 
     def load(self) -> None:
         """Read the file and go by it, if it changed. UserError where that cannot be done."""
@@ -102,12 +111,25 @@ class KeyWatch:
             turn += 1
             if (path := self._path) is not None:
                 try:
-                    text = await asyncio.to_thread(read_key_file, path)
+                    text = await self._read_settled(path)
                 except UserError as error:
                     self._complain(error)
                 else:
                     self._attempt(lambda text=text: self._take(text))
             self._ring.refresh()
+
+    async def _read_settled(self, path: Path) -> str:
+        """The file's text; one that is being written is read until two reads are alike. Most
+        editors empty a file first: without this, all keys would be revoked for a moment."""
+        text = await asyncio.to_thread(read_key_file, path)
+        for _ in range(_SETTLE_READS):
+            if text == self._text:
+                break
+            await asyncio.sleep(_SETTLE_S)
+            before, text = text, await asyncio.to_thread(read_key_file, path)
+            if text == before:
+                break
+        return text
 
     async def count_routers(self) -> None:
         """Have as many routers share the limits as there are; the last number where the name cannot
@@ -120,7 +142,13 @@ class KeyWatch:
         if text == self._text:
             self._said = ""
             return
-        file = keys_of(text, self._api_keys, self._path)
+        if self._wrong is not None and self._wrong[0] == text:
+            raise self._wrong[1]  # to read a long file takes some 50 ms of the event loop
+        try:
+            file = keys_of(text, self._api_keys, self._path)
+        except UserError as error:
+            self._wrong = text, error
+            raise
         self._text, self._said = text, ""
         gone = self._ring.take(file)
         self._table.loads["ok"] += 1

@@ -16,7 +16,7 @@ import msgspec
 import orjson
 from msgspec.structs import replace
 
-from xpyd_core.bodies import LongBody, is_absent, read, refuse
+from xpyd_core.bodies import NO_VALUE, LongBody, is_absent, read, refuse
 from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_core.kv_outcome import Cause, Outcome, Said, cause_of, read_header
 from xpyd_router.access_log import Trace
@@ -408,25 +408,31 @@ def one_token(request: InferenceRequest, limit: int) -> dict[str, Any]:
     return changed
 
 
-def with_members(request: InferenceRequest, *, salt: str, least_priority: int) -> InferenceRequest:
-    """The request of a key with this salt, as engines get it. A salt of the client's own becomes
-    part of it; a priority before `least_priority` becomes that. ApiError 400."""
+def with_members(
+    request: InferenceRequest, *, salt: msgspec.Raw, least_priority: int
+) -> InferenceRequest:
+    """The request of a key with this salt, in JSON, as engines get it. A salt of the client's own
+    becomes part of it; a priority before `least_priority` becomes that. ApiError 400."""
     members, raw = request.members, request.raw
     own, priority = members.cache_salt, members.priority
-    if not is_absent(own):
+    if own is not NO_VALUE and not is_absent(own):
         if bytes(memoryview(own)[:1]) != b'"':
             raise refuse("cache_salt", "expected a string")
-        salt = blake2b(own, key=salt.encode(), digest_size=16).hexdigest()
-    text = f'"{salt}"'.encode()
+        mixed = blake2b(own, key=memoryview(salt)[1:-1], digest_size=16).hexdigest()
+        salt = msgspec.Raw(f'"{mixed}"'.encode())
     end = raw.rindex(b"}")
-    if is_absent(priority) or read(int, priority, "priority") >= least_priority:
-        added = b',"cache_salt":' + text
-        members = replace(members, cache_salt=msgspec.Raw(text))
+    added = (raw[:end], b',"cache_salt":', salt)
+    if (
+        priority is NO_VALUE
+        or is_absent(priority)
+        or read(int, priority, "priority") >= (least_priority)
+    ):
+        members = replace(members, cache_salt=salt)
     else:
         least = b"%d" % least_priority
-        added = b',"cache_salt":' + text + b',"priority":' + least
-        members = replace(members, cache_salt=msgspec.Raw(text), priority=msgspec.Raw(least))
-    return replace(request, raw=b"".join((raw[:end], added, raw[end:])), members=members)
+        added = (*added, b',"priority":', least)
+        members = replace(members, cache_salt=salt, priority=msgspec.Raw(least))
+    return replace(request, raw=b"".join((*added, raw[end:])), members=members)
 
 
 _COPIED_BYTES = 64 * 1024
