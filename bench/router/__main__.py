@@ -14,13 +14,14 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from bench.environments import NotHere
 from bench.process import end_at_sigterm
 from bench.report import say, write_report
 from bench.router.page import tables, with_measured
 from bench.router.programs import programs
-from bench.router.report import report
+from bench.router.report import merged, report
 from bench.router.rounds import Plan, measure
 from bench.router.routers import ROOT, ContenderFailed, absent
 from bench.router.shape import (
@@ -39,6 +40,8 @@ from bench.router.shares import measure_shares
 ROUNDS = 2
 DUELS = 5
 SHARES_S = 10.0
+SHARES_PROCESSES = (1, 2)
+PAGE = ROOT / "docs/benchmarks/router.json"
 _QUICK_ROWS = ["direct", "xpyd", "vllm-router"]
 _QUICK_TIMES = Times(warm_s=0.5, seconds=2.0, ramp_s=1.0, rest_s=3.0)
 _FILES = 4 * max(STREAMS)
@@ -54,14 +57,18 @@ def main(argv: list[str]) -> int:
         try:
             _allow_files()
             found = measure(plan, programs(), Path(folder), say)
-            shares = None
-            if options.shares:
-                shares = measure_shares(Path(folder), plan.python.path, SHARES_S)
-                say(f"two keys: {shares}")
+            shares: list[dict[str, Any]] = []
+            for processes in SHARES_PROCESSES if options.shares else ():
+                one = measure_shares(Path(folder), plan.python.path, SHARES_S, processes)
+                say(f"two keys, processes {processes}: {one}")
+                shares.append(one)
         except (ContenderFailed, NotHere) as error:
             say(f"wrong: {error}")
             return 1
     made = report(found, plan, left_out, shares)
+    if options.part:
+        options.output = PAGE
+        made = merged(json.loads(PAGE.read_text()), made)
     if options.output is not None:
         write_report(made, options.output, with_measured)
     sys.stderr.write("\n" + tables(made))
@@ -100,6 +107,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--seconds", type=float, help="of each turn, its warm-up not counted (default: 3, quick 2)")
     add("--shares", action="store_true", help="also two keys, one of which floods")
+    add(
+        "--part",
+        action="store_true",
+        help="put what is measured into the figures of the last run (docs/benchmarks/router.json), "
+        "in the place of the same ones: a whole run in parts",
+    )
     add("--own-args", type=shlex.split, default=[], help="more for `xpyd router`")
     add("--quick", action="store_true", help=f"one round of {','.join(_QUICK_ROWS)} at 64")
     return parser
@@ -125,7 +138,7 @@ def _plan(options: argparse.Namespace, left_out: dict[str, str]) -> Plan:
     is_whole = names == list(ROWS) and cases == list(CASES) and options.seconds is None
     options.shares = options.shares or (is_whole and not options.quick)
     if options.output is None and is_whole and not options.quick:
-        options.output = ROOT / "docs/benchmarks/router.json"
+        options.output = PAGE
     for name in names:
         if why := absent(ROWS[name]):
             say(f"{name} is left out: {why}")

@@ -19,7 +19,7 @@ def tables(made: dict[str, Any]) -> str:
     """All of them, as the page has them and as a terminal shows them."""
     closed = {name: rows for name, rows in made["cases"].items() if name.startswith("c")}
     streams = {name: rows for name, rows in made["cases"].items() if name.startswith("s")}
-    tables_ = (_ratios(made), _shares(made), _closed(closed), _streams(streams), _memory(made))
+    tables_ = (_ratios(made), shares_of(made), _closed(closed), _streams(streams), _memory(made))
     parts = [[_where(made)], *tables_]
     return "".join("\n".join(part) + "\n\n" for part in parts if part)
 
@@ -49,20 +49,20 @@ def _ratios(made: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _shares(made: dict[str, Any]) -> list[str]:
-    found = made.get("shares")
-    if not found:
-        return []
+def shares_of(made: dict[str, Any]) -> list[str]:
+    """The table of two keys; empty where they were not measured."""
+    lines = ["| two keys | processes | wanted | reached | |", "|---|---|---|---|---|"]
     word = {True: "yes", False: "missed"}
-    return [
-        "| two keys | wanted | reached | |",
-        "|---|---|---|---|",
-        f"| TTFT p99 beside a flood / alone | at most 1.50 | {found['ttftRatio']:.2f} "
-        f"({found['ttftP99BesideMs']:.0f} / {found['ttftP99AloneMs']:.0f} ms) "
-        f"| {word[found['ttftHolds']]} |",
-        f"| tokens by weight, apart by | at most 10 % | {found['apart'] * 100:.1f} % "
-        f"| {word[found['shareHolds']]} |",
-    ]
+    for found in made.get("shares") or ():
+        lines += [
+            f"| TTFT p99 beside a flood / alone | {found['processes']} | at most 1.50 "
+            f"| {found['ttftRatio']:.2f} "
+            f"({found['ttftP99BesideMs']:.0f} / {found['ttftP99AloneMs']:.0f} ms) "
+            f"| {word[found['ttftHolds']]} |",
+            f"| tokens by weight, apart by | {found['processes']} | at most 10 % "
+            f"| {found['apart'] * 100:.1f} % | {word[found['shareHolds']]} |",
+        ]
+    return lines if lines[2:] else []
 
 
 def _spread(measured: list[float]) -> str:

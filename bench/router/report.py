@@ -5,7 +5,7 @@ A ratio is ours to a peer's, of turns one behind the other; the figure is the me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from statistics import median
@@ -80,9 +80,10 @@ def report(
     found: Found,
     plan: Plan,
     absent: Mapping[str, str],
-    shares: Mapping[str, Any] | None = None,
+    shares: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The JSON that a run ends with. `shares`: of two keys (bench.router.shares)."""
+    """The JSON that a run ends with. `shares`: of two keys, for each number of processes
+    (bench.router.shares)."""
     return {
         "benchmark": "router",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -95,7 +96,7 @@ def report(
         "failed": [
             {"row": row, "case": case, "why": why} for (row, case), why in found.failed.items()
         ],
-        "shares": None if shares is None else dict(shares),
+        "shares": [dict(one) for one in shares],
         "absent": dict(absent),
         "ownArgs": list(plan.own_args),
         "rounds": plan.rounds,
@@ -103,6 +104,31 @@ def report(
         "versions": {"xpyd": version("xpyd"), **PEERS, "python": plan.python.version},
         "machine": machine(),
     }
+
+
+def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """`old`, with what the part `new` has measured in the place of the same rows, cases, ratios."""
+    cases: dict[str, Any] = {name: dict(rows) for name, rows in old["cases"].items()}
+    for name, rows in new["cases"].items():
+        cases.setdefault(name, {}).update(rows)
+    asked = {(row, case) for case, rows in new["cases"].items() for row in rows}
+    asked |= {(one["row"], one["case"]) for one in new["failed"]}
+    ratios = {_place(one): one for one in (*old["ratios"], *new["ratios"])}
+    return {
+        **new,
+        "cases": cases,
+        "memoryMib": {**old["memoryMib"], **new["memoryMib"]},
+        "ratios": list(ratios.values()),
+        "failed": [
+            *(one for one in old["failed"] if (one["row"], one["case"]) not in asked),
+            *new["failed"],
+        ],
+        "shares": new["shares"] or old.get("shares") or [],
+    }
+
+
+def _place(ratio: Mapping[str, Any]) -> tuple[str, ...]:
+    return ratio["name"], ratio["case"], ratio["peer"]
 
 
 def _mib(gib: float) -> float:

@@ -139,7 +139,7 @@ class _Load:
 
 
 @contextlib.asynccontextmanager
-async def _router(engine: int, folder: Path, python: str) -> AsyncGenerator[int]:
+async def _router(engine: int, folder: Path, python: str, processes: int) -> AsyncGenerator[int]:
     keys, log, port = folder / "keys.txt", folder / "shares.log", free_port()
     keys.write_text(key_lines())
     argv = [
@@ -147,6 +147,7 @@ async def _router(engine: int, folder: Path, python: str) -> AsyncGenerator[int]
         *("--discovery-port", str(free_port()), "--drain-seconds", "0"),
         *("--static-instance", f"A=http://127.0.0.1:{engine}", "--api-key-file", str(keys)),
         *("--max-concurrent-requests", str(PLACES), "--heartbeat-interval-ms", "500"),
+        *("--admin-port", "0", "--processes", str(processes)),
     ]
     process = await asyncio.to_thread(_started, argv, log)
     router = Processes(process, log)
@@ -180,8 +181,8 @@ async def _is_ready(port: int) -> bool:
         return False
 
 
-async def _measure(folder: Path, python: str, seconds: float) -> dict[str, Any]:
-    async with _engine() as engine, _router(engine, folder, python) as port:
+async def _measure(folder: Path, python: str, seconds: float, processes: int) -> dict[str, Any]:
+    async with _engine() as engine, _router(engine, folder, python, processes) as port:
         quiet = _Load(port, "quiet", QUIET)
         await asyncio.sleep(_WARM_S)
         quiet.forget()
@@ -200,7 +201,7 @@ async def _measure(folder: Path, python: str, seconds: float) -> dict[str, Any]:
         by_name = {"quiet": quiet.tokens + more.tokens, "flood": flood.tokens}
         for load in (quiet, flood, more):
             await load.end()
-    return result(alone_s, beside_s, by_name)
+    return {"processes": processes, **result(alone_s, beside_s, by_name)}
 
 
 def result(alone_s: float, beside_s: float, tokens: dict[str, int]) -> dict[str, Any]:
@@ -221,6 +222,6 @@ def result(alone_s: float, beside_s: float, tokens: dict[str, int]) -> dict[str,
     }
 
 
-def measure_shares(folder: Path, python: str, seconds: float) -> dict[str, Any]:
-    """Run it. ContenderFailed."""
-    return asyncio.run(_measure(folder, python, seconds))
+def measure_shares(folder: Path, python: str, seconds: float, processes: int = 1) -> dict[str, Any]:
+    """Run it, with a router of so many processes. ContenderFailed."""
+    return asyncio.run(_measure(folder, python, seconds, processes))

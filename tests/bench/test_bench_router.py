@@ -19,9 +19,9 @@ from bench.router import __main__ as bench
 from bench.router import shares
 from bench.router.interpreter import Interpreter
 from bench.router.mocks import Mocks, beats
-from bench.router.page import BEGIN, with_measured
+from bench.router.page import BEGIN, shares_of, with_measured
 from bench.router.programs import Programs
-from bench.router.report import RATIOS, report
+from bench.router.report import RATIOS, merged, report
 from bench.router.rounds import Cores, Found, Plan, take_turns
 from bench.router.routers import ContenderFailed, Ports, Router, argv_of
 from bench.router.shape import BESIDE_LONG, CASES, OWN, ROWS, Case, Times
@@ -396,6 +396,36 @@ def test_two_keys_are_judged_by_the_time_to_the_first_token_and_by_weight() -> N
     worse = shares.result(0.2, 0.31, {"quiet": 1000, "flood": 1000})
     assert (worse["ttftHolds"], worse["shareHolds"]) == (False, False)
     assert list(parse_keys(shares.key_lines(), "keys").options) == ["quiet", "flood"]
+
+
+def test_a_part_takes_the_place_of_the_same_figures_and_leaves_the_others() -> None:
+    def made(row: str, cost: float, **more: Any) -> dict[str, Any]:
+        ratio = {"name": "CPU", "case": "c64", "peer": row, "reached": cost}
+        return {
+            "cases": {"c64": {row: {"cpu": cost}}},
+            "memoryMib": {row: {"idle": cost}},
+            "ratios": [ratio],
+            "failed": [],
+            "shares": [],
+            **more,
+        }
+
+    failed = {"row": "xpyd", "case": "c64", "why": "x"}
+    other = {**failed, "case": "c16"}
+    old = made("smg", 1.0, failed=[failed, other], shares=[{"processes": 1}])
+    found = merged(merged(old, made("xpyd", 2.0)), made("xpyd", 3.0))
+    assert found["cases"] == {"c64": {"smg": {"cpu": 1.0}, "xpyd": {"cpu": 3.0}}}
+    assert [one["reached"] for one in found["ratios"]] == [1.0, 3.0]
+    assert found["memoryMib"] == {"smg": {"idle": 1.0}, "xpyd": {"idle": 3.0}}
+    assert found["failed"] == [other], "it was measured anew"
+    assert found["shares"] == [{"processes": 1}]
+
+
+def test_shares_are_shown_for_each_number_of_processes() -> None:
+    one = shares.result(0.2, 0.29, {"quiet": 3100, "flood": 1000})
+    page = shares_of({"shares": [{"processes": 1, **one}, {"processes": 2, **one}]})
+    assert [line.split(" | ")[1] for line in page[2:]] == ["1", "1", "2", "2"]
+    assert shares_of({"shares": []}) == []
 
 
 def test_the_row_with_keys_sends_one_and_its_router_asks_for_it() -> None:
