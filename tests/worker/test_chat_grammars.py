@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.worker import test_grammar_texts as texts
 from tests.worker.test_parsers import glm, parse, qwen
 from xpyd_core.chats import Function
 from xpyd_core.errors import ApiError
-from xpyd_worker.grammar.spec import Grammar, json_schema_grammar
+from xpyd_worker.grammar.spec import Grammar, checked, json_schema_grammar
 from xpyd_worker.parsers.registry import (
     REASONING_FAMILIES,
     TOOL_FAMILIES,
@@ -43,7 +44,8 @@ def grammar(
 ) -> Grammar | None:
     options = ChatOptions(**{"tools": (WEATHER, CLOCK), "choice": "required", **chosen})
     thinks = None if reasoning is None else REASONING_FAMILIES[reasoning]
-    return chat_grammar(options, Parsers(TOOL_FAMILIES[family], thinks), prompt, asked)
+    found = chat_grammar(options, Parsers(TOOL_FAMILIES[family], thinks), prompt, asked)
+    return None if found is None else replace(found, root=checked(found.root))
 
 
 def call(family: str, name: str, arguments: Any) -> str:

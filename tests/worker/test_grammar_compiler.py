@@ -21,11 +21,20 @@ from tests.worker.grammar_kit import (
     compiler_of,
     matchers_of,
 )
+from tests.worker.made_parts import made_where_it_competes, refused_with_its_process
 from tests.worker.server_fakes import until
 from xpyd_core.errors import ApiError
 from xpyd_worker.grammar.compiler import MAX_WAITING, GrammarCompiler, Target
 from xpyd_worker.grammar.matcher import COPIES_OF_ONE
-from xpyd_worker.grammar.spec import Grammar, OneOf, Pattern, Rules, Text, json_schema_part
+from xpyd_worker.grammar.spec import (
+    Grammar,
+    Made,
+    OneOf,
+    Pattern,
+    Rules,
+    Text,
+    json_schema_part,
+)
 
 TARGET = BYTES.target()
 
@@ -315,3 +324,22 @@ async def test_grammars_are_tried_again_when_the_process_for_it_has_died() -> No
     assert again != helper
     compiler.close()
     assert again not in children()
+
+
+def test_schemas_are_read_in_the_process_for_trials_and_not_in_the_engines() -> None:
+    """Long ones take Python 100 ms, in which the engine would draw no token."""
+    made = Made(refused_with_its_process, "{}", "tools[1]")
+    with pytest.raises(ApiError, match=r"^tools\[1\].a: process \d+$") as caught:
+        matchers_of(OneOf((json_schema_part(True, "tools[0]"), made)))
+    assert not caught.value.message.endswith(f" {os.getpid()}")
+    # Kept, and said of another place.
+    again = Made(refused_with_its_process, "{}", "f")
+    with pytest.raises(ApiError, match=r"^f.a: process \d+$") as found:
+        matchers_of(OneOf((json_schema_part(True, "e"), again)))
+    assert found.value.message[1:] == caught.value.message.removeprefix("tools[1]")
+
+
+def test_a_trial_runs_when_a_core_is_free_and_again_as_others_do_where_none_is() -> None:
+    """That it sleeps is the same as that it gets no core."""
+    (matcher,) = matchers_of(Made(made_where_it_competes, "{}"))
+    assert matcher.accept(BYTES.ids("competes"))

@@ -361,14 +361,17 @@ class Watched(ToolFamily):
 
 async def test_long_schemas_of_tools_are_read_beside_the_loop() -> None:
     family = Watched(**vars(TOOL_FAMILIES["hermes"]))
-    many = {str(i): {"type": "string", "description": "x" * 100} for i in range(500)}
+    many = {str(i): {"type": "string", "description": "x" * 100} for i in range(1000)}
     async with replaying("", parsers=Parsers(family, None, "hermes")) as server:
-        for members, is_here in ((1, True), (500, False)):
+        for members, is_here in ((1, True), (len(many), False)):
             schema = {"type": "object", "properties": dict([*many.items()][:members])}
-            tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+            tools = [
+                {"type": "function", "function": {"name": name, "parameters": schema}}
+                for name in ("f", "g")
+            ]
             family.threads.clear()
             await chat(server, tools=tools, tool_choice="required", max_tokens=1)
-            assert [one == threading.get_ident() for one in family.threads] == [is_here]
+            assert [one == threading.get_ident() for one in family.threads] == [is_here] * 2
 
 
 @pytest.mark.parametrize("choice", ["required", "auto"])

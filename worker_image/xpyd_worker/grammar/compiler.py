@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -23,7 +24,6 @@ from xpyd_core.bodies import refuse
 from xpyd_core.distribution import Distribution
 from xpyd_core.errors import ApiError, UserError
 from xpyd_worker.grammar.matcher import Matcher, Start
-from xpyd_worker.grammar.render import render
 from xpyd_worker.grammar.spec import Grammar, Part, check_parts, schema_places
 from xpyd_worker.grammar.trial import WALL_S, NoTrial, TooSlow, Trials, new_matcher
 
@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 THREADS = 4
 """Most of their time they wait for a trial."""
 MAX_WAITING = 64
+_NICE = 5
 MOST_ENTRIES = 256
 MOST_BYTES = 256 << 20
 """Of the kept grammars: their documents, what a trial of each took, and what masks taught it."""
@@ -129,7 +130,9 @@ class GrammarCompiler:
         self._most_entries = most_entries
         self._most_bytes = most_bytes
         self._deadline_s = deadline_s
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
+        self._threads = ThreadPoolExecutor(
+            THREADS, thread_name_prefix="grammar", initializer=_yield_to_others
+        )
         self._kept: OrderedDict[Part, _Kept] = OrderedDict()
         self._coming: dict[Part, asyncio.Future[_Compiled]] = {}
         self._tokens: _Tokens | None = None
@@ -252,10 +255,6 @@ class _Tokens:
         self._trials: Trials | None = None
         self._lock = threading.Lock()
 
-    def special(self) -> dict[str, int]:
-        tokenizer = self._target.tokenizer
-        return {tokenizer.token_piece(i): i for i in sorted(tokenizer.special_ids)}
-
     def get(self) -> LLTokenizer:
         """Two threads may both make one: the later is as good. UserError where the library has no
         such tokenizers."""
@@ -282,7 +281,9 @@ class _Tokens:
             if self._trials is None:
                 target = self._target
                 eos = sorted(target.eos_token_ids)
-                self._trials = Trials(target.tokenizer.to_json(), target.vocab_size, eos)
+                tokenizer = target.tokenizer
+                special = {tokenizer.token_piece(i): i for i in sorted(tokenizer.special_ids)}
+                self._trials = Trials(tokenizer.to_json(), target.vocab_size, eos, special)
             return self._trials
 
     def close(self) -> None:
@@ -290,6 +291,11 @@ class _Tokens:
         with self._lock:
             if self._trials is not None:
                 self._trials.close()
+
+
+def _yield_to_others() -> None:
+    """This thread comes behind those that make answers. It holds Python's lock for microseconds."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _compile(tokens: _Tokens, root: Part, tried: _Tried | None) -> _Compiled:
@@ -309,12 +315,11 @@ def _compile(tokens: _Tokens, root: Part, tried: _Tried | None) -> _Compiled:
 
 def _tried(tokens: _Tokens, root: Part) -> _Tried:
     tokens.get()  # what the library cannot read the trial cannot, either
-    document = render(root, tokens.special())
-    verdict = tokens.trials().run(document)
+    verdict = tokens.trials().run(root)
     if verdict.error:
         error = _shown(verdict.error)
-        return _Tried(error=error, schema=verdict.grammar, place=_short(verdict.place))
-    return _Tried(document, size=verdict.size)
+        return _Tried(error=error, schema=verdict.schema, place=_short(verdict.place))
+    return _Tried(verdict.document, size=verdict.size)
 
 
 def _shown(error: str) -> str:

@@ -34,10 +34,12 @@ from xpyd_worker.grammar.spec import (
 
 _ANY_OBJECT = {"type": "object"}
 _MAX_DEPTH = 32
+_QUOTE = ord('"')
 
 
 def grammar_of(body: Generation) -> Grammar | None:
-    """What the body asks for; None where it asks for nothing. ApiError 400 names the field."""
+    """What the body asks for; None where it asks for nothing. ApiError 400 names the field. Its
+    schemas are not looked at (spec.checked)."""
     found = [
         one
         for one in (
@@ -94,7 +96,7 @@ def _structured_outputs(wanted: StructuredOutputs | None) -> Grammar | None:
     match given[0]:
         case "json" | "json_object":
             part: Part = json_schema_part(
-                _decoded(wanted.json, field) if given[0] == "json" else _ANY_OBJECT,
+                _schema_of(wanted.json, field) if given[0] == "json" else _ANY_OBJECT,
                 field,
                 spaces=not wanted.disable_any_whitespace,
                 blanks=blanks,
@@ -116,7 +118,7 @@ def _guided(body: Generation) -> list[Grammar]:
     blanks = body.guided_whitespace_pattern
     if not is_absent(body.guided_json):
         field = "guided_json"
-        schema = _decoded(body.guided_json, field)
+        schema = _schema_of(body.guided_json, field)
         found.append(Grammar(json_schema_part(schema, field, blanks=blanks), field))
     if body.guided_json_object:
         field = "guided_json_object"
@@ -132,6 +134,11 @@ def _guided(body: Generation) -> list[Grammar]:
 
 def _choice(texts: Sequence[str]) -> Part:
     return OneOf(tuple(Text(one) for one in dict.fromkeys(texts)))
+
+
+def _schema_of(raw: msgspec.Raw, field: str) -> object:
+    """A member that is a schema, or the text of one."""
+    return read(str, raw, field) if memoryview(raw)[0] == _QUOTE else raw
 
 
 def _decoded(raw: msgspec.Raw, field: str) -> object:

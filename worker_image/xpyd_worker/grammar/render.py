@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from xpyd_core.errors import UserError
@@ -17,6 +18,7 @@ from xpyd_worker.grammar.spec import (
     AnyText,
     Concat,
     Json,
+    Made,
     OneOf,
     Part,
     Pattern,
@@ -32,20 +34,29 @@ _CONTROLS = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\v": "\\v", "\f": "\\f"}
 _ITEM, _KEY = ", ?", ": ?"
 
 
-def render(root: Part, special: Mapping[str, int]) -> str:
-    """The grammar's document. `special`: ids of special tokens, by text. UserError for rules that
-    are not in a known notation."""
+@dataclass(frozen=True)
+class Document:
+    """A grammar as the library reads it. `schemas`: those in it, with their places."""
+
+    text: str
+    schemas: tuple[tuple[str, object], ...]
+
+
+def render(root: Part, special: Mapping[str, int]) -> Document:
+    """The document of a grammar that is `checked`. `special`: ids of special tokens, by text.
+    UserError for rules that are not in a known notation."""
     writer = _Writer(special)
     start = writer.part(root)
     lark = "\n".join((f"start: {start}", *writer.lines))
     grammars: list[dict[str, Any]] = [{"name": "answer", "lark_grammar": lark}, *writer.grammars]
-    return json.dumps({"grammars": grammars})
+    return Document(json.dumps({"grammars": grammars}), tuple(writer.schemas))
 
 
 class _Writer:
     def __init__(self, special: Mapping[str, int]) -> None:
         self.lines: list[str] = []
         self.grammars: list[dict[str, Any]] = []
+        self.schemas: list[tuple[str, object]] = []
         self._special = special
         self._schemas: dict[Json, str] = {}
         longest_first = sorted((one for one in special if one), key=len, reverse=True)
@@ -59,8 +70,12 @@ class _Writer:
             case Json():
                 # The schema of one call is that of the next.
                 if part not in self._schemas:
-                    self._schemas[part] = self._grammar({"json_schema": _schema(part)})
+                    schema = _schema(part)
+                    self.schemas.append((part.place, schema))
+                    self._schemas[part] = self._grammar({"json_schema": schema})
                 return self._schemas[part]
+            case Made():
+                raise AssertionError("checked leaves none")
             case Pattern(regex):
                 return self._terminal(f"/{_regex(regex)}/")
             case Rules(text):

@@ -12,12 +12,11 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from math import lcm
 from typing import Any, cast
-from urllib.parse import unquote
 
 import msgspec
 
 from xpyd_core.bodies import refuse
-from xpyd_core.complaints import shown
+from xpyd_worker.grammar.references import checked_references
 
 MAX_SCHEMA_BYTES = 256 * 1024
 MAX_DEPTH = 64
@@ -95,8 +94,8 @@ def checked_schema(schema: object, field: str, *, closed: bool = False) -> str:
 
     `closed`: objects have no members but those that it names, whatever it says.
     """
-    if isinstance(schema, str | bytes | msgspec.Raw):
-        schema = _decoded(schema, field)
+    if isinstance(schema, str):
+        schema = decoded(schema, field)
     if not isinstance(schema, dict) and schema is not True:
         raise refuse(field, "expected a JSON schema: an object, or true")
     nodes = list(_nodes(cast("object", schema), field))
@@ -104,13 +103,13 @@ def checked_schema(schema: object, field: str, *, closed: bool = False) -> str:
     if any("oneOf" in node for _, node in nodes) and not has_ids:
         schema = _one_as_any(cast("object", schema), cast("dict[str, Any]", schema))
         nodes = list(_nodes(schema, field))
-    _check_references(cast("object", schema), nodes)
+    whole = checked_references(cast("object", schema), nodes)
     properties = sum(len(node.get("properties", ())) for _, node in nodes)
     if properties > MAX_PROPERTIES:
         raise refuse(field, f"at most {MAX_PROPERTIES} properties, got {properties}")
     close = "all" if closed else "open" if _may_be_closed(nodes) else ""
     try:
-        text = msgspec.json.encode(_normal(cast("object", schema), close))
+        text = msgspec.json.encode(_normal(whole, close))
     except (OverflowError, TypeError, ValueError, RecursionError) as error:
         raise refuse(field, f"not a value of JSON: {error}") from None
     if len(text) > MAX_SCHEMA_BYTES:
@@ -118,7 +117,8 @@ def checked_schema(schema: object, field: str, *, closed: bool = False) -> str:
     return text.decode()
 
 
-def _decoded(text: str | bytes | msgspec.Raw, field: str) -> object:
+def decoded(text: str, field: str) -> object:
+    """The schema that is written so."""
     if len(text) > MAX_SCHEMA_BYTES:
         raise refuse(field, f"at most {MAX_SCHEMA_BYTES} bytes, got {len(text)}")
     try:
@@ -146,41 +146,6 @@ def _nodes(root: object, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
         _check_node(node, place)
         yield place, node
         todo += [(one, where, depth + 1) for where, one in children(node, place)]
-
-
-def _check_references(root: object, nodes: list[tuple[str, dict[str, Any]]]) -> None:
-    """ApiError 400 for a `$ref` into this schema that leads nowhere, or only to itself."""
-    if any("$id" in node for _, node in nodes):
-        return  # then it may be of another root
-    for place, node in nodes:
-        at, seen = cast("object", node), list[object]()
-        while isinstance(at, dict):
-            to = cast("dict[str, object]", at).get("$ref")
-            if not isinstance(to, str) or not (to == "#" or to.startswith("#/")):
-                break
-            seen.append(cast("object", at))
-            try:
-                at = _referred(root, to)
-            except LookupError:
-                raise refuse(f"{place}.$ref", f"{shown(to)} is nowhere in the schema") from None
-            if any(at is one for one in seen):
-                raise refuse(f"{place}.$ref", "refers to itself, and so to no schema")
-
-
-def _referred(root: object, to: str) -> object:
-    at = root
-    for token in to.split("/")[1:]:
-        key = unquote(token).replace("~1", "/").replace("~0", "~")
-        at = (
-            cast("list[object]", at)[int(key)]
-            if isinstance(at, list) and key.isdecimal()
-            else (cast("dict[str, object]", at)[key] if isinstance(at, dict) else _nowhere(key))
-        )
-    return at
-
-
-def _nowhere(key: str) -> object:
-    raise KeyError(key)
 
 
 def _check_node(node: Mapping[str, Any], place: str) -> None:

@@ -7,11 +7,13 @@ such as `</think>` may be a token of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from xpyd_core.bodies import refuse
-from xpyd_worker.grammar.schema import check_pattern, checked_schema
+from xpyd_worker.grammar.schema import MAX_SCHEMA_BYTES, check_pattern, checked_schema, decoded
 
 MAX_PARTS = 1024
 """Parts of one grammar: tools and tags are many times fewer."""
@@ -30,13 +32,25 @@ class Text:
 
 @dataclass(frozen=True)
 class Json:
-    """A JSON value. `schema` is a checked JSON schema, as JSON. `spaces`: one blank may follow a
-    comma or a colon; without it none. `blanks`: a pattern of what may stand between any two parts
-    of the value, instead of both. `place`: of the schema in the request."""
+    """A JSON value. `schema`: a JSON schema, as JSON; nobody has looked at it before `checked`.
+    `spaces`: one blank may follow a comma or a colon; without it none. `blanks`: a pattern of what
+    may stand between any two parts of the value, instead of both. `closed`: objects have no members
+    but those that the schema names, whatever it says. `place`: of the schema in the request."""
 
     schema: str
     spaces: bool = True
     blanks: str | None = None
+    closed: bool = False
+    place: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Made:
+    """The part that `make` makes of a JSON schema and its place, which `checked` calls. It is a
+    value that can be pickled and compared: equal ones make the same of the same schema."""
+
+    make: Callable[[object, str], Part]
+    schema: str
     place: str = field(default="", compare=False)
 
 
@@ -94,7 +108,7 @@ class Repeat:
     most: int | None = None
 
 
-Part = Text | Json | Pattern | Rules | Until | AnyText | Concat | OneOf | Repeat
+Part = Text | Json | Made | Pattern | Rules | Until | AnyText | Concat | OneOf | Repeat
 
 
 @dataclass(frozen=True)
@@ -127,11 +141,26 @@ def json_schema_part(
 ) -> Json:
     """A JSON value of `schema`: an object or a boolean, as Python values or as JSON text.
 
-    `closed`: objects have no members but those that the schema names, whatever it says. Raises
-    ApiError 400 that names `field` and the place in the schema.
+    `closed`: objects have no members but those that the schema names, whatever it says. Whether it
+    is a schema that can be followed `checked` says. ApiError 400 for one that is too long.
     """
-    text = checked_schema(schema, field, closed=closed)
-    return Json(text, spaces, blanks, field)
+    return Json(schema_text(schema, field), spaces, blanks, closed, field)
+
+
+def schema_text(schema: object, field: str) -> str:
+    """The schema as JSON. ApiError 400 for one that is too long, or cannot be one."""
+    if isinstance(schema, str):
+        text = schema
+    elif isinstance(schema, bytes | msgspec.Raw):
+        text = bytes(schema).decode()
+    else:
+        try:
+            text = msgspec.json.encode(schema).decode()
+        except (OverflowError, TypeError, ValueError, RecursionError) as error:
+            raise refuse(field, f"not a value of JSON: {error}") from None
+    if len(text) > MAX_SCHEMA_BYTES:
+        raise refuse(field, f"at most {MAX_SCHEMA_BYTES} bytes, got {len(text)}")
+    return text
 
 
 def json_schema_grammar(
@@ -221,16 +250,47 @@ def check_parts(root: Part, field: str) -> None:
                 pass
 
 
-def schema_places(root: Part) -> list[str]:
-    """Where in the request the schemas and rules of a grammar are, in the order of its document."""
+def checked(root: Part) -> Part:
+    """The same with each schema as the compiler wants it, and no part that is Made. ApiError 400
+    names the place of what cannot be followed. For a large schema it takes some 100 ms."""
     match root:
-        case Json(place=place):
+        case Json(schema, place=place, closed=closed):
+            return replace(root, schema=checked_schema(schema, place, closed=closed))
+        case Made(make, schema, place):
+            return checked(make(decoded(schema, place), place))
+        case Concat(parts):
+            return Concat(tuple(map(checked, parts)))
+        case OneOf(parts):
+            return OneOf(tuple(map(checked, parts)))
+        case Repeat(one):
+            return replace(root, part=checked(one))
+        case _:
+            return root
+
+
+def schema_places(root: Part) -> list[str]:
+    """Where in the request the schemas of a grammar are, in the order of its parts."""
+    match root:
+        case Json(place=place) | Made(place=place):
             return [place]
-        case Rules():
-            return [""]
         case Concat(parts) | OneOf(parts):
             return [place for one in parts for place in schema_places(one)]
         case Repeat(one):
             return schema_places(one)
         case _:
             return []
+
+
+def with_places(root: Part, places: Iterator[str]) -> Part:
+    """The same with other places, in that order."""
+    match root:
+        case Json() | Made():
+            return replace(root, place=next(places))
+        case Concat(parts):
+            return Concat(tuple(with_places(one, places) for one in parts))
+        case OneOf(parts):
+            return OneOf(tuple(with_places(one, places) for one in parts))
+        case Repeat(one):
+            return replace(root, part=with_places(one, places))
+        case _:
+            return root

@@ -18,12 +18,12 @@ from typing import Any, Literal, TypeVar
 
 from xpyd_core.chats import Function
 from xpyd_core.errors import UserError
-from xpyd_worker.grammar.spec import Concat, Text, json_schema_part
+from xpyd_worker.grammar.spec import Concat, Made, Text, json_schema_part, schema_text
 from xpyd_worker.grammar.spec import Part as GrammarPart
 from xpyd_worker.parsers import Part, ToolParser
 from xpyd_worker.parsers.reasoning import Start, Thinking, start_of
 from xpyd_worker.parsers.tagged_calls import GLM45, QWEN3_CODER, Glm45, Qwen3Coder, Tags
-from xpyd_worker.parsers.tagged_grammar import arguments_part
+from xpyd_worker.parsers.tagged_grammar import TaggedArguments
 from xpyd_worker.parsers.tools import Hermes, Llama3Json, Mistral
 
 AUTO, NONE = "auto", "none"
@@ -64,11 +64,12 @@ class ToolFamily:
         self, name: str, schema: Mapping[str, Any], place: str, *, closed: bool = False
     ) -> GrammarPart:
         """The grammar of one call of a tool. `schema`: of its arguments, `place`: of that in the
-        request. ApiError 400 for one that cannot be followed."""
+        request; nobody looks at it yet (spec.checked)."""
         before, behind = self.call
         if self.tags is not None:
             text = name.join(self.tags.name)
-            arguments = arguments_part(self.tags, schema, place, closed=closed)
+            make = TaggedArguments(self.tags, closed)
+            arguments = Made(make, schema_text(schema, place), place)
             return Concat((Text(before + text), arguments, Text(self.tags.end + behind)))
         arguments = json_schema_part(schema, place, closed=closed)
         quoted = _quoted(name)

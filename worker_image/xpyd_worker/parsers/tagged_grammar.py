@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from xpyd_core.bodies import refuse
+from xpyd_worker.grammar.schema import checked_schema
 from xpyd_worker.grammar.spec import (
     Concat,
     OneOf,
@@ -35,17 +37,21 @@ _OF_WHOLES = frozenset(
 _UNREADABLE = "cannot be followed in the format of this model's calls"
 
 
-def arguments_part(
-    tags: Tags, schema: Mapping[str, Any], place: str, *, closed: bool = False
-) -> Part:
-    """The arguments that a tool's schema allows, each between its tags, in the schema's order.
+@dataclass(frozen=True)
+class TaggedArguments:
+    """The arguments that a tool's schema allows, each between its tags, in the schema's order."""
 
-    ApiError 400 names the place of what cannot be followed. The `format` of a text is not.
-    """
-    json_schema_part(schema, place, closed=closed)  # refuses what no format of calls could follow
-    for keyword in sorted(_OF_WHOLES & schema.keys()):
-        raise refuse(f"{place}.{keyword}", _UNREADABLE)
-    return _Writer(tags, schema, closed=closed).arguments(place)
+    tags: Tags
+    closed: bool = False
+
+    def __call__(self, schema: object, place: str) -> Part:
+        """ApiError 400 names the place of what cannot be followed. The `format` of a text is
+        not."""
+        checked_schema(schema, place, closed=self.closed)  # what no format of calls could follow
+        node = cast("Mapping[str, Any]", schema)
+        for keyword in sorted(_OF_WHOLES & node.keys()):
+            raise refuse(f"{place}.{keyword}", _UNREADABLE)
+        return _Writer(self.tags, node, closed=self.closed).arguments(place)
 
 
 class _Writer:

@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from xpyd_worker.server.telemetry.otel import OtlpTracer
 
 _log = logging.getLogger(__name__)
-_INLINE_TOOLS_BYTES = 32 * 1024
-"""A chat's body up to which schemas of its tools are checked on the loop: some milliseconds."""
+_INLINE_TOOLS_BYTES = 256 * 1024
+"""A chat's body up to which its tools become a grammar's parts on the loop: a millisecond."""
 
 
 @dataclass(frozen=True)
