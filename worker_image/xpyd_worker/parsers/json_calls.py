@@ -32,7 +32,8 @@ class JsonValue:
         self._closers: list[str] = []  # of what is open, the innermost last
         self._want = "value"  # or "item?", "key", "key?", ":", ","
         self._inside = ""  # '"' a string, "\\" behind a backslash, "u" hex digits, "0" a scalar
-        self._scalar = ""
+        self._scalar: list[str] = []
+        self._scalar_characters = 0
         self._digits = 0
 
     def take(self, text: str, at: int) -> int:
@@ -72,13 +73,14 @@ class JsonValue:
 
     def _in_scalar(self, text: str, at: int) -> int:
         more = _SCALAR.match(text, at)
-        if more is not None and len(self._scalar) <= _LONGEST_SCALAR:
-            self._scalar += more[0]
+        if more is not None and self._scalar_characters <= _LONGEST_SCALAR:
+            self._scalar.append(more[0])
+            self._scalar_characters += len(more[0])
             return more.end()
-        if _IS_SCALAR.fullmatch(self._scalar) is None:
+        if _IS_SCALAR.fullmatch("".join(self._scalar)) is None:
             self.is_bad = True
             return at
-        self._inside = self._scalar = ""
+        self._inside, self._scalar, self._scalar_characters = "", [], 0
         self._value_ended()
         return at
 
@@ -149,16 +151,20 @@ class CallObject:
         """It is no call: no JSON, or without a name. What was put out stays."""
         self.has_begun = False
         """Its name was put out."""
-        self.text = ""
-        """All that was taken before it began."""
+        self._before: list[str] = []
         self._keys = keys
         self._want = "{"  # or "key?", "key", ":", "value", ","
         self._value: JsonValue | None = None
-        self._raw = ""  # of the value, where it is not streamed
+        self._raw: list[str] = []  # of the value, where it is not streamed
         self._key = ""
         self._is_streamed = False
         self._has_arguments = False
-        self._held = ""  # arguments that came before the name
+        self._held: list[str] = []  # arguments that came before the name
+
+    @property
+    def text(self) -> str:
+        """All that was taken before it began."""
+        return "".join(self._before)
 
     def take(self, text: str, at: int, parts: list[Part]) -> int:
         """Take from text[at:]; the place behind what was taken. What is certain goes to `parts`."""
@@ -171,13 +177,13 @@ class CallObject:
             else:
                 at = self._between(text[at], at, parts)
         if not self.has_begun:
-            self.text += text[start:at]
+            self._before.append(text[start:at])
         return at
 
     def _between(self, char: str, at: int, parts: list[Part]) -> int:
         want = self._want
         if char == '"' and want in ("key?", "key"):
-            self._value, self._raw = JsonValue(), ""
+            self._value, self._raw = JsonValue(), []
             return at
         if want == "value":
             self._begin_value(char)
@@ -205,14 +211,14 @@ class CallObject:
         else:
             self._key = self._key if self._key in NAME_KEYS and not self.has_begun else ""
         self._is_streamed = is_arguments and char in "{["
-        self._value, self._raw = JsonValue(), ""
+        self._value, self._raw = JsonValue(), []
 
     def _in_value(self, value: JsonValue, text: str, at: int, parts: list[Part]) -> int:
         end = value.take(text, at)
         if self._is_streamed:
             self._argue(text[at:end], parts)
         else:
-            self._raw += text[at:end]
+            self._raw.append(text[at:end])
         if value.is_bad:
             self.is_bad = True
         elif value.is_done:
@@ -222,15 +228,15 @@ class CallObject:
 
     def _value_ended(self, parts: list[Part]) -> None:
         if self._want != "value":
-            self._key, self._want = _string(self._raw), ":"
+            self._key, self._want = _string("".join(self._raw)), ":"
             if self._keys is not None and self._key not in self._keys:
                 self.is_bad = True
             return
         self._want = ","
         if self._key in NAME_KEYS:
-            self._begin(_string(self._raw), parts)
+            self._begin(_string("".join(self._raw)), parts)
         elif self._key in ARGUMENT_KEYS and not self._is_streamed:
-            self._argue(_unquoted(self._raw), parts)
+            self._argue(_unquoted("".join(self._raw)), parts)
         self._is_streamed = False
 
     def _begin(self, name: str, parts: list[Part]) -> None:
@@ -240,12 +246,12 @@ class CallObject:
         self.has_begun = True
         parts.append(Part("call", name))
         if self._held:
-            parts.append(Part("arguments", self._held))
-            self._held = ""
+            parts.append(Part("arguments", "".join(self._held)))
+            self._held = []
 
     def _argue(self, piece: str, parts: list[Part]) -> None:
         if not self.has_begun:
-            self._held += piece
+            self._held.append(piece)
         elif piece:
             parts.append(Part("arguments", piece))
 

@@ -29,6 +29,28 @@ def beginning_at_end(text: str, *markers: str) -> int:
     return 0
 
 
+class HeldBlanks:
+    """Passes text on without the blanks at its end, until other text comes behind them. In pieces:
+    a model may write blanks without an end."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+
+    def push(self, text: str) -> str:
+        """What is certain with `text`, the next piece."""
+        kept = text.rstrip()
+        if not kept:
+            self._held.append(text)
+            return ""
+        before, self._held = self._held, [text[len(kept) :]]
+        return "".join((*before, kept))
+
+    def take(self) -> str:
+        """The blanks that are held, which are held no more."""
+        before, self._held = self._held, []
+        return "".join(before)
+
+
 class Thinking:
     """Reasoning between `begin` and `end`, for one choice. Line feeds around it are dropped."""
 
@@ -36,6 +58,7 @@ class Thinking:
         self._begin = begin
         self._end = end
         self._rest = ""
+        self._blanks = HeldBlanks()
         self._state = {"open": "opened", "closed": "over", "either": "start"}[start]
 
     @property
@@ -74,22 +97,24 @@ class Thinking:
 
     def _take_begin(self, *, last: bool) -> None:
         text = self._rest.lstrip()
+        self._blanks.push(self._rest[: len(self._rest) - len(text)])
+        self._rest = text
         if text.startswith(self._begin):
+            self._blanks.take()
             self._rest = text[len(self._begin) :]
             self._state = "leading"
         elif last or not self._begin.startswith(text):
+            self._rest = self._blanks.take() + text
             self._state = "over" if self._state == "start" else "leading"
 
     def _take_inside(self, parts: list[Part], *, last: bool) -> None:
         before, found, behind = self._rest.partition(self._end)
+        held = 0 if last or found else beginning_at_end(before, self._end)
+        text = self._blanks.push(before[: len(before) - held])
+        self._rest = before[len(before) - held :]
         if found:
             self._rest, self._state = behind, "behind"
-            before = before.rstrip()
-        else:
-            held = 0 if last else beginning_at_end(before, self._end)
-            held = len(before) - len(before[: len(before) - held].rstrip())
-            before, self._rest = before[: len(before) - held], before[len(before) - held :]
-            if last:
-                self._rest = ""
-        if before:
-            parts.append(Part("reasoning", before))
+        if found or last:
+            self._blanks.take()
+        if text:
+            parts.append(Part("reasoning", text))

@@ -73,6 +73,7 @@ class TaggedCalls(Machine):
     def __init__(self, tools: Sequence[Function] = ()) -> None:
         super().__init__(tools)
         self._schema: Mapping[str, Any] = {}  # of the function's arguments
+        self._name = ""
         self._key = ""
         self._types = frozenset[str]()
         self._value: list[str] = []  # so far, where it is not put out yet
@@ -80,7 +81,6 @@ class TaggedCalls(Machine):
         self._is_text = False  # the value is put out as it comes
         self._at_start = True  # of a value
         self._json: JsonValue | None = None  # what the value may be: tags in its texts are none
-        self._json_end = 0
 
     # --- states
 
@@ -93,29 +93,41 @@ class TaggedCalls(Machine):
             found = self._next(before)
             if not found:
                 return self._no_call() if found is None else False
-            self._taken, self._rest = self._taken + before, self._rest[len(before) :]
+            self._taken.append(before)
+            self._rest = self._rest[len(before) :]
         self._state = self._named
         return True
 
     def _named(self) -> bool:
         """In the name."""
-        if not self.tags.name[0] and not self._skip_blanks():
+        closer = self.tags.name[1]
+        if not closer and not self._skip_blanks():
             return self._no_call() if self._last else False
-        name, closer = _NAME.match(self._rest), self.tags.name[1]
-        behind = self._rest if name is None else self._rest[name.end() :]
-        if closer:
-            found = self._next(closer, text=behind)
-        else:  # the tag behind it says that it was a name
-            behind = behind.lstrip(BLANKS)
-            found = self._next(self.tags.key[0], self.tags.end, text=behind)
-        if name is None or found is None:
-            is_over = self._last or self._rest
-            return self._no_call() if is_over else False
-        if not found:
-            return False
-        self._parts.append(Part("call", name[0]))
-        self._rest, self._taken = behind.removeprefix(closer), ""
-        schemas = (tool.parameters for tool in self._tools if tool.name == name[0])
+        name = _NAME.match(self._rest)
+        if name is None:
+            return self._no_call() if self._last or self._rest else False
+        self._name, behind = name[0], self._rest[name.end() :]
+        if not (behind or self._last):
+            return False  # more of the name may come
+        if not closer:  # the tag behind it says that it was a name
+            self._taken.append(self._name)
+            self._rest, self._state = behind, self._behind_name
+            return True
+        found = self._next(closer, text=behind)
+        return self._begin_call(behind.removeprefix(closer)) if found else self._no_call()
+
+    def _behind_name(self) -> bool:
+        """Where the tag behind a name may come."""
+        is_over = not self._skip_blanks() and self._last
+        found = self._next(self.tags.key[0], self.tags.end)
+        if found is None or is_over:
+            return self._no_call()
+        return self._begin_call(self._rest) if found else False
+
+    def _begin_call(self, behind: str) -> bool:
+        self._parts.append(Part("call", self._name))
+        self._rest, self._taken = behind, []
+        schemas = (tool.parameters for tool in self._tools if tool.name == self._name)
         self._schema = next(schemas, None) or {}
         self._is_first, self._state = True, self._between
         return True
@@ -137,23 +149,31 @@ class TaggedCalls(Machine):
         return True
 
     def _in_key(self) -> bool:
-        """In the name of an argument, up to its value."""
+        """In the name of an argument."""
         key, found, behind = self._rest.partition(self.tags.key[1])
         if len(key) > _LONGEST_KEY or (found and not key.strip()):
             return self._wrong()
-        before = self.tags.value[0]
-        if before:
-            behind = behind.lstrip(BLANKS)
-            opened = self._next(before, text=behind) if found else ""
-            if opened is None:
-                return self._wrong()
-            found = found and opened
         if not found:
             return self._wrong() if self._last else False
-        self._rest, self._key = behind.removeprefix(before), key.strip()
+        self._taken, self._rest, self._key = [key, found], behind, key.strip()
+        self._state = self._behind_key
+        return True
+
+    def _behind_key(self) -> bool:
+        """Where an argument's value may begin."""
+        before = self.tags.value[0]
+        if before:
+            self._skip_blanks()
+            found = self._next(before)
+            if not found:
+                if found is None or self._last:
+                    self._rest = "".join((*self._taken, self._rest))
+                    return self._wrong()
+                return False
+        self._rest, self._taken = self._rest.removeprefix(before), []
         self._types = types_of(self._schema, self._key)
         self._value, self._at_start, self._is_text = [], True, False
-        self._json, self._json_end = JsonValue() if self._types <= _NESTED else None, 0
+        self._json = JsonValue() if self._types <= _NESTED else None
         self._state = self._in_value
         if self._types == _TEXT:
             self._begin_text()
@@ -185,22 +205,24 @@ class TaggedCalls(Machine):
 
     def _take_json(self, value: JsonValue) -> bool:
         """Take an object or a list up to its end; whether it has one, or the text is none."""
-        end = self._json_end = value.take(self._rest, self._json_end)
+        end = value.take(self._rest, 0)
+        self._value.append(self._rest[:end])
+        self._rest = self._rest[end:]
         if not (value.is_done or value.is_bad or self._last):
             return False
-        if value.is_done:
-            self._value.append(self._rest[:end])
-            self._rest = self._rest[end:]
+        if not value.is_done:
+            self._rest, self._value = "".join((*self._value, self._rest)), []
         self._json = None
         return True
 
     def _closed(self) -> bool:
-        rest = self._rest.lstrip(BLANKS)
-        found = self._next(CLOSE, text=rest)
+        rest = self._hold_blanks()
+        found = self._next(CLOSE)
         if found == "":
             return False
-        is_over = found or (self._last and CLOSE.startswith(rest))
-        self._rest = rest.removeprefix(CLOSE) if found else "" if is_over else self._rest
+        if found or (self._last and CLOSE.startswith(rest)):
+            self._blanks.take()
+            self._rest = rest.removeprefix(CLOSE) if found else ""
         self._state = self._content
         return True
 

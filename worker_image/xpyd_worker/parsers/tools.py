@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from xpyd_core.chats import Function
 from xpyd_worker.parsers import Part
 from xpyd_worker.parsers.json_calls import BLANKS, CallObject, JsonValue
-from xpyd_worker.parsers.reasoning import beginning_at_end
+from xpyd_worker.parsers.reasoning import HeldBlanks, beginning_at_end
 
 _NAME = re.compile(r"[^\s{\[]{1,256}")
 _LONGEST_HEAD = 1024
@@ -40,7 +40,9 @@ class Machine:
         self._parts: list[Part] = []
         self._state: Callable[[], bool] = self._content
         self._call = CallObject()
-        self._taken = ""  # of what may be a call, in front of its object: content if it is none
+        self._blanks = HeldBlanks()  # behind content, or behind a call
+        # Of what may be a call, in front of its object: content if it is none. In pieces.
+        self._taken: list[str] = []
         self._is_marked = True
         self._is_behind_call = False  # with nothing but blanks between
 
@@ -69,18 +71,15 @@ class Machine:
         before = self._rest
         at, found = first_of(before, self.begins)
         if found:
-            text = before[:at].rstrip()
-            self._say(text)
-            end = at + len(found)
-            self._taken, self._rest = before[len(text) : end], before[end:]
+            self._say(self._blanks.push(before[:at]))
+            self._taken, self._rest = [self._blanks.take(), found], before[at + len(found) :]
             self._state = self._opened
             return True
         held = 0 if self._last else beginning_at_end(before, *self.begins)
-        text = before[: len(before) - held].rstrip()
-        if self._last and not (self._is_behind_call and not text):
-            text = before
-        self._say(text)
-        self._rest = "" if self._last else before[len(text) :]
+        self._say(self._blanks.push(before[: len(before) - held]))
+        if self._last and not self._is_behind_call:
+            self._say(self._blanks.take())
+        self._rest = before[len(before) - held :]
         return False
 
     def _opened(self) -> bool:
@@ -96,7 +95,7 @@ class Machine:
         end = self._call.take(self._rest, 0, self._parts)
         self._rest = self._rest[end:]
         if self._call.is_done:
-            self._state, self._is_behind_call, self._taken = self._closed, True, ""
+            self._state, self._is_behind_call, self._taken = self._closed, True, []
         elif self._call.is_bad or self._last:
             self._spoilt(self._call)
         else:
@@ -112,9 +111,16 @@ class Machine:
     def _skip_blanks(self) -> bool:
         """Take blanks; whether something is behind them."""
         rest = self._rest.lstrip(BLANKS)
-        self._taken += self._rest[: len(self._rest) - len(rest)]
+        self._taken.append(self._rest[: len(self._rest) - len(rest)])
         self._rest = rest
         return bool(rest)
+
+    def _hold_blanks(self) -> str:
+        """Hold blanks behind a call; what is behind them."""
+        rest = self._rest.lstrip(BLANKS)
+        self._blanks.push(self._rest[: len(self._rest) - len(rest)])
+        self._rest = rest
+        return rest
 
     def _spoilt(self, call: CallObject) -> None:
         """The call is none, or not whole: what was not put out as a call is content."""
@@ -122,14 +128,14 @@ class Machine:
         if call.has_begun:
             self._is_behind_call = True
         else:
-            self._say(self._taken + call.text)
-        self._taken, self._state = "", self._content
+            self._say("".join((*self._taken, call.text)))
+        self._taken, self._state = [], self._content
 
     def _no_call(self) -> bool:
         """What was taken is content."""
         self.malformed += self._is_marked
-        self._say(self._taken)
-        self._taken, self._state = "", self._content
+        self._say("".join(self._taken))
+        self._taken, self._state = [], self._content
         return True
 
 
@@ -145,8 +151,9 @@ class Hermes(Machine):
         return self._no_call() if self._last else False
 
     def _closed(self) -> bool:
-        rest = self._rest.lstrip(BLANKS)
+        rest = self._hold_blanks()
         if rest.startswith(self.end):
+            self._blanks.take()
             self._rest = rest[len(self.end) :]
         elif self.end.startswith(rest):
             if self._last:
@@ -176,7 +183,7 @@ class Llama3Json(Machine):
             # JSON that the client asked for is no call, and no fault.
             self._is_marked = False
             return self._begin_object(CallObject(self._KEYS))
-        self._rest, self._taken = self._taken + self._rest, ""
+        self._rest, self._taken = "".join((*self._taken, self._rest)), []
         self._state = self._content
         return True
 
@@ -190,7 +197,8 @@ class Llama3Json(Machine):
         if not self._skip_blanks():
             return False
         if self._rest[0] == ";":
-            self._taken, self._rest = self._taken + ";", self._rest[1:]
+            self._taken.append(";")
+            self._rest = self._rest[1:]
         self._state = self._bare
         return True
 
@@ -210,7 +218,8 @@ class Mistral(Machine):
         if not self._skip_blanks():
             return self._no_call() if self._last else False
         if self._rest[0] == "[":
-            self._taken, self._rest = self._taken + "[", self._rest[1:]
+            self._taken.append("[")
+            self._rest = self._rest[1:]
             self._state = self._item
         else:
             self._state = self._named
@@ -229,11 +238,12 @@ class Mistral(Machine):
         if not self._skip_blanks():
             return False
         if self._rest[0] == ",":
-            self._taken, self._rest = self._taken + ",", self._rest[1:]
+            self._taken.append(",")
+            self._rest = self._rest[1:]
             self._state = self._item
             return True
         if self._rest[0] == "]":
-            self._taken, self._rest = "", self._rest[1:]
+            self._taken, self._rest = [], self._rest[1:]
         self._state = self._content
         return True
 
@@ -249,7 +259,7 @@ class Mistral(Machine):
         if at < 0 or _NAME.fullmatch(name) is None:
             return self._no_call()
         self._parts.append(Part("call", name))
-        self._rest, self._taken = self._rest[at:], ""
+        self._rest, self._taken = self._rest[at:], []
         self._value, self._state = JsonValue(), self._arguments
         return True
 
