@@ -19,10 +19,11 @@ _FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 
 
 class ContentPart(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """A part of a message's content."""
+    """A part of a message's content: a text, or in an assistant's what it refused with."""
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
 
 
 class CalledFunction(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -53,6 +54,7 @@ class Message(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None
     # Engines do not have these: they refuse what is not empty. By factories: the schema cannot
     # show such a default.
     function_call: msgspec.Raw = unread()
@@ -84,8 +86,23 @@ class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
     name: _FunctionName
 
 
-class NamedTool(msgspec.Struct, frozen=True, kw_only=True):
-    """The only tool that is called."""
+class AllowedTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A function among `tools`."""
 
     type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(msgspec.Struct, frozen=True, kw_only=True):
+    """Those of `tools` that may be called, or one of which must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class ChosenTools(msgspec.Struct, frozen=True, kw_only=True):
+    """The only tool that is called, or those that may be."""
+
+    type: Literal["function", "allowed_tools"]
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None

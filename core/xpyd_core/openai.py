@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from xpyd_core.bodies import unread
-from xpyd_core.chats import MAX_DOCUMENTS, MAX_TOOLS, Messages, NamedTool, Tool
+from xpyd_core.chats import MAX_DOCUMENTS, MAX_TOOLS, ChosenTools, Messages, Tool
 
 # vLLM has no bound on these; without one a small body could order unbounded work.
 MAX_NAME_CHARACTERS = 512
@@ -332,10 +332,10 @@ _Tools = Annotated[
     _engine("Functions that the model may call."),
 ]
 _ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedTool | None,
+    Literal["none", "auto", "required"] | ChosenTools | None,
     _engine(
         "none: the model does not see the tools; required: it calls at least one; "
-        "a function: just that one. Default: auto."
+        "a function: just that one; allowed_tools: these and no others. Default: auto."
     ),
 ]
 _Documents = Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,6 +18,7 @@ from tests.router.chat_engines import ChatEngine, content, reasoning, tool_call
 from tests.router.fakes import Fleet, answer, fleet, pair, until
 from xpyd_core.errors import UserError
 from xpyd_router.command import command, read_config
+from xpyd_router.keys.lines import line_of, new_key
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 MIB = 1024 * 1024
@@ -172,6 +174,32 @@ async def test_responses_are_kept_shown_and_deleted_where_the_router_has_a_store
         third: Any = {**again, "previous_response_id": second.id}
         await client.responses.create(**third)
         assert len(engine.calls[-1].body["messages"]) == 5
+
+
+async def test_a_kept_response_is_there_for_the_name_of_its_key_alone(tmp_path: Path) -> None:
+    mine, again, other = (new_key() for _ in range(3))
+    file = tmp_path / "keys.txt"
+    lines = (line_of("a", mine, {}), line_of("a", again, {}), line_of("b", other, {}))
+    file.write_text("\n".join(lines))
+    async with fleet(responses_store_bytes=MIB, api_key_file=file) as made, client_of(made) as one:
+        engine = await made.engine("A")
+        engine.script = ChatEngine(content("Hello"))
+        a, second, b = (one.with_options(api_key=key) for key in (mine, again, other))
+        first = await a.responses.create(model="m", input="Hi")
+        for ask in (b.responses.retrieve, b.responses.delete, b.responses.cancel):
+            with pytest.raises(openai.NotFoundError):
+                await ask(first.id)
+        with pytest.raises(openai.NotFoundError):
+            await b.responses.input_items.list(first.id)
+        more: Any = {"model": "m", "input": "And?", "previous_response_id": first.id}
+        with pytest.raises(openai.BadRequestError) as error:
+            await b.responses.create(**more)
+        assert error.value.code == "previous_response_not_found"
+        with pytest.raises(openai.BadRequestError):
+            await b.responses.input_tokens.count(**more)
+        assert (await second.responses.retrieve(first.id)).id == first.id
+        assert (await second.responses.create(**more)).previous_response_id == first.id
+        await a.responses.delete(first.id)
 
 
 async def test_the_items_of_a_kept_responses_input_come_in_pages() -> None:

@@ -115,6 +115,8 @@ CALLED = [
         ],
     },
     {"role": "tool", "tool_call_id": "1", "name": "f", "content": text_parts("20", "C")},
+    {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+    {"role": "assistant", "content": None, "refusal": "never"},
 ]
 COMPLETIONS: list[dict[str, Any]] = [
     {"prompt": "hello hello"},
@@ -210,6 +212,7 @@ REFUSED: list[tuple[bool, dict[str, Any]]] = [
     (True, {"messages": [{"role": "user"}]}),
     (True, {"messages": [{"role": "user", "content": None}]}),
     (True, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    (True, {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "a"}]}]}),
     (True, {"messages": [{"role": "function", "content": "x"}]}),
     (True, {"messages": [{"role": "user", "content": "x"}], "continue_final_message": True}),
     (True, {"messages": [{"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}]}),

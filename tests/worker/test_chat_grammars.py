@@ -84,7 +84,7 @@ def test_a_call_that_must_come_is_one_that_the_familys_parser_reads(family: str)
     one = grammar(family, parallel_tool_calls=False)
     assert outcome(one, calls(family, PARIS)) == "whole"
     assert outcome(one, calls(family, PARIS, NOW)) == "refused"
-    named = grammar(family, choice="named", named="clock")
+    named = grammar(family, choice="named", allowed=("clock",))
     assert outcome(named, calls(family, NOW)) == "whole"
     assert outcome(named, calls(family, PARIS)) == "refused"
 

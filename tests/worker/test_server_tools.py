@@ -30,6 +30,11 @@ def parsers(tools: str = "hermes", reasoning: str | None = "qwen3") -> Parsers:
     return Parsers(TOOL_FAMILIES[tools], thinks, tools)
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 async def chat(server: Running, **body: Any) -> httpx.Response:
     return await server.post("/v1/chat/completions", {"messages": [USER], **body})
 
@@ -313,6 +318,13 @@ async def test_prompts_are_cut_to_their_end_where_that_is_asked_for() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
          "tool_choice.function.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        ({"tools": [TOOL], "tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
+        ({"tools": [TOOL], "tool_choice": allowed("none", "f")}, "tool_choice.allowed_tools.mode"),
+        ({"tools": [TOOL], "tool_choice": allowed("auto", "f", "x")},
+         "tool_choice.allowed_tools.tools[1].function.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice.type"),
         ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
         ({"tools": [{"type": "custom"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
@@ -385,3 +397,81 @@ async def test_a_tools_schema_that_no_grammar_follows_is_refused_by_its_place(ch
         place = "tools[1].function.parameters.properties.a.$ref"
         assert answer.json()["error"]["param"] == place
         assert "/$defs/x" in answer.json()["error"]["message"]
+
+
+ONE_CALL = hermes("f", {"city": "Lyon"})
+NAMED: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+async def test_a_forced_call_that_is_cut_is_a_call_as_far_as_it_came(choice: Any) -> None:
+    """As OpenAI has it: never text of the call's format in `content`."""
+    async with replaying(ONE_CALL, parsers=parsers(reasoning=None)) as server:
+        for most in range(1, len(ONE_CALL)):
+            asked = {"tools": [TOOL, OTHER], "tool_choice": choice, "max_tokens": most}
+            whole = await choice_of(server, **asked)
+            joined, finish = await deltas(server, **asked)
+            assert (whole["finish_reason"], finish) == ("length", "length")
+            assert not whole["message"]["content"]
+            assert not joined.get("content")
+            calls = [call["function"] for call in whole["message"].get("tool_calls", [])]
+            said = [
+                {key: one[key] for key in ("name", "arguments")} for one in joined["tool_calls"]
+            ]
+            assert said == calls
+            is_known = choice is NAMED or '"f"' in ONE_CALL[:most]
+            assert [one["name"] for one in calls] == ["f"] * is_known
+            assert all('{"city": "Lyon"}'.startswith(one["arguments"]) for one in calls)
+
+
+async def test_a_choice_of_allowed_tools_shows_all_and_lets_these_be_called() -> None:
+    """The prompt is the same whichever are allowed: that is what OpenAI has it for."""
+    texts = {"f": hermes("f", {}), "g": hermes("g", {}), "text": "neither"}
+    prompts: set[str] = set()
+    for mode, may_be in (("auto", ["f", "text"]), ("required", ["f"])):
+        for name, text in texts.items():
+            async with replaying(text, parsers=parsers(reasoning=None)) as server:
+                asked = {"tools": [TOOL, OTHER], "tool_choice": allowed(mode, "f")}
+                answer = await chat(server, **asked)
+                prompts.add(prompt_of(server))
+                assert (answer.status_code == 200) == (name in may_be), (mode, name, answer.text)
+                if name == "f":
+                    (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+                    assert call["function"] == {"name": "f", "arguments": "{}"}
+    assert len(prompts) == 1
+
+
+async def test_a_grammar_that_cannot_go_on_names_the_field_that_asked_for_it() -> None:
+    async with replaying("neither", parsers=parsers(reasoning=None)) as server:
+        for asked, field in (
+            ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+            ({"response_format": {"type": "json_object"}}, "response_format"),
+        ):
+            for streams in (False, True):
+                answer = await chat(server, stream=streams, **asked)
+                assert answer.status_code == 400
+                error = answer.json()["error"]
+                assert (error["code"], error["param"]) == ("grammar_failed", field)
+                assert error["message"].startswith(f"{field}: the answer cannot go on")
+
+
+async def test_what_an_assistant_refused_with_is_text_of_its_turn() -> None:
+    refused = {"type": "refusal", "refusal": "I will not."}
+    turns = [
+        {"role": "assistant", "content": [refused]},
+        {"role": "assistant", "content": None, "refusal": "I will not."},
+        {"role": "assistant", "content": "I will not.", "refusal": None},
+    ]
+    prompts: set[str] = set()
+    async with replaying(always("x"), parsers=parsers()) as server:
+        for turn in turns:
+            await choice_of(server, messages=[USER, turn, USER])
+            prompts.add(prompt_of(server))
+        (prompt,) = prompts
+        assert "I will not." in prompt
+        for content, param in (([refused], "type"), ([{"type": "refusal"}], "type")):
+            answer = await chat(server, messages=[{"role": "user", "content": content}])
+            assert answer.json()["error"]["param"] == f"messages[0].content[0].{param}"
+        half = [USER, {"role": "assistant", "content": [{"type": "refusal", "text": "x"}]}]
+        answer = await chat(server, messages=half)
+        assert answer.json()["error"]["param"] == "messages[1].content[0].refusal"

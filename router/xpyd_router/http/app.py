@@ -358,6 +358,10 @@ def _add_responses(app: Quart, store: ResponseStore | None) -> None:
     """Responses that are kept."""
     app.url_map.converters["response"] = _ResponseId
 
+    def owner() -> str:
+        found = owner_of(cast(Scope, request.scope))
+        return "" if found is None else found.name
+
     def missing(response_id: str) -> Response:
         if store is None:
             reason = f"this router keeps no responses (start it with {STORE_FLAG})"
@@ -367,12 +371,12 @@ def _add_responses(app: Quart, store: ResponseStore | None) -> None:
 
     @app.get("/v1/responses/<response:response_id>")
     async def show(response_id: str) -> Response:
-        kept = None if store is None else store.get(response_id)
+        kept = None if store is None else store.get(response_id, owner())
         return missing(response_id) if kept is None else _kept_reply(kept.body)
 
     @app.get("/v1/responses/<response:response_id>/input_items")
     async def show_input(response_id: str) -> Response:
-        kept = None if store is None else store.get(response_id)
+        kept = None if store is None else store.get(response_id, owner())
         if kept is None:
             return missing(response_id)
         digits = response_id.removeprefix(Responses.id_prefix)
@@ -384,13 +388,13 @@ def _add_responses(app: Quart, store: ResponseStore | None) -> None:
 
     @app.delete("/v1/responses/<response:response_id>")
     async def delete(response_id: str) -> Response:
-        if store is None or not store.remove(response_id):
+        if store is None or not store.remove(response_id, owner()):
             return missing(response_id)
         return json_reply(ResponseDeleted(id=response_id))
 
     @app.post("/v1/responses/<response:response_id>/cancel")
     async def cancel(response_id: str) -> Response:
-        if store is None or store.get(response_id) is None:
+        if store is None or store.get(response_id, owner()) is None:
             return missing(response_id)
         text = "the response has ended: end a request's connection to cancel its response"
         return error_reply(ApiError(400, text, param="response_id"))

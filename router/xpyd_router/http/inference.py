@@ -412,7 +412,7 @@ def _read_of(
 ) -> tuple[InferenceRequest, Translation | None]:
     """The request in `body`, as engines get it: of a key with its salt, and not before its
     priority. ApiError 400."""
-    found = read_request(api, endpoint, body)
+    found = read_request(api, endpoint, "" if owner is None else owner.name, body)
     if owner is None:
         return found
     request = with_members(found[0], salt=owner.salt, least_priority=owner.priority)

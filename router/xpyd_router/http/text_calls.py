@@ -13,6 +13,7 @@ import itertools
 import logging
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Executor
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -144,10 +145,11 @@ class TextCalls:
 
     async def _count(self, api: Api, body: bytes, head: ClientHead, owner: Client | None) -> Answer:
         """The answer to a request for the count of a prompt's tokens."""
+        read = partial(api.tokenize_body, owner="" if owner is None else owner.name)
         if len(body) <= INLINE_BYTES:
-            asked = api.tokenize_body(body)
+            asked = read(body)
         else:
-            asked = await read_on(self._reader, api.tokenize_body, [body])
+            asked = await read_on(self._reader, read, [body])
         answer = await self._ask("/tokenize", asked, head, owner)
         try:
             return answer._replace(body=api.count_body(tokens_of(answer.body)))

@@ -24,12 +24,13 @@ PING_S = 10.0
 
 
 def read_request(
-    api: Api | None, endpoint: str, body: bytes
+    api: Api | None, endpoint: str, owner: str, body: bytes
 ) -> tuple[InferenceRequest, Translation | None]:
-    """The request in `body`, of `api` as a chat; None: of an endpoint that engines have."""
+    """The request in `body`, of `api` as a chat; None: of an endpoint that engines have. `owner`:
+    the name of its client key."""
     if api is None:
         return parse_request(cast(Endpoint, endpoint), body), None
-    translation = api.read(body)
+    translation = api.read(body, owner)
     return parse_request("chat/completions", translation.chat), translation
 
 

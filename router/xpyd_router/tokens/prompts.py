@@ -138,7 +138,10 @@ def _message(value: object) -> dict[str, Any]:
     is_assistant = role == "assistant"
     if content is None and is_assistant:
         content = ""
-    message: dict[str, Any] = {"role": cast(str, role), "content": _content(content)}
+    text = _content(content, is_assistant=is_assistant)
+    if is_assistant and not text and (refusal := fields.get("refusal")):
+        text = _member(refusal, "a refusal")
+    message: dict[str, Any] = {"role": cast(str, role), "content": text}
     if name is not None:
         message["name"] = _member(name, "a name")
     if role == "tool" and (call_id := fields.get("tool_call_id")) is not None:
@@ -182,7 +185,7 @@ def _call(value: object) -> dict[str, Any]:
     }
 
 
-def _content(value: object) -> str:
+def _content(value: object, *, is_assistant: bool) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or len(cast("list[Any]", value)) > _MAX_PARTS:
@@ -190,8 +193,9 @@ def _content(value: object) -> str:
     texts: list[str] = []
     for part in cast("list[object]", value):
         fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
-        text = fields.get("text")
-        if fields.get("type") != "text" or not isinstance(text, str):
+        kind = fields.get("type")
+        text = fields.get("refusal" if kind == "refusal" and is_assistant else "text")
+        if kind not in ("text", "refusal") or not isinstance(text, str):
             raise Refused("messages: a part that is no text")
         texts.append(text)
     return "\n".join(texts)

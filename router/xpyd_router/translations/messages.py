@@ -153,7 +153,7 @@ class Messages:
     id_header = b"request-id"
     count_path = "count_tokens"
 
-    def read(self, body: bytes) -> MessagesTranslation:
+    def read(self, body: bytes, owner: str = "") -> MessagesTranslation:
         """See seam.Api."""
         with _own_names():
             check_text(body)
@@ -163,7 +163,7 @@ class Messages:
         """See seam.Api."""
         return refusal_body(error, request_id)
 
-    def tokenize_body(self, body: bytes) -> bytes:
+    def tokenize_body(self, body: bytes, owner: str = "") -> bytes:
         """See seam.Api."""
         with _own_names():
             check_text(body)

@@ -224,22 +224,21 @@ class Responses:
         self.store = store
         self._clock = wall_clock
 
-    def read(self, body: bytes) -> ResponsesTranslation:
+    def read(self, body: bytes, owner: str = "") -> ResponsesTranslation:
         """See seam.Api."""
         check_text(body)
-        return ResponsesTranslation(
-            cast(ResponsesRequest, read(_Body, body)), self.store, self._clock
-        )
+        request = cast(ResponsesRequest, read(_Body, body))
+        return ResponsesTranslation(request, self.store, self._clock, owner)
 
     def refusal(self, error: ChatError, request_id: str) -> bytes:
         """See seam.Api."""
         return refusal_body(error)
 
-    def tokenize_body(self, body: bytes) -> bytes:
+    def tokenize_body(self, body: bytes, owner: str = "") -> bytes:
         """See seam.Api."""
         check_text(body)
         request = cast(ResponsesRequest, read(_Body, body))
-        conversation = _conversation(request, self.store)
+        conversation = _conversation(request, self.store, owner)
         made: Members = [("model", _dumps(request.model))]
         made += tool_members(Tools(request.tools), request.tool_choice)
         if request.reasoning is not None and request.reasoning.effort is not None:
@@ -256,9 +255,13 @@ class ResponsesTranslation:
     """seam.Translation of one request."""
 
     def __init__(
-        self, request: ResponsesRequest, store: ResponseStore | None, clock: Callable[[], float]
+        self,
+        request: ResponsesRequest,
+        store: ResponseStore | None,
+        clock: Callable[[], float],
+        owner: str,
     ) -> None:
-        conversation = _conversation(request, store)
+        conversation = _conversation(request, store, owner)
         tools = Tools(request.tools)
         made: Members = [("model", _dumps(request.model))]
         made += tool_members(tools, request.tool_choice)
@@ -271,7 +274,9 @@ class ResponsesTranslation:
             summarizes=_summary(request) is not None,
             shows_logprobs=_LOGPROBS in (request.include or ()),
             clock=clock,
-            keep=partial(_keep, store, conversation, items_of(request.input)) if keep else None,
+            keep=partial(_keep, store, owner, conversation, items_of(request.input))
+            if keep
+            else None,
         )
 
     def whole(self, answer: Json) -> bytes:
@@ -283,11 +288,13 @@ class ResponsesTranslation:
         return ResponseEvents(self._asked)
 
 
-def _conversation(request: ResponsesRequest, store: ResponseStore | None) -> Conversation:
+def _conversation(
+    request: ResponsesRequest, store: ResponseStore | None, owner: str
+) -> Conversation:
     """The conversation that the model is asked to go on with. ApiError 400 for a field that would
     change the answer, and cannot."""
     _check(request, store)
-    before = _before(request.previous_response_id, store)
+    before = _before(request.previous_response_id, store, owner)
     conversation = Conversation(before.system, before.turns, before.calls)
     conversation.take(request.input)
     return conversation
@@ -295,6 +302,7 @@ def _conversation(request: ResponsesRequest, store: ResponseStore | None) -> Con
 
 def _keep(
     store: ResponseStore | None,
+    owner: str,
     conversation: Conversation,
     items: tuple[bytes, ...],
     finished: Finished,
@@ -302,20 +310,20 @@ def _keep(
     if store is not None:
         turns = (*conversation.turns, *finished.messages)
         calls = (*conversation.calls, *finished.calls)
-        kept = Kept(finished.body, items, tuple(conversation.system), turns, calls)
+        kept = Kept(finished.body, items, tuple(conversation.system), turns, calls, owner)
         store.put(finished.response_id, kept)
 
 
 _NOTHING = Kept(b"", (), (), (), ())
 
 
-def _before(response_id: str | None, store: ResponseStore | None) -> Kept:
+def _before(response_id: str | None, store: ResponseStore | None, owner: str) -> Kept:
     """The conversation that a request goes on from."""
     if response_id is None:
         return _NOTHING
     if store is None:
         raise refuse("previous_response_id", f"{_NO_STORE}; send the conversation in input")
-    kept = store.get(response_id)
+    kept = store.get(response_id, owner)
     if kept is None:
         raise ApiError(
             400,

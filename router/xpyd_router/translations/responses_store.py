@@ -1,5 +1,7 @@
 """Responses that are kept for `previous_response_id`: in memory, up to a size. Pure.
 
+Each is kept for an owner, the name of a client's key; "" where clients need none. To another one it
+is not there.
 A process has its own; nothing is written anywhere. The response that was used longest ago goes
 first. A long body is read on a thread, so that `get` may be called there: it is one operation of
 an ordered dict.
@@ -29,6 +31,8 @@ class Kept(NamedTuple):
     """The messages of the chat behind it."""
     calls: tuple[str, ...]
     """Ids of all tool calls in it."""
+    owner: str = ""
+    """Whose it is."""
 
     @property
     def size_bytes(self) -> int:
@@ -56,7 +60,7 @@ class ResponseStore:
         size = kept.size_bytes
         if size > self._limit_bytes:
             return False
-        self.remove(response_id)
+        self.remove(response_id, kept.owner)
         self._kept[response_id] = kept
         self.used_bytes += size
         while self.used_bytes > self._limit_bytes:
@@ -64,9 +68,11 @@ class ResponseStore:
             self.used_bytes -= oldest.size_bytes
         return True
 
-    def get(self, response_id: str) -> Kept | None:
-        """What is kept of it, which was used just now."""
+    def get(self, response_id: str, owner: str = "") -> Kept | None:
+        """What is kept of it for this owner, which was used just now."""
         kept = self._kept.get(response_id)
+        if kept is not None and kept.owner != owner:
+            return None
         if kept is not None:
             try:
                 self._kept.move_to_end(response_id)
@@ -74,10 +80,11 @@ class ResponseStore:
                 return kept
         return kept
 
-    def remove(self, response_id: str) -> bool:
-        """Keep it no more; False where it is not kept."""
-        kept = self._kept.pop(response_id, None)
-        if kept is None:
+    def remove(self, response_id: str, owner: str = "") -> bool:
+        """Keep it no more; False where it is not kept for this owner."""
+        kept = self._kept.get(response_id)
+        if kept is None or kept.owner != owner:
             return False
+        del self._kept[response_id]
         self.used_bytes -= kept.size_bytes
         return True

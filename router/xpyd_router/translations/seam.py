@@ -111,15 +111,16 @@ class Api(Protocol):
     count_path: str
     """Behind `name`: the path that counts the tokens of a prompt."""
 
-    def read(self, body: bytes) -> Translation:
-        """The request in `body`; ApiError 400 that names the field and what is allowed."""
+    def read(self, body: bytes, owner: str = "") -> Translation:
+        """The request in `body`, of the client key with the name `owner`, which what is kept is
+        bound to; ApiError 400 that names the field and what is allowed."""
         ...
 
     def refusal(self, error: ChatError, request_id: str) -> bytes:
         """The body of an answer that says `error`."""
         ...
 
-    def tokenize_body(self, body: bytes) -> bytes:
+    def tokenize_body(self, body: bytes, owner: str = "") -> bytes:
         """The body of /tokenize for a request to `count_path`; ApiError 400 for a wrong one."""
         ...
 

@@ -87,7 +87,8 @@ class Matcher:
         """The last mask."""
 
     def copy(self) -> Matcher:
-        """Another one at the same place."""
+        """Another one at the same place. Engines have no use for it: it is for tests that follow a
+        choice beside its engine, which owns the choice's own."""
         found = Matcher(self._start, self._of.deep_copy())
         found._taken = list(self._taken)
         return found

@@ -235,11 +235,12 @@ def _fits(family: ToolFamily | ReasoningFamily, template: str) -> bool:
 @dataclass(frozen=True)
 class ChatOptions:
     """What a chat's answer may hold besides content. `choice` is of `tool_choice`, `named` where
-    that is a function; `tools` are none where it is `none`."""
+    that is a function; `tools` are none where it is `none`. `allowed`: the names of those that may
+    be called; empty for all."""
 
     tools: tuple[Function, ...] = ()
     choice: Literal["none", "auto", "required", "named"] = "none"
-    named: str = ""
+    allowed: tuple[str, ...] = ()
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
 
@@ -247,6 +248,16 @@ class ChatOptions:
     def most_calls(self) -> int | None:
         """How many calls the answer may have; None: any number."""
         return None if self.parallel_tool_calls and self.choice != "named" else 1
+
+    @property
+    def callable_names(self) -> tuple[str, ...]:
+        """Of the tools that may be called."""
+        return self.allowed or tuple(tool.name for tool in self.tools)
+
+    @property
+    def must_call(self) -> bool:
+        """Whether an answer is calls, behind its reasoning, and has no content."""
+        return self.choice in ("required", "named")
 
 
 class ChatParser:
@@ -259,12 +270,15 @@ class ChatParser:
         *,
         shows_reasoning: bool = True,
         most_calls: int | None = None,
+        must_call: Sequence[str] = (),
     ) -> None:
-        """`most_calls`: those behind them are dropped."""
+        """`most_calls`: those behind them are dropped. `must_call`: an answer is calls of these,
+        by a grammar; empty where it may be anything."""
         self._thinking = thinking
         self._tools = tools
         self._shows_reasoning = shows_reasoning
         self._most_calls = most_calls
+        self._must_call = must_call
         self.calls = 0
         """Calls that were begun."""
 
@@ -294,11 +308,17 @@ class ChatParser:
     def finish(self) -> list[Part]:
         """The text has ended: what was held back."""
         parts: list[Part] = []
+        was_reasoning = self.is_reasoning
         answer = "" if self._thinking is None else self._thinking.finish(parts)
         if answer:
             self._answer(answer, parts)
         if self._tools is not None:
             parts += self._tools.finish()
+        if self._must_call and not was_reasoning:
+            # The beginning of a call is no content, though nobody knows its name yet.
+            parts = [part for part in parts if part.kind != "content"]
+            if len(self._must_call) == 1 and not self.calls:
+                parts = parts or [Part("call", self._must_call[0])]
         return self._kept(parts)
 
     def _answer(self, text: str, parts: list[Part]) -> None:

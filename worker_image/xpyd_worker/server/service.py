@@ -218,6 +218,7 @@ class ServedModel:
                 family.make(chat.tools) if calls else None,
                 shows_reasoning=chat.include_reasoning,
                 most_calls=chat.most_calls,
+                must_call=chat.callable_names if chat.must_call else (),
             )
 
         return make

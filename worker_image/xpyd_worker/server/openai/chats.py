@@ -1,7 +1,7 @@
 """A chat's messages and tools as the template, the parser and the grammar take them. Pure.
 
 It must not know the model: whether its template has a place for tools, or how it writes calls, is
-in the parsers that a caller brings. Why it is so: docs/adr/0068.
+in the parsers that a caller brings. Why it is so: docs/adr/0068 and docs/adr/0091.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from xpyd_core.bodies import NO_VALUE, read, refuse
-from xpyd_core.chats import ContentPart, Function
+from xpyd_core.chats import ChosenTools, ContentPart, Function
 from xpyd_core.chats import Message as ChatMessage
 from xpyd_core.openai import ChatRequest, TokenizeRequest
 from xpyd_worker.grammar.spec import (
@@ -155,7 +155,10 @@ def _message(found: ChatMessage, place: str) -> Message:
         raise refuse(f"{place}.content", f"expected a text or parts in a message of {found.role}")
     if found.tool_calls and not is_assistant:
         raise refuse(f"{place}.tool_calls", "only an assistant's message has calls")
-    message: Message = {"role": found.role, "content": _text(found.content)}
+    content = _text(found.content, f"{place}.content", is_assistant=is_assistant)
+    if is_assistant and not content:
+        content = found.refusal or ""
+    message: Message = {"role": found.role, "content": content}
     if found.name is not None:
         message["name"] = found.name
     if found.role == "tool" and found.tool_call_id is not None:
@@ -178,10 +181,18 @@ def _message(found: ChatMessage, place: str) -> Message:
     return message
 
 
-def _text(content: str | list[ContentPart] | None) -> str:
-    if isinstance(content, list):
-        return "\n".join(part.text for part in content)
-    return content or ""
+def _text(content: str | list[ContentPart] | None, place: str, *, is_assistant: bool) -> str:
+    if not isinstance(content, list):
+        return content or ""
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        if part.type == "refusal" and not is_assistant:
+            raise refuse(f"{place}[{index}].type", "only an assistant's message has a refusal")
+        text = part.text if part.type == "text" else part.refusal
+        if text is None:
+            raise refuse(f"{place}[{index}].{part.type}", "this field is missing")
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def parsed_arguments(text: str) -> Any:  # noqa: ANN401 - any JSON value
@@ -200,22 +211,39 @@ def chat_options(asked: ChatRequest) -> ChatOptions:
     if choice not in (None, "none", "auto") and not tools:
         raise refuse("tool_choice", "needs tools")
     kind: Literal["none", "auto", "required", "named"]
-    named = ""
+    allowed: tuple[str, ...] = ()
     if not tools or choice == "none":
         kind = "none"
     elif choice is None or isinstance(choice, str):
         kind = choice or "auto"
     else:
-        kind, named = "named", choice.function.name
-        if not any(tool.function.name == named for tool in tools):
-            raise refuse("tool_choice.function.name", f"{named!r} is none of the tools")
+        kind, allowed = _chosen(choice, [tool.function.name for tool in tools])
     return ChatOptions(
         tools=() if kind == "none" else tuple(tool.function for tool in tools),
         choice=kind,
-        named=named,
+        allowed=allowed,
         parallel_tool_calls=asked.parallel_tool_calls is not False,
         include_reasoning=asked.include_reasoning is not False,
     )
+
+
+def _chosen(
+    choice: ChosenTools, names: Sequence[str]
+) -> tuple[Literal["auto", "required", "named"], tuple[str, ...]]:
+    """How the tools may be called that a choice names, and which these are."""
+    if choice.type == "function":
+        if choice.function is None:
+            raise refuse("tool_choice.function", "this field is missing")
+        if (name := choice.function.name) not in names:
+            raise refuse("tool_choice.function.name", f"{name!r} is none of the tools")
+        return "named", (name,)
+    if (allowed := choice.allowed_tools) is None:
+        raise refuse("tool_choice.allowed_tools", "this field is missing")
+    for index, tool in enumerate(allowed.tools):
+        if (name := tool.function.name) not in names:
+            place = f"tool_choice.allowed_tools.tools[{index}].function.name"
+            raise refuse(place, f"{name!r} is none of the tools")
+    return allowed.mode, tuple(tool.function.name for tool in allowed.tools)
 
 
 def check_tools(parsers: Parsers, options: ChatOptions) -> None:
@@ -236,7 +264,7 @@ def chat_grammar(
     family, thinks = parsers.tools or FALLBACK, parsers.reasoning
     start = "closed" if thinks is None else thinks.start_behind(prompt_end)
     is_free = options.choice == "auto" and asked is None
-    if is_free and not any(tool.strict for tool in options.tools):
+    if is_free and not (options.allowed or any(tool.strict for tool in options.tools)):
         return None
     if is_free:
         may_think = thinks if start == "either" else None
@@ -276,7 +304,7 @@ def _calls(options: ChatOptions, family: ToolFamily, most: int | None) -> Part:
 def _objects(options: ChatOptions, family: ToolFamily) -> list[Part]:
     found: list[Part] = []
     for index, tool in enumerate(options.tools):
-        if options.named in ("", tool.name):
+        if not options.allowed or tool.name in options.allowed:
             schema: dict[str, Any] = {"type": "object"}
             place = f"tools[{index}].function.parameters"
             if options.choice != "auto" or tool.strict:

@@ -404,7 +404,7 @@ class Generation:
         )
         self.failure = _FAILURES[output.error_kind]
         prompt.kv = output.kv or prompt.kv
-        return failure_answer(output.error_kind)
+        return failure_answer(output.error_kind, prompt.job.grammar_field)
 
     def close(self) -> None:
         """Abort what still runs. May be called again."""
@@ -476,8 +476,8 @@ class Generation:
         )
 
 
-def failure_answer(kind: ErrorKind) -> ApiError:
-    """The client's answer to an engine's error: no internals."""
+def failure_answer(kind: ErrorKind, grammar_field: str = "") -> ApiError:
+    """The client's answer to an engine's error: no internals. `grammar_field`: see Job."""
     match kind:
         case "busy":
             return ApiError(503, "too many requests are waiting", retry_after_s=1)
@@ -489,10 +489,11 @@ def failure_answer(kind: ErrorKind) -> ApiError:
             return ApiError(503, message, code="kv_transfer_failed", retry_after_s=1)
         case "grammar":
             message = (
-                "the answer cannot go on as the request's schema, pattern or rules want it: they "
-                "ask too much at this place, or for what no text fits; make them smaller"
+                "the answer cannot go on as the schema, pattern or rules want it: they ask too "
+                "much at this place, or for what no text fits; make them smaller"
             )
-            return ApiError(400, message, code="grammar_failed")
+            message = f"{grammar_field}: {message}"
+            return ApiError(400, message, param=grammar_field, code="grammar_failed")
         case "internal":
             return ApiError(500, "the engine could not run this request", code="engine_failed")
         case "":

@@ -25,11 +25,13 @@ _MASK_64 = 2**64 - 1
 @dataclass(frozen=True)
 class Job:
     """One prompt: its engine request, of how many ids per choice the client has the text, and the
-    prompt's own text where the answer begins with it (echo)."""
+    prompt's own text where the answer begins with it (echo). `grammar_field`: the field that says
+    what the answer must look like, where one does."""
 
     request: EngineRequest
     emit_from: tuple[int, ...]
     echo_text: str | None = None
+    grammar_field: str = ""
 
 
 def keys_of(request_id: RequestId, prompts: int) -> list[TransferKey]:
@@ -113,7 +115,9 @@ async def constrained(service: Service, options: Options, jobs: Sequence[Job]) -
         request = job.request
         outputs = request.continue_from or ((),) * request.n
         matchers = await service.grammars.matchers(options.grammar, target, outputs)
-        found.append(replace(job, request=replace(request, matchers=matchers)))
+        field = options.grammar.field
+        request = replace(request, matchers=matchers)
+        found.append(replace(job, request=request, grammar_field=field))
     return found
 
 
