@@ -424,6 +424,23 @@ async def test_a_forced_call_that_is_cut_is_a_call_as_far_as_it_came(choice: Any
             assert all('{"city": "Lyon"}'.startswith(one["arguments"]) for one in calls)
 
 
+async def test_a_call_that_a_stop_string_cuts_is_no_reason_to_run_it() -> None:
+    """With tool_calls an agent would."""
+    async with replaying(ONE_CALL, parsers=parsers(reasoning=None)) as server:
+        for choice in ("auto", NAMED):
+            for stop, arguments in (('"f"', ""), (": {", ""), ('yon"', '{"city": "L')):
+                asked = {"tools": [TOOL], "tool_choice": choice, "stop": [stop]}
+                whole = await choice_of(server, **asked)
+                assert whole["finish_reason"] == "stop", stop
+                assert (await deltas(server, **asked))[1] == "stop"
+                for call in whole["message"].get("tool_calls", []):
+                    assert call["function"]["arguments"] == arguments
+        whole = await choice_of(server, tools=[TOOL], stop=["\n</tool"])
+        assert whole["finish_reason"] == "tool_calls", "the call is whole"
+        shown = (await server.client.get("/metrics")).text
+        assert 'xpyd_engine_malformed_tool_calls_total{parser="hermes"} 1' not in shown
+
+
 async def test_a_choice_of_allowed_tools_shows_all_and_lets_these_be_called() -> None:
     """The prompt is the same whichever are allowed: that is what OpenAI has it for."""
     texts = {"f": hermes("f", {}), "g": hermes("g", {}), "text": "neither"}

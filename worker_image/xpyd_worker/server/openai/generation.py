@@ -41,6 +41,8 @@ _FAILURES: Mapping[ErrorKind, str] = MappingProxyType(
         "internal": "engine_failed",
     }
 )
+_CANNOT_GO_ON = """the answer cannot go on as the schema, pattern or rules want it: \
+they ask too much at this place, or for what no text fits; make them smaller"""
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ class _Choice:
         self.malformed = 0
         """Calls that were not whole, of those whose end came here."""
         self._known_malformed = 0
+        self._is_call_cut = False
         self._calls = 0
         self.ended = False
         self.reason = ""
@@ -181,7 +184,7 @@ class _Choice:
             if is_news:
                 self._delta.token_ids.append(token_id)
             if self.text.stop_found is not None:
-                self._finish_text(shown=is_news)
+                self._finish_text(shown=is_news, is_cut=True)
                 self._end("stop", self.text.stop_found)
                 return
 
@@ -196,8 +199,7 @@ class _Choice:
             self._add(parser, parser.push(text), shown=shown)
 
     def _finish_text(self, *, shown: bool = True, is_cut: bool = False) -> None:
-        """Hand out what was held back: the text has ended. A call that `max_tokens` has cut is not
-        the model's fault."""
+        """The text has ended: hand out what was held back. `is_cut`: not by the model."""
         rest, parser = self.text.finish(), self.parser
         if parser is None:
             self._delta.text += rest if shown else ""
@@ -205,6 +207,7 @@ class _Choice:
             parts = [*parser.push(rest)]
             known = parser.malformed
             parts += parser.finish()
+            self._is_call_cut = is_cut and parser.malformed > known
             self._known_malformed += parser.malformed - known if is_cut else 0
             self._add(parser, parts, shown=shown)
 
@@ -261,12 +264,12 @@ class _Choice:
         if not is_end or self._ending.include_stop:
             self._say(self.text.push(token.token_id))
         if self.text.stop_found is not None:
-            self._finish_text()
+            self._finish_text(is_cut=True)
             self._end("stop", self.text.stop_found)
 
     def _end(self, reason: str, stop_reason: str | int | None) -> None:
         if reason == "stop" and self.parser is not None and self.parser.calls:
-            reason = "tool_calls"
+            reason = "stop" if self._is_call_cut else "tool_calls"
         self.ended = True
         self.reason = reason
         self._delta.finish_reason = reason
@@ -424,7 +427,7 @@ class Generation:
 
     @property
     def jobs(self) -> list[Job]:
-        """The jobs, in the prompts' order."""
+        """In the prompts' order."""
         return [prompt.job for prompt in self._prompts.values()]
 
     def prompt_logprobs(self, choice_index: int) -> tuple[TokenLogprob | None, ...]:
@@ -488,11 +491,7 @@ def failure_answer(kind: ErrorKind, grammar_field: str = "") -> ApiError:
             message = "the KV cache of this request did not arrive"
             return ApiError(503, message, code="kv_transfer_failed", retry_after_s=1)
         case "grammar":
-            message = (
-                "the answer cannot go on as the schema, pattern or rules want it: they ask too "
-                "much at this place, or for what no text fits; make them smaller"
-            )
-            message = f"{grammar_field}: {message}"
+            message = f"{grammar_field}: {_CANNOT_GO_ON}"
             return ApiError(400, message, param=grammar_field, code="grammar_failed")
         case "internal":
             return ApiError(500, "the engine could not run this request", code="engine_failed")
