@@ -30,7 +30,7 @@ def read(served: Responses | None = None, **fields: Any) -> Translation:
 
 def chat_of(**fields: Any) -> Json:
     """The chat of a request, which the router can serve."""
-    chat = read(**fields).chat
+    chat = read(**fields).chat.raw
     parse_request("chat/completions", chat)
     return orjson.loads(chat)
 

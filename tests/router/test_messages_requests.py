@@ -66,7 +66,7 @@ def call(call_id: str, arguments: str) -> dict[str, Any]:
 
 def chat_bytes(**changes: Any) -> bytes:
     body = {name: value for name, value in {**BASE, **changes}.items() if value is not None}
-    return Messages().read(json.dumps(body).encode()).chat
+    return Messages().read(json.dumps(body).encode()).chat.raw
 
 
 def chat(**changes: Any) -> dict[str, Any]:

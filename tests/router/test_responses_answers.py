@@ -351,7 +351,7 @@ def test_a_response_goes_on_from_one_that_is_kept() -> None:
         {"type": "function_call_output", "call_id": f"call_{i}", "output": "ok"} for i in (1, 2)
     ]
     goes_on = {"previous_response_id": made["id"], "instructions": "Be long."}
-    second = orjson.loads(read(served, input=results, **goes_on).chat)["messages"]
+    second = orjson.loads(read(served, input=results, **goes_on).chat.raw)["messages"]
     items = [
         {"role": "developer", "content": "Told."},
         {"role": "user", "content": "Hi"},

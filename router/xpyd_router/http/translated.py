@@ -13,7 +13,7 @@ from typing import cast
 
 from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_router.errors import Answer
-from xpyd_router.request.client_request import Endpoint, InferenceRequest, parse_request
+from xpyd_router.request.client_request import Endpoint, InferenceRequest, parse_chat, parse_request
 from xpyd_router.request.relay import ClientStream, Header, Sink
 from xpyd_router.request.state import RequestState
 from xpyd_router.translations.seam import Api, ChatReader, Events, Json, Translation, chat_answer
@@ -31,7 +31,7 @@ def read_request(
     if api is None:
         return parse_request(cast(Endpoint, endpoint), body), None
     translation = api.read(body, owner)
-    return parse_request("chat/completions", translation.chat), translation
+    return parse_chat(translation.chat), translation
 
 
 def translated(translation: Translation | None, answer: Answer) -> Answer:

@@ -17,6 +17,7 @@ from xpyd_core.bodies import check_text, is_absent, read, refuse, unread
 from xpyd_core.errors import ApiError
 from xpyd_core.openai import MAX_NAME_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS
 from xpyd_core.openai import MAX_TOKENS as _MOST_TOKENS
+from xpyd_router.request.client_request import ChatBody, Pieces, chat_body
 from xpyd_router.translations.messages_answers import (
     MessageEvents,
     message_of,
@@ -167,7 +168,8 @@ class Messages:
         """See seam.Api."""
         with _own_names():
             check_text(body)
-            return json_object(_prompt(read(CountRequest, body)))
+            messages, made = _prompt(read(CountRequest, body))
+            return chat_body(messages, json_object(made)).raw
 
     def count_body(self, tokens: int) -> bytes:
         """See seam.Api."""
@@ -199,8 +201,8 @@ def _own_names() -> Generator[None]:
         raise
 
 
-def _chat(request: MessagesRequest) -> bytes:
-    made = _prompt(request)
+def _chat(request: MessagesRequest) -> ChatBody:
+    messages, made = _prompt(request)
     made.append(("max_tokens", b"%d" % request.max_tokens))
     thinking, config = request.thinking, request.output_config
     if thinking is not None and thinking.budget_tokens is not None:
@@ -224,11 +226,11 @@ def _chat(request: MessagesRequest) -> bytes:
     if request.stream:
         values |= {"stream": True, "stream_options": {"include_usage": True}}
     made += [(name, orjson.dumps(value)) for name, value in values.items() if value is not None]
-    return json_object(made)
+    return chat_body(messages, json_object(made))
 
 
-def _prompt(request: CountRequest) -> Members:
-    """What makes the prompt: of a chat, and of /tokenize."""
+def _prompt(request: CountRequest) -> tuple[Pieces, Members]:
+    """What makes the prompt, of a chat and of /tokenize: its messages, and other members."""
     if not is_absent(request.thread):
         raise ApiError(
             400,
@@ -237,7 +239,6 @@ def _prompt(request: CountRequest) -> Members:
         )
     made: Members = [("model", orjson.dumps(request.model))]
     messages, is_continued = messages_of(request.system, request.messages)
-    made.append(("messages", messages))
     if is_continued:
         made += [("add_generation_prompt", b"false"), ("continue_final_message", b"true")]
     tools = tools_of(request.tools)
@@ -249,7 +250,7 @@ def _prompt(request: CountRequest) -> Members:
     is_on = _thinks(request)
     switches = {"enable_thinking": is_on, "thinking": is_on}
     made.append(("chat_template_kwargs", orjson.dumps(switches)))
-    return made
+    return messages, made
 
 
 def _response_format(wanted: _Format) -> bytes:

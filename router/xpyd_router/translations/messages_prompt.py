@@ -16,6 +16,7 @@ import orjson
 
 from xpyd_core.bodies import NO_VALUE, is_absent, read, refuse
 from xpyd_core.errors import ApiError
+from xpyd_router.request.client_request import Pieces
 
 MAX_MESSAGES = 4096
 """As many as engines take."""
@@ -84,17 +85,20 @@ class _Tool(msgspec.Struct, frozen=True, gc=False):
     allowed_callers: list[str] | None = None
 
 
-_Part = msgspec.Raw | bytes
+_Part = msgspec.Raw | bytes | memoryview
 """Of a content: a text's JSON string, or the object of a part that is none."""
-Members = list[tuple[str, bytes | list[bytes]]]
-"""Names of a JSON object, and the JSON of their values, a long one in pieces."""
+_BEGINNINGS = {
+    role: b'{"role":"%b","content":' % role.encode() for role in ("user", "assistant", "system")
+}
+Members = list[tuple[str, bytes]]
+"""Names of a JSON object, and the JSON of their values."""
 
 
 def json_object(members: Members) -> bytes:
-    """The JSON of an object; a long member is copied once."""
+    """The JSON of an object."""
     pieces: list[bytes] = [b"{"]
     for name, text in members:
-        pieces += (b'"%b":' % name.encode(), *(text if isinstance(text, list) else (text,)), b",")
+        pieces += (b'"%b":' % name.encode(), text, b",")
     pieces[-1] = b"}" if members else b"{}"
     return b"".join(pieces)
 
@@ -138,11 +142,11 @@ def _parameters(tool: _Tool, place: str) -> bytes:
     return b'{"examples":%b%b%b' % (bytes(examples), b"" if rest == b"}" else b",", rest)
 
 
-def messages_of(system: msgspec.Raw, raw: msgspec.Raw) -> tuple[list[bytes], bool]:
+def messages_of(system: msgspec.Raw, raw: msgspec.Raw) -> tuple[Pieces, bool]:
     """The JSON of a chat's messages in pieces, and whether the last one is to be continued."""
     turns = _Turns()
     if said := _texts(system, "system"):
-        turns.messages.append(b'{"role":"system","content":%b}' % _content(said))
+        turns.write(b'{"role":"system","content":', *_content(said), b"}")
     if memoryview(raw)[0] != _BRACKET:
         raise refuse("messages", "expected a list")
     found = read(_MESSAGES, raw, "messages")
@@ -169,18 +173,16 @@ def messages_of(system: msgspec.Raw, raw: msgspec.Raw) -> tuple[list[bytes], boo
             f"messages[{len(found) - 1}].content",
             "ends with tool_use: a user's message with its tool_result has to follow",
         )
-    pieces: list[bytes] = [b"["]
-    for text in turns.messages:
-        pieces += (text, b",")
-    pieces[max(1, len(pieces) - 1) :] = [b"]"]
-    return pieces, turns.role == "assistant"
+    pieces = turns.pieces
+    pieces[0:1] = [b"["]  # the comma before the first
+    return [*pieces, b"]"], turns.role == "assistant"
 
 
 class _Turns:
     """Writes the chat's messages, one turn after the other."""
 
     def __init__(self) -> None:
-        self.messages: list[bytes] = []
+        self.pieces: list[_Part] = []
         self.room = MAX_BLOCKS
         """So many blocks more may come, those inside others counted."""
         self.role = ""
@@ -196,6 +198,11 @@ class _Turns:
             "assistant": self.take_assistant,
             "system": self.take_system,
         }
+
+    def write(self, *pieces: _Part) -> None:
+        """Add a message that has these pieces. They are copied once, with all others."""
+        self.pieces.append(b",")
+        self.pieces += pieces
 
     def begin(self, role: str, index: int) -> None:
         """The message with this index follows."""
@@ -219,8 +226,8 @@ class _Turns:
             content = _content(parts)
             if block.is_error:
                 content = _marked(content)
-            self.messages.append(
-                b'{"role":"tool","tool_call_id":%b,"content":%b}' % (call_id, content)
+            self.write(
+                *(b'{"role":"tool","tool_call_id":', call_id, b',"content":', *content, b"}")
             )
         elif block.type == "image":
             self.texts.append(_image(block, place))
@@ -259,21 +266,20 @@ class _Turns:
         texts, self.texts = self.texts, []
         if self.role != "assistant":
             if texts:
-                said = (self.role.encode(), _content(texts))
-                self.messages.append(b'{"role":"%b","content":%b}' % said)
+                self.write(_BEGINNINGS[self.role], *_content(texts), b"}")
             return
         thoughts, self._thoughts = self._thoughts, []
         calls, self._calls = self._calls, []
         self.has_called = bool(calls)
         if not (texts or thoughts or calls):
             return
-        made = b'{"role":"assistant","content":%b' % (_content(texts) if texts else b"null")
+        made: list[_Part] = [_BEGINNINGS[self.role], *(_content(texts) if texts else (b"null",))]
         if thoughts:
             inner = rb"\n".join([bytes(one)[1:-1] for one in thoughts])
-            made += b',"reasoning_content":"%b"' % inner
+            made += (b',"reasoning_content":"', inner, b'"')
         if calls:
-            made += b',"tool_calls":[%b]' % b",".join(calls)
-        self.messages.append(made + b"}")
+            made += (b',"tool_calls":[', b",".join(calls), b"]")
+        self.write(*made, b"}")
 
 
 def _blocks(raw: msgspec.Raw, place: str) -> list[_Block]:
@@ -316,26 +322,31 @@ def _image(block: _Block, place: str) -> bytes:
     return b'{"type":"image_url","image_url":{"url":%b}}' % url
 
 
-def _content(parts: Sequence[_Part]) -> bytes:
-    """A chat message's content. A list of one text and that text are the same prompt."""
+def _content(parts: Sequence[_Part]) -> list[_Part]:
+    """A chat message's content, in pieces. A list of one text and that text are the same prompt."""
     if not parts:
-        return b'""'
-    texts = [bytes(part) for part in parts]
-    if len(texts) == 1 and texts[0].startswith(b'"'):
-        return texts[0]
-    return b"[%b]" % b",".join(
-        [b'{"type":"text","text":%b}' % one if one.startswith(b'"') else one for one in texts]
-    )
+        return [b'""']
+    if len(parts) == 1 and memoryview(parts[0])[0] == _QUOTE:
+        return [parts[0]]
+    made: list[_Part] = []
+    for part in parts:
+        if memoryview(part)[0] == _QUOTE:
+            made += (b',{"type":"text","text":', part, b"}")
+        else:
+            made += (b",", part)
+    made[0] = b"[" + bytes(made[0])[1:]
+    return [*made, b"]"]
 
 
 _ERROR = b"Error: "
 
 
-def _marked(content: bytes) -> bytes:
+def _marked(content: Sequence[_Part]) -> list[_Part]:
     """The content of a tool's message that failed: a chat has no member that says so."""
-    if content.startswith(b'"'):
-        return b'"' + _ERROR + content[1:]
-    return b'[{"type":"text","text":"Error:"},' + content[1:]
+    first, *rest = content
+    if memoryview(first)[0] == _QUOTE:
+        return [b'"' + _ERROR, memoryview(first)[1:], *rest]
+    return [b'[{"type":"text","text":"Error:"},', memoryview(first)[1:], *rest]
 
 
 def _checked_text(raw: msgspec.Raw, place: str) -> msgspec.Raw:

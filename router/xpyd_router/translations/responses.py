@@ -244,7 +244,7 @@ class Responses:
         if request.reasoning is not None and request.reasoning.effort is not None:
             made.append(("reasoning_effort", _dumps(request.reasoning.effort)))
         made += _given(request, ("chat_template_kwargs",))
-        return chat_of(conversation.messages(request.instructions), made)
+        return chat_of(conversation.messages(request.instructions), made).raw
 
     def count_body(self, tokens: int) -> bytes:
         """See seam.Api."""

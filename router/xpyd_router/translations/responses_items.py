@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from xpyd_core.bodies import NO_VALUE, is_absent, list_items, read, refuse
+from xpyd_router.request.client_request import ChatBody, chat_body
 
 MAX_ITEMS = 4096
 """As many as a chat may have messages."""
@@ -65,16 +66,13 @@ def object_of(members: Iterable[tuple[str, bytes]]) -> bytes:
     return b"".join(pieces)
 
 
-def chat_of(messages: Sequence[bytes], members: Members) -> bytes:
-    """The body of a chat; a long one is copied once."""
-    pieces: list[bytes] = [b'{"messages":[']
+def chat_of(messages: Sequence[bytes], members: Members) -> ChatBody:
+    """The chat of these messages and other members."""
+    pieces: list[bytes] = [b"["]
     for message in messages:
         pieces += (message, b",")
     pieces[-1] = b"]"
-    for name, text in members:
-        pieces += (b',"', name.encode(), b'":', text)
-    pieces.append(b"}")
-    return b"".join(pieces)
+    return chat_body(pieces, object_of(members))
 
 
 class Conversation:

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from xpyd_core.errors import ProtocolError
 from xpyd_router.request.answers import DONE, EventSplitter, chunk_of, event_data
+from xpyd_router.request.client_request import ChatBody
 
 Json = dict[str, Any]
 
@@ -87,8 +88,8 @@ class Events(Protocol):
 class Translation(Protocol):
     """One request."""
 
-    chat: bytes
-    """The body of the chat. A streamed one should ask for usage."""
+    chat: ChatBody
+    """The chat. A streamed one should ask for usage."""
 
     def whole(self, answer: Json) -> bytes:
         """The answer's body, of the chat's (`chat_answer`)."""
