@@ -16,8 +16,6 @@ from kubernetes.client import V1PodSpec
 from pydantic import BaseModel
 
 from xpyd_core import __version__
-from xpyd_core.logs import add_logging_arguments
-from xpyd_core.tls import add_server_arguments
 from xpyd_operator.document.crd import crds
 from xpyd_operator.document.reference import reference
 from xpyd_router.command import command as router_command
@@ -138,15 +136,17 @@ SHARES = ("--kv-buffer-size",)
 def flags_module() -> str:
     """The table of the engine's flags for the operator, which may not import the engine."""
     rows: list[str] = []
-    common = argparse.ArgumentParser(add_help=False)
-    add_server_arguments(common)
-    add_logging_arguments(common)
-    # argparse has no public way to them.
-    of_all = [
-        Flag(tuple(action.option_strings), {"choices": action.choices}, frozenset())
-        for action in common._actions
+    parser = argparse.ArgumentParser(add_help=False)
+    configure(parser)
+    of_groups = [flag for group in GROUPS.values() for flag in group]
+    known = {name for flag in of_groups for name in flag.names}
+    # Of TLS and of logs. argparse has no public way to them.
+    others = [
+        Flag(tuple(action.option_strings), _options(action), frozenset())
+        for action in parser._actions
+        if not known.intersection(action.option_strings)
     ]
-    for flag in (*(flag for group in GROUPS.values() for flag in group), *of_all):
+    for flag in (*of_groups, *others):
         kind, choices = flag_kind(flag), [str(c) for c in flag.options.get("choices") or ()]
         names = [name for name in flag.names if name.startswith("--")]
         if flag.options.get("action") is argparse.BooleanOptionalAction:
@@ -164,6 +164,11 @@ def flags_module() -> str:
             rows.append(line)
     end = '"""Name -> kind of its value, and the values that it may have; none: any of the kind."""'
     return FLAGS_HEAD + "\n".join([*rows, "}", end, *_values_of_flags()]) + "\n"
+
+
+def _options(action: argparse.Action) -> dict[str, Any]:
+    switch = {"action": "store_true"} if action.nargs == 0 else {}
+    return {"choices": action.choices, "type": action.type, **switch}
 
 
 def _values_of_flags() -> list[str]:

@@ -243,6 +243,10 @@ def test_helm_test_asks_the_operator_and_the_named_fleet(helm: Helm) -> None:
     for values, fleet in (
         ({}, []),
         ({"test": {"fleet": "chat"}}, ["--fleet=http://chat-router.xpyd-system.svc:10001"]),
+        (
+            {"test": {"fleet": "chat", "tls": True}},
+            ["--fleet=https://chat-router.xpyd-system.svc:10001"],
+        ),
         (EVERYTHING, ["--fleet=http://chat-router.serving.svc:80"]),
     ):
         pod = one(helm.render(values), "Pod", "xpyd-test")
@@ -272,6 +276,17 @@ def test_monitors_find_the_operator_and_the_pods_of_fleets(helm: Helm) -> None:
     }
     pool = {"sourceLabels": ["__meta_kubernetes_pod_label_xpyd_dev_pool"], "regex": "router"}
     assert kept == {"admin": {**pool, "action": "keep"}, "http": {**pool, "action": "drop"}}
+    # Engines say by an annotation that they speak TLS; routers' admin ports never do.
+    scheme = {
+        "sourceLabels": ["__meta_kubernetes_pod_annotation_xpyd_dev_scheme"],
+        "regex": "(https)",
+        "targetLabel": "__scheme__",
+    }
+    by_port = {one["port"]: one for one in pod_monitor["spec"]["podMetricsEndpoints"]}
+    assert scheme in by_port["http"]["relabelings"]
+    assert by_port["http"]["tlsConfig"] == {"insecureSkipVerify": True}
+    assert scheme not in by_port["admin"]["relabelings"]
+    assert "tlsConfig" not in by_port["admin"]
     everywhere = helm.render({"metrics": {"podMonitor": {"enabled": True}}})
     assert one(everywhere, "PodMonitor", "xpyd-fleets")["spec"]["namespaceSelector"] == {
         "any": True

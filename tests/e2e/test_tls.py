@@ -27,7 +27,7 @@ def test_a_pair_over_tls_answers_as_without(tmp_path: Path, cases: list[Case]) -
         )
         flags = (
             *("--ssl-certfile", str(shown.certificate), "--ssl-keyfile", str(shown.key)),
-            *("--ssl-ca-certs", str(asks)),
+            *("--ssl-ca-certs", str(asks), "--ssl-open-probes"),
         )
         engines = [fleet.start_engine(role, *flags) for role in ("Prefill", "Decode")]
         wait_for(

@@ -118,6 +118,7 @@ BAD = {
     "--admin-key-file=/k": "--admin-key-file is set by xpyd; use spec.router.adminKeySecretRef",
     "--ssl-certfile=/c": "--ssl-certfile is set by xpyd; use spec.router.tls",
     "--ssl-keyfile=/k": "--ssl-keyfile is set by xpyd; use spec.router.tls",
+    "--ssl-ca-certs=/a": "--ssl-ca-certs is set by xpyd; use spec.router.tls.clientCaSecretName",
     "--processes=2": "--processes is set by xpyd; use spec.router.processes",
 }
 
@@ -171,11 +172,91 @@ def probed(container: dict[str, Any]) -> list[tuple[str, str]]:
     return [(one["port"], one.get("scheme", "HTTP")) for one in asked]
 
 
-@pytest.mark.parametrize("flag", [["--ssl-ca-certs=/ca"], ["--ssl-ca-certs", "/ca"]])
-def test_routers_that_ask_for_certificates_are_probed_at_the_admin_port(flag: list[str]) -> None:
-    fleet = parsed("chat", router={"tls": {"secretName": "certificate"}, "args": flag})
-    [deployment] = pod_templates(fleet)["router"]
-    assert probed(deployment["template"]["spec"]["containers"][0]) == [("admin", "HTTP")] * 3
+def test_routers_that_ask_for_certificates_are_probed_at_the_admin_port() -> None:
+    tls = {"secretName": "certificate", "clientCaSecretName": "clients"}
+    [deployment] = pod_templates(parsed("chat", router={"tls": tls}))["router"]
+    template = deployment["template"]["spec"]
+    [container] = template["containers"]
+    assert "--ssl-ca-certs=/run/xpyd/client-ca/ca.crt" in container["args"]
+    assert secrets_of(template)["xpyd-client-ca"] == ("clients", ["ca.crt"])
+    assert probed(container) == [("admin", "HTTP")] * 3
+
+
+def secrets_of(template: dict[str, Any]) -> dict[str, tuple[str, list[str]]]:
+    """Volume -> the Secret's name, and the keys of it that the pod gets; [] for all of them."""
+    secrets = {one["name"]: one["secret"] for one in template["volumes"] if "secret" in one}
+    return {
+        name: (one["secretName"], [item["key"] for item in one.get("items", ())])
+        for name, one in secrets.items()
+    }
+
+
+def tls_pods(**tls: str) -> dict[str, dict[str, Any]]:
+    """The pods of a fleet whose engines have TLS, by pool."""
+    pools = [cpu_pool("a", "Aggregated")]
+    found = pod_templates(parsed("chat", pools=pools, engine={"tls": {"secretName": "e", **tls}}))
+    return {pool: found[pool][0]["template"] for pool in ("router", "a")}
+
+
+def flags_of(pod: dict[str, Any], *starts: str) -> list[str]:
+    return [arg for arg in pod["spec"]["containers"][0]["args"] if arg.startswith(starts)]
+
+
+def test_engines_with_tls_show_their_certificate_and_routers_verify_it() -> None:
+    pods = tls_pods()
+    engine, router = pods["a"], pods["router"]
+    assert flags_of(engine, "--ssl-") == [
+        "--ssl-certfile=/run/xpyd/tls/tls.crt",
+        "--ssl-keyfile=/run/xpyd/tls/tls.key",
+    ]
+    assert secrets_of(engine["spec"])["xpyd-tls"] == ("e", [])
+    assert probed(engine["spec"]["containers"][0]) == [("http", "HTTPS")] * 3
+    assert engine["metadata"]["annotations"]["xpyd.dev/scheme"] == "https"
+    namespace = placement_of(parsed("chat")).namespace
+    assert flags_of(router, "--ssl-", "--engine-") == [
+        "--engine-ca-file=/run/xpyd/engine-ca/ca.crt",
+        f"--engine-server-name=chat-engines.{namespace}.svc",
+    ]
+    # Not the engines' key: with it a router could pass for an engine.
+    assert secrets_of(router["spec"])["xpyd-engine-ca"] == ("e", ["ca.crt"])
+    assert probed(router["spec"]["containers"][0]) == [("http", "HTTP")] * 3
+
+
+def test_routers_show_engines_a_certificate_that_probes_need_not_have() -> None:
+    pods = tls_pods(routerSecretName="r", serverName="engines.example")
+    assert flags_of(pods["router"], "--engine-")[1:] == [
+        "--engine-server-name=engines.example",
+        "--engine-certfile=/run/xpyd/router-tls/tls.crt",
+        "--engine-keyfile=/run/xpyd/router-tls/tls.key",
+    ]
+    assert secrets_of(pods["router"]["spec"])["xpyd-router-tls"] == ("r", [])
+    assert flags_of(pods["a"], "--ssl-")[2:] == [
+        "--ssl-ca-certs=/run/xpyd/router-ca/ca.crt",
+        "--ssl-open-probes",
+    ]
+    assert secrets_of(pods["a"]["spec"])["xpyd-router-ca"] == ("r", ["ca.crt"])
+    for pod in pods.values():
+        mounts = {one["mountPath"] for one in pod["spec"]["containers"][0]["volumeMounts"]}
+        used = {arg.partition("=")[2] for arg in flags_of(pod, "--ssl-", "--engine-")}
+        assert {path.rpartition("/")[0] for path in used if "/" in path} <= mounts
+
+
+ENGINE_TLS = {
+    "--engine-ca-file=/c": "use spec.engine.tls.secretName",
+    "--engine-server-name=a": "use spec.engine.tls.serverName",
+    "--engine-certfile=/c": "use spec.engine.tls.routerSecretName",
+    "--engine-keyfile=/k": "use spec.engine.tls.routerSecretName",
+}
+
+
+@pytest.mark.parametrize("arg", ENGINE_TLS)
+def test_engines_of_elsewhere_are_verified_by_flags_where_the_document_says_nothing(
+    arg: str,
+) -> None:
+    assert router_args_problems(parsed(router={"args": [arg]})) == ()
+    fleet = parsed(router={"args": [arg]}, engine={"tls": {"secretName": "e"}})
+    [problem] = router_args_problems(fleet)
+    assert problem.endswith(ENGINE_TLS[arg])
 
 
 def test_what_leads_to_routers_with_tls_speaks_it() -> None:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import httpx
+import pytest
 from quart import Quart, request
 
-from tests.tls_kit import client_context, write_pair
+from tests.tls_kit import authority, client_context, write_ca, write_pair
 from tests.worker.server_fakes import run
-from xpyd_core.tls import WatchedContext
+from xpyd_core.errors import UserError
+from xpyd_core.tls import ServerFiles, WatchedContext
 from xpyd_core.tls_connection import TlsServer
+from xpyd_worker import command
 from xpyd_worker.server.http.server import listen, make_server
 
 
 @contextlib.asynccontextmanager
-async def serving(directory: Path) -> AsyncGenerator[int]:
+async def serving(
+    directory: Path, files: ServerFiles | None = None, *, only_certified: bool = False
+) -> AsyncGenerator[int]:
     """The port of a server whose one route says how it was reached."""
     app = Quart(__name__)
 
@@ -26,9 +33,14 @@ async def serving(directory: Path) -> AsyncGenerator[int]:
     async def echo() -> dict[str, object]:
         return {"scheme": request.scheme, "bytes": len(await request.get_data())}
 
-    _ = echo
-    tls = TlsServer(WatchedContext(write_pair(directory), "--ssl-certfile"))
-    server, sockets = make_server(app, tls), listen("127.0.0.1", 0)
+    @app.get("/health")
+    async def health() -> dict[str, object]:
+        return {}
+
+    _ = echo, health
+    tls = TlsServer(WatchedContext(files or write_pair(directory), "--ssl-certfile"))
+    server = make_server(app, tls, only_certified=only_certified)
+    sockets = listen("127.0.0.1", 0)
     task = asyncio.create_task(server.serve(sockets=sockets))
     try:
         yield sockets[0].getsockname()[1]
@@ -58,3 +70,43 @@ def test_a_client_of_plain_http_is_told_so(tmp_path: Path) -> None:
             assert "https://" in answer.text
 
     run(body())
+
+
+def test_without_a_certificate_probes_alone_are_answered(tmp_path: Path) -> None:
+    own = write_pair(tmp_path)
+    files = ServerFiles(own.certificate, own.key, write_ca(tmp_path / "ca", authority("r")), 1)
+    certified = client_context()
+    router = write_pair(tmp_path / "router", "router", ca=authority("r"))
+    certified.load_cert_chain(router.certificate, router.key)
+    stranger = client_context()
+    other = write_pair(tmp_path / "other", "router", ca=authority("others"))
+    stranger.load_cert_chain(other.certificate, other.key)
+
+    async def body() -> None:
+        async with serving(tmp_path, files, only_certified=True) as port:
+
+            async def status(context: ssl.SSLContext, method: str, path: str) -> int:
+                async with httpx.AsyncClient(verify=context, timeout=10) as client:
+                    url = f"https://127.0.0.1:{port}{path}"
+                    return (await client.request(method, url)).status_code
+
+            assert await status(certified, "POST", "/echo") == 200
+            assert await status(certified, "GET", "/health") == 200
+            assert await status(client_context(), "GET", "/health") == 200
+            for method, path in (("POST", "/echo"), ("POST", "/health"), ("GET", "/health/x")):
+                assert await status(client_context(), method, path) == 403
+            with pytest.raises((ssl.SSLError, httpx.TransportError)):
+                await status(stranger, "GET", "/health")
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    "line", ["", "--ssl-certfile c", "--ssl-certfile c --ssl-ca-certs a --ssl-cert-reqs 1"]
+)
+def test_open_probes_need_certificates_of_all_others(line: str) -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    command.configure(parser)
+    args = parser.parse_args(["--model=m", "--ssl-open-probes", *line.split()])
+    with pytest.raises(UserError, match="--ssl-open-probes: needs --ssl-ca-certs"):
+        command.read_config(args)

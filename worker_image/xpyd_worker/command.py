@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -17,7 +18,7 @@ from xpyd_core.logs import add_logging_arguments, set_up_logging
 from xpyd_core.pod_env import PodEnv, parse_discovery, read_pod_env
 from xpyd_core.request_id import parse_address
 from xpyd_core.sizes import parse_bytes
-from xpyd_core.tls import add_server_arguments, read_server_files
+from xpyd_core.tls import ServerFiles, add_server_arguments, read_server_files
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.config import Role, WorkerConfig, check_config
 from xpyd_worker.flags import GROUPS, add_flags, engine_fields
@@ -36,6 +37,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for title, flags in GROUPS.items():
         add_flags(parser, title, flags)
     add_server_arguments(parser)
+    text = (
+        "with --ssl-ca-certs: GET of /health, /live and /metrics is answered also without a "
+        "certificate, as kubelet and Prometheus ask"
+    )
+    parser.add_argument("--ssl-open-probes", action="store_true", help=text)
     add_logging_arguments(parser)
 
 
@@ -57,7 +63,8 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         role=cast("Role", args.role or env.role),  # both are checked against ROLES
         host=_host(args.host, env),
         port=env.http_port if args.port is None else args.port,
-        tls=read_server_files(args),
+        tls=_server_files(args),
+        has_open_probes=args.ssl_open_probes,
         kv_port=env.kv_port if args.kv_port is None else args.kv_port,
         kv_advertise=None
         if args.kv_advertise is None
@@ -111,6 +118,15 @@ def _template(given: str | None) -> str | None:
         return Path(given).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--chat-template: cannot read {given}: {error}") from error
+
+
+def _server_files(args: argparse.Namespace) -> ServerFiles | None:
+    files = read_server_files(args)
+    if not args.ssl_open_probes:
+        return files
+    if files is None or files.client_certificates != 2:
+        raise UserError("--ssl-open-probes: needs --ssl-ca-certs, and no --ssl-cert-reqs 1")
+    return replace(files, client_certificates=1)  # who has none gets the probes' answers alone
 
 
 def _host(given: str | None, env: PodEnv) -> str:

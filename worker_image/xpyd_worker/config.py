@@ -114,6 +114,8 @@ class WorkerConfig:
     port: int = HTTP_PORT
     tls: ServerFiles | None = None
     """Certificate of the HTTP port; None: it speaks plain HTTP."""
+    has_open_probes: bool = False
+    """Clients without a certificate get probes and metrics, and nothing else."""
     kv_port: int = KV_PORT
     kv_advertise: Address | None = None
     """KV address that others dial; None: host and kv_port."""

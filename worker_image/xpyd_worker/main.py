@@ -112,7 +112,8 @@ class _Worker:
         self._tls: TlsServer | None = None
         if config.tls is not None:
             self._tls = TlsServer(WatchedContext(config.tls, "--ssl-certfile"))
-        self._server = make_server(create_app(self._api, admin, signed_by=signed_by), self._tls)
+        app = create_app(self._api, admin, signed_by=signed_by)
+        self._server = make_server(app, self._tls, only_certified=config.has_open_probes)
         self._begun_s = time.monotonic()
         self._grammars = GrammarCompiler()
         self._loaded: LoadedEngine | None = None

@@ -203,6 +203,26 @@ _NO_KEY = (
 )
 
 
+class EngineTls(ApiModel):
+    """HTTPS between routers and engines, in a cluster."""
+
+    secret_name: DnsName
+    """Secret of type kubernetes.io/tls with the engines' tls.crt and tls.key; routers verify them
+    by its ca.crt and get nothing else of it. Engines of xpyd load a new certificate without a
+    restart."""
+    server_name: Annotated[
+        str,
+        Field(max_length=253),
+        matching(
+            "[a-z0-9]([-a-z0-9.]*[a-z0-9])?", "must be a DNS name such as engines.chat.example"
+        ),
+    ] = ""
+    """Name in the certificate, which all engines share; none: FLEET-engines.NAMESPACE.svc."""
+    router_secret_name: DnsName = ""
+    """Secret of type kubernetes.io/tls that routers show to engines, which verify it by its ca.crt.
+    Then they answer nobody else, but for probes and metrics; none: they ask for no certificate."""
+
+
 class Engine(ApiModel):
     """What every engine gets in addition to what the fleet decides."""
 
@@ -242,6 +262,8 @@ class Engine(ApiModel):
         Unique("name"),
     ] = ()
     """Environment of every engine."""
+    tls: EngineTls | None = None
+    """HTTPS instead of HTTP between routers and engines; none: HTTP."""
 
     @property
     def is_nixl(self) -> bool:
@@ -298,6 +320,16 @@ class Engine(ApiModel):
     def _has_connector_of_vllm(self) -> bool:
         return self.type == "VLLM" or self.connector is None
 
+    @rule(
+        "!has(self.type) || self.type != 'VLLM' || !has(self.tls) || "
+        "!has(self.tls.routerSecretName)",
+        "vLLM would ask kubelet's probes for a certificate, too, and they have none: leave it out",
+        field="tls.routerSecretName",
+    )
+    def _asks_for_no_certificate(self) -> bool:
+        is_asked = self.tls is not None and bool(self.tls.router_secret_name)
+        return self.type != "VLLM" or not is_asked
+
     # Flags of `vllm serve` that the fleet sets, or that its probes and heartbeats rely on.
     _leaves_model = _without(
         "--model --revision --served-model-name", "spec.model says which model, and its names"
@@ -306,9 +338,10 @@ class Engine(ApiModel):
         " ".join(SHORT_NAMES), "spec.pools[].parallelism says how an instance splits the model"
     )
     _leaves_address = _without(
-        "--host --port --uds --ssl-keyfile --ssl-certfile --grpc --headless",
-        "routers and probes speak plain HTTP with the pod, at its address",
+        "--host --port --uds --grpc --headless",
+        "routers and probes speak HTTP at the pod's address",
     )
+    _leaves_certificate = _without("--ssl-*", "spec.engine.tls says whether it speaks TLS")
     _has_no_api_key = _without("--api-key", _NO_KEY)
     _leaves_transfer = _without(
         "--kv-transfer-config", "spec.engine.connector and spec.kvTransfer say it"

@@ -124,6 +124,9 @@ class RouterTls(ApiModel):
     secret_name: DnsName
     """Secret of type kubernetes.io/tls with tls.crt and tls.key; a new certificate in it is loaded
     without a restart."""
+    client_ca_secret_name: DnsName = ""
+    """Secret with the authorities of clients' certificates in ca.crt: clients must then show one;
+    none: they are asked for none."""
 
 
 class Router(ApiModel):

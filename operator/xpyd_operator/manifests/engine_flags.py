@@ -63,7 +63,8 @@ FLAGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "--ssl-certfile": ("text", ()),
     "--ssl-keyfile": ("text", ()),
     "--ssl-ca-certs": ("text", ()),
-    "--ssl-cert-reqs": ("text", ("0", "1", "2")),
+    "--ssl-cert-reqs": ("int", ("0", "1", "2")),
+    "--ssl-open-probes": ("switch", ()),
     "--log-level": ("text", ("debug", "info", "warning", "error")),
     "--log-format": ("text", ("text", "json")),
 }

@@ -56,6 +56,8 @@ LABEL_SCRAPE = "xpyd.dev/scrape"
 """On a namespace, "true": its pods may read metrics (NetworkPolicy)."""
 LABEL_NAMESPACE = "kubernetes.io/metadata.name"
 """On every namespace: its name."""
+ANNOTATION_SCHEME = "xpyd.dev/scheme"
+"""On a pod: what its port `http` speaks, "https"; none: http. Prometheus reads it."""
 ANNOTATION_APPLIED = "xpyd.dev/applied"
 """Hash of the object as the operator last applied it."""
 
@@ -83,6 +85,10 @@ ADMIN_FOLDER = "/run/xpyd/admin"
 ADMIN_KEY = "key"
 """The file in ADMIN_FOLDER with the keys of a router's admin API."""
 TLS_FOLDER = "/run/xpyd/tls"
+CLIENT_CA_FOLDER = "/run/xpyd/client-ca"
+ENGINE_CA_FOLDER = "/run/xpyd/engine-ca"
+ROUTER_TLS_FOLDER = "/run/xpyd/router-tls"
+ROUTER_CA_FOLDER = "/run/xpyd/router-ca"
 SOCKET_FOLDER = "/run/xpyd/sockets"
 """Where a pod has the node's folder of Unix sockets."""
 SOCKET_CONTAINER = "xpyd-sockets"
@@ -206,6 +212,11 @@ def model_job_name(fleet: str, digest: str) -> str:
 def discovery_host(fleet: str, namespace: str) -> str:
     """What engines resolve; every A record is a router."""
     return f"{discovery_service_name(fleet)}.{namespace}.svc"
+
+
+def engine_server_name(fleet: str, namespace: str) -> str:
+    """The name in the certificate of every engine, where the document says no other."""
+    return f"{fleet}-engines.{namespace}.svc"
 
 
 def endpoint(fleet: str, namespace: str, port: int, *, is_tls: bool = False) -> str:

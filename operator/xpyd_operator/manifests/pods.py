@@ -30,6 +30,14 @@ from xpyd_operator.manifests.resources import (
     router_resources,
     without_given,
 )
+from xpyd_operator.manifests.tls import (
+    engine_tls_args,
+    engine_tls_volumes,
+    probed_engine,
+    probed_router,
+    router_tls_args,
+    tls_mounts,
+)
 from xpyd_operator.manifests.volumes import (
     MODELS_FOLDER,
     USER_ID,
@@ -45,7 +53,6 @@ from xpyd_operator.manifests.volumes import (
     socket_init,
     socket_mount,
     socket_volume,
-    tls_args,
 )
 from xpyd_operator.plan.values import ROUTER, Probe, Workload, probes_of
 from xpyd_operator.plan.vllm import SOCKET_VARIABLE, variables
@@ -139,9 +146,10 @@ def engine_pod(
     a stuck rank in another pod ends it. Ranks count through the pods in their order.
     """
     shares = shares_sockets(fleet, pool)
+    certificates = engine_tls_volumes(fleet)
     container: JsonObject = {
         "name": names.ENGINE_CONTAINER,
-        **_program(workload, shares=shares),
+        **_program(workload, engine_tls_args(fleet) if leads else [], shares=shares),
         "env": _engine_env(fleet, pool, workload, placement),
         "resources": _engine_resources(fleet, pool),
         "volumeMounts": [
@@ -149,14 +157,16 @@ def engine_pod(
             {"name": "xpyd-shm", "mountPath": "/dev/shm"},
             *([socket_mount()] if shares else ()),
             *model_mounts(fleet),
+            *tls_mounts(certificates),
         ],
     }
     if leads:
+        probe = partial(_probe, **probed_engine(fleet))
         container |= {
             "ports": [_port(name, port) for name, port in engine_ports(fleet, pool).items()],
-            "startupProbe": _probe(probes_of(workload.template).startup),
-            "livenessProbe": _probe(probes_of(workload.template).liveness),
-            "readinessProbe": _probe(Probe("/health", 1, 3, 2)),
+            "startupProbe": probe(probes_of(workload.template).startup),
+            "livenessProbe": probe(probes_of(workload.template).liveness),
+            "readinessProbe": probe(Probe("/health", 1, 3, 2)),
         }
     shared_memory = {"medium": "Memory", "sizeLimit": pool.resources.shared_memory}
     volumes = [
@@ -164,8 +174,11 @@ def engine_pod(
         {"name": "xpyd-shm", "emptyDir": shared_memory},
         *([socket_volume(fleet, placement)] if shares else ()),
         *model_volumes(fleet),
+        *certificates,
     ]
     pod = _pod(fleet, workload, placement, container, volumes)
+    if certificates:
+        pod["metadata"]["annotations"][names.ANNOTATION_SCHEME] = "https"
     inits: list[JsonObject] = []
     if shares:
         pull_policy = placement.settings.image_pull_policy
@@ -182,12 +195,12 @@ def engine_pod(
     return merged(pod, pool.template or {})
 
 
-def _program(workload: Workload, *, shares: bool) -> JsonObject:
+def _program(workload: Workload, tls: list[str], *, shares: bool) -> JsonObject:
     args = workload.template.args
     if workload.template.is_vllm:  # to it the folder is a variable: _engine_env
-        return {"command": ["vllm", "serve"], "args": list(args)}
+        return {"command": ["vllm", "serve"], "args": [*args[:1], *tls, *args[1:]]}
     folder = [f"--kv-socket-dir={names.SOCKET_FOLDER}"] if shares else []
-    return {"args": ["worker", *folder, *args]}
+    return {"args": ["worker", *folder, *tls, *args]}
 
 
 def download_container(fleet: InferenceFleet, placement: Placement) -> JsonObject:
@@ -224,10 +237,11 @@ def model_pod(fleet: InferenceFleet, placement: Placement) -> JsonObject:
 
 def _beats_container(fleet: InferenceFleet, workload: Workload, placement: Placement) -> JsonObject:
     """What tells the routers of a vLLM in the same pod."""
+    tls = [] if fleet.spec.engine.tls is None else ["--tls"]
     container: JsonObject = {
         "name": names.BEATS_CONTAINER,
         "image": placement.settings.worker_image,
-        "args": ["vllm-beats", *workload.template.beats],
+        "args": ["vllm-beats", *tls, *workload.template.beats],
         "env": _env(_instance_env(fleet, workload, placement)),
         "resources": BEATS_RESOURCES,
         "volumeMounts": common_mounts(fleet),
@@ -254,7 +268,7 @@ def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) 
     router = fleet.spec.router
     discovery_port, has_admin_key = router.discovery_port, router.admin_key_secret_ref is not None
     admin = [f"--admin-key-file={names.ADMIN_FOLDER}/{names.ADMIN_KEY}"] if has_admin_key else []
-    probe = partial(_probe, **_probed(fleet))
+    probe = partial(_probe, **probed_router(fleet))
     container: JsonObject = {
         "name": names.ROUTER_CONTAINER,
         "args": [
@@ -264,7 +278,7 @@ def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) 
             f"--discovery-port={discovery_port}",
             *_client_keys_args(fleet, placement),
             *admin,
-            *tls_args(fleet),
+            *router_tls_args(fleet, placement.namespace),
             *workload.template.args,
         ],
         "env": _env(_place_env(fleet, workload, placement)),
@@ -458,19 +472,9 @@ def _port(name: str, number: int) -> JsonObject:
     return {"name": name, "containerPort": number, "protocol": "TCP"}
 
 
-def _probed(fleet: InferenceFleet) -> dict[str, str]:
-    """The routers' port that kubelet asks: that of clients, whose certificate it does not verify;
-    it has none itself, so where routers ask for one, the admin port."""
-    if fleet.spec.router.tls is None:
-        return {"port": "http"}
-    if any(arg.partition("=")[0] == "--ssl-ca-certs" for arg in fleet.spec.router.args):
-        return {"port": "admin"}
-    return {"port": "http", "scheme": "HTTPS"}
-
-
 def _probe(probe: Probe, **asked: str) -> JsonObject:
     return {
-        "httpGet": {"path": probe.path, "port": "http", **asked},
+        "httpGet": {"path": probe.path, **asked},
         "periodSeconds": int(probe.period_s),
         "timeoutSeconds": int(probe.timeout_s),
         "failureThreshold": probe.failures,

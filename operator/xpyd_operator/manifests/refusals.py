@@ -11,7 +11,7 @@ import json
 import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import inf
 from typing import cast
@@ -40,7 +40,11 @@ _OUR_FOLDERS = {
     names.CLIENT_KEYS_FOLDER: "the clients' keys",
     names.ADMIN_FOLDER: "the admin API's keys",
     names.SOCKET_FOLDER: "the engines' sockets",
-    names.TLS_FOLDER: "the router's certificate",
+    names.TLS_FOLDER: "the certificate of the HTTP port",
+    names.CLIENT_CA_FOLDER: "the authorities of clients' certificates",
+    names.ENGINE_CA_FOLDER: "the authority of engines' certificates",
+    names.ROUTER_TLS_FOLDER: "the certificate that routers show to engines",
+    names.ROUTER_CA_FOLDER: "the authority of routers' certificates",
 }
 _LEAVE_OUT = "set by xpyd; leave it out"
 
@@ -179,6 +183,11 @@ _ENGINES_OWNED = {
     "--kv-insecure": "spec.kvTransfer.insecure",
     "--kv-encryption": "spec.kvTransfer.encryption",
     "--kv-socket-dir": "spec.kvTransfer.sameHostPath",
+    "--ssl-certfile": "spec.engine.tls",
+    "--ssl-keyfile": "spec.engine.tls",
+    "--ssl-ca-certs": "spec.engine.tls.routerSecretName",
+    "--ssl-cert-reqs": "spec.engine.tls.routerSecretName",
+    "--ssl-open-probes": "spec.engine.tls.routerSecretName",
 }
 """Flags that say what the rest of the fleet must know, and the field that sets each; "": none."""
 _ROUTERS_OWNED = {
@@ -199,9 +208,17 @@ _ROUTERS_OWNED = {
     "--peers": "",
     "--ssl-certfile": "spec.router.tls",
     "--ssl-keyfile": "spec.router.tls",
+    "--ssl-ca-certs": "spec.router.tls.clientCaSecretName",
     "--heartbeat-interval-ms": "spec.heartbeat.intervalMilliseconds",
     "--missed-beats": "spec.heartbeat.missedBeats",
 }
+_ENGINE_TLS = {
+    "--engine-ca-file": "spec.engine.tls.secretName",
+    "--engine-server-name": "spec.engine.tls.serverName",
+    "--engine-certfile": "spec.engine.tls.routerSecretName",
+    "--engine-keyfile": "spec.engine.tls.routerSecretName",
+}
+"""Of routers, where the document has spec.engine.tls; else they are for engines of elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +269,10 @@ def engine_args_problems(fleet: InferenceFleet) -> tuple[str, ...]:
 def router_args_problems(fleet: InferenceFleet) -> tuple[str, ...]:
     """One line for each of router.args that a router of this version would refuse, or that would
     say something else than the rest of the document."""
-    return tuple(_args_problems("spec.router.args", fleet.spec.router.args, _OF_ROUTERS))
+    program = _OF_ROUTERS
+    if fleet.spec.engine.tls is not None:
+        program = replace(program, owned={**program.owned, **_ENGINE_TLS})
+    return tuple(_args_problems("spec.router.args", fleet.spec.router.args, program))
 
 
 def _args_problems(where: str, args: Sequence[str], program: _Program) -> Iterator[str]:

@@ -17,6 +17,7 @@ from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests import names
 from xpyd_operator.manifests.names import JsonObject, Placement, list_in, map_in
 from xpyd_operator.manifests.resources import INIT_RESOURCES, without_given
+from xpyd_operator.manifests.tls import router_tls_volumes, tls_mounts
 
 MODELS_FOLDER = "/models"
 _OWNER_AND_GROUP_READ = 0o440
@@ -129,44 +130,18 @@ def admin_key_mounts(fleet: InferenceFleet) -> list[JsonObject]:
     return [{"name": "xpyd-admin", "mountPath": names.ADMIN_FOLDER, "readOnly": True}]
 
 
-_TLS_VOLUME = "xpyd-tls"
-
-
-def tls_args(fleet: InferenceFleet) -> list[str]:
-    """The flags of a router that speaks TLS."""
-    if fleet.spec.router.tls is None:
-        return []
-    return [
-        f"--ssl-certfile={names.TLS_FOLDER}/tls.crt",
-        f"--ssl-keyfile={names.TLS_FOLDER}/tls.key",
-    ]
-
-
-def tls_volumes(fleet: InferenceFleet) -> list[JsonObject]:
-    """The router's certificate, where it has one. A whole folder: kubelet swaps it when the Secret
-    changes, which it does not do with a single file (subPath)."""
-    tls = fleet.spec.router.tls
-    if tls is None:
-        return []
-    secret = {"secretName": tls.secret_name, "defaultMode": _OWNER_AND_GROUP_READ}
-    return [{"name": _TLS_VOLUME, "secret": secret}]
-
-
-def tls_mounts(fleet: InferenceFleet) -> list[JsonObject]:
-    """Where tls_volumes are mounted."""
-    if fleet.spec.router.tls is None:
-        return []
-    return [{"name": _TLS_VOLUME, "mountPath": names.TLS_FOLDER, "readOnly": True}]
-
-
 def router_volumes(fleet: InferenceFleet) -> list[JsonObject]:
     """The volumes that routers alone have."""
-    return [*client_keys_volumes(fleet), *admin_key_volumes(fleet), *tls_volumes(fleet)]
+    return [*client_keys_volumes(fleet), *admin_key_volumes(fleet), *router_tls_volumes(fleet)]
 
 
 def router_mounts(fleet: InferenceFleet) -> list[JsonObject]:
     """Where router_volumes are mounted."""
-    return [*client_keys_mounts(fleet), *admin_key_mounts(fleet), *tls_mounts(fleet)]
+    return [
+        *client_keys_mounts(fleet),
+        *admin_key_mounts(fleet),
+        *tls_mounts(router_tls_volumes(fleet)),
+    ]
 
 
 def model_volumes(fleet: InferenceFleet) -> list[JsonObject]:

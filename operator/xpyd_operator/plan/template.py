@@ -217,6 +217,7 @@ def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
             "auth": _explicit(spec.router.auth),
             "adminKeySecretRef": _explicit(spec.router.admin_key_secret_ref),
             "tls": _explicit(spec.router.tls),
+            "engineTls": _explicit(spec.engine.tls),
             "template": spec.router.template,
         }
     )
@@ -241,6 +242,7 @@ def _engine_pod(
             "secretRef": {} if model.by_job else _explicit(model.secret_ref),
             "claim": model.uri if model.uri.startswith("pvc://") else "",
             "env": sources,
+            "tls": _explicit(fleet.spec.engine.tls),
             "template": pool.template,
             "beatsImage": beats_image,
             "downloadImage": download_image,

@@ -36,6 +36,7 @@ CLUSTER_ONLY = frozenset(
         "spec.model.secretRef",
         "spec.model.cache",
         "spec.engine.image",
+        "spec.engine.tls",
         "spec.engine.env[].valueFrom",
         "spec.pools[].resources.sharedMemory",
         "spec.pools[].template",

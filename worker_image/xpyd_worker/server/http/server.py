@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, cast
@@ -51,11 +52,14 @@ class HeadDeadlineProtocol(HttpToolsProtocol):
     # uvicorn narrows asyncio's BaseTransport in the same way.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        spoken = cast("ssl.SSLObject | None", transport.get_extra_info("ssl_object"))
+        self._is_certified = spoken is not None and bool(spoken.getpeercert(binary_form=True))
         self._chunks = Chunks()
         self._expect_head()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        cast("Scope", self.scope)[_CERTIFIED] = self._is_certified
         self._expect_head()
 
     def on_headers_complete(self) -> None:
@@ -130,6 +134,34 @@ class WriteDeadline:
         await self._app(with_one_slash(scope), receive, send_in_time)
 
 
+_CERTIFIED = "xpyd_certified"
+"""In a request's scope: whether its client has shown a certificate."""
+_OPEN = ("/health", "/live", "/metrics")
+_REFUSAL = (
+    b'{"error": {"message": "this engine answers clients with a certificate alone", '
+    b'"type": "permission_error", "param": null, "code": 403}}'
+)
+
+
+class OnlyCertified:
+    """ASGI middleware: who shows no certificate gets probes and metrics alone.
+
+    Kubelet and Prometheus have no certificate, so TLS itself cannot require one.
+    """
+
+    def __init__(self, app: AsgiApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["method"] in ("GET", "HEAD") and scope["path"] in _OPEN
+        if scope[_CERTIFIED] or is_open:
+            await self._app(scope, receive, send)
+            return
+        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 403, "headers": headers})
+        await send({"type": "http.response.body", "body": _REFUSAL})
+
+
 class Server(uvicorn.Server):
     """uvicorn's server; the signals stay main's."""
 
@@ -139,9 +171,12 @@ class Server(uvicorn.Server):
         yield
 
 
-def make_server(app: object, tls: TlsServer | None = None) -> Server:
-    """A server for `app` (a Quart app), over `tls` where there is one; run it by `await
-    serve(sockets=[...])`."""
+def make_server(
+    app: object, tls: TlsServer | None = None, *, only_certified: bool = False
+) -> Server:
+    """A server for `app` (a Quart app), over `tls` where there is one, with `OnlyCertified` before
+    it if so; run it by `await serve(sockets=[...])`."""
+    inner = cast("AsgiApp", app)
 
     def connection(**given: object) -> asyncio.Protocol:
         """uvicorn's parameters of a connection's protocol."""
@@ -149,7 +184,7 @@ def make_server(app: object, tls: TlsServer | None = None) -> Server:
         return make() if tls is None else tls.wrap(make)
 
     config = uvicorn.Config(
-        WriteDeadline(cast("AsgiApp", app)),
+        WriteDeadline(OnlyCertified(inner) if only_certified else inner),
         http=cast("type[asyncio.Protocol]", connection),
         ws="none",
         lifespan="off",
