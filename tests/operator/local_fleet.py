@@ -78,8 +78,8 @@ class LocalFleet:
         }
         self.file.write_text(json.dumps(document))
 
-    def up(self, *, detach=True, timeout_s=DEADLINE_S) -> int:
-        options = UpOptions(str(self.file), timeout_s=timeout_s)
+    def up(self, *, detach=True, timeout_s=DEADLINE_S, **flags: str) -> int:
+        options = UpOptions(str(self.file), timeout_s=timeout_s, **flags)
         return run_up(options, detach=detach, daemon=DAEMON)
 
     def foreground(self) -> subprocess.Popen[bytes]:

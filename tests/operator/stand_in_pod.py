@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -37,7 +38,10 @@ def log(text: str) -> None:
 
 def serve(listener: socket.socket, answer) -> None:
     while True:
-        connection, _ = listener.accept()
+        try:
+            connection, _ = listener.accept()
+        except ssl.SSLError:
+            continue
         with connection:
             connection.settimeout(2)
             try:
@@ -76,7 +80,12 @@ def as_router() -> None:
     threading.Thread(target=serve, args=(beating, on_beat), daemon=True).start()
     admin = socket.socket(fileno=int(flag("admin-listen-fd")))
     threading.Thread(target=serve, args=(admin, on_http), daemon=True).start()
-    serve(socket.socket(fileno=int(flag("listen-fd"))), lambda path: b"{}")
+    clients = socket.socket(fileno=int(flag("listen-fd")))
+    if certificate := flag("ssl-certfile"):
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certificate, flag("ssl-keyfile"))
+        clients = context.wrap_socket(clients, server_side=True)
+    serve(clients, lambda path: b"{}")
 
 
 def beat_for_ever(me: str) -> None:

@@ -8,13 +8,16 @@ import os
 import pty
 import select
 import signal
+import ssl
 import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
+from tests.tls_kit import write_ca, write_pair
 from xpyd_core.errors import UserError
 from xpyd_operator.up.chat import Conversation, run_chat
 
@@ -70,6 +73,28 @@ def endpoint():
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+@pytest.fixture
+def https(endpoint, tmp_path):
+    """The endpoint over TLS, and the file of its authority."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    files = write_pair(tmp_path)
+    context.load_cert_chain(files.certificate, files.key)
+    endpoint.socket = context.wrap_socket(endpoint.socket, server_side=True)
+    return write_ca(tmp_path / "ca.crt")
+
+
+def test_an_endpoint_over_tls_is_verified_by_the_named_authority(endpoint, https, monkeypatch):
+    url = f"https://127.0.0.1:{endpoint.server_port}"
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    assert "".join(Conversation(url, ca_file=https).ask("hi")) == "you said hi"
+    with pytest.raises(UserError, match=r"certificate is refused: .*--ca-file or SSL_CERT_FILE"):
+        list(Conversation(url).ask("hi"))
+    monkeypatch.setenv("SSL_CERT_FILE", str(https))
+    assert "".join(Conversation(url).ask("hi")) == "you said hi"
+    with pytest.raises(UserError, match="--ca-file: cannot use /no/such"):
+        list(Conversation(url, ca_file=Path("/no/such")).ask("hi"))
 
 
 def talk(endpoint, message=None, stdin="", path="", **fields):

@@ -153,7 +153,7 @@ def test_the_router_gets_the_file_of_client_keys_that_up_was_given():
     template = {p.name: p for p in fleet_want(document, model="/m").pools}[ROUTER].template
     pod = Pod("f-router-0", ROUTER, "r", 1, template)
     assert not [arg for arg in pod_arguments(pod, settings(document)) if "key" in arg]
-    place = replace(settings(document), api_key_file=Path("/c/keys.txt"))
+    place = replace(settings(document), api_key_file="/c/keys.txt")
     assert "--api-key-file=/c/keys.txt" in pod_arguments(pod, place)
 
 

@@ -50,6 +50,8 @@ def test_every_help_text_has_examples_of_its_own_command(name, capsys):
         (["scale", "x-y", "--replicas", "1"], "no pool 'x-y'; there is no running fleet"),
         (["up", "-f", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
         (["up", "-f", str(DEMO), "--port", "0"], "--port 0: expected 1 to 65535"),
+        (["up", "-f", str(DEMO), "--ssl-keyfile", "k"], "--ssl-keyfile: needs --ssl-certfile"),
+        (["up", "-f", str(DEMO), "--ssl-certfile", "/no"], "--ssl-certfile: cannot read /no: No"),
         (["down", "--timeout", "-1"], "--timeout -1.0: expected 0 or more"),
     ],
 )

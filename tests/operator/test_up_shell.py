@@ -9,10 +9,12 @@ import socket
 import stat
 import subprocess
 import sys
+import urllib.request
 
 import msgspec
 import pytest
 
+from tests.tls_kit import client_context, write_pair
 from xpyd_core.errors import UserError
 from xpyd_operator.up import client, control
 from xpyd_operator.up.client import FleetFailed, scale, show_logs, show_status, take_fleet_down
@@ -70,6 +72,21 @@ def test_detached_fleet_is_ready_when_up_returns_and_gone_after_down(fleet, caps
     assert left == ["lock", "logs", "supervisor.log"]
     with pytest.raises(UserError, match="not running"):
         show_status("t", as_json=True)
+
+
+def test_a_fleet_with_a_certificate_serves_https_and_keeps_the_flag(fleet, tmp_path, capsys):
+    files = write_pair(tmp_path)
+    flags = {"ssl_certfile": str(files.certificate), "ssl_keyfile": str(files.key)}
+    assert fleet.up(**flags) == 0
+    url = fleet.view().endpoint
+    assert url.startswith("https://127.0.0.1:")
+    assert f"fleet t is ready: {url}" in capsys.readouterr().out
+    with urllib.request.urlopen(url, context=client_context(), timeout=5) as answer:
+        assert answer.status == 200
+    assert fleet.up(**flags) == 0  # the same document and flags again
+    assert fleet.up() == 0
+    with pytest.raises(UserError, match=r"--ssl-certfile: /other: fleet t runs with .*tls\.crt"):
+        fleet.up(ssl_certfile="/other")
 
 
 def test_a_pod_finds_the_ports_and_variables_that_it_would_find_in_a_cluster(running):

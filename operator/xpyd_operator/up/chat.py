@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TextIO, cast
 from urllib.parse import urlsplit
 
@@ -32,6 +34,9 @@ class Conversation:
     temperature: float | None = None
     api_key: str = field(default="", repr=False)
     """What the endpoint knows its client by; empty: it asks for none."""
+    ca_file: Path | None = None
+    """Authorities that the endpoint's certificate must come from; None: SSL_CERT_FILE's, or the
+    system's."""
     messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
     on_reasoning: Callable[[str], None] | None = None
     """Gets what the model thinks, which is no part of the answer."""
@@ -39,7 +44,7 @@ class Conversation:
     def ask(self, text: str) -> Iterator[str]:
         """Send `text`; yields the answer's pieces as they arrive and keeps them as a message."""
         if not self.model:
-            self.model = first_model(self.url, self.api_key)
+            self.model = first_model(self)
         self.messages.append({"role": "user", "content": text})
         body: dict[str, Any] = {"model": self.model, "messages": self.messages, "stream": True}
         if self.max_tokens is not None:
@@ -48,7 +53,7 @@ class Conversation:
             body["temperature"] = self.temperature
         answer: list[str] = []
         try:
-            for thought, piece in _stream(self.url, body, self.api_key):
+            for thought, piece in _stream(self, body):
                 if thought and self.on_reasoning is not None:
                     self.on_reasoning(thought)
                 if piece:
@@ -115,10 +120,11 @@ def _say(conversation: Conversation, text: str, out: TextIO) -> bool:
     return finished
 
 
-def first_model(url: str, api_key: str = "") -> str:
+def first_model(asker: Conversation) -> str:
     """The first model that the endpoint names."""
-    with closing(_connect(url)) as connection:
-        answer = _send(connection, "GET", f"{_base(url)}/v1/models", None, url, api_key)
+    url = asker.url
+    with closing(_connect(asker)) as connection:
+        answer = _send(connection, "GET", "models", None, asker)
         listed = _json(answer.read(_MAX_LINE_BYTES)).get("data")
     for entry in cast("list[Any]", listed) if isinstance(listed, list) else []:
         if isinstance(entry, dict) and "id" in entry:
@@ -126,11 +132,11 @@ def first_model(url: str, api_key: str = "") -> str:
     raise UserError(f"{url} names no model; say --model")
 
 
-def _stream(url: str, body: dict[str, Any], api_key: str) -> Iterator[tuple[str, str]]:
+def _stream(asker: Conversation, body: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Pieces of reasoning and of the answer."""
-    with closing(_connect(url)) as connection:
-        answer = _send(connection, "POST", f"{_base(url)}/v1/chat/completions", body, url, api_key)
-        while line := _read_line(answer, url):
+    with closing(_connect(asker)) as connection:
+        answer = _send(connection, "POST", "chat/completions", body, asker)
+        while line := _read_line(answer, asker.url):
             if not line.startswith(b"data:"):
                 continue
             data = line[5:].strip()
@@ -153,12 +159,19 @@ def _read_line(answer: http.client.HTTPResponse, url: str) -> bytes:
         raise UserError(f"{url}: the answer broke off: {error}") from error
 
 
-def _connect(url: str) -> http.client.HTTPConnection:
-    parts = urlsplit(url)
-    kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-    if parts.scheme not in kinds or not parts.hostname:
-        raise UserError(f"--url {url!r}: expected http://HOST:PORT")
-    return kinds[parts.scheme](parts.hostname, parts.port, timeout=TIMEOUT_S)
+def _connect(asker: Conversation) -> http.client.HTTPConnection:
+    parts = urlsplit(asker.url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UserError(f"--url {asker.url!r}: expected http://HOST:PORT or https://HOST:PORT")
+    if parts.scheme == "http":
+        return http.client.HTTPConnection(parts.hostname, parts.port, timeout=TIMEOUT_S)
+    try:
+        context = ssl.create_default_context(cafile=asker.ca_file)
+    except OSError as error:  # ssl.SSLError is one
+        raise UserError(f"--ca-file: cannot use {asker.ca_file}: {error}") from error
+    return http.client.HTTPSConnection(
+        parts.hostname, parts.port, timeout=TIMEOUT_S, context=context
+    )
 
 
 def _base(url: str) -> str:
@@ -169,11 +182,11 @@ def _base(url: str) -> str:
 def _send(
     connection: http.client.HTTPConnection,
     method: str,
-    path: str,
+    what: str,
     body: dict[str, Any] | None,
-    url: str,
-    api_key: str,
+    asker: Conversation,
 ) -> http.client.HTTPResponse:
+    url, api_key, path = asker.url, asker.api_key, f"{_base(asker.url)}/v1/{what}"
     payload = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     if api_key:
@@ -184,6 +197,11 @@ def _send(
         if answer.status == 200:
             return answer
         text = answer.read(_MAX_ERROR_BYTES)
+    except ssl.SSLCertVerificationError as error:
+        raise UserError(
+            f"{url}: its certificate is refused: {error.verify_message} (--ca-file or SSL_CERT_FILE"
+            " names the authority; the certificate must have the URL's name or address)"
+        ) from error
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise UserError(f"{url} does not answer: {reason}") from error

@@ -23,6 +23,10 @@ def _configure_up(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, help="the router's port (default: 10001, or the next free one)")
     text = "keys of clients, in place of spec.router.auth (default: they need none here)"
     add("--api-key-file", type=Path, metavar="FILE", help=text)
+    text = "serve HTTPS with this certificate, in place of spec.router.tls (default: HTTP)"
+    add("--ssl-certfile", type=Path, metavar="FILE", help=text)
+    text = "its key, without a password (default: it is in --ssl-certfile)"
+    add("--ssl-keyfile", type=Path, metavar="FILE", help=text)
     add("--detach", "-d", action="store_true", help="return when the fleet is ready")
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="longest wait for that")
     add_logging_arguments(parser)
@@ -33,6 +37,7 @@ def _configure_up(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_up(args: argparse.Namespace) -> int:
+    from xpyd_core.tls import ServerFiles, WatchedContext
     from xpyd_operator.up.logs import LEAST_LOG_BYTES, MOST_LOG_FILES
     from xpyd_operator.up.run import UpOptions, run_up
 
@@ -44,6 +49,10 @@ def _run_up(args: argparse.Namespace) -> int:
     log_max_bytes = None if size is None else parse_flag("--log-max-size", parse_bytes, size)
     if log_max_bytes is not None and log_max_bytes < LEAST_LOG_BYTES:
         raise UserError(f"--log-max-size {size}: expected at least {format_bytes(LEAST_LOG_BYTES)}")
+    if args.ssl_keyfile is not None and args.ssl_certfile is None:
+        raise UserError("--ssl-keyfile: needs --ssl-certfile")
+    if args.ssl_certfile is not None:  # what the router refuses is said before anything starts
+        WatchedContext(ServerFiles(args.ssl_certfile, args.ssl_keyfile), "--ssl-certfile")
     options = UpOptions(
         file=str(args.file.absolute()),
         port=args.port,
@@ -52,11 +61,17 @@ def _run_up(args: argparse.Namespace) -> int:
         log_max_bytes=log_max_bytes,
         log_max_files=args.log_max_files,
         timeout_s=args.timeout,
-        api_key_file=None if args.api_key_file is None else str(args.api_key_file.absolute()),
+        api_key_file=_absolute(args.api_key_file),
+        ssl_certfile=_absolute(args.ssl_certfile),
+        ssl_keyfile=_absolute(args.ssl_keyfile),
         # A path is where this command was given, wherever the fleet's document is handed over.
         vllm=os.path.abspath(args.vllm) if "/" in (args.vllm or "") else args.vllm,
     )
     return run_up(options, detach=args.detach)
+
+
+def _absolute(path: Path | None) -> str | None:
+    return None if path is None else str(path.absolute())
 
 
 def _configure_status(parser: argparse.ArgumentParser) -> None:
@@ -116,6 +131,8 @@ def _configure_chat(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=0.3, help="0 always takes the likeliest token")
     add("--system", help="text of the system message")
     add("--api-key", default="", metavar="KEY", help="the client key (default: XPYD_API_KEY)")
+    text = "authorities of the endpoint's certificate (default: SSL_CERT_FILE, or the system's)"
+    add("--ca-file", type=Path, metavar="FILE", help=text)
 
 
 def _run_chat(args: argparse.Namespace) -> int:
@@ -130,7 +147,9 @@ def _run_chat(args: argparse.Namespace) -> int:
         named = words.pop(0) if words and words[0] in names else None
         url = current_view(find_fleet(state_root(), named)).endpoint
     key = args.api_key or read_pod_env().api_key
-    conversation = Conversation(url, args.model, args.max_tokens, args.temperature, api_key=key)
+    conversation = Conversation(
+        url, args.model, args.max_tokens, args.temperature, api_key=key, ca_file=args.ca_file
+    )
     if args.system:
         conversation.messages.append({"role": "system", "content": args.system})
     message = " ".join(words) if words else None

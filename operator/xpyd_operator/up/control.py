@@ -172,14 +172,16 @@ class ScaleRequest(msgspec.Struct, frozen=True, tag="scale"):
 
 
 class ApplyRequest(msgspec.Struct, frozen=True, tag="apply"):
-    """Take a changed document; `folder` is where its relative paths begin. `vllm`: the command of
-    vLLM that the user named; it cannot change."""
+    """Take a changed document; `folder` is where its relative paths begin. The rest are flags that
+    the user gave: they cannot change."""
 
     document: str
     source: str
     folder: str
     vllm: str | None = None
     api_key_file: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
 
 
 class DownRequest(msgspec.Struct, frozen=True, tag="down"):

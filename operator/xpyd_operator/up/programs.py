@@ -43,15 +43,20 @@ class LocalSettings:
     log_level: str
     log_format: str
     log_limit: LogLimit = field(default_factory=LogLimit)
-    api_key_file: Path | None = None
+    api_key_file: str | None = None
     """Keys that clients of the router need; None: they need none."""
+    certificate: str | None = None
+    """The router's, which then serves HTTPS; None: HTTP."""
+    certificate_key: str | None = None
+    """Its key; None: it is in the certificate's file."""
     vllm: str = "vllm"
     """The command of vLLM, for pods of type VLLM."""
 
     @property
     def endpoint(self) -> str:
         """The router's URL for clients."""
-        return f"http://{ROUTER_HOST}:{self.router_port}"
+        scheme = "http" if self.certificate is None else "https"
+        return f"{scheme}://{ROUTER_HOST}:{self.router_port}"
 
     @property
     def admin(self) -> str:
@@ -128,6 +133,10 @@ def pod_arguments(
         ]
         if settings.api_key_file is not None:
             place.append(f"--api-key-file={settings.api_key_file}")
+        if settings.certificate is not None:
+            place.append(f"--ssl-certfile={settings.certificate}")
+        if settings.certificate_key is not None:
+            place.append(f"--ssl-keyfile={settings.certificate_key}")
     elif pod.template.is_vllm:
         # vLLM's own log needs no flag; its arguments name what only the pod knows.
         known = pod_environment(pod, settings, {})

@@ -78,27 +78,31 @@ def handle(supervisor: Supervisor, ask: ControlRequest, now: float) -> ControlRe
             return ControlResponse(view=view_of(supervisor, now))
         case ScaleRequest(pool, replicas):
             return ControlResponse(lines=(supervisor.scale(pool, replicas),))
-        case ApplyRequest(document, source, folder, vllm, api_key_file):
-            runs = supervisor.pods.settings.vllm
-            keys = supervisor.pods.settings.api_key_file
-            if api_key_file not in (None, None if keys is None else str(keys)):
-                raise UserError(
-                    f"--api-key-file: {api_key_file}: fleet {supervisor.fleet.name} runs with"
-                    f" {keys or 'none'}; take it down to change it"
-                )
-            if vllm not in (None, runs):
-                raise UserError(
-                    f"--vllm: {vllm}: fleet {supervisor.fleet.name} runs {runs}; take it down to"
-                    " change it"
-                )
+        case ApplyRequest(document, source, folder):
+            _refuse_changes(supervisor, ask)
             fleet = parse_fleet(document.encode(), source=source, local=True)
-            check_local(fleet, source=source, vllm=runs)
+            check_local(fleet, source=source, vllm=supervisor.pods.settings.vllm)
             if fleet.name != supervisor.fleet.name:
                 raise UserError(f"{source}: metadata.name is not {supervisor.fleet.name!r}")
             return ControlResponse(lines=tuple(supervisor.apply(fleet, Path(folder))))
         case DownRequest(timeout_s):
             supervisor.stop(timeout_s)
             return ControlResponse()
+
+
+def _refuse_changes(supervisor: Supervisor, ask: ApplyRequest) -> None:
+    runs = supervisor.pods.settings
+    for flag, asked, have in (
+        ("--api-key-file", ask.api_key_file, runs.api_key_file),
+        ("--ssl-certfile", ask.ssl_certfile, runs.certificate),
+        ("--ssl-keyfile", ask.ssl_keyfile, runs.certificate_key),
+        ("--vllm", ask.vllm, runs.vllm),
+    ):
+        if asked not in (None, have):
+            name, runs_with = supervisor.fleet.name, have or "none"
+            raise UserError(
+                f"{flag}: {asked}: fleet {name} runs with {runs_with}; take it down to change it"
+            )
 
 
 def view_of(supervisor: Supervisor, now: float) -> FleetView:
@@ -184,8 +188,6 @@ _log = logging.getLogger("xpyd.up")
 _STREAM_EVERY_S = 0.1
 _DRAIN_FAILED_S = 5.0
 DAEMON = (sys.executable, "-P", "-m", "xpyd_operator.up.run")
-
-
 _OURS = Programs()
 
 
@@ -200,6 +202,8 @@ class UpOptions(msgspec.Struct, frozen=True):
     log_max_files: int | None = None
     timeout_s: float = 300.0
     api_key_file: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
     vllm: str | None = None
 
     @property
@@ -234,7 +238,7 @@ def run_up(
     state = FleetFolder(state_root() / fleet.name)
     is_running = state.is_supervised()
     if not is_running:  # a supervisor knows its vLLM, and checks what it is handed
-        _check(fleet, options)
+        check_local(fleet, source=options.file, vllm=options.vllm_command)
     if line := cluster_only(fleet):
         sys.stdout.write(line + "\n")
     if needs_download(fleet.spec.model):
@@ -256,10 +260,6 @@ def run_up(
     if detach:
         return _run_detached(options, state, daemon)
     return supervise(options, programs=programs, stream=True)
-
-
-def _check(fleet: InferenceFleet, options: UpOptions) -> None:
-    check_local(fleet, source=options.file, vllm=options.vllm_command)
 
 
 def _download(model: Model) -> None:
@@ -289,7 +289,7 @@ def supervise(options: UpOptions, *, programs: Programs = _OURS, stream: bool) -
     """Be the supervisor until the fleet is down. `stream`: pods' lines go to standard output."""
     set_up_logging(options.log_level, options.log_format)
     fleet = load_fleet(Path(options.file), local=True)
-    _check(fleet, options)
+    check_local(fleet, source=options.file, vllm=options.vllm_command)
     state = FleetFolder(state_root() / fleet.name)
     with (
         _locked(state),
@@ -310,7 +310,9 @@ def supervise(options: UpOptions, *, programs: Programs = _OURS, stream: bool) -
             log_level=options.log_level,
             log_format=options.log_format,
             log_limit=options.log_limit,
-            api_key_file=None if options.api_key_file is None else Path(options.api_key_file),
+            api_key_file=options.api_key_file,
+            certificate=options.ssl_certfile,
+            certificate_key=options.ssl_keyfile,
             vllm=options.vllm_command,
         )
         if options.port is None and settings.router_port != ROUTER_HTTP_PORT:
@@ -471,6 +473,8 @@ def _apply_to_running(options: UpOptions, state: FleetFolder) -> int:
         folder=str(options.folder),
         vllm=options.vllm,
         api_key_file=options.api_key_file,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
     )
     answer = control.send_request(state.socket, ask)
     sys.stdout.write(f"fleet {state.fleet} is running; the document was handed over\n")

@@ -450,8 +450,11 @@ class Supervisor:
         return await asyncio.to_thread(answers_health, *self._http_of(pod))
 
     def _http_of(self, pod: PodProcess) -> tuple[str, int]:
+        settings = self.pods.settings
         if pod.pod.pool == ROUTER:
-            return ROUTER_HOST, self.pods.settings.router_port
+            # The admin port never speaks TLS, and answers for the same process.
+            port = settings.router_port if settings.certificate is None else settings.admin_port
+            return ROUTER_HOST, port
         return self.pods.settings.address(pod.pod.number), HTTP_PORT
 
     def _set_ready(self, pod: PodProcess, ready: bool) -> None:
