@@ -46,6 +46,7 @@ def write_pair(
     files.certificate.write_bytes(b"".join(one.bytes() for one in made.cert_chain_pems))
     assert files.key is not None
     files.key.write_bytes(made.private_key_pem.bytes())
+    files.key.chmod(0o600)
     return files
 
 

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import calendar
 import logging
+import os
 import ssl
 import time
 from collections.abc import Callable
@@ -92,7 +93,7 @@ class ClientFiles:
 
 def _no_password() -> str:
     # OpenSSL would ask for it on the terminal.
-    raise ssl.SSLError("the key has a password; give a key without one")
+    raise ValueError("the key has a password; give a key without one")
 
 
 class WatchedContext:
@@ -117,7 +118,7 @@ class WatchedContext:
             self.not_after_s = _not_after(files)
         except (OSError, ValueError) as error:
             raise UserError(f"{what}: {_say(files, error)}") from error
-        self._warn_of_the_end()
+        self._warn()
 
     async def watch(self) -> None:
         """Reload until cancelled."""
@@ -142,13 +143,16 @@ class WatchedContext:
             return
         self.current, self.not_after_s = made, not_after_s
         _log.info("%s: loaded again, for new connections", self._what)
-        self._warn_of_the_end()
+        self._warn()
         self.on_reload(True)
 
     def _look(self) -> tuple[object, ...]:
         return tuple(_state(path) for path in self.files.paths)
 
-    def _warn_of_the_end(self) -> None:
+    def _warn(self) -> None:
+        private = self.files.key or self.files.certificate
+        if private is not None and private.stat().st_mode & _OTHERS_MAY_READ:
+            _log.warning("%s: every user may read the key in %s: chmod o-r", self._what, private)
         left_s = self.not_after_s - time.time()
         if left_s <= 0:
             _log.error(
@@ -168,14 +172,31 @@ def _state(path: Path) -> object:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
+_OTHERS_MAY_READ = 0o004
+
+
 def _say(files: ServerFiles | ClientFiles, error: Exception) -> str:
     """What is wrong, with the names of the files: OpenSSL's errors have none."""
     names = ", ".join(str(path) for path in files.paths)
     if isinstance(error, ssl.SSLError):
-        return f"cannot use {names}: {error.reason or error}"
+        return f"cannot use {names}: {_hint(files, error)}"
     if isinstance(error, OSError):
-        return f"cannot read {error.filename or names}: {error.strerror or error}"
+        unread = [str(path) for path in files.paths if not os.access(path, os.R_OK)]
+        return f"cannot read {', '.join(unread) or names}: {error.strerror or error}"
     return f"cannot use {names}: {error}"
+
+
+def _hint(files: ServerFiles | ClientFiles, error: ssl.SSLError) -> str:
+    reason = getattr(error, "reason", None) or str(error)
+    if "KEY_VALUES_MISMATCH" in reason:
+        return (
+            "the key is not that of the first certificate: is the leaf behind its authority, or "
+            "has one file been replaced and not the other?"
+        )
+    if "PEM lib" in reason:
+        key = files.key or files.certificate
+        return f"no certificate in PEM in {files.certificate}, or no key in PEM in {key}"
+    return reason
 
 
 def _shown(time_s: float) -> str:

@@ -9,7 +9,9 @@ OpenSSL's memory buffers, with deadlines and bounds for what has not shown who i
   closed: it had the longest time;
 - a handshake costs a signature of the key, up to a millisecond: `HANDSHAKES_A_TURN` are taken in a
   turn of the event loop, so that streams go on while many clients connect;
-- a client that speaks plain HTTP is told so.
+- a client that speaks plain HTTP is told so;
+- TLS itself answers some of what a client says (KeyUpdate, renegotiation): a client that asks for
+  more than `MOST_UNASKED_BYTES` of such answers is closed, for it may never read them.
 
 See docs/adr/0083.
 """
@@ -29,6 +31,8 @@ from xpyd_core.tls import WatchedContext
 HANDSHAKE_S = 10.0
 MAX_HANDSHAKES = 1024
 HANDSHAKES_A_TURN = 8
+MOST_UNASKED_BYTES = 64 * 1024
+"""Some thousand answers; a connection that changes its keys as TLS wants it needs a few."""
 _READ_BYTES = 256 * 1024
 _WAITING_BYTES = 64 * 1024
 """Above this a connection is not read from until its turn: a client sends its request behind its
@@ -40,8 +44,8 @@ _PLAIN = (
     b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(_SENTENCE), _SENTENCE)
 )
 _log = logging.getLogger(__name__)
-Handshake = Literal["ok", "failed", "plain", "late", "crowded"]
-"""How a handshake ended: `crowded` is the oldest of too many."""
+Handshake = Literal["ok", "failed", "plain", "late", "crowded", "left"]
+"""How a handshake ended: `crowded` is the oldest of too many, `left` a client that closed."""
 
 
 class TlsServer:
@@ -92,10 +96,15 @@ class TlsServer:
             self._turn = asyncio.get_running_loop().call_soon(self._take_some)
 
     def _take_some(self) -> None:
-        for _ in range(min(HANDSHAKES_A_TURN, len(self._waiting))):
-            self._waiting.popleft().shake_hands()
         self._turn = None
-        if self._waiting:
+        for _ in range(min(HANDSHAKES_A_TURN, len(self._waiting))):
+            connection = self._waiting.popleft()
+            try:
+                connection.shake_hands()
+            except Exception:  # a connection's edge: the others have their turn all the same
+                _log.exception("a connection's first request")
+                connection.abort()
+        if self._waiting and self._turn is None:
             self._turn = asyncio.get_running_loop().call_soon(self._take_some)
 
 
@@ -125,6 +134,8 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         self._has_eof = False
         self._stays_open = False
         """The client has ended its side, and still gets an answer."""
+        self._unasked_bytes = 0
+        """What TLS said by itself since the handshake."""
 
     # The socket's protocol.
 
@@ -157,6 +168,8 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         return self._stays_open
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._protocol is None and not self._is_dropping:
+            self._server.note("left")
         self._end_handshake()
         self._is_closed = self._is_dropping = True
         if self._protocol is not None:
@@ -248,6 +261,11 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         except ssl.SSLError as error:
             _log.debug("TLS of a connection is broken: %s", error.reason or error)
             is_broken = True
+        self._unasked_bytes += self._outgoing.pending
+        if self._unasked_bytes > MOST_UNASKED_BYTES:
+            _log.debug("a client asks TLS itself for too many answers")
+            self.abort()
+            return
         self._flush()
         if pieces:
             protocol.data_received(pieces[0] if len(pieces) == 1 else b"".join(pieces))

@@ -18,13 +18,20 @@ import aiohttp
 import httpx
 import openai
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from tests.router.fakes import Fleet, fleet, parse_events, text_of, until
 from tests.router.several import several, when
 from tests.tls_kit import authority, client_context, write_ca, write_pair
 from xpyd_core import tls, tls_connection
 from xpyd_core.errors import UserError
-from xpyd_core.tls import ServerFiles, add_server_arguments, not_after_s, read_server_files
+from xpyd_core.tls import (
+    ServerFiles,
+    WatchedContext,
+    add_server_arguments,
+    not_after_s,
+    read_server_files,
+)
 
 pytestmark = pytest.mark.usefixtures("both_loops")
 YEAR_2001 = datetime.datetime(2001, 2, 3, 4, 5, 6, tzinfo=datetime.UTC)
@@ -264,7 +271,13 @@ def reloads(made: Fleet, result: str) -> float:
     return made.metric("xpyd_router_tls_reloads_total", use="server", result=result)
 
 
-@pytest.mark.parametrize("fault", ["another key", "half a file", "no file"])
+def with_password(key: bytes) -> bytes:
+    read = serialization.load_pem_private_key(key, None)
+    form, locked = serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"x")
+    return read.private_bytes(serialization.Encoding.PEM, form, locked)
+
+
+@pytest.mark.parametrize("fault", ["another key", "half a file", "no file", "a password"])
 async def test_files_that_cannot_be_used_leave_the_last_good_ones(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -281,6 +294,8 @@ async def test_files_that_cannot_be_used_leave_the_last_good_ones(
                 key.write_bytes(other.key.read_bytes())
             case "half a file":
                 good.certificate.write_text(good.certificate.read_text()[:300])
+            case "a password":
+                key.write_bytes(with_password(key.read_bytes()))
             case _:
                 good.certificate.unlink()
         await until(lambda: reloads(made, "failed") == 1)
@@ -346,21 +361,52 @@ async def test_clients_show_certificates_of_the_authority(required: int, tmp_pat
         assert await status(made, client_context()) == (200 if required == 1 else 0)
 
 
-@pytest.mark.parametrize("fault", ["no file", "no key", "no pem"])
+FAULTS = {
+    "no file": r"cannot read \S+missing\.crt: No such file",
+    "no key": r"no key in PEM in \S+tls\.crt",
+    "no pem": r"no certificate in PEM in \S+tls\.crt",
+    "a password": "the key has a password; give a key without one",
+    "the authority first": "is the leaf behind its authority",
+    "another's key": "the key is not that of the first certificate",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 async def test_a_router_does_not_start_with_unusable_files(fault: str, tmp_path: Path) -> None:
-    good = write_pair(tmp_path)
-    files = good
+    good = write_pair(tmp_path, ca=authority().create_child_ca())
+    files, key = good, good.key
+    assert key is not None
     match fault:
         case "no file":
             files = ServerFiles(tmp_path / "missing.crt", good.key)
         case "no key":
             files = ServerFiles(good.certificate)
-        case _:
+        case "no pem":
             good.certificate.write_text("hello")
+        case "a password":
+            key.write_bytes(with_password(key.read_bytes()))
+        case "the authority first":
+            leaf, issuer = good.certificate.read_text().split("-----END CERTIFICATE-----\n")[:2]
+            end = "-----END CERTIFICATE-----\n"
+            good.certificate.write_text(issuer + end + leaf + end)
+        case _:
+            files = ServerFiles(good.certificate, write_pair(tmp_path / "other").key)
 
-    with pytest.raises(UserError, match=r"--ssl-certfile: .*\.crt"):
+    with pytest.raises(UserError, match=f"--ssl-certfile: .*{FAULTS[fault]}"):
         async with fleet(tls=files):
             pass
+
+
+@pytest.mark.parametrize(("mode", "is_said"), [(0o644, True), (0o440, False), (0o600, False)])
+async def test_a_key_that_every_user_may_read_is_said(
+    mode: int, is_said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = write_pair(tmp_path)
+    assert files.key is not None
+    files.key.chmod(mode)
+    WatchedContext(files, "--ssl-certfile")
+    said = [one for one in caplog.records if "every user may read the key" in one.message]
+    assert bool(said) == is_said
 
 
 FLAGS = {
