@@ -77,7 +77,7 @@ def test_a_line_has_a_name_a_hash_and_options() -> None:
         (["a sha256:" + "0" * 64 + " weight=1 weight=2"], "weight: given twice"),
         (["a sha256:" + "0" * 64 + " models=a,,b"], "models: expected names"),
         (["a sha256:" + "0" * 64, "b sha256:" + "0" * 64], "b: another name has the same key"),
-        (["a sha256:" + "0" * 64, "a sha256:" + "1" * 64 + " weight=2"], "options belong in"),
+        (["a sha256:" + "0" * 64, "a sha256:" + "1" * 64 + " weight=2"], "a: other options than"),
         (["a scrypt:15:8:1:" + "0" * 32 + ":" + "0" * 64], "expected N a power of 2"),
         (["a scrypt:8388608:8:1:" + "0" * 32 + ":" + "0" * 64], "at most 64 MiB"),
     ],
@@ -234,11 +234,25 @@ def test_xpyd_key_new_gives_a_key_and_its_line(
     assert client_of(ring, first["key"]).name == "a"
     assert client_of(ring, second["key"]).name == "b"
     assert first["key"] not in file.read_text()
-    with pytest.raises(UserError, match="options belong in the first line"):
+    with pytest.raises(UserError, match="a: other options than in the first line"):
         made(capsys, "a", "--weight", "2", "--append", str(file))
     with pytest.raises(UserError, match="weight: expected a whole number"):
         made(capsys, "c", "--weight", "0")
     assert len(file.read_text().splitlines()) == 3
+
+
+def test_a_clients_next_key_has_its_limits_when_the_line_of_the_first_is_gone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.txt"
+    limits = ("--requests", "8", "--models", "x,y")
+    first = made(capsys, "a", *limits, "--append", str(file))
+    second = made(capsys, "a", "--append", str(file))
+    both = ring_of(file.read_text())
+    assert client_of(both, first["key"]).name == client_of(both, second["key"]).name == "a"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[1:]))
+    left = parse_keys(file.read_text(), "keys").options["a"]
+    assert (left.requests, left.models) == (8, ("x", "y"))
 
 
 def test_a_line_is_added_to_the_file_behind_a_link(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from xpyd_core.cli import Command
 from xpyd_core.errors import UserError
-from xpyd_router.keys.lines import OPTIONS, line_of, new_key, parse_keys
+from xpyd_router.keys.lines import OPTIONS, line_of, new_key, options_of, parse_keys
 from xpyd_router.keys.watch import read_key_file
 
 _EPILOG = """examples:
@@ -90,6 +90,9 @@ def _chosen() -> str:
 def _run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name.replace("-", "_")) for name in OPTIONS}
     options = {name: value for name, value in given.items() if value is not None}
+    if not options and args.append is not None and args.append.exists():
+        # A second key of a client: its limits outlive the line of the first.
+        options = options_of(read_key_file(args.append), args.name)
     key = _chosen() if args.chosen else new_key()
     line = line_of(args.name, key, options, is_chosen=args.chosen)
     if args.append is not None:

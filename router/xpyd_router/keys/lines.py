@@ -134,6 +134,13 @@ def line_of(name: str, key: str, options: Mapping[str, str], *, is_chosen: bool 
     return line
 
 
+def options_of(text: str, name: str) -> dict[str, str]:
+    """The options in the first line of `name`, as they are written there; empty without one."""
+    lines = [words for line in text.splitlines() if (words := line.split()) and words[0] == name]
+    parts = [word.partition("=") for word in lines[0][2:]] if lines else []
+    return {option: value for option, _, value in parts}
+
+
 def parse_keys(text: str, what: str) -> KeyFile:
     """The file's `text`. UserError names `what`, the line and the fix; it shows no hash."""
     found = KeyFile()
@@ -160,8 +167,8 @@ def _add(found: KeyFile, words: list[str]) -> None:
         if len(found.options) >= MAX_NAMES:
             raise UserError(f"more than {MAX_NAMES} names")
         found.options[name] = options
-    elif len(words) > 2:
-        raise UserError(f"{name}: options belong in the first line of a name")
+    elif len(words) > 2 and options != found.options[name]:
+        raise UserError(f"{name}: other options than in the first line of the name")
     if isinstance(kind, Scrypt):
         if len(found.chosen) >= MAX_SCRYPT_LINES:
             raise UserError(f"more than {MAX_SCRYPT_LINES} lines with scrypt: use sha256 keys")
