@@ -204,7 +204,12 @@ def fleet_document(file: str = "examples/fleet.yaml", **changes: Any) -> dict[st
 
 def start_client(cluster: Cluster, namespace: str) -> None:
     """A pod `client` from which load_client.py runs; returns at once."""
-    pod = {
+    cluster.kubectl("-n", namespace, "apply", "-f", "-", input=json.dumps(client_pod()))
+
+
+def client_pod() -> Obj:
+    """What start_client() makes."""
+    return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": "client"},
@@ -220,7 +225,6 @@ def start_client(cluster: Cluster, namespace: str) -> None:
             ],
         },
     }
-    cluster.kubectl("-n", namespace, "apply", "-f", "-", input=json.dumps(pod))
 
 
 @dataclass(frozen=True)
@@ -230,6 +234,10 @@ class FleetClient:
     cluster: Cluster
     namespace: str
     name: str = "chat"
+    url: str = ""
+    """Where the client's pod reaches it; empty: the routers' Service, by HTTP."""
+    key_file: str = ""
+    """Where that pod has the client key; empty: it needs none."""
 
     def kubectl(self, *argv: str, **options: Any) -> str:
         """kubectl in the fleet's namespace."""
@@ -309,8 +317,7 @@ class FleetClient:
     ) -> Any:
         """As `load`, in the background, from now on; requests 0: until finish_load(), which takes
         the result."""
-        url = f"http://{self.name}-router.{self.namespace}.svc:10001"
-        script = ["python3", "-c", _LOAD_CLIENT, url, str(rate), str(requests)]
+        script = ["python3", "-c", _LOAD_CLIENT, *self._load_argv(rate, requests)]
         argv = [kubectl_binary(), "-n", self.namespace, "exec", "-i", "client", "--", *script]
         process = self.cluster.popen(argv, stdin=-1, stdout=-1, stderr=-1, text=True)
         asked = [{"prompt": case.prompt, "ids": case.ids} for case in cases]
@@ -324,10 +331,9 @@ class FleetClient:
     def under_load(self, cases: Sequence[Case], *, rate: float) -> Iterator[Obj]:
         """As `start_load`, for minutes, which `kubectl exec` does not hold out on a busy machine:
         the load is the pod's own. The report is in what is yielded, from the end on."""
-        url = f"http://{self.name}-router.{self.namespace}.svc:10001"
         asked = [{"prompt": case.prompt, "ids": case.ids} for case in cases]
         shell = ("exec", "-i", "client", "--", "sh", "-c")
-        argv = (*shell, _BEGIN_LOAD, _LOAD_CLIENT, url, str(rate), "0")
+        argv = (*shell, _BEGIN_LOAD, _LOAD_CLIENT, *self._load_argv(rate, 0))
         self.kubectl(*argv, input=f"{json.dumps(asked)}\n")
         report: Obj = {}
         try:
@@ -340,6 +346,10 @@ class FleetClient:
             return json.loads(last) if last.startswith("{") else None
 
         report |= wait_for(said, 300, "the load's report", interval_s=1.0, explain=self.explain)
+
+    def _load_argv(self, rate: float, requests: int) -> list[str]:
+        url = self.url or f"http://{self.name}-router.{self.namespace}.svc:10001"
+        return [url, str(rate), str(requests), *([self.key_file] if self.key_file else [])]
 
     def prompt_tokens_computed(self, pool: str) -> dict[str, float]:
         """Prompt tokens that entered a forward pass, by pod of the pool."""

@@ -1,10 +1,11 @@
 """Runs inside a client pod: sends completions through a fleet's Service and compares the token ids.
 
-    python -c "$(cat load_client.py)" URL RATE REQUESTS
+    python -c "$(cat load_client.py)" URL RATE REQUESTS [KEY_FILE]
 
 The load is open: a request starts each 1/RATE seconds, whatever became of the others, and each has
 a connection of its own. A closed loop, or connections that live on, would send nothing just when
-new connections are refused. REQUESTS 0: as long as standard input is open.
+new connections are refused. REQUESTS 0: as long as standard input is open. KEY_FILE has the client
+key; it is read for each request, so that another key in it is that of the next request.
 
 The first line of standard input is a list of {"prompt": [ids], "ids": [ids]}; every second request
 is streamed. Prints `begun`, then one JSON object. Needs Python and aiohttp, nothing of xpyd.
@@ -48,8 +49,19 @@ def kind_of(error: BaseException) -> str:
     return "broken"
 
 
-async def ask(session: aiohttp.ClientSession, url: str, case: dict[str, Any], stream: bool) -> None:
+def key_of(file: str) -> dict[str, str]:
+    """The headers of a client with the key in `file`; without a file, of one that has none."""
+    if not file:
+        return {}
+    with open(file) as opened:
+        return {"Authorization": f"Bearer {opened.read().strip()}"}
+
+
+async def ask(
+    session: aiohttp.ClientSession, url: str, key_file: str, case: dict[str, Any], stream: bool
+) -> None:
     """One request; raises when it fails or its tokens are not the case's."""
+    headers = key_of(key_file)
     body = {
         "model": "demo",
         "prompt": case["prompt"],
@@ -59,7 +71,7 @@ async def ask(session: aiohttp.ClientSession, url: str, case: dict[str, Any], st
         "return_token_ids": True,
         "stream": stream,
     }
-    async with session.post(f"{url}/v1/completions", json=body) as answer:
+    async with session.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
         if answer.status != 200:
             raise Failed(f"status {answer.status}", (await answer.text())[:200])
         if stream:
@@ -86,9 +98,12 @@ async def ask(session: aiohttp.ClientSession, url: str, case: dict[str, Any], st
 class Load:
     """Requests at a fixed rate, and what became of them."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, cases: list[Any]) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, key_file: str, cases: list[Any]
+    ) -> None:
         self._session = session
         self._url = url
+        self._key_file = key_file
         self._cases = cases
         self._started_s = time.monotonic()
         self.sent = 0
@@ -113,7 +128,7 @@ class Load:
         begun_s = time.monotonic()
         case = self._cases[number % len(self._cases)]
         try:
-            await ask(self._session, self._url, case, number % 2 == 0)
+            await ask(self._session, self._url, self._key_file, case, number % 2 == 0)
         except (aiohttp.ClientError, OSError, ValueError, Failed) as error:
             kind = kind_of(error)
             self.failures[kind] += 1
@@ -134,7 +149,7 @@ class Load:
         }
 
 
-async def main(url: str, rate: float, requests: int) -> None:
+async def main(url: str, rate: float, requests: int, key_file: str = "") -> None:
     """Run the load and print its report."""
     cases = json.loads(sys.stdin.buffer.readline())
     ended = asyncio.Event()
@@ -152,10 +167,10 @@ async def main(url: str, rate: float, requests: int) -> None:
     # No limit: with one, a request would wait for the others.
     connector = aiohttp.TCPConnector(force_close=True, limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        load = Load(session, url, cases)
+        load = Load(session, url, key_file, cases)
         await load.run(rate, requests or MOST, ended)
     sys.stdout.write(json.dumps(load.report()) + "\n")
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3])))
+    asyncio.run(main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]))

@@ -17,8 +17,8 @@ CASES = [{"prompt": [1, 2], "ids": [7]}]
 RATE = 50.0
 
 
-async def start(url: str, requests: int) -> asyncio.subprocess.Process:
-    argv = (sys.executable, str(CLIENT), url, str(RATE), str(requests))
+async def start(url: str, requests: int, *more: str) -> asyncio.subprocess.Process:
+    argv = (sys.executable, str(CLIENT), url, str(RATE), str(requests), *more)
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=pipe)
     assert process.stdin is not None
@@ -140,3 +140,22 @@ async def test_each_failure_is_named(handler: Any, kind: str) -> None:
     finally:
         await runner.cleanup()
     assert report["failures"] == {kind: 1}, report
+
+
+async def test_each_request_has_the_key_that_the_file_has_then(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("first\n")
+    seen: list[str] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        seen.append(request.headers["Authorization"])
+        file.write_text("second\n")
+        return await answer(request)
+
+    runner, url = await serve(handler)
+    try:
+        report = await report_of(await start(url, 8, str(file)))
+    finally:
+        await runner.cleanup()
+    assert report["failed"] == 0
+    assert (seen[0], seen[-1]) == ("Bearer first", "Bearer second")

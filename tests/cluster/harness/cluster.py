@@ -49,6 +49,8 @@ class Cluster:
         self._init = init
         self._keeper = keeper
         self._clients: list[subprocess.Popen[Any]] = []
+        self._loaded: set[tuple[Path, int]] = set()
+        """Archives whose images the node got from here, and when they were written."""
 
     @property
     def name(self) -> str:
@@ -177,8 +179,14 @@ class Cluster:
         addons.uninstall_lws(self)
 
     def load_image(self, archive: Path) -> None:
-        """Put the images of a docker-archive or oci-archive on the node. Raises ClusterError."""
-        real_node.load_image(self, archive)
+        """Have the images of a docker-archive or oci-archive on the node. Raises ClusterError.
+
+        An archive that was put there before is not put there again: it takes seconds.
+        """
+        written = (archive.resolve(), archive.stat().st_mtime_ns)
+        if written not in self._loaded:
+            real_node.load_image(self, archive)
+            self._loaded.add(written)
 
     def images(self) -> list[str]:
         """The references of the images that the node has."""

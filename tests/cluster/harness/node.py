@@ -195,6 +195,8 @@ def _start_kubelet(cluster: Cluster) -> None:
         # The machine's disk may be as full as it is.
         "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%"},
         "nodeStatusUpdateFrequency": "5s",
+        # How often a pod's mounted Secrets follow; a minute by default.
+        "syncFrequency": "10s",
     }
     path = cluster.run_folder / "kubelet.json"
     path.write_text(json.dumps(config))
