@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from tests.tls_kit import write_pair
 from xpyd_operator.controller.decision.errors import Unavailable
 from xpyd_operator.controller.installed import InstallChecks, NotInstalled, wait_for_all
 
@@ -22,6 +24,7 @@ class Installed:
 
     ready: list[tuple[int, str]] = field(default_factory=lambda: [(200, "ok")])
     models: list[tuple[int, str]] = field(default_factory=lambda: [(200, MODELS)])
+    pairs: list[tuple[int, str]] = field(default_factory=lambda: [(200, "ok")])
     kinds: list[frozenset[str]] = field(default_factory=lambda: [BOTH])
     said: list[str] = field(default_factory=list)
     time_s: float = 0.0
@@ -33,8 +36,9 @@ class Installed:
         app = web.Application()
         app.router.add_get("/operator/readyz", self._answer_ready)
         app.router.add_get("/fleet/v1/models", self._answer_models)
+        app.router.add_get("/fleet/readiness", self._answer_pairs)
         async with TestServer(app, host="127.0.0.1") as server:
-            checks = InstallChecks(self._resources)
+            checks = InstallChecks(self.resources)
             fleet = str(server.make_url("/fleet")) if with_fleet else ""
             try:
                 await wait_for_all(
@@ -53,12 +57,16 @@ class Installed:
     async def _answer_models(self, _: web.Request) -> web.Response:
         return self._answer(self.models)
 
+    async def _answer_pairs(self, request: web.Request) -> web.Response:
+        assert request.query["pairs"] == "true"
+        return self._answer(self.pairs)
+
     @staticmethod
     def _answer(answers: list[tuple[int, str]]) -> web.Response:
         status, body = answers.pop(0) if len(answers) > 1 else answers[0]
         return web.Response(status=status, text=body)
 
-    async def _resources(self, api_version: str) -> frozenset[str]:
+    async def resources(self, api_version: str) -> frozenset[str]:
         assert api_version == "xpyd.dev/v1alpha1"
         if not self.kinds:
             raise Unavailable("no answer from the API server")
@@ -91,6 +99,37 @@ def test_what_comes_up_late_is_waited_for() -> None:
     assert installed.time_s == 4
 
 
+def test_a_fleet_that_asks_for_a_key_is_asked_whether_it_can_serve() -> None:
+    refused = [(401, "no key")]
+    installed = Installed(models=refused, pairs=[(503, "no pair"), (200, "ok")])
+    installed.check()
+    assert installed.time_s == 1
+    with pytest.raises(NotInstalled, match="HTTP 503: no pair"):
+        Installed(models=refused, pairs=[(503, "no pair")]).check()
+
+
+def test_a_fleet_with_a_certificate_of_a_strangers_authority_is_asked(tmp_path: Path) -> None:
+    async def problem() -> str:
+        async def models(_: web.Request) -> web.Response:
+            return web.Response(text=MODELS)
+
+        app = web.Application()
+        app.router.add_get("/v1/models", models)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        context = write_pair(tmp_path).make()
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+        checks = InstallChecks(Installed().resources)
+        try:
+            url = f"https://127.0.0.1:{runner.addresses[0][1]}"
+            return await checks.checks_of("http://unused", url)[-1].problem()
+        finally:
+            await checks.close()
+            await runner.cleanup()
+
+    assert asyncio.run(problem()) == ""
+
+
 @pytest.mark.parametrize(
     ("installed", "said"),
     [
@@ -99,7 +138,7 @@ def test_what_comes_up_late_is_waited_for() -> None:
         (Installed(kinds=[BOTH - {"inferencefleets"}]), "has no inferencefleets"),
         (Installed(kinds=[]), "no answer from the API server"),
         (Installed(models=[(503, "no engine")]), "HTTP 503: no engine"),
-        (Installed(models=[(200, '{"data": []}')]), "lists its models"),
+        (Installed(models=[(200, '{"data": []}')]), "serves its models"),
         (Installed(models=[(200, "<html>")]), "<html>"),
     ],
 )

@@ -73,6 +73,7 @@ REFUSED = [
     ("test.fleet", "Chat", "does not match"),
     ("test.namespace", "a.b", "does not match"),
     ("test.port", 0, "minimum"),
+    ("test.scheme", "tcp", "'http', 'https'"),
 ]
 
 

@@ -233,6 +233,10 @@ def test_clients_with_a_key_are_served_over_tls(page: Page, fleet: FleetClient) 
     assert "city on the coast" in fleet.kubectl(*argv)
 
 
+def test_helm_test_asks_a_fleet_with_keys_and_tls_whether_it_serves(page: Page) -> None:
+    assert re.search(r"^Phase: +Succeeded$", page.run("Watch"), re.M)
+
+
 def test_the_service_has_the_port_of_clients_alone_and_the_ingress_leads_to_it(
     page: Page, fleet: FleetClient
 ) -> None:

@@ -1,8 +1,9 @@
 """`helm test` runs this in a pod: it checks that the operator, its API and a fleet answer.
 
 Three checks, each repeated until it succeeds or the time is over: the operator is ready, the API
-server has xpyd's kinds, and the router of a given fleet lists its models. The pod needs no rights
-except that of every account to see which kinds exist.
+server has xpyd's kinds, and the router of a given fleet lists its models, or where that needs a
+client key, says that it can serve. The pod needs no rights except that of every account to see
+which kinds exist, and has no key and no authority: no certificate is checked.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class InstallChecks:
         ]
         if fleet:
             asked.append(
-                InstallCheck(f"{fleet} lists its models", lambda: self._models_problem(fleet))
+                InstallCheck(f"{fleet} serves its models", lambda: self._models_problem(fleet))
             )
         return asked
 
@@ -101,12 +102,13 @@ class InstallChecks:
     async def _models_problem(self, fleet: str) -> str:
         url = f"{fleet}/v1/models"
         status, body = await self._get(url)
+        if status == 401:
+            return await self._get_problem(f"{fleet}/readiness?pairs=true")
         return "" if status == 200 and _lists_a_model(body) else _shown(url, status, body)
 
     async def _get(self, url: str) -> tuple[int, str]:
         """Status and body; status 0: no answer, and the body says why."""
         try:
-            # A certificate is not verified: that it answers is the question, and no secret is sent.
             async with self._session.get(url, ssl=False) as answer:
                 return answer.status, await answer.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
