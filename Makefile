@@ -23,7 +23,7 @@ ON_GPU := PYTHONPATH=.:core:kv_transfer:worker_image $(GPU_PYTHON)
 CLUSTER_TESTS := tests/cluster tests/crds tests/images
 GPU_TESTS := tests/gpu tests/kv/test_device_gpu.py tests/kv/test_transport_conformance.py tests/kv/test_vllm_gpu.py
 
-.PHONY: help setup fmt lint type imports generate verify test test-slow test-all collect test-gpu test-cluster test-vllm test-agents soak demo journeys mutate bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel bench-fleet bench-vllm bench-agents cluster-build cluster-up cluster-down cluster-status images push constraints clean check-chart
+.PHONY: help setup fmt lint type imports generate verify test test-slow test-all collect test-gpu test-cluster test-vllm test-agents soak demo journeys mutate bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel bench-fleet bench-vllm bench-agents cluster-build cluster-images cluster-up cluster-down cluster-status images push constraints clean check-chart
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ test-vllm: setup ## One real vLLM as P and one as D, on the CPU; makes their env
 
 cluster-build: setup ## Build the test cluster's programs into the cache (minutes, once)
 	@$(BIN)/python -m tests.cluster.harness build
+
+cluster-images: setup ## Build the images that its node runs, where sources changed (a minute)
+	@$(BIN)/python -m tests.cluster.images.build
 
 cluster-up: setup ## Start a Kubernetes on this machine; NODE=1: with a node that runs pods
 	@$(BIN)/python -m tests.cluster.harness up $(if $(NODE),--node)

@@ -165,6 +165,7 @@ def test_a_second_pod_that_is_deleted_drains_its_instance(
         lambda: fleet.metric(before[0], "xpyd_engine_prompt_tokens_total") > 0,
         60,
         "the new instance has requests",
+        interval_s=1.0,
         explain=fleet.explain,
     )
     fleet.kubectl("delete", "pod", other, "--wait=false")

@@ -335,7 +335,13 @@ def test_no_request_fails_while_a_clients_key_and_the_certificate_are_replaced(
     with fleet.under_load(small_cases(), rate=LOAD_PER_S) as report:
         page.run("Renew the certificate")
         page.run("Replace a client's key", number=0)
-        wait_for(renewed, TAKEN_S, "routers have the new certificate", explain=fleet.explain)
+        wait_for(
+            renewed,
+            TAKEN_S,
+            "routers have the new certificate",
+            interval_s=1.0,
+            explain=fleet.explain,
+        )
         assert statuses(page, fleet, before) == statuses(page, fleet, page.key("team-a-2")) == {200}
         give("team-a-2")
         page.run("Replace a client's key", number=1)
@@ -343,7 +349,7 @@ def test_no_request_fails_while_a_clients_key_and_the_certificate_are_replaced(
         def refused() -> bool:
             return statuses(page, fleet, before) == {401}
 
-        wait_for(refused, TAKEN_S, "the old key is refused", explain=fleet.explain)
+        wait_for(refused, TAKEN_S, "the old key is refused", interval_s=1.0, explain=fleet.explain)
     assert report["failed"] == 0, report
     assert report["requests"] > 10, report
     assert statuses(page, fleet, page.key("team-a-2")) == {200}
@@ -360,7 +366,7 @@ def test_a_revoked_key_is_refused_and_others_are_not(page: Page, fleet: FleetCli
     def revoked() -> bool:
         return statuses(page, fleet, batch) == {401}
 
-    wait_for(revoked, TAKEN_S, "the revoked key is refused", explain=fleet.explain)
+    wait_for(revoked, TAKEN_S, "the revoked key is refused", interval_s=1.0, explain=fleet.explain)
     assert statuses(page, fleet, team) == {200}
 
 
@@ -385,7 +391,9 @@ def test_an_expired_certificate_is_refused_by_clients_and_said_by_routers(
         said = [page.ask("/health", to=router, port=10001) for router in routers(fleet)]
         return all("certificate has expired" in answer.error for answer in said)
 
-    wait_for(refused, TAKEN_S, "clients refuse the certificate", explain=fleet.explain)
+    wait_for(
+        refused, TAKEN_S, "clients refuse the certificate", interval_s=1.0, explain=fleet.explain
+    )
     for pod in fleet.pods("router"):
         assert "the certificate EXPIRED" in fleet.kubectl("logs", pod["metadata"]["name"])
         metrics = f"http://{pod['status']['podIP']}:10002/metrics"

@@ -74,6 +74,7 @@ def test_all_parts_run_once_and_each_is_shown_whole(tmp_path: Path) -> None:
     status, lines, asked = run(tmp_path)
     assert status == 0
     assert sorted(line.split(" PYTEST_ARGS")[0] for line in asked) == [
+        "cluster-images",
         "collect",
         "lint type imports",
         "setup",
@@ -94,6 +95,8 @@ def test_all_parts_run_once_and_each_is_shown_whole(tmp_path: Path) -> None:
         summary,
         "=== checks",
         "output of lint",
+        "=== images",
+        "output of cluster-images",
         "=== cluster",
         "output of test-cluster",
         summary,
@@ -108,7 +111,7 @@ def test_all_parts_run_once_and_each_is_shown_whole(tmp_path: Path) -> None:
 
 def test_it_ends_with_the_time_of_each_part_and_the_sums(tmp_path: Path) -> None:
     _, lines, _ = run(tmp_path)
-    parts = dict.fromkeys(("setup", "collect", "checks", *PARTS.values()), "ok")
+    parts = dict.fromkeys(("setup", "collect", "checks", "images", *PARTS.values()), "ok")
     assert times(lines) == {**parts, "whole": ""}
     assert lines[-1] == "150 passed, 0 failed, 0 skipped"
 
@@ -117,7 +120,7 @@ def test_it_ends_with_the_time_of_each_part_and_the_sums(tmp_path: Path) -> None
 def test_tests_that_fail_twice_fail_the_run_and_are_shown_last(tmp_path: Path, part: str) -> None:
     status, lines, asked = run(tmp_path, f"{part}:1 {part}:2")
     assert status == 1
-    assert len(asked) == 9
+    assert len(asked) == 10
     name = PARTS[part]
     assert times(lines)[name] == "failed"
     assert lines[-1] == "140 passed, 1 failed, 4 skipped"
