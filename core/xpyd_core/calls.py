@@ -18,7 +18,7 @@ from typing import Any
 
 from xpyd_core.bodies import refuse
 from xpyd_core.errors import ApiError, UserError
-from xpyd_core.keys import INSECURE_KEYS, Purpose, is_call_mac
+from xpyd_core.keys import INSECURE_KEYS, Keys, Purpose, is_call_mac
 from xpyd_core.request_id import Address, is_dialable, is_uuid, parse_address
 
 # Set by browsers on every cross-site POST, and by proxies that speak for others; lower case, as
@@ -42,7 +42,7 @@ def check_caller(
     body: Mapping[str, Any],
     *,
     purpose: Purpose,
-    keys: tuple[bytes, ...],
+    keys: Keys,
     incarnation: str,
 ) -> None:
     """ApiError 400, 403 or 409 (the incarnation of another process) unless `caller` may make the
@@ -71,7 +71,7 @@ def _is_local(caller: Caller) -> bool:
     return caller.peer == caller.own or ip_address(caller.peer).is_loopback
 
 
-def check_release(body: Mapping[str, Any], mac: str, *, keys: tuple[bytes, ...]) -> str:
+def check_release(body: Mapping[str, Any], mac: str, *, keys: Keys) -> str:
     """The uuid of a request whose KV is to be freed. ApiError 400, 403."""
     uuid = body.get("uuid")
     if not isinstance(uuid, str) or not is_uuid(uuid):
@@ -84,9 +84,7 @@ def check_release(body: Mapping[str, Any], mac: str, *, keys: tuple[bytes, ...])
 _NOT_P = "only a Prefill instance dials and probes; this one is {}: ask a Prefill instance"
 
 
-def check_probe(
-    body: Mapping[str, Any], mac: str, *, keys: tuple[bytes, ...], role: str
-) -> Address:
+def check_probe(body: Mapping[str, Any], mac: str, *, keys: Keys, role: str) -> Address:
     """The KV address of the D that an instance of this `role` is to dial. ApiError: 400, 403, 409
     (no P)."""
     text = body.get("address")

@@ -20,7 +20,7 @@ from ipaddress import ip_address
 import msgspec
 import zmq
 
-from xpyd_core.keys import beat_mac
+from xpyd_core.keys import Keys, beat_mac, key_ids
 from xpyd_core.messages import Heartbeat, encode_heartbeat
 from xpyd_core.request_id import Address
 
@@ -47,12 +47,13 @@ class HeartbeatSender:
         source_host: str,
         period_s: float,
         make: Callable[[], Heartbeat],
-        key: bytes | None,
+        keys: Keys,
         wall_clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """`identity` is unique per process start; each socket adds its number (see `_connect`).
 
-        `key` signs; None: an instance without a key, whose beats only some routers take.
+        The first of `keys` signs; none: an instance without a key, whose beats only some routers
+        take.
         """
         self._routers = tuple(routers)
         self._identity = identity
@@ -60,7 +61,7 @@ class HeartbeatSender:
         self._source_host = source_host
         self._period_s = period_s
         self._make = make
-        self._key = key
+        self._keys = keys
         self._wall_clock_ns = wall_clock_ns
         self._sent_us = 0
         self._context = zmq.Context(io_threads=1)
@@ -96,8 +97,12 @@ class HeartbeatSender:
     def _frames(self) -> list[bytes]:
         # It grows even when the clock is set back: routers drop what is older than what they have.
         self._sent_us = max(self._sent_us + 1, self._wall_clock_ns() // 1000)
-        frame = encode_heartbeat(msgspec.structs.replace(self._make(), sent_us=self._sent_us))
-        return [frame] if self._key is None else [frame, beat_mac(self._key, frame)]
+        # As they are now: the beat is signed with the one that it names first.
+        keys = tuple(self._keys)
+        frame = encode_heartbeat(
+            msgspec.structs.replace(self._make(), sent_us=self._sent_us, key_ids=key_ids(keys))
+        )
+        return [frame, beat_mac(keys[0], frame)] if keys else [frame]
 
     def _send(self, address: Address, frames: list[bytes]) -> bool:
         try:

@@ -1,24 +1,31 @@
 """The fleet's secret: read from a file, used for the KV handshake, heartbeats, pair ids,
 `POST /kv/release`, `POST /kv/probe`, `POST /drain` and `POST /reset_prefix_cache`.
 
-The file holds one key per line. The first signs; every one is accepted, so that a key can be
-rotated by adding, rolling and removing. A key never appears in a log line or an error.
+The file holds one key per line. The first signs; every one is accepted. Beside a file `key` there
+may be a `key.order`: it names files of that folder, one per line, whose keys follow each other so.
+Both are read again when they change, so that a key is rotated while all serve: add the new one
+behind the old, wait until all have it, put it first, wait, remove the old one. `key_ids` say who
+has which. A key never appears in a log line or an error.
 
 A fleet without a secret (--kv-insecure) signs with the empty key, which no file can hold: it speaks
 the same protocol, and never with a fleet that has a secret.
 
-See docs/adr/0025.
+See docs/adr/0025 and 0088.
 """
 
 from __future__ import annotations
 
 import hmac
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
+from typing import Literal, overload
 
 from xpyd_core.errors import UserError
 
+_log = logging.getLogger(__name__)
 MIN_KEY_BYTES = 16
 MAX_KEYS = 4
 BEAT_MAC_BYTES = 32
@@ -30,6 +37,11 @@ release, the address in the body of a probe, and the incarnation in the body of 
 PAIR_MAC_HEADER = "X-Xpyd-Pair-Mac"
 """The header with the MAC of the pair id in X-Request-Id. See docs/adr/0040."""
 _MAX_FILE_BYTES = 16 * 1024
+Keys = Sequence[bytes]
+"""The fleet's keys: the first signs, each is accepted; empty where there is none. Those of a file
+change while one looks: who uses several of them together iterates once."""
+CHECK_S = 1.0
+"""How long after a change of the file the old keys may be used."""
 
 
 def check_keys_given(path: Path | None, *, insecure: bool, who: str) -> None:
@@ -47,11 +59,129 @@ def check_keys_given(path: Path | None, *, insecure: bool, who: str) -> None:
         )
 
 
-def fleet_keys(path: Path | None, *, insecure: bool) -> tuple[bytes, ...]:
-    """The keys to sign and to accept with; () where neither was given."""
+class FleetKeys(Sequence[bytes]):
+    """The keys that a file holds now. Any thread.
+
+    Who uses a key asks for it here each time. A file is looked at once a second at most, when it is
+    asked for; one with a mistake changes nothing.
+    """
+
+    def __init__(
+        self, path: Path, *, known: Keys = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """UserError for a file with a mistake, unless there are keys that were `known` before."""
+        self._path = path
+        self._clock = clock
+        self._due_s = clock() + CHECK_S
+        self._stamp = _stamp(path)
+        self._keys = tuple(known)
+        try:
+            self._keys = _read_in_order(path)
+        except UserError as error:
+            if not known:
+                raise
+            _complain(error)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
+        return self._current()[index]
+
+    def __len__(self) -> int:
+        return len(self._current())
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._current())
+
+    def _current(self) -> tuple[bytes, ...]:
+        now_s = self._clock()
+        if now_s >= self._due_s:
+            self._due_s = now_s + CHECK_S
+            # Before the file is read: a change between the two is seen next time.
+            stamp = _stamp(self._path)
+            if stamp != self._stamp:
+                self._stamp = stamp
+                self._read()
+        return self._keys
+
+    def _read(self) -> None:
+        try:
+            keys = _read_in_order(self._path)
+        except UserError as error:
+            _complain(error)
+            return
+        if keys != self._keys:
+            self._keys = keys
+            _log.info("KV keys: %s, the first signs", ", ".join(key_ids(keys)))
+
+
+def _complain(error: UserError) -> None:
+    _log.error("%s; the keys stay as they were", error)
+
+
+def fleet_keys(path: Path | None, *, insecure: bool, known: Keys = ()) -> Keys:
+    """The keys to sign and to accept with; () where neither was given. `known`: see FleetKeys."""
     if insecure:
         return INSECURE_KEYS
-    return () if path is None else read_keys(path)
+    return () if path is None else FleetKeys(path, known=known)
+
+
+def key_ids(keys: Keys) -> tuple[str, ...]:
+    """A short name of each key, by which programs say which they have; it does not lead to the key.
+    Nothing for a fleet without a secret."""
+    return tuple(hmac.digest(key, b"xpyd key id", "sha256")[:8].hex() for key in keys if key)
+
+
+def _order_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.order")
+
+
+def _named_files(path: Path) -> list[Path]:
+    """The files with the keys, in their order. UserError for an order that cannot be used."""
+    order = _order_of(path)
+    try:
+        text = order.read_bytes()[: _MAX_FILE_BYTES + 1].decode("utf-8", "replace")
+    except FileNotFoundError:
+        return [path]
+    except OSError as error:
+        raise UserError(f"{order}: {error.strerror}") from error
+    files = [line.strip() for line in text.splitlines() if line.strip()]
+    if not 1 <= len(files) <= MAX_KEYS or any(name != Path(name).name for name in files):
+        raise UserError(
+            f"{order}: expected the names of 1 to {MAX_KEYS} files of this folder, one per line"
+        )
+    return [path.with_name(name) for name in files]
+
+
+def _read_in_order(path: Path) -> tuple[bytes, ...]:
+    """All keys, the signing one first. A file that is not there yet is left out, unless it signs.
+    UserError."""
+    first, *rest = _named_files(path)
+    found = read_keys(first)
+    for file in rest:
+        found += read_keys(file) if file.exists() else ()
+    if len(found) > MAX_KEYS:
+        raise UserError(f"{_order_of(path)}: these files hold more than {MAX_KEYS} keys")
+    return found
+
+
+def _stamp(path: Path) -> tuple[tuple[int, int, int] | None, ...]:
+    """What changes when one of the files does."""
+    try:
+        files = _named_files(path)
+    except UserError:
+        files = [path]
+    return tuple(_stamp_of(file) for file in (_order_of(path), *files))
+
+
+def _stamp_of(file: Path) -> tuple[int, int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def read_keys(path: Path, what: str = "KV key file") -> tuple[bytes, ...]:
@@ -79,7 +209,7 @@ def call_mac(key: bytes, purpose: Purpose, text: str) -> str:
     return hmac.new(key, f"{purpose}{text}".encode("utf-8", "replace"), sha256).hexdigest()
 
 
-def is_call_mac(keys: tuple[bytes, ...], purpose: Purpose, text: str, mac: str) -> bool:
+def is_call_mac(keys: Keys, purpose: Purpose, text: str, mac: str) -> bool:
     """Whether `mac` was made with one of the keys; in constant time for each."""
     given = mac.encode("utf-8", "replace")
     return any(hmac.compare_digest(call_mac(key, purpose, text).encode(), given) for key in keys)
@@ -90,6 +220,6 @@ def beat_mac(key: bytes, frame: bytes) -> bytes:
     return hmac.digest(key, b"heartbeat" + frame, "sha256")
 
 
-def is_beat_mac(keys: tuple[bytes, ...], frame: bytes, mac: bytes) -> bool:
+def is_beat_mac(keys: Keys, frame: bytes, mac: bytes) -> bool:
     """Whether `mac` was made with one of the keys; in constant time for each."""
     return any(hmac.compare_digest(beat_mac(key, frame), mac) for key in keys)

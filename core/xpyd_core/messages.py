@@ -18,6 +18,7 @@ from xpyd_core.request_id import Address, TlsAddress, parse_address
 
 MAX_HEARTBEAT_BYTES = 64 * 1024
 MAX_MODELS = 64
+MAX_KEY_IDS = 16
 HEARTBEAT_PERIOD_S = 3.0
 MISSED_BEATS = 3
 
@@ -47,6 +48,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     (docs/adr/0053). `block_tokens`: tokens of each of `total_blocks`; 0: as many as our engine's
     blocks have by default. `engine`: which program the engine is, as in HELLO: empty for xpyd's
     own, `vllm 0.32.0` for another one (docs/adr/0055). `tls` 1: the HTTP port speaks TLS alone.
+    `key_ids`: the fleet's keys that the engine accepts, by `keys.key_ids`; the first signs.
     """
 
     type: InstanceType
@@ -77,6 +79,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     block_tokens: _Count = 0
     engine: _Text = ""
     tls: Literal[0, 1] = 0
+    key_ids: Annotated[tuple[_Text, ...], msgspec.Meta(max_length=MAX_KEY_IDS)] = ()
 
     @property
     def http(self) -> Address:

@@ -134,7 +134,7 @@ class AppState:
     control: RouterControl
     admission: Admission
     access_log: AccessLog
-    keys: tuple[bytes, ...] = field(repr=False)
+    keys: Sequence[bytes] = field(repr=False)
     """The fleet's keys; the first one signs."""
     admin_keys: tuple[bytes, ...] = field(repr=False)
     """Keys that open /admin; none: /admin is closed."""

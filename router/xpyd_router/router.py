@@ -24,7 +24,7 @@ from typing import Protocol
 import uvloop
 
 from xpyd_core.errors import UserError
-from xpyd_core.keys import fleet_keys, read_keys
+from xpyd_core.keys import Keys, fleet_keys, read_keys
 from xpyd_core.listen import inherited, listen
 from xpyd_core.request_id import Address
 from xpyd_router.access_log import AccessLog
@@ -57,7 +57,7 @@ _GC_THRESHOLD = 20_000
 """Requests make next to no cycles: collecting every 700 objects cost a twentieth of the time."""
 
 
-def read_secrets(config: RouterConfig) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+def read_secrets(config: RouterConfig) -> tuple[Keys, tuple[bytes, ...]]:
     """The fleet's keys and the admin API's. UserError for an unusable file."""
     keys = fleet_keys(config.kv_key_file, insecure=config.kv_insecure)
     admin_keys = ()
@@ -78,7 +78,7 @@ def make_registry(config: RouterConfig) -> Registry:
 
 
 def make_discovery(
-    config: RouterConfig, fleet: FleetView, metrics: RouterMetrics, keys: tuple[bytes, ...]
+    config: RouterConfig, fleet: FleetView, metrics: RouterMetrics, keys: Keys
 ) -> Discovery:
     """The bound discovery port. UserError where it cannot be had."""
     return Discovery(
@@ -108,10 +108,10 @@ def make_asker(config: RouterConfig, fleet: FleetView, dialer: Dialer) -> Asker:
 
 
 def make_introducer(
-    fleet: FleetView, metrics: RouterMetrics, keys: tuple[bytes, ...], dialer: Dialer
+    fleet: FleetView, metrics: RouterMetrics, keys: Keys, dialer: Dialer
 ) -> Introducer:
     """What introduces Ps and Ds of different engines."""
-    return Introducer(fleet, metrics, key=keys[0], dialer=dialer)
+    return Introducer(fleet, metrics, keys=keys, dialer=dialer)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,11 @@
-"""The fleet's key is changed under load, as docs/kv-transfer.md says: engines of neighbouring steps
-serve side by side. tests/kv/test_failures_between_processes.py does the same without the engine."""
+"""The fleet's key is changed under load, as docs/kv-transfer.md says: by its file, while all serve;
+and by new engines, where those of neighbouring steps serve side by side.
+tests/kv/test_failures_between_processes.py does the latter without the engine."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import secrets
 import threading
 from pathlib import Path
@@ -10,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import Fleet, Process, empty_fleet, http, wait_for
-from tests.e2e.oracle import Case
+from tests.e2e.oracle import Case, open_loop
+from xpyd_core.keys import key_ids
 
-pytestmark = pytest.mark.soak
 OLD, NEW = secrets.token_hex(32), secrets.token_hex(32)
 STEPS = ((OLD, NEW), (NEW, OLD), (NEW,))
 
@@ -55,6 +58,37 @@ def _start(running: Fleet, keys: Path) -> list[Process]:
     return [running.start_engine(role, env=env) for role in ("Prefill", "Decode")]
 
 
+@pytest.mark.slow
+def test_a_key_is_rotated_by_its_file_while_all_serve(tmp_path: Path, cases: list[Case]) -> None:
+    with empty_fleet(tmp_path) as running:
+        running.key_file.write_text(OLD)
+        router = running.start_router()
+        engines = [running.start_engine(role) for role in ("Prefill", "Decode", "Decode")]
+        running.wait_ready(*engines)
+        pids = [process.popen.pid for process in running.processes]
+
+        def have(*keys: str) -> bool:
+            said = json.loads(http(f"{router.admin}/instances")[1])
+            wanted = list(key_ids([key.encode() for key in keys]))
+            return all(each["key_ids"] == wanted for each in (said, *said["instances"]))
+
+        def rotate() -> None:
+            for keys in ((OLD, NEW), (NEW, OLD), (NEW,)):
+                running.key_file.write_text("\n".join(keys))
+                wait_for(f"{len(keys)} keys", lambda keys=keys: have(*keys))
+            # Engines that start now have the new key alone, and KV connections with the others.
+            running.wait_ready(running.start_engine("Prefill"), running.start_engine("Decode"))
+
+        asked = asyncio.run(open_loop(router.url, cases, rate=6, seconds=20, disturb=rotate))
+        assert [one.what for one in asked if one.what is not None] == []
+        assert [process.popen.pid for process in running.processes][: len(pids)] == pids
+        for engine in running.engines:
+            assert engine.metric("xpyd_kv_auth_failed_total") == 0, engine.name
+        moved = [e.metric("xpyd_kv_transfers_total{outcome=done}") for e in running.engines]
+        assert moved[-1] > 0, "the new D got KV"
+
+
+@pytest.mark.soak
 def test_a_key_is_changed_under_load_without_a_lost_request(
     tmp_path: Path, cases: list[Case]
 ) -> None:

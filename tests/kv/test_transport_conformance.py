@@ -275,6 +275,24 @@ def test_a_rotated_key_is_accepted(net):
     d_told.wait("up")
 
 
+def test_new_connections_use_the_keys_of_now_and_old_connections_stay(net):
+    new, d_keys, p_keys = b"the fleet's next key", [KEY], [KEY]
+    d, d_told = net.endpoint("D", keys=d_keys)
+    first, first_told = net.endpoint("P", keys=p_keys)
+    dial(first, first_told, d.listen_address)
+    d_told.wait("up")
+    d_keys[:], p_keys[:] = [KEY, new], [new, KEY]
+    between, between_told = net.endpoint("P", keys=p_keys)
+    dial(between, between_told, d.listen_address)
+    d_told.wait("up", 2)
+    d_keys[:] = [new]
+    late, late_told = net.endpoint("P", keys=(KEY,))
+    run(late, lambda: late.connect(d.listen_address))
+    assert late_told.wait("failed") == (d.listen_address, "auth")
+    assert run(first, lambda: first.connect(d.listen_address)) is not None
+    assert [name for name, *_ in d_told.told if name == "down"] == []
+
+
 def test_p_does_not_take_connections_of_p_or_d(net):
     listening, told = net.endpoint("P", listen=Address("127.0.0.1", 0))
     p, p_told = net.endpoint("P")

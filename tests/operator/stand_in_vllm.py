@@ -120,7 +120,7 @@ async def beat():
             dialect="pair-id",
             prompt_ids=1,
         ),
-        key=fleet_keys(Path(extra["key_file"]), insecure=False)[0],
+        keys=fleet_keys(Path(extra["key_file"]), insecure=False),
     )
     sender.start()
     await asyncio.to_thread(DRAINS.wait)

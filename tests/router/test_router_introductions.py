@@ -348,7 +348,7 @@ async def test_a_pair_that_waits_long_is_in_the_log(
         introducer = Introducer(
             view,
             RouterMetrics(),
-            key=b"k" * 32,
+            keys=(b"k" * 32,),
             clock=lambda: 100 * (time.monotonic() - begun_s),
         )
         async with running(introducer.run()):

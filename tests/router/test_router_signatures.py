@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.router.fakes import Fleet, fleet, now_us, until
-from xpyd_core.keys import beat_mac
+from xpyd_core.keys import beat_mac, key_ids
 from xpyd_core.messages import Heartbeat, encode_heartbeat
 from xpyd_router.fleet.registry import MAX_SKEW_S
 
@@ -19,7 +19,11 @@ KEY, NEXT_KEY, OTHER_KEY = b"k" * 32, b"n" * 32, b"o" * 32
 @pytest.fixture
 def key_file(tmp_path: Path) -> Path:
     path = tmp_path / "key"
-    path.write_bytes(KEY + b"\n" + NEXT_KEY + b"\n")
+    return write(path, KEY, NEXT_KEY)
+
+
+def write(path: Path, *keys: bytes) -> Path:
+    path.write_bytes(b"\n".join(keys))
     return path
 
 
@@ -48,6 +52,21 @@ async def test_a_beat_signed_with_a_key_of_the_file_is_taken(key_file: Path, key
     async with fleet(kv_key_file=key_file) as fleet_:
         frame = frame_of()
         assert await result_of(fleet_, frame, beat_mac(key, frame)) == "new"
+
+
+async def test_the_router_follows_its_file_and_says_which_keys_it_and_engines_have(
+    key_file: Path,
+) -> None:
+    async with fleet(kv_key_file=key_file) as fleet_:
+        write(key_file, OTHER_KEY, KEY)
+        said = fleet_.http.get(f"{fleet_.admin}/instances")
+        assert (await (await said).json())["key_ids"] == list(key_ids((KEY, NEXT_KEY)))
+        await until(lambda: fleet_.router.state.keys[0] == OTHER_KEY)
+        frame = frame_of(key_ids=["one", "two"])
+        assert await result_of(fleet_, frame, beat_mac(OTHER_KEY, frame)) == "new"
+        said = await (await fleet_.http.get(f"{fleet_.admin}/instances")).json()
+        assert said["key_ids"] == list(key_ids((OTHER_KEY, KEY)))
+        assert [row["key_ids"] for row in said["instances"]] == [["one", "two"]]
 
 
 @pytest.mark.parametrize(

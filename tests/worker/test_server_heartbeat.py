@@ -12,11 +12,11 @@ import zmq
 import zmq.asyncio
 
 from xpyd_core.heartbeat import HeartbeatSender
-from xpyd_core.keys import is_beat_mac
+from xpyd_core.keys import is_beat_mac, key_ids
 from xpyd_core.messages import Heartbeat, InstanceState, decode_heartbeat
 from xpyd_core.request_id import Address
 
-KEY = b"k" * 32
+KEY, NEW_KEY = b"k" * 32, b"n" * 32
 
 
 class States:
@@ -45,7 +45,7 @@ def sender(states: States, *ports: int, host: str = "127.0.0.1", **more: Any) ->
         identity="127.0.0.1:2/inc",
         source_host="127.0.0.2",
         make=states.beat,
-        **{"key": KEY, "period_s": 60, **more},
+        **{"keys": (KEY,), "period_s": 60, **more},
     )
 
 
@@ -170,10 +170,26 @@ async def test_beats_say_when_they_were_sent_and_never_an_earlier_time() -> None
 
 async def test_an_instance_without_a_key_beats_unsigned() -> None:
     with router() as (sock, port):
-        beats = sender(States(), port, key=None)
+        beats = sender(States(), port, keys=())
         beats.start()
         _, frame = await sock.recv_multipart()
         assert decode_heartbeat(frame).state == "Ready"
+        await beats.close()
+
+
+async def test_a_beat_is_signed_with_the_first_key_and_names_all() -> None:
+    keys = [KEY]
+    with router() as (sock, port):
+        beats = sender(States(), port, keys=keys)
+        beats.start()
+        for mixture in ([KEY], [KEY, NEW_KEY], [NEW_KEY, KEY], [NEW_KEY]):
+            keys[:] = mixture
+            await sock.recv_multipart()
+            beats.beat_now()
+            _, frame, mac = await sock.recv_multipart()
+            assert is_beat_mac(mixture[:1], frame, mac)
+            assert decode_heartbeat(frame).key_ids == key_ids(mixture)
+            beats.beat_now()
         await beats.close()
 
 

@@ -228,7 +228,7 @@ class _Worker:
             source_host=config.host,
             period_s=config.heartbeat_period_s,
             make=lambda: self._beat(loaded, port),
-            key=self._keys[0] if self._keys else None,
+            keys=self._keys,
         )
         try:
             info = InstanceInfo(config.role, self._incarnation, self._keys, config.kv_wait_s)

@@ -27,7 +27,7 @@ import msgspec
 from xpyd_core.cli import Command
 from xpyd_core.errors import UserError
 from xpyd_core.heartbeat import HeartbeatSender
-from xpyd_core.keys import check_keys_given, fleet_keys
+from xpyd_core.keys import Keys, check_keys_given, fleet_keys
 from xpyd_core.logs import add_logging_arguments, set_up_logging
 from xpyd_core.messages import Heartbeat, InstanceState
 from xpyd_core.pod_env import PodEnv, read_pod_env
@@ -209,7 +209,7 @@ class _Beats:
         *,
         period_s: float,
         drain_timeout_s: float,
-        key: bytes,
+        keys: Keys,
         dialect: PairDialect,
         takes_ids: bool,
         compat: str,
@@ -238,7 +238,7 @@ class _Beats:
             source_host=env.pod_ip,
             period_s=period_s,
             make=lambda: self._engine.beat,
-            key=key,
+            keys=keys,
         )
 
     async def run(self) -> int:
@@ -357,7 +357,7 @@ def _run(args: argparse.Namespace) -> int:
             raise UserError(f"{flag} {value}: expected at least {least}")
     if args.compat:
         _check_compat(args.compat, args.dialect)
-    key = fleet_keys(env.kv_key_file, insecure=args.kv_insecure)[0]
+    keys = fleet_keys(env.kv_key_file, insecure=args.kv_insecure)
     period_s = args.heartbeat_period_ms / 1000
 
     async def beat() -> int:
@@ -365,7 +365,7 @@ def _run(args: argparse.Namespace) -> int:
             env,
             period_s=period_s,
             drain_timeout_s=args.drain_timeout,
-            key=key,
+            keys=keys,
             dialect=args.dialect,
             takes_ids=not args.no_prompt_ids,
             compat=args.compat,

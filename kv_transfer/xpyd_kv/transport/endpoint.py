@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from xpyd_core.errors import UserError
-from xpyd_core.keys import INSECURE_KEYS
+from xpyd_core.keys import INSECURE_KEYS, Keys
 from xpyd_core.request_id import Address
 from xpyd_kv.memory.device import View
 from xpyd_kv.metrics import EndpointCounters
@@ -87,7 +87,7 @@ class TcpEndpoint:
         *,
         identity: Identity,
         layout: Layout,
-        keys: tuple[bytes, ...],
+        keys: Keys,
         takes: Takes = "both",
         listen: Address | None = None,
         source_host: str = "",

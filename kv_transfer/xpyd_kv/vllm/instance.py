@@ -119,7 +119,7 @@ class Instance:
             source_host=self._options.host,
             period_s=self._options.heartbeat_period_s,
             make=self._beat,
-            key=self.keys[0] if self.keys else None,
+            keys=self.keys,
         )
         try:
             self._beats.start()

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from xpyd_core.errors import UserError
-from xpyd_core.keys import check_keys_given, fleet_keys
+from xpyd_core.keys import Keys, check_keys_given, fleet_keys
 from xpyd_core.messages import HEARTBEAT_PERIOD_S
 from xpyd_core.pod_env import parse_discovery
 from xpyd_core.request_id import Address, is_dialable
@@ -90,8 +90,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.encryption == "tls"
 
     @property
-    def keys(self) -> tuple[bytes, ...]:
-        """The keys to sign and to accept with. UserError for a file that cannot be read."""
+    def keys(self) -> Keys:
+        """The keys to sign and to accept with, as their file has them from now on. UserError for a
+        file that cannot be read."""
         return fleet_keys(Path(self.key_file) if self.key_file else None, insecure=self.insecure)
 
     @property

@@ -18,6 +18,7 @@ import msgspec
 
 from xpyd_core.compat import differing_factors
 from xpyd_core.errors import ProtocolError
+from xpyd_core.keys import Keys
 from xpyd_kv.plan.engine_layout import LayoutError
 from xpyd_kv.plan.pairs import Pair
 from xpyd_kv.wire import errors
@@ -70,7 +71,7 @@ class Terms:
 
     hello: Hello
     layout: Layout
-    keys: tuple[bytes, ...]
+    keys: Keys
     usable: tuple[str, ...] = ("tcp",)
     can_use: Callable[[str, Hello], bool] = lambda transport, theirs: True
     takes: Takes = "both"

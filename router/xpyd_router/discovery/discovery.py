@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from xpyd_core.errors import ProtocolError, UserError
-from xpyd_core.keys import BEAT_MAC_BYTES, INSECURE_KEYS, is_beat_mac
+from xpyd_core.keys import BEAT_MAC_BYTES, INSECURE_KEYS, Keys, is_beat_mac
 from xpyd_core.messages import MAX_HEARTBEAT_BYTES, Heartbeat, decode_heartbeat
 from xpyd_router.discovery.zmtp import Message, Receiver
 from xpyd_router.fleet.instances import MAX_INSTANCES
@@ -272,7 +272,7 @@ class Discovery:
         host: str,
         port: int,
         name: str = "",
-        keys: tuple[bytes, ...] = INSECURE_KEYS,
+        keys: Keys = INSECURE_KEYS,
         accepts_unsigned: bool = True,
         wall_clock: Callable[[], float] = time.time,
         limits: PortLimits | None = None,

@@ -29,6 +29,7 @@ from werkzeug.routing import BaseConverter
 from xpyd_core import __version__
 from xpyd_core.bodies import BodyBudget
 from xpyd_core.errors import ApiError
+from xpyd_core.keys import key_ids
 from xpyd_router.app_state import AppState
 from xpyd_router.errors import unknown_model
 from xpyd_router.fleet.instances import Instance
@@ -210,6 +211,7 @@ def _describe(
         engine=beat.engine,
         unmet=without_kv.unmet,
         refused=without_kv.refused,
+        key_ids=list(beat.key_ids),
     )
 
 
@@ -440,7 +442,7 @@ def _add_figures(app: Quart, app_state: AppState) -> None:
             _describe(fleet, i, weights.get(i.key, 1.0), without_kv.get(i.key, _NO_PARTNERS))
             for i in fleet.instances
         ]
-        return json_reply(Instances(instances=found))
+        return json_reply(Instances(instances=found, key_ids=list(key_ids(app_state.keys))))
 
     _ = metrics, instances
 

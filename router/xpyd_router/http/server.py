@@ -303,7 +303,7 @@ async def open_serving(
     upstream = UpstreamClient(dialer)
     tokens, objectives = _tokens(state, dialer), _objectives(state)
     fleet.on_lost(upstream.lose)
-    releases = Releases(upstream, state.metrics, state.keys[0])
+    releases = Releases(upstream, state.metrics, state.keys)
     flow = Flow(state, upstream, releases, tokens=tokens, objectives=objectives)
     reader = ThreadPoolExecutor(1, thread_name_prefix="bodies")  # starts with the first long one
     state.http_port, state.admin_port = (sockets[0].getsockname()[1] for sockets in listeners)

@@ -142,12 +142,19 @@ class InstanceReport(Shape, frozen=True, kw_only=True):
         list[str],
         Meta(description="Partners of another engine whose KV differs, at most 16: no pair."),
     ]
+    key_ids: Annotated[
+        list[str], Meta(description="Ids of the fleet's keys that it accepts; the first signs.")
+    ]
 
 
 class Instances(Shape, frozen=True, kw_only=True):
     """The registry."""
 
     instances: list[InstanceReport]
+    key_ids: Annotated[
+        list[str],
+        Meta(description="Ids of the fleet's keys that this router accepts; the first signs."),
+    ]
 
 
 class AdminInstance(Shape, frozen=True, kw_only=True):

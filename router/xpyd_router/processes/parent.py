@@ -200,7 +200,7 @@ class ParentProcess:
     def _greeting(self) -> list[ToWorker]:
         welcome = Welcome(
             encode_config(self._config),
-            self._keys,
+            tuple(self._keys),
             self._admin_keys,
             self.fleet.secret,
             self._created,

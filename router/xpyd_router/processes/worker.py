@@ -23,6 +23,7 @@ from itertools import count
 import uvloop
 
 from xpyd_core.errors import ApiError
+from xpyd_core.keys import fleet_keys
 from xpyd_core.listen import inherited, listen
 from xpyd_core.logs import set_up_logging
 from xpyd_router.access_log import AccessLog, write_stderr
@@ -257,7 +258,7 @@ class Worker:
                 is_on=config.access_log,
                 write=_write_lines,
             ),
-            keys=welcome.keys,
+            keys=fleet_keys(config.kv_key_file, insecure=config.kv_insecure, known=welcome.keys),
             admin_keys=welcome.admin_keys,
             client_keys=self._open_keys(config, metrics),
             created=welcome.created,

@@ -265,7 +265,7 @@ class Attempts:
     ) -> None:
         self._app_state = app_state
         self._config = app_state.config
-        self._key = app_state.keys[0]
+        self._keys = app_state.keys
         self._fleet = app_state.fleet
         self._loads = app_state.loads
         self._policy = app_state.policy
@@ -314,7 +314,7 @@ class Attempts:
         attempt = Attempt(
             choice,
             loads=self._loads,
-            key=self._key,
+            key=self._keys[0],
             uuid=self._random_bytes(16).hex(),
             public=state.public,
             forwarded=state.forwarded,

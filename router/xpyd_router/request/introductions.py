@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import orjson
 
+from xpyd_core.keys import Keys
 from xpyd_core.kv_outcome import HEADER, Said, cause_of, read_header
 from xpyd_router.access_log import Trace
 from xpyd_router.errors import CallFailed, EngineRefused
@@ -145,20 +146,20 @@ class _Waiting:
 
 
 class Introducer:
-    """See the module. `key` signs pair ids."""
+    """See the module. The first of `keys` signs pair ids."""
 
     def __init__(
         self,
         fleet: FleetView,
         metrics: RouterMetrics,
         *,
-        key: bytes,
+        keys: Keys,
         dialer: Dialer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
         self._metrics = metrics
-        self._key = key
+        self._keys = keys
         self._dialer = dialer
         self._clock = clock
         self._waiting: dict[tuple[InstanceKey, InstanceKey], _Waiting] = {}
@@ -169,7 +170,7 @@ class Introducer:
         """Introduce until cancelled; then no call is left."""
         upstream = UpstreamClient(self._dialer)
         self._fleet.on_lost(upstream.lose)
-        releases = Releases(upstream, self._metrics, self._key)
+        releases = Releases(upstream, self._metrics, self._keys)
         try:
             while True:
                 wait_s = self._start_due(upstream, releases)
@@ -276,7 +277,7 @@ class Introducer:
             # Of its own: what it counts is no client's.
             loads=LoadTable(),
             instance_metrics=InstanceTable(self._clock),
-            key=self._key,
+            key=self._keys[0],
             uuid=os.urandom(16).hex(),
             public=state.public,
             forwarded="",

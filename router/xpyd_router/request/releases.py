@@ -13,7 +13,7 @@ from collections.abc import Coroutine
 
 import orjson
 
-from xpyd_core.keys import call_mac
+from xpyd_core.keys import Keys, call_mac
 from xpyd_router.errors import CallFailed
 from xpyd_router.fleet.instances import Instance
 from xpyd_router.metrics import RouterMetrics
@@ -28,12 +28,12 @@ _MAX_ANSWER_BYTES = 64 * 1024
 
 
 class Releases:
-    """Owner of the tasks that release; `key` signs."""
+    """Owner of the tasks that release; the first of `keys` signs."""
 
-    def __init__(self, upstream: UpstreamClient, metrics: RouterMetrics, key: bytes) -> None:
+    def __init__(self, upstream: UpstreamClient, metrics: RouterMetrics, keys: Keys) -> None:
         self._upstream = upstream
         self._metrics = metrics
-        self._key = key
+        self._keys = keys
         self._tasks: set[asyncio.Task[None]] = set()
 
     def send(self, pair: Pair, uuid: str) -> None:
@@ -48,7 +48,7 @@ class Releases:
         if len(self._tasks) >= _MAX_IN_FLIGHT:
             self._metrics.releases.labels("dropped").inc()
             return
-        self._start(self._release(decode, uuid, call_mac(self._key, "kv-release", uuid)))
+        self._start(self._release(decode, uuid, call_mac(self._keys[0], "kv-release", uuid)))
 
     async def close(self) -> None:
         """Wait for those in flight; each has its own deadline."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from xpyd_core.keys import Keys
 from xpyd_core.kv_outcome import PeerCounts
 from xpyd_core.request_id import Address
 from xpyd_kv.connector.build import Connector, MakeStore, build, default_store
@@ -137,7 +138,7 @@ class KvParts:
     pool: BlockPool
     wake: Callable[[], None]
     factors: dict[str, str]
-    keys: tuple[bytes, ...]
+    keys: Keys
     incarnation: str
     max_model_len: int
     buffer_bytes: int

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from xpyd_core.compat import compat_factors, compat_key
 from xpyd_core.errors import UserError
+from xpyd_core.keys import Keys
 from xpyd_core.parallel.checks import check_parallel
 from xpyd_core.request_id import Address
 from xpyd_core.tokenizer_files import ServedFiles, TokenizerFiles
@@ -109,7 +110,7 @@ def load(
     config: WorkerConfig,
     *,
     deliver: Deliver,
-    keys: tuple[bytes, ...],
+    keys: Keys,
     incarnation: str,
     make_store: MakeStore | None,
     logs: Logs = _OWN_LOGS,

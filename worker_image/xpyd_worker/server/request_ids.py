@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from quart import Quart, Response, g, request
 
-from xpyd_core.keys import PAIR_MAC_HEADER, is_call_mac
+from xpyd_core.keys import PAIR_MAC_HEADER, Keys, is_call_mac
 from xpyd_core.request_id import PairId, parse_pair_id
 
 _log = logging.getLogger(__name__)
@@ -37,9 +37,7 @@ class RequestId:
     is_unsigned: bool = False
 
 
-def read_request_id(
-    header: str | None, mac: str = "", signed_by: tuple[bytes, ...] | None = None
-) -> RequestId:
+def read_request_id(header: str | None, mac: str = "", signed_by: Keys | None = None) -> RequestId:
     """An id that cannot be parsed means: alone; so does a pair id whose `mac` none of the keys
     `signed_by` made. None: every pair id counts."""
     pair = parse_pair_id(header) if header else None
@@ -58,7 +56,7 @@ def current() -> RequestId:
     return g.request_id
 
 
-def register_request_ids(app: Quart, signed_by: tuple[bytes, ...] | None) -> None:
+def register_request_ids(app: Quart, signed_by: Keys | None) -> None:
     """Give every request of `app` its id, and every answer the header. `signed_by`: see
     read_request_id."""
 

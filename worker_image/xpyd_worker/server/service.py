@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from quart import Response
 
 from xpyd_core.errors import ApiError
+from xpyd_core.keys import Keys
 from xpyd_core.kv_outcome import PeerCounts
 from xpyd_core.tokenizer_files import ServedFiles
 from xpyd_worker.config import Role
@@ -243,7 +244,7 @@ class InstanceInfo:
 
     role: Role
     incarnation: str
-    keys: tuple[bytes, ...] = ()
+    keys: Keys = ()
     kv_wait_s: float = 10.0
 
 

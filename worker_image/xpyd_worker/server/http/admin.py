@@ -16,7 +16,7 @@ from quart import Response, request
 from xpyd_core import __version__
 from xpyd_core.calls import Caller, check_caller, check_probe, check_probe_answer, check_release
 from xpyd_core.errors import ApiError
-from xpyd_core.keys import Purpose
+from xpyd_core.keys import Keys, Purpose
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.bridge import called_back
 from xpyd_worker.server.http.bodies import json_body, json_response, parsed_body
@@ -62,7 +62,7 @@ class Process:
     """This process as its administrators see it. `drain` begins to drain, or goes on, and says what
     is left; `keys` and `incarnation` are the fleet's and the process' own."""
 
-    keys: tuple[bytes, ...]
+    keys: Keys
     incarnation: str
     drain: Callable[[], DrainState]
 

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 import xpyd_core.listen
 from xpyd_core import tokenizer_files
 from xpyd_core.http_head import Chunks, head_fault, with_one_slash
+from xpyd_core.keys import Keys
 from xpyd_core.tls_connection import TlsServer
 from xpyd_worker.server.http.admin import Admin
 from xpyd_worker.server.http.bodies import (
@@ -205,7 +206,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
     return xpyd_core.listen.listen(host, port, backlog=_BACKLOG)
 
 
-def create_app(api: Api, admin: Admin, *, signed_by: tuple[bytes, ...] | None) -> Quart:
+def create_app(api: Api, admin: Admin, *, signed_by: Keys | None) -> Quart:
     """The Quart app over both. `signed_by`: the keys whose MAC a pair id needs; None: it needs
     none."""
     app = Quart("xpyd_worker", static_folder=None)
