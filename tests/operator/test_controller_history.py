@@ -25,6 +25,7 @@ from xpyd_operator.controller.decision.kinds import (
 from xpyd_operator.controller.decision.state import (
     AppliedVersion,
     Apply,
+    CreateKey,
     DeleteObject,
     ObjectRef,
     Scale,
@@ -102,7 +103,7 @@ def test_what_is_remembered_ends_with_the_objects_and_with_the_fleet() -> None:
     history.read(document(), SETTINGS)
     mark = AppliedVersion("u", "1", 0, "digest")
     history.settled[place] = mark
-    history.tried_key(0.0)
+    history.changed_key(CreateKey(), 0.0, {})
     history.read(document(generation=2), SETTINGS)
     assert history.settled == {place: mark}
     history.read(document(uid="another"), SETTINGS)
@@ -188,17 +189,22 @@ def test_the_key_is_wanted_once_and_again_when_pods_cannot_mount_it() -> None:
     hidden = {
         "kvKeySecret": "chat-kv-u",
         "conditions": [
-            {"reason": "ImagePullBackOff", "message": "...; node n may lack Secret chat-kv-u or"}
+            {"reason": "ImagePullBackOff", "message": "...; node n may lack ConfigMap chat-kv-u or"}
         ],
     }
-    assert history.wants_key(reading, "u", {}, 0.0)
-    assert history.wants_key(reading, "u", hidden, 0.0)
-    assert not history.wants_key(reading, "u", {"kvKeySecret": "chat-kv-u"}, 0.0)
-    assert history.wants_key(reading, "u", stuck, 0.0)
-    history.tried_key(0.0)
-    assert not history.wants_key(reading, "u", stuck, 59.0)
-    assert history.wants_key(reading, "u", stuck, 61.0)
+    crashed = {
+        "kvKeySecret": "chat-kv-u",
+        "conditions": [{"message": "...: KV key file /run/xpyd/kv/key: No such file or directory"}],
+    }
+    assert history.wants_key(reading, "chat-kv-u", {}, 0.0)
+    assert history.wants_key(reading, "chat-kv-u", hidden, 0.0)
+    assert history.wants_key(reading, "chat-kv-u", crashed, 0.0)
+    assert not history.wants_key(reading, "chat-kv-u", {"kvKeySecret": "chat-kv-u"}, 0.0)
+    assert history.wants_key(reading, "chat-kv-u", stuck, 0.0)
+    history.changed_key(CreateKey(), 0.0, {})
+    assert not history.wants_key(reading, "chat-kv-u", stuck, 59.0)
+    assert history.wants_key(reading, "chat-kv-u", stuck, 61.0)
     own = document()
     for kv in ({"keySecretRef": {"name": "mine", "key": "k"}}, {"insecure": True}):
         own["spec"]["kvTransfer"] = kv
-        assert not history.wants_key(read(own, SETTINGS), "u", {}, 0.0)
+        assert not history.wants_key(read(own, SETTINGS), "chat-kv-u", {}, 0.0)

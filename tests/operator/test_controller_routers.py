@@ -12,8 +12,10 @@ from aiohttp import web
 
 from tests.operator.fleets import document
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
-from xpyd_operator.controller.decision.kinds import DEPLOYMENT, FLEET, POD, trim
+from xpyd_operator.controller.decision.kinds import CONFIG_MAP, DEPLOYMENT, FLEET, POD, trim
 from xpyd_operator.controller.routers import PERIOD_S, RouterReader
+from xpyd_operator.manifests.names import ANNOTATION_KEY_PHASE, kv_secret_name
+from xpyd_operator.status.rotation import RouterKeys
 from xpyd_operator.status.verified import METRIC
 
 KEY = FleetKey("team", "chat")
@@ -30,6 +32,14 @@ class Router:
         self.status = 200
         self.asked: list[list[str]] = []
         self.port = 0
+        self.key_ids: list[str] = []
+
+    async def instances_of(self, request: web.Request) -> web.Response:
+        self.asked.append([request.path])
+        instances = [{"instance": "d-0", "key_ids": self.key_ids}]
+        return web.json_response(
+            {"key_ids": self.key_ids, "instances": instances}, status=self.status
+        )
 
     async def metrics(self, request: web.Request) -> web.Response:
         self.asked.append(request.query.getall("name[]"))
@@ -49,6 +59,7 @@ class Router:
 async def listening(router: Router) -> AsyncGenerator[None]:
     app = web.Application()
     app.router.add_get("/metrics", router.metrics)
+    app.router.add_get("/instances", router.instances_of)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -93,6 +104,14 @@ def pod(
     metadata |= {"ownerReferences": owned_by("ReplicaSet", owner, "r")} if owner else {}
     status = {"podIP": ip, "conditions": [{"type": "Ready", "status": ready}]}
     return trim(POD, {"metadata": {**metadata, "resourceVersion": "1"}, "status": status})
+
+
+def config_map(phase: str) -> Obj:
+    metadata = {"name": kv_secret_name("chat", "u"), "namespace": "team", "uid": "c"}
+    metadata |= {"labels": labels_of("router"), "resourceVersion": phase}
+    metadata |= {"ownerReferences": owned_by("InferenceFleet", "chat", "u")}
+    metadata |= {"annotations": {ANNOTATION_KEY_PHASE: phase}}
+    return trim(CONFIG_MAP, {"metadata": metadata})
 
 
 class World:
@@ -159,6 +178,31 @@ async def test_forged_heartbeats_count_while_a_ready_engine_is_at_no_router() ->
             found = await world.look()
             router.forged += 5
         assert found == (False, "KeyMismatch")
+
+
+async def test_keys_are_asked_for_while_a_rotation_is_under_way_and_only_then() -> None:
+    router = Router()
+    async with listening(router), aiohttp.ClientSession() as session:
+        world = World(router, pod("r-0"), pod("r-1", ready="False"))
+        await world.look()
+        router.asked.clear()
+        world.woken.clear()
+        await world.reader.look_at_keys(session)
+        assert (router.asked, world.reader.keys(KEY)) == ([], {})
+        world.cache.put(CONFIG_MAP, config_map("Switching"))
+        router.key_ids = ["new", "old"]
+        for _ in range(2):
+            await world.reader.look_at_keys(session)
+        said = RouterKeys(("new", "old"), {"d-0": ("new", "old")})
+        assert world.reader.keys(KEY) == {"r-0": said, "r-1": said}
+        assert world.woken == [KEY]
+        router.status = 503
+        await world.reader.look_at_keys(session)
+        assert world.reader.keys(KEY) == {}
+        router.status, router.asked = 200, []
+        world.cache.put(CONFIG_MAP, config_map("Done"))
+        await world.reader.look_at_keys(session)
+        assert router.asked == []
 
 
 async def test_a_fleet_has_a_pair_while_one_of_its_ready_routers_says_so() -> None:

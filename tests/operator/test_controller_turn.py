@@ -99,13 +99,14 @@ def test_first_comes_the_finalizer_and_nothing_beside_it() -> None:
 
 def test_a_new_fleet_is_created_in_stages_and_workloads_come_last() -> None:
     turn = decide(look(wants_key=True))
-    first, second = turn.stages
-    assert first[0] == CreateKey()
+    keys, first, second = turn.stages
+    assert keys == (CreateKey(),)
     assert {w.obj["kind"] for w in first if isinstance(w, Apply)} == {
         "ServiceAccount",
         "Service",
         "PodDisruptionBudget",
         "NetworkPolicy",
+        "ConfigMap",
         "InferenceFleetPool",
     }
     assert [w.obj["kind"] for w in second if isinstance(w, Apply)] == ["Deployment"] * 3
@@ -116,7 +117,7 @@ def test_a_fleet_that_is_there_needs_nothing() -> None:
     turn = decide(look(settled()))
     assert writes(turn) == []
     # Each was compared, and need not be again.
-    assert len(turn.compared) == 13
+    assert len(turn.compared) == 14
 
 
 def test_what_was_compared_is_not_compared_again_until_it_changes() -> None:
@@ -245,7 +246,7 @@ def test_objects_of_another_owner_are_neither_counted_nor_touched() -> None:
             obj["metadata"]["ownerReferences"][0] |= {"uid": "before", "name": "old"}
     turn = decide(look(children))
     assert writes(turn) == []
-    assert len(turn.problems) == 13
+    assert len(turn.problems) == 14
     assert {p.reason for p in turn.problems} == {"NameConflict"}
     assert "InferenceFleet old" in turn.problems[0].message
     assert look(children).seen.workloads == ()

@@ -28,6 +28,7 @@ from tests.operator.object_samples import (
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import parse_fleet
 from xpyd_operator.manifests import names
+from xpyd_operator.manifests.names import KEY_SLOTS, KV_KEY
 from xpyd_operator.manifests.objects import kv_secret, pool_object, workload_objects
 from xpyd_operator.manifests.pods import pods_per_instance
 from xpyd_operator.manifests.refusals import template_problems
@@ -407,15 +408,17 @@ def test_a_fleet_with_a_key_of_its_own_mounts_that_and_no_other():
     assert "llama70b-kv" not in mounted
     assert '"secretName": "kv-key"' in mounted
     fleet = changed(("spec.kvTransfer", {}))
-    secret = kv_secret(fleet, placement_of(fleet), "k")["metadata"]["name"]
-    assert f'"secretName": "{secret}"' in json.dumps(objects_of(fleet))
+    text = json.dumps(objects_of(fleet))
+    for slot in KEY_SLOTS:
+        secret = kv_secret(fleet, placement_of(fleet), "k", slot)["metadata"]["name"]
+        assert f'"secret": {{"name": "{secret}", "optional": true' in text
 
 
 def test_each_fleet_of_a_name_has_a_key_of_its_own():
     """The Secret of a fleet that was deleted a moment ago is on its way."""
     fleet, placement = changed(("spec.kvTransfer", {})), placement_of(changed())
     later = replace(placement, uid="6f1c2a3b-0000-4000-8000-000000000000")
-    found = [kv_secret(fleet, s, "k")["metadata"]["name"] for s in (placement, later)]
+    found = [kv_secret(fleet, s, "k", KV_KEY)["metadata"]["name"] for s in (placement, later)]
     assert found[0] != found[1]
     assert found[1] == "llama70b-kv-6f1c2a3b"
 

@@ -19,7 +19,7 @@ from tests.operator.object_samples import (
     sample_fleet,
     workloads_of,
 )
-from xpyd_operator.manifests.names import LABEL_FLEET, Placement
+from xpyd_operator.manifests.names import KEY_SLOTS, KV_KEY, LABEL_FLEET, Placement
 from xpyd_operator.manifests.objects import kv_secret, workload_objects
 
 EVERY = pytest.mark.parametrize("name", NAMES)
@@ -98,7 +98,7 @@ def test_pods_get_no_token_and_may_not_write_to_their_image(name):
 @EVERY
 def test_every_object_is_the_fleets_own_and_can_be_found_by_its_label(name):
     fleet = sample_fleet(name)
-    secret = kv_secret(fleet, placement_of(fleet), "00" * 32)
+    secret = kv_secret(fleet, placement_of(fleet), "00" * 32, KEY_SLOTS[1])
     for obj in [*objects_of(fleet), secret]:
         meta = obj["metadata"]
         assert meta["namespace"] == fleet.namespace
@@ -182,7 +182,7 @@ def destroy(part: Any) -> None:
 def test_the_kv_key_is_in_its_secret_alone():
     fleet = sample_fleet("minimal")
     key = "5e" * 32
-    secret = kv_secret(fleet, placement_of(fleet), key)
+    secret = kv_secret(fleet, placement_of(fleet), key, KV_KEY)
     assert secret["data"] == {"key": "NWU1ZTVl" + secret["data"]["key"][8:]}
     assert key not in json.dumps([secret, *objects_of(fleet)])
 

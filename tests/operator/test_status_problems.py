@@ -89,7 +89,7 @@ def test_a_pod_held_back_by_gates_is_waited_for() -> None:
                 "Waiting",
                 "VolumesNotMounted",
                 "decode: not created since 10:00:00Z (2 of 2 pods, POD1): node node-1 may lack "
-                "Secret chat-kv-5bd2bd5e or the pod's network",
+                "ConfigMap chat-kv-5bd2bd5e or the pod's network",
             ),
         ),
         (
@@ -98,7 +98,7 @@ def test_a_pod_held_back_by_gates_is_waited_for() -> None:
                 "Degraded",
                 "VolumesNotMounted",
                 "decode: not created since 10:00:00Z (2 of 2 pods, POD1): node node-1 may lack "
-                "Secret chat-kv-5bd2bd5e or the pod's network",
+                "ConfigMap chat-kv-5bd2bd5e or the pod's network",
             ),
         ),
     ],
@@ -125,7 +125,7 @@ def test_all_that_a_node_must_have_is_named() -> None:
     cluster.bind(decodes(cluster))
     cluster.wait(60)
     (problem,) = [p for p in cluster.problems() if p.pool == "decode"]
-    for name in ("Secret chat-kv-5bd2bd5e", "PersistentVolumeClaim weights", "ConfigMap extra"):
+    for name in ("ConfigMap chat-kv-5bd2bd5e", "PersistentVolumeClaim weights", "ConfigMap extra"):
         assert name in problem.message
 
 

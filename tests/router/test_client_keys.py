@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from xpyd_core.errors import ApiError, UserError
+from xpyd_operator.manifests.names import ANNOTATION_ROTATE
 from xpyd_router.fair_queue import Cost
 from xpyd_router.keys.command import append_line, command
 from xpyd_router.keys.lines import KeyOptions, line_of, new_key, parse_keys, salted
@@ -253,6 +255,50 @@ def test_a_clients_next_key_has_its_limits_when_the_line_of_the_first_is_gone(
     file.write_text("".join(file.read_text().splitlines(keepends=True)[1:]))
     left = parse_keys(file.read_text(), "keys").options["a"]
     assert (left.requests, left.models) == (8, ("x", "y"))
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A kubectl that writes down its arguments."""
+    program, said = tmp_path / "kubectl", tmp_path / "said"
+    program.write_text(f"""#!/bin/sh
+case "$*" in *missing*) echo 'fleets "missing" not found' >&2; exit 1;; esac
+echo "$@" >> {said}
+""")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return said
+
+
+def rotated(*words: str) -> None:
+    parser = argparse.ArgumentParser()
+    command.configure(parser)
+    assert command.run(parser.parse_args(["rotate", *words])) == 0
+
+
+def test_xpyd_key_rotate_asks_the_operator_for_another_key_each_time(
+    kubectl: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rotated("chat", "-n", "llm")
+    time.sleep(0.002)
+    rotated("chat", "-n", "llm")
+    lines = kubectl.read_text().splitlines()
+    begin = (
+        f"--namespace=llm annotate --overwrite inferencefleet.xpyd.dev/chat {ANNOTATION_ROTATE}="
+    )
+    assert [line.startswith(begin) for line in lines] == [True, True]
+    assert lines[0] != lines[1]
+    assert "KeyRotated" in capsys.readouterr().out
+    with pytest.raises(UserError, match='fleets "missing" not found'):
+        rotated("missing")
+
+
+def test_xpyd_key_rotate_without_kubectl_says_what_to_do_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=f"annotate the fleet by other means: {ANNOTATION_ROTATE}="):
+        rotated("chat")
 
 
 def test_a_line_is_added_to_the_file_behind_a_link(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 {{/*
 What the operator may do where it serves fleets. It creates by server-side apply, which needs
-create and patch. It makes Secrets with KV keys and can read none.
+create and patch. It makes Secrets with KV keys, deletes those that a rotation replaced, and can
+read none. The ConfigMaps say which keys count.
 */}}
 {{- define "xpyd.operatorRules" -}}
 - apiGroups: [xpyd.dev]
@@ -26,7 +27,7 @@ create and patch. It makes Secrets with KV keys and can read none.
   resources: [leaderworkersets]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
-  resources: [services, serviceaccounts]
+  resources: [services, serviceaccounts, configmaps]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
@@ -44,7 +45,10 @@ create and patch. It makes Secrets with KV keys and can read none.
   resources: [pods]
   verbs: [get, list, watch]
 - apiGroups: [""]
-  resources: [secrets, events]
+  resources: [secrets]
+  verbs: [create, delete]
+- apiGroups: [""]
+  resources: [events]
   verbs: [create]
 {{- end -}}
 
@@ -69,7 +73,7 @@ it tries to create one of that name, as a dry run.
   resources: [leaderworkersets]
   verbs: [list]
 - apiGroups: [""]
-  resources: [pods, services, serviceaccounts]
+  resources: [pods, services, serviceaccounts, configmaps]
   verbs: [list]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]

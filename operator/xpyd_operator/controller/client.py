@@ -262,14 +262,15 @@ class Api:
         return await self._call(_Request("patch", resource, "PATCH", path, body, MERGE, query))
 
     async def delete(
-        self, kind: Kind, namespace: str, name: str, *, uid: str, resource_version: str = ""
+        self, kind: Kind, namespace: str, name: str, *, uid: str = "", resource_version: str = ""
     ) -> None:
-        """Delete exactly that object; what it owns follows. Gone already: success.
+        """Delete exactly that object, without `uid` whichever has the name; what it owns follows.
+        Gone already: success.
 
         Conflict where the name is another object's by now, or, with `resource_version`, where it
         changed.
         """
-        conditions = {"uid": uid}
+        conditions = {"uid": uid} if uid else {}
         if resource_version:
             conditions["resourceVersion"] = resource_version
         body = {"propagationPolicy": "Background", "preconditions": conditions}

@@ -214,6 +214,7 @@ class Operator:
             verdict=self._routers.verdict,
             has_pair=self._routers.has_pair,
             progress=self._downloads.progress,
+            keys=self._routers.keys,
         )
         self._feed = Feed(self._cache, lambda key, urgent: self._queue.wake(key, urgent=urgent))
         self._inbox = Inbox(self._receive)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from secrets import token_hex
 from typing import cast
 
+from xpyd_core.keys import key_ids
 from xpyd_operator.controller.client import FIELD_MANAGER, NEVER_CURRENT, Api
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
 from xpyd_operator.controller.decision.decide import Turn, contest_problems, decide
@@ -27,6 +28,7 @@ from xpyd_operator.controller.decision.kinds import (
     FLEET_LABEL,
     POD,
     POOL,
+    SECRET,
     Kind,
     Obj,
     kind_of,
@@ -43,6 +45,7 @@ from xpyd_operator.controller.decision.state import (
     AppliedVersion,
     Apply,
     CreateKey,
+    DeleteKey,
     DeleteObject,
     FleetState,
     ObjectRef,
@@ -54,12 +57,14 @@ from xpyd_operator.controller.decision.state import (
     controller_of,
     describe,
     holder_of,
+    signing_secret,
 )
 from xpyd_operator.manifests.names import FINALIZER, Settings, kv_secret_name
 from xpyd_operator.manifests.objects import kv_secret
 from xpyd_operator.status.fleet import EventText, events
 from xpyd_operator.status.models import DownloadProgress
 from xpyd_operator.status.problems import Problem
+from xpyd_operator.status.rotation import RouterKeys
 from xpyd_operator.status.verified import NOT_LOOKED, KvVerdict
 
 logger = logging.getLogger(__name__)
@@ -151,6 +156,7 @@ class Outcome:
         default_factory=dict[ObjectRef, AppliedVersion]
     )
     done: list[Write] = field(default_factory=list[Write])
+    made_keys: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class WriteExecutor:
@@ -207,7 +213,10 @@ class WriteExecutor:
                 await self._api.delete(kind, key.namespace, name, uid=uid, resource_version=version)
                 self._cache.removed_by_us(kind, key.namespace, name, uid)
             case CreateKey():
-                await self._make_key(state)
+                await self._make_key(state, write, outcome)
+            case DeleteKey(slot):
+                name = kv_secret_name(key.name, state.uid, slot)
+                await self._api.delete(SECRET, key.namespace, name)
             case SetFinalizers(finalizers, version):
                 body = {"metadata": {"finalizers": [*finalizers], "resourceVersion": version}}
                 after = await self._api.patch(FLEET, key.namespace, key.name, body)
@@ -260,15 +269,23 @@ class WriteExecutor:
             outcome.taken[kind, name] = holder_of(found)
         return ""
 
-    async def _make_key(self, state: FleetState) -> None:
+    async def _make_key(self, state: FleetState, write: CreateKey, outcome: Outcome) -> None:
         if state.parsed.fleet is None:
             return
-        secret = kv_secret(state.parsed.fleet, state.placement, token_hex(KEY_BYTES))
+        key = token_hex(KEY_BYTES)
+        secret = kv_secret(state.parsed.fleet, state.placement, key, write.slot)
+        metadata = secret["metadata"]
+        if write.anew:
+            await self._api.delete(SECRET, metadata["namespace"], metadata["name"])
         try:
             await self._api.create(secret)
         except Conflict:
+            if write.anew:  # the old one has not gone yet
+                raise
             # It exists. The operator does not read Secrets.
             logger.debug("%s: the Secret is there", state.document["metadata"]["name"])
+        else:
+            (outcome.made_keys[write.slot],) = key_ids((key.encode(),))
 
     def _keep(self, kind: Kind, obj: Obj) -> None:
         self._cache.put(kind, trim(kind, obj))
@@ -306,10 +323,12 @@ class Reconciler:
         verdict: Callable[[FleetKey], KvVerdict] = lambda _: NOT_LOOKED,
         has_pair: Callable[[FleetKey], bool | None] = lambda _: None,
         progress: Callable[[FleetKey], DownloadProgress | None] = lambda _: None,
+        keys: Callable[[FleetKey], Mapping[str, RouterKeys]] = lambda _: {},
     ) -> None:
         """`verdict`: what the routers' counts say of a fleet's KV; `has_pair`: whether a router has
         instances that can serve a request, None where none has said; `progress`: how far the
-        download of its model is."""
+        download of its model is; `keys`: what the routers say of keys."""
+        self._keys = keys
         self._progress = progress
         self._verdict = verdict
         self._has_pair = has_pair
@@ -382,12 +401,15 @@ class Reconciler:
             settled=history.settled,
             contested=history.contested(time),
             wants_key=history.wants_key(
-                parsed, document["metadata"]["uid"], status_of(document), time
+                parsed, signing_secret(document, children), status_of(document), time
             ),
             ages=history.ages(children.get(POD, {}).values(), time),
             kv=self._verdict(key),
             has_pair=self._has_pair(key),
             progress=self._progress(key),
+            keys=self._keys(key),
+            made_keys=history.made_keys,
+            deleted_key=history.deleted_key,
         )
 
     def _remember(self, history: FleetHistory, turn: Turn, outcome: Outcome) -> None:
@@ -396,8 +418,8 @@ class Reconciler:
         history.settled.update(outcome.applied)
         for write in outcome.done:
             history.wrote(write, time)
-            if isinstance(write, CreateKey):
-                history.tried_key(time)
+            if isinstance(write, CreateKey | DeleteKey):
+                history.changed_key(write, time, outcome.made_keys)
         for place, holder in outcome.taken.items():
             history.found_taken(place, holder, time)
         if outcome.failed is not None:
@@ -417,7 +439,7 @@ class Reconciler:
         """Write the statuses that changed; seconds until a write that has to wait."""
         present = {(kind, name) for kind, names in state.children.items() for name in names}
         history.forget_old(frozenset(present), self._clock())
-        own = kv_secret_name(key.name, state.uid)
+        own = signing_secret(state.document, state.children)
         has_key = history.has_key(status_of(state.document), own)
         found = report(state, problems, has_key=has_key)
         try:

@@ -2,7 +2,8 @@
 
 Every 15 s one GET of each ready router's HTTP port, which is open to the cluster as clients need it
 (ADR 0043). A router that does not answer is asked more and more rarely, down to every 4 minutes. A
-fleet whose verdict changed is woken; its turn takes the verdict from here.
+fleet whose verdict changed is woken; its turn takes the verdict from here. While a fleet's key is
+rotated, its routers are asked every 3 s which keys they and the engines have.
 
 A router's pod is ready while it takes requests (ADR 0041), an engine's while it serves: whether
 heartbeats reach a router, and whether P and D fit together, no pod's readiness says. So the
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from xpyd_core.pod_env import ROUTER_ADMIN_PORT
 from xpyd_core.request_id import Address
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
 from xpyd_operator.controller.decision.kinds import DEPLOYMENT, POD
-from xpyd_operator.controller.decision.state import controller_of
+from xpyd_operator.controller.decision.state import controller_of, key_order
 from xpyd_operator.manifests.names import LABEL_ROLE
 from xpyd_operator.plan.values import ROUTER
 from xpyd_operator.status.children import (
@@ -37,6 +38,7 @@ from xpyd_operator.status.children import (
     key_of,
     text,
 )
+from xpyd_operator.status.rotation import RouterKeys, read_keys
 from xpyd_operator.status.verified import (
     NOT_LOOKED,
     QUERY,
@@ -80,6 +82,8 @@ class _Fleet:
     said: dict[str, tuple[float, bool]] = field(default_factory=dict[str, tuple[float, bool]])
     """When each router said last whether it has one."""
     rests: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    keys: dict[str, RouterKeys] = field(default_factory=dict[str, RouterKeys])
+    """What each router says of keys, while a rotation is under way."""
 
 
 class RouterReader:
@@ -112,6 +116,11 @@ class RouterReader:
         found = self._fleets.get(key)
         return None if found is None else found.has_pair
 
+    def keys(self, key: FleetKey) -> Mapping[str, RouterKeys]:
+        """What the fleet's routers say of keys, by their pods, while its key is rotated."""
+        found = self._fleets.get(key)
+        return {} if found is None else found.keys
+
     async def run(self) -> None:
         """Read at intervals, until cancelled."""
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
@@ -122,13 +131,21 @@ class RouterReader:
                 while (left_s := begun_s + PERIOD_S - self._clock()) > _SOON_S:
                     await asyncio.sleep(_SOON_S)
                     await self._look_safely(session, only_without_pair=True)
+                    await self._look_safely(session, at_keys=True)
                 await asyncio.sleep(max(1.0, left_s))
 
     async def _look_safely(
-        self, session: aiohttp.ClientSession, *, only_without_pair: bool = False
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        only_without_pair: bool = False,
+        at_keys: bool = False,
     ) -> None:
         try:
-            await self.look(session, only_without_pair=only_without_pair)
+            if at_keys:
+                await self.look_at_keys(session)
+            else:
+                await self.look(session, only_without_pair=only_without_pair)
         except Exception:  # a task's edge: a round that broke must not end all later ones
             logger.exception("what routers say was not read")
 
@@ -175,6 +192,33 @@ class RouterReader:
             fleet.verdict, fleet.has_pair = verdict, has_pair
             self._wake(key)
 
+    async def look_at_keys(self, session: aiohttp.ClientSession) -> None:
+        """Ask all routers of fleets whose key is being rotated which keys they and engines have."""
+        await asyncio.gather(
+            *(self._look_at_keys(session, key, fleet) for key, fleet in self._fleets.items())
+        )
+
+    async def _look_at_keys(
+        self, session: aiohttp.ClientSession, key: FleetKey, fleet: _Fleet
+    ) -> None:
+        document = self._cache.document(key)
+        if document is None or not key_order(document, self._cache.children(key)).is_moving:
+            fleet.keys = {}
+            return
+        routers = {name: address for name, address, _ in self._routers(key)}
+        bodies = await asyncio.gather(
+            *(self._get(session, address, "/instances") for address in routers.values())
+        )
+        said = {
+            name: read_keys(body)
+            for name, body in zip(routers, bodies, strict=True)
+            if body is not None
+        }
+        keys = {name: found for name, found in said.items() if found is not None}
+        if keys != fleet.keys:
+            fleet.keys = keys
+            self._wake(key)
+
     def _routers(self, key: FleetKey) -> Iterator[tuple[str, str, bool]]:
         """Names and addresses of the routers, and whether they are ready."""
         children, fleet = self._cache.children(key), self._cache.document(key)
@@ -205,19 +249,24 @@ class RouterReader:
 
     async def _ask(self, session: aiohttp.ClientSession, address: str) -> _Answer | None:
         """What a router says; None where it does not answer."""
-        url = f"http://{Address(address, self._port)}{QUERY}"
+        body = await self._get(session, address, QUERY)
+        if body is None:
+            return None
+        said = body.decode("utf-8", "replace")
+        counts = await asyncio.to_thread(read_counts, said)
+        return _Answer(counts, read_has_pair(said), read_instances(said))
+
+    async def _get(self, session: aiohttp.ClientSession, address: str, path: str) -> bytes | None:
+        url = f"http://{Address(address, self._port)}{path}"
         try:
             # A router redirects no request.
             async with self._slots, session.get(url, allow_redirects=False) as answer:
                 if answer.status != 200:
                     return None
-                body = await _read(answer)
+                return await _read(answer)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             logger.debug("router %s: %s", address, error)
             return None
-        said = body.decode("utf-8", "replace")
-        counts = await asyncio.to_thread(read_counts, said)
-        return _Answer(counts, read_has_pair(said), read_instances(said))
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:

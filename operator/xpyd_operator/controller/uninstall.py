@@ -25,7 +25,7 @@ from xpyd_core.errors import XpydError
 from xpyd_operator.controller.client import Api, find_login, run_job, say_line
 from xpyd_operator.controller.decision.errors import Conflict, NotFound, Refused, Unavailable
 from xpyd_operator.controller.decision.kinds import FLEET, FLEET_LABEL, SECRET, WATCHED, Kind, Obj
-from xpyd_operator.manifests.names import kv_secret_name
+from xpyd_operator.manifests.names import KEY_SLOTS, kv_secret_name
 from xpyd_operator.status.children import condition, is_true, text
 
 OWNED = tuple(kind for kind in WATCHED if kind.labelled)
@@ -128,7 +128,8 @@ class Uninstall:
             owned = [(kind, await self._list(kind, places, FLEET_LABEL)) for kind in OWNED]
             for _, objects in owned:
                 self._seen.update(owner for obj in objects for owner in _fleets_of(obj))
-            secrets = [_secret(name) for name in sorted(self._seen) if await self._has_key(name)]
+            named = [_secret(name, slot) for name in sorted(self._seen) for slot in KEY_SLOTS]
+            secrets = [secret for secret in named if await self._exists(secret)]
             found = [*((kind.plural, objects) for kind, objects in owned)]
             found.append((SECRET.plural, tuple(secrets)))
             return _Left((), tuple((plural, objects) for plural, objects in found if objects), "")
@@ -143,10 +144,10 @@ class Uninstall:
                 self._say(f"deleting fleet {meta['namespace']}/{meta['name']}")
                 await self._api.delete(FLEET, meta["namespace"], meta["name"], uid=meta["uid"])
 
-    async def _has_key(self, fleet: FleetId) -> bool:
-        """Whether the fleet's own Secret exists, found out without the right to read it."""
+    async def _exists(self, secret: Obj) -> bool:
+        """Whether a fleet's own Secret exists, found out without the right to read it."""
         try:
-            await self._api.create(_secret(fleet), dry_run=True)
+            await self._api.create(secret, dry_run=True)
         except Conflict:
             return True
         except (Refused, NotFound):
@@ -175,8 +176,8 @@ def _fleets_of(owned: Obj) -> Iterator[FleetId]:
             yield owned["metadata"]["namespace"], owner["name"], owner["uid"]
 
 
-def _secret(fleet: FleetId) -> Obj:
-    meta = {"namespace": fleet[0], "name": kv_secret_name(*fleet[1:])}
+def _secret(fleet: FleetId, slot: str) -> Obj:
+    meta = {"namespace": fleet[0], "name": kv_secret_name(*fleet[1:], slot)}
     return {"apiVersion": SECRET.api_version, "kind": SECRET.name, "metadata": meta}
 
 

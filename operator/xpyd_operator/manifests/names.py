@@ -58,6 +58,13 @@ LABEL_NAMESPACE = "kubernetes.io/metadata.name"
 """On every namespace: its name."""
 ANNOTATION_SCHEME = "xpyd.dev/scheme"
 """On a pod: what its port `http` speaks, "https"; none: http. Prometheus reads it."""
+ANNOTATION_ROTATE = "xpyd.dev/rotate-key"
+"""On a fleet: any new text starts a rotation of its key. On its keys' ConfigMap: the last one."""
+ANNOTATION_KEY_PHASE = "xpyd.dev/key-phase"
+ANNOTATION_KEY_SLOT = "xpyd.dev/key-slot"
+ANNOTATION_KEY_ID = "xpyd.dev/key-id"
+ANNOTATION_KEY_SINCE = "xpyd.dev/key-since"
+"""On that ConfigMap: how far a rotation is (status.rotation.KeyOrder)."""
 ANNOTATION_APPLIED = "xpyd.dev/applied"
 """Hash of the object as the operator last applied it."""
 
@@ -77,6 +84,10 @@ BEATS_CONTAINER = "xpyd-beats"
 
 KV_KEY = "key"
 """The key's name in the fleet's Secret, and the file's name in KV_FOLDER."""
+KEY_SLOTS = (KV_KEY, f"{KV_KEY}-b")
+"""The files in KV_FOLDER of the two Secrets that have the operator's key by turns."""
+KV_ORDER = f"{KV_KEY}.order"
+"""The file beside them that names those in use, as xpyd_core.keys reads it."""
 CLIENT_KEYS = "keys"
 """The name of the client keys' file in CLIENT_KEYS_FOLDER."""
 CLIENT_KEYS_FOLDER = "/run/xpyd/client-keys"
@@ -175,13 +186,14 @@ def discovery_service_name(fleet: str) -> str:
     return f"{fleet}-discovery"
 
 
-def kv_secret_name(fleet: str, uid: str) -> str:
-    """Name of the Secret with the fleet's own KV key; `uid`: the InferenceFleet's.
+def kv_secret_name(fleet: str, uid: str, slot: str = KV_KEY) -> str:
+    """Name of the Secret with the fleet's own KV key; `uid`: the InferenceFleet's; `slot`: which of
+    the two. The first one's name is also that of the ConfigMap with their order.
 
     A fleet that is deleted and created again under its name must not take the old one's Secret for
     its own: the operator reads no Secret, and Kubernetes deletes the old one soon.
     """
-    return f"{fleet}-kv-{uid[:8]}"
+    return f"{fleet}-kv-{uid[:8]}{slot.removeprefix(KV_KEY)}"
 
 
 def service_account_name(fleet: str) -> str:

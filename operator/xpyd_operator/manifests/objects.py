@@ -12,6 +12,7 @@ Only workload objects carry a revision: a change of another object changes no po
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Iterable
 
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT, data_port
 from xpyd_operator.document.engines import Pool
@@ -179,12 +180,28 @@ def pool_object(
     return owned_object(fleet.api_version, kind, name, labels, fleet, placement, spec=spec)
 
 
-def kv_secret(fleet: InferenceFleet, placement: Placement, key: str) -> JsonObject:
-    """The Secret with the fleet's KV key, `key`: 64 hex digits from the shell's random source."""
+def kv_secret(fleet: InferenceFleet, placement: Placement, key: str, slot: str) -> JsonObject:
+    """The Secret of this slot with the fleet's KV key, `key`: 64 hex digits from the shell's random
+    source."""
     labels = names.fleet_labels(fleet.name, names.ENGINE_APP)
-    name = names.kv_secret_name(fleet.name, placement.uid)
+    name = names.kv_secret_name(fleet.name, placement.uid, slot)
     data = {names.KV_KEY: b64encode(key.encode()).decode()}
     return owned_object("v1", "Secret", name, labels, fleet, placement, type="Opaque", data=data)
+
+
+def kv_order(
+    fleet: InferenceFleet,
+    placement: Placement,
+    files: Iterable[str],
+    annotations: dict[str, str],
+) -> JsonObject:
+    """The ConfigMap that says which keys count; `files`: the first signs, all are accepted."""
+    labels = names.fleet_labels(fleet.name, names.ENGINE_APP)
+    name = names.kv_secret_name(fleet.name, placement.uid)
+    data = {names.KV_ORDER: "".join(f"{file}\n" for file in files)}
+    found = owned_object("v1", "ConfigMap", name, labels, fleet, placement, data=data)
+    found["metadata"]["annotations"] = annotations
+    return found
 
 
 def _service_account(fleet: InferenceFleet, placement: Placement) -> JsonObject:

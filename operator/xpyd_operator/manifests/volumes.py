@@ -68,14 +68,34 @@ def common_volumes(fleet: InferenceFleet, uid: str) -> list[JsonObject]:
     if fleet.spec.kv_transfer.insecure:
         return found
     ref = fleet.spec.kv_transfer.key_secret_ref
-    name = names.kv_secret_name(fleet.name, uid) if ref is None else ref.name
-    key = names.KV_KEY if ref is None else ref.key
+    if ref is None:
+        return [*found, {"name": "xpyd-kv", "projected": _own_keys(fleet, uid)}]
     secret = {
-        "secretName": name,
+        "secretName": ref.name,
         "defaultMode": _OWNER_AND_GROUP_READ,
-        "items": [{"key": key, "path": names.KV_KEY}],
+        "items": [{"key": ref.key, "path": names.KV_KEY}],
     }
     return [*found, {"name": "xpyd-kv", "secret": secret}]
+
+
+def _own_keys(fleet: InferenceFleet, uid: str) -> JsonObject:
+    """Both Secrets that may have the fleet's key, of which one is missing but for a rotation, and
+    the ConfigMap, which comes after the first key: pods wait for it."""
+    sources: list[JsonObject] = [
+        {
+            "secret": {
+                "name": names.kv_secret_name(fleet.name, uid, slot),
+                "optional": True,
+                "items": [{"key": names.KV_KEY, "path": slot}],
+            }
+        }
+        for slot in names.KEY_SLOTS
+    ]
+    order = {
+        "name": names.kv_secret_name(fleet.name, uid),
+        "items": [{"key": names.KV_ORDER, "path": names.KV_ORDER}],
+    }
+    return {"defaultMode": _OWNER_AND_GROUP_READ, "sources": [*sources, {"configMap": order}]}
 
 
 def common_mounts(fleet: InferenceFleet) -> list[JsonObject]:

@@ -1,7 +1,8 @@
 """The conditions of a fleet, and the row of counts for each pool that they are made from.
 
-All are always present, but ModelReady, which a fleet has whose model a Job downloads; all but
-Degraded and Drifted are good when they are True.
+All are always present, but ModelReady, which a fleet has whose model a Job downloads, and
+KeyRotated, which one has whose key somebody asked to rotate; all but Degraded and Drifted are good
+when they are True.
 
 Ready: every pool has its instances of the newest revision ready, and so has the router.
 Available: a request can be answered now. Progressing: something still moves; the reason says why it
@@ -35,6 +36,7 @@ from xpyd_operator.status.children import (
 from xpyd_operator.status.crashes import RECREATED
 from xpyd_operator.status.models import ModelState
 from xpyd_operator.status.problems import Problem
+from xpyd_operator.status.rotation import KeyVerdict
 from xpyd_operator.status.verified import NO_PAIRS, NOT_LOOKED, KvVerdict
 
 ROLES = ("Prefill", "Decode", "Aggregated")
@@ -183,6 +185,7 @@ def conditions(
     kv: KvVerdict = NOT_LOOKED,
     has_pair: bool | None = None,
     model: ModelState | None = None,
+    key: KeyVerdict | None = None,
 ) -> list[dict[str, Any]]:
     """`before`: the whole status before; a condition keeps its time while its status stays.
 
@@ -190,7 +193,8 @@ def conditions(
     shows them where nothing is wrong. `decode_alone`: Decode instances serve alone where there
     is no Prefill instance. `kv`: what the routers' counts say of the KV (see `verified`).
     `has_pair`: whether a router has instances that can serve a request; None: none has said.
-    `model`: the download of its model; None: no Job downloads it.
+    `model`: the download of its model; None: no Job downloads it. `key`: how far the rotation of
+    the fleet's key is; None: nobody asked for one.
     """
     fleet = _Fleet(pools, problems, stopping, before, notices, decode_alone, has_pair)
     verdicts = {
@@ -205,6 +209,8 @@ def conditions(
     }
     if model is not None:
         verdicts["ModelReady"] = _Verdict(model.is_ready, model.reason, model.message)
+    if key is not None:
+        verdicts["KeyRotated"] = _Verdict(key.status, key.reason, key.message)
     return _written(verdicts, before, now, generation)
 
 

@@ -48,6 +48,7 @@ from xpyd_operator.status.conditions import (
 from xpyd_operator.status.crashes import RECREATED
 from xpyd_operator.status.models import ModelState
 from xpyd_operator.status.problems import Problem, in_order
+from xpyd_operator.status.rotation import KeyVerdict
 from xpyd_operator.status.verified import NOT_LOOKED, KvVerdict
 
 _HOST_PATH = (
@@ -75,6 +76,7 @@ def fleet_status(
     kv: KvVerdict = NOT_LOOKED,
     has_pair: bool | None = None,
     model: ModelState | None = None,
+    key: KeyVerdict | None = None,
 ) -> dict[str, Any]:
     """The fleet's whole status; to be put in place of the one before, not merged into it.
 
@@ -82,7 +84,8 @@ def fleet_status(
     has, a missing API). `before`: the status that the fleet has. `now`: RFC 3339. `generation`: of
     the document. `key_secret`: "" while there is none. `kv`: what routers' counts say of the KV.
     `has_pair`: whether a router has instances that can serve a request; None: none has said.
-    `model`: the download of its model; None: no Job downloads it.
+    `model`: the download of its model; None: no Job downloads it. `key`: how far the rotation of
+    the fleet's key is; None: nobody asked for one.
     """
     rows = pool_rows(want, seen, children)
     port = fleet.spec.router.service.port
@@ -99,6 +102,7 @@ def fleet_status(
             kv=kv,
             has_pair=has_pair,
             model=model,
+            key=key,
             before=before or {},
             now=now,
             generation=generation,
@@ -377,6 +381,7 @@ def _states(before: Raw, after: Raw) -> list[EventText]:
     if _status(after, kv) == "False" and _status(before, kv) != "False":
         words = f"{text(condition_of(after, kv), 'reason')}: {_message(after, kv)}"
         found.append(EventText("Warning", "KVNotVerified", words))
+    found += _rotation(before, after)
     if _has_lost(before, after):
         found.append(EventText("Warning", "Recovering", _message(after, "Ready")))
     if _status(before, "Available") == "True" and _status(after, "Available") == "False":
@@ -384,6 +389,17 @@ def _states(before: Raw, after: Raw) -> list[EventText]:
     if _status(after, "Ready") == "True" and _status(before, "Ready") != "True":
         found += _became_ready(before, after)
     return found
+
+
+def _rotation(before: Raw, after: Raw) -> list[EventText]:
+    """The begin and the end of a rotation of the key, and what stops one."""
+    found, earlier = condition_of(after, "KeyRotated"), condition_of(before, "KeyRotated")
+    reason, message = text(found, "reason"), text(found, "message")
+    if reason in ("", "Switching", "Removing", text(earlier, "reason")):
+        return []
+    if reason in ("Adding", "Done"):
+        return [EventText("Normal", f"KeyRotation{reason}", message)]
+    return [EventText("Warning", "KeyRotationBlocked", message)]
 
 
 def _has_lost(before: Raw, after: Raw) -> bool:

@@ -246,6 +246,9 @@ def _needs(spec: Raw) -> list[str]:
         ):
             if name := text(volume, kind, key):
                 found.append(f"{called} {name}")
+        # Only the fleet's key comes so; its Secrets are optional.
+        maps = (text(s, "configMap", "name") for s in rows(volume, "projected", "sources"))
+        found += [f"ConfigMap {name}" for name in maps if name]
     found += [f"ResourceClaim {text(c, 'name')}" for c in rows(spec, "resourceClaims")]
     return [*found, "the pod's network"]
 

@@ -1,4 +1,5 @@
-"""`xpyd key`: makes keys of clients, for the file of `xpyd router --api-key-file`."""
+"""`xpyd key`: makes keys of clients, for the file of `xpyd router --api-key-file`, and has the
+operator rotate the key of a fleet in a cluster."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ import fcntl
 import getpass
 import json
 import os
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from xpyd_core.cli import Command
@@ -20,7 +23,11 @@ _EPILOG = """examples:
   xpyd key new team-a                                  the key, once, and its line
   xpyd key new team-a --requests 8 --weight 2 --append keys.txt
   xpyd key new alice --chosen < key.txt                the line of a key that alice chose
-  xpyd router --kv-key-file kv.key --api-key-file keys.txt"""
+  xpyd router --kv-key-file kv.key --api-key-file keys.txt
+  xpyd key rotate chat -n llm                          a new key for the engines of a fleet"""
+ROTATE = "xpyd.dev/rotate-key"
+"""The annotation of a fleet that asks for another key: any new text does."""
+_KUBECTL_S = 60.0
 _HELP = {
     "requests": "its requests in flight",
     "tokens": "its tokens in flight, of prompts and allowed outputs",
@@ -45,6 +52,15 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     new.add_argument("--append", type=Path, metavar="FILE", help="add the line to this file")
     new.add_argument("--output", "-o", choices=("text", "json"), default="text")
+    new.set_defaults(act=_new)
+    rotate = commands.add_parser(
+        "rotate",
+        help="have the operator replace the key by which a fleet's engines know each other",
+    )
+    rotate.add_argument("fleet", metavar="FLEET", help="an InferenceFleet; kubectl must reach it")
+    rotate.add_argument("--namespace", "-n", metavar="NAME", help="default: kubectl's own")
+    rotate.add_argument("--context", metavar="NAME", help="kubectl's context")
+    rotate.set_defaults(act=_rotate)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -88,6 +104,33 @@ def _chosen() -> str:
 
 
 def _run(args: argparse.Namespace) -> int:
+    status: int = args.act(args)
+    return status
+
+
+def _rotate(args: argparse.Namespace) -> int:
+    """Only asks: the operator does it, and the fleet's condition KeyRotated says how far it is."""
+    place = [f"--namespace={args.namespace}"] if args.namespace else []
+    place += [f"--context={args.context}"] if args.context else []
+    fleet, wish = f"inferencefleet.xpyd.dev/{args.fleet}", f"{time.time_ns() // 1_000_000}"
+    argv = ["kubectl", *place, "annotate", "--overwrite", fleet, f"{ROTATE}={wish}"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_KUBECTL_S, check=False)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"kubectl is not in PATH; annotate the fleet by other means: {ROTATE}={wish}"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"kubectl did not answer within {_KUBECTL_S:g} s") from error
+    if done.returncode != 0:
+        raise UserError(f"kubectl annotate: {done.stderr.strip() or done.returncode}")
+    wait = " ".join(["kubectl", *place, "get", f"fleet/{args.fleet}"])
+    query = """'{.status.conditions[?(@.type=="KeyRotated")].message}'"""
+    sys.stdout.write(f"asked; how far it is: {wait} -o jsonpath={query}\n")
+    return 0
+
+
+def _new(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name.replace("-", "_")) for name in OPTIONS}
     options = {name: value for name, value in given.items() if value is not None}
     if not options and args.append is not None and args.append.exists():
@@ -109,7 +152,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 command = Command(
-    help="make keys of clients, for xpyd router --api-key-file",
+    help="make keys of clients, or rotate the key of a fleet",
     configure=_configure,
     run=_run,
     epilog=_EPILOG,

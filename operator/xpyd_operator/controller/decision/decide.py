@@ -36,7 +36,7 @@ from xpyd_operator.controller.decision.state import (
     SUPPORT,
     AppliedVersion,
     Apply,
-    CreateKey,
+    DeleteKey,
     DeleteObject,
     FleetState,
     ObjectRef,
@@ -222,17 +222,21 @@ class _Decision:
         """The decision."""
         state = self._state
         made = plan(self._want, self._seen, 0.0)
-        support = support_objects(self._fleet, state.placement)
-        first: list[Write] = [CreateKey()] if state.wants_key else []
-        first += self._applied(filter(self._is_missing, support) if self._held else support)
+        keys, order = state.key_changes
+        support = (*support_objects(self._fleet, state.placement), *order)
+        first: list[Write] = list(
+            self._applied(filter(self._is_missing, support) if self._held else support)
+        )
         first += self._pools()
         second: list[Write] = list(self._newest(made))
         scales, removals = _from_plan(made, self._rendered, self._workloads)
         leftovers = () if state.is_held else self._leftovers(support)
         last: list[Write] = [*removals, *(w for w in leftovers if w.kind == JOB or not self._held)]
         second += self._additions_removed((*first, *second))
-        stages, contested = _uncontested(state, (first, (*second, *scales), last))
+        stages, contested = _uncontested(state, (keys, first, (*second, *scales), last))
         recheck = None if made.recheck_after is None else _UNSETTLED_RECHECK_S
+        if state.rotation is not None and state.rotation.order.is_moving:
+            recheck = _UNSETTLED_RECHECK_S
         if state.taken or contested:
             recheck = min(recheck or _TAKEN_RECHECK_S, _TAKEN_RECHECK_S)
         return Turn(
@@ -240,6 +244,7 @@ class _Decision:
             (*self._problems, *contested),
             self._compared,
             recheck_after=recheck,
+            again=any(isinstance(one, DeleteKey) or one.anew for one in keys),
         )
 
     def _is_missing(self, obj: Obj) -> bool:

@@ -17,6 +17,8 @@ from xpyd_operator.controller.decision.kinds import Obj
 from xpyd_operator.controller.decision.state import (
     WITHOUT,
     AppliedVersion,
+    CreateKey,
+    DeleteKey,
     Effect,
     ObjectRef,
     ParsedDocument,
@@ -24,7 +26,7 @@ from xpyd_operator.controller.decision.state import (
     effect_of,
     read,
 )
-from xpyd_operator.manifests.names import Settings, kv_secret_name
+from xpyd_operator.manifests.names import KV_FOLDER, Settings
 from xpyd_operator.status.children import Raw, rows, text
 from xpyd_operator.status.fleet import EventText
 from xpyd_operator.status.problems import SeenState, first_seen
@@ -151,6 +153,10 @@ class FleetHistory:
         self._pods_seen: dict[str, SeenState] | None = None
         """Of the last look at the pods, None: there was none."""
         self._key_tried_at: float | None = None
+        self.made_keys: Mapping[str, str] = {}
+        """Ids of the KV keys that were made, by slot."""
+        self.deleted_key = ""
+        """The slot whose Secret was deleted last."""
         self._turns_moved = 0
 
     def read(self, document: Obj, settings: Settings) -> ParsedDocument:
@@ -163,6 +169,7 @@ class FleetHistory:
                 self.settled.clear()
                 self._pods_seen = None
                 self._key_tried_at = None
+                self.made_keys, self.deleted_key = {}, ""
             self._parsed = (uid, generation, read(document, settings))
         return self._parsed[2]
 
@@ -227,28 +234,36 @@ class FleetHistory:
             e: item for e, item in self._contests.items() if now - item[0] < 2 * _bound(e)[1]
         }
 
-    def tried_key(self, now: float) -> None:
-        """The KV key's Secret was made, or was there."""
-        self._key_tried_at = now
+    def changed_key(
+        self, write: CreateKey | DeleteKey, now: float, made: Mapping[str, str]
+    ) -> None:
+        """A KV key's Secret was made, or was there, or was deleted. `made`: ids by slot."""
+        self.made_keys = {**self.made_keys, **made}
+        if isinstance(write, DeleteKey):
+            self.deleted_key = write.slot
+            self.made_keys = {s: i for s, i in self.made_keys.items() if s != write.slot}
+        else:
+            self.deleted_key = ""
+            self._key_tried_at = now
 
     def has_key(self, status: Mapping[str, Any], own: str) -> bool:
         """Whether the KV key's Secret, `own`, was made once."""
         return self._key_tried_at is not None or status.get("kvKeySecret") == own
 
     def wants_key(
-        self, parsed: ParsedDocument, uid: str, status: Mapping[str, Any], now: float
+        self, parsed: ParsedDocument, own: str, status: Mapping[str, Any], now: float
     ) -> bool:
-        """Whether to try to create it: at first, and when pods cannot mount their volumes."""
+        """Whether to try to create it: at first, and when pods cannot start without it."""
         if parsed.fleet is None or not parsed.fleet.spec.kv_transfer.has_own_key:
             return False
-        own = kv_secret_name(parsed.fleet.name, uid)
         if not self.has_key(status, own):
             return True
         if self._key_tried_at is not None and now - self._key_tried_at < KEY_RETRY_S:
             return False
         # A condition's reason names only the first problem; its message has all of them.
-        waits = f"Secret {own}"
+        waits = (f"ConfigMap {own}", f"KV key file {KV_FOLDER}/")
         return any(
-            condition.get("reason") == "VolumesNotMounted" or waits in text(condition, "message")
+            condition.get("reason") == "VolumesNotMounted"
+            or any(sign in text(condition, "message") for sign in waits)
             for condition in rows(status, "conditions")
         )

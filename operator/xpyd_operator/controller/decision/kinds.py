@@ -73,6 +73,7 @@ NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"
 INGRESS = Kind("networking.k8s.io/v1", "Ingress", "ingresses")
 HTTP_ROUTE = Kind("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes", optional=True)
 JOB = Kind("batch/v1", "Job", "jobs")
+CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
 LEADER_WORKER_SET = Kind(
     "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "leaderworkersets", optional=True
 )
@@ -94,6 +95,7 @@ WATCHED = (
     INGRESS,
     HTTP_ROUTE,
     JOB,
+    CONFIG_MAP,
     LEADER_WORKER_SET,
     CLAIM_TEMPLATE,
 )

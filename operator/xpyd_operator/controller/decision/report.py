@@ -18,8 +18,8 @@ from xpyd_operator.controller.decision.state import (
     Write,
     describe,
     pool_of,
+    signing_secret,
 )
-from xpyd_operator.manifests.names import kv_secret_name
 from xpyd_operator.plan.fleet import pools_wanted
 from xpyd_operator.status.children import is_leaving, rows, text
 from xpyd_operator.status.conditions import INVALID, INVALID_TEMPLATE
@@ -107,7 +107,7 @@ def _obeyed(
         return status, {}
     want = replace(parsed.want, stopping=is_leaving(state.document))
     kv = parsed.fleet.spec.kv_transfer
-    own_secret = kv_secret_name(parsed.fleet.name, state.uid) if has_key else ""
+    own_secret = signing_secret(state.document, state.children) if has_key else ""
     theirs = kv.key_secret_ref.name if kv.key_secret_ref else ""
     status = fleet_status(
         parsed.fleet,
@@ -123,6 +123,7 @@ def _obeyed(
         kv=state.kv,
         has_pair=state.has_pair,
         model=state.model,
+        key=None if state.rotation is None else state.rotation.verdict,
     )
     return status, pool_statuses(parsed.fleet, want=want, seen=seen, children=children)
 

@@ -16,6 +16,7 @@ from functools import cached_property
 from xpyd_core.errors import UserError
 from xpyd_operator.controller.decision.kinds import (
     BUDGET,
+    CONFIG_MAP,
     DEPLOYMENT,
     HTTP_ROUTE,
     INGRESS,
@@ -33,12 +34,17 @@ from xpyd_operator.controller.decision.kinds import (
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import parse_object
 from xpyd_operator.manifests.names import (
+    ANNOTATION_ROTATE,
+    KEY_SLOTS,
+    KV_KEY,
     LABEL_POOL,
     LABEL_REVISION,
     Placement,
     Settings,
+    kv_secret_name,
     model_job_name,
 )
+from xpyd_operator.manifests.objects import kv_order
 from xpyd_operator.manifests.refusals import (
     engine_args_problems,
     router_args_problems,
@@ -57,10 +63,20 @@ from xpyd_operator.status.children import (
     fleet_seen,
     is_leaving,
     rows,
+    short,
     text,
 )
 from xpyd_operator.status.models import DownloadProgress, ModelState, model_state
 from xpyd_operator.status.problems import is_overdue
+from xpyd_operator.status.rotation import (
+    KeyOrder,
+    Rotation,
+    RouterKeys,
+    not_ours,
+    progress,
+    read_order,
+    rotate,
+)
 from xpyd_operator.status.verified import NOT_LOOKED, KvVerdict
 
 
@@ -112,7 +128,18 @@ class RemoveFields:
 
 @dataclass(frozen=True)
 class CreateKey:
-    """Create the fleet's KV key, unless its Secret exists."""
+    """Create the fleet's KV key of this slot, unless its Secret exists. `anew`: one that exists is
+    of a rotation that ended with the process which began it, and goes."""
+
+    slot: str = KV_KEY
+    anew: bool = False
+
+
+@dataclass(frozen=True)
+class DeleteKey:
+    """Delete the Secret of this slot, which no pod uses any more."""
+
+    slot: str
 
 
 @dataclass(frozen=True)
@@ -123,7 +150,7 @@ class SetFinalizers:
     resource_version: str
 
 
-Write = Apply | Scale | RemoveFields | DeleteObject | CreateKey | SetFinalizers
+Write = Apply | Scale | RemoveFields | DeleteObject | CreateKey | DeleteKey | SetFinalizers
 
 Effect = tuple[Kind, str, str]
 """Kind and name of an object, and what became of it."""
@@ -168,8 +195,10 @@ def describe(write: Write) -> str:
             return f"delete {kind.name} {name}"
         case RemoveFields(kind, name, fields=fields):
             return f"remove from {kind.name} {name}: {', '.join(fields)}"
-        case CreateKey():
-            return "create the Secret with the KV key"
+        case CreateKey(slot):
+            return f"create the Secret with the KV key ({slot})"
+        case DeleteKey(slot):
+            return f"delete the Secret with the old KV key ({slot})"
         case SetFinalizers(finalizers):
             return f"set finalizers {list(finalizers)}"
 
@@ -177,7 +206,16 @@ def describe(write: Write) -> str:
 ObjectRef = tuple[Kind, str]
 """Kind and name of an object in the fleet's namespace."""
 
-SUPPORT = (SERVICE, SERVICE_ACCOUNT, BUDGET, NETWORK_POLICY, INGRESS, HTTP_ROUTE, JOB)
+SUPPORT = (
+    SERVICE,
+    SERVICE_ACCOUNT,
+    BUDGET,
+    NETWORK_POLICY,
+    INGRESS,
+    HTTP_ROUTE,
+    JOB,
+    CONFIG_MAP,
+)
 """Kinds of the support objects."""
 
 
@@ -236,6 +274,12 @@ class FleetState:
     """What the routers' counts say of the fleet's KV."""
     has_pair: bool | None = None
     """Whether a router has instances that can serve a request; None: none has said."""
+    keys: Mapping[str, RouterKeys] = field(default_factory=dict[str, RouterKeys])
+    """What each router says of keys, by its pod."""
+    made_keys: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The ids of keys that this process made, by slot."""
+    deleted_key: str = ""
+    """The slot whose Secret it deleted last."""
     progress: DownloadProgress | None = None
     """How far the pod of the Job is that downloads the model, as it says."""
 
@@ -321,6 +365,43 @@ class FleetState:
         job = next((job for job in self._own(JOB) if text(job, "metadata", "name") == name), None)
         return model_state(job, self.own.pods, self.progress, self.ages)
 
+    @cached_property
+    def rotation(self) -> Rotation | None:
+        """What is due for the fleet's key; None: it has none of the operator's."""
+        fleet, asked = self.parsed.fleet, asked_rotation(self.document)
+        if fleet is None:
+            return None
+        if not fleet.spec.kv_transfer.has_own_key:
+            insecure = fleet.spec.kv_transfer.insecure
+            return Rotation(KeyOrder(), verdict=not_ours(insecure=insecure)) if asked else None
+        order = key_order(self.document, self.children)
+        found = progress(order, self.own.pods, self.keys)
+        return rotate(
+            order,
+            asked=asked,
+            made=self.made_keys,
+            deleted=self.deleted_key,
+            found=found,
+            now=self.now,
+        )
+
+    @property
+    def key_changes(self) -> tuple[tuple[CreateKey | DeleteKey, ...], tuple[Obj, ...]]:
+        """Secrets with keys to make or to delete first, and the ConfigMap with their order. A
+        rotation waits while the document is held back."""
+        fleet, rotation = self.parsed.fleet, self.rotation
+        if fleet is None or rotation is None or not fleet.spec.kv_transfer.has_own_key:
+            return (), ()
+        order = rotation.order
+        writes: list[CreateKey | DeleteKey] = []
+        if self.wants_key:
+            writes.append(CreateKey(order.files[0]))
+        if rotation.create and not self.holds_back:
+            writes.append(CreateKey(rotation.create, anew=True))
+        if rotation.delete and not self.holds_back:
+            writes.append(DeleteKey(rotation.delete))
+        return tuple(writes), (kv_order(fleet, self.placement, order.files, order.annotations),)
+
     @property
     def waits_for_model(self) -> bool:
         """Whether engines of the document's model cannot start yet."""
@@ -329,6 +410,28 @@ class FleetState:
     def _own(self, kind: Kind) -> tuple[Obj, ...]:
         found = self.children.get(kind, {}).values()
         return tuple(obj for obj in found if controller_of(obj) in (None, self.uid))
+
+
+def asked_rotation(document: Obj) -> str:
+    """The document's wish for another key."""
+    return short(text(document, "metadata", "annotations", ANNOTATION_ROTATE))
+
+
+def key_order(document: Obj, children: Mapping[Kind, Mapping[str, Obj]]) -> KeyOrder:
+    """The order of the fleet's keys as the cluster has it."""
+    metadata = document["metadata"]
+    first, second = (kv_secret_name(metadata["name"], metadata["uid"], s) for s in KEY_SLOTS)
+    found = children.get(CONFIG_MAP, {}).get(first)
+    if found is not None and controller_of(found) != metadata["uid"]:
+        found = None
+    is_second = text(document, "status", "kvKeySecret") == second
+    return read_order(found, secret_is_second=is_second, asked=asked_rotation(document))
+
+
+def signing_secret(document: Obj, children: Mapping[Kind, Mapping[str, Obj]]) -> str:
+    """The name of the operator's Secret with the key that signs."""
+    metadata, order = document["metadata"], key_order(document, children)
+    return kv_secret_name(metadata["name"], metadata["uid"], order.files[0])
 
 
 def _running(seen: FleetSeen) -> dict[str, tuple[str, int]]:
