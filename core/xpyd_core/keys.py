@@ -10,7 +10,7 @@ has which. A key never appears in a log line or an error.
 A fleet without a secret (--kv-insecure) signs with the empty key, which no file can hold: it speaks
 the same protocol, and never with a fleet that has a secret.
 
-See docs/adr/0025 and 0088.
+See docs/adr/0025 and docs/adr/0088.
 """
 
 from __future__ import annotations

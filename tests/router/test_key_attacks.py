@@ -399,9 +399,7 @@ async def test_a_file_that_is_being_written_revokes_nobody(
     ring.take(parse_keys(line_of("a", KEY, {}), "keys"))
     owner = ring.find([(b"x-api-key", KEY.encode())])
     assert isinstance(owner, Client)
-    work = asyncio.create_task(
-        watch.KeyWatch(ring, watch.KeyTable(), path=tmp_path / "keys").run()
-    )
+    work = asyncio.create_task(watch.KeyWatch(ring, watch.KeyTable(), path=tmp_path / "keys").run())
     await until(lambda: len(ring.names) == 2)
     work.cancel()
     assert not owner.is_gone, "the empty file was not taken"
@@ -418,4 +416,3 @@ def test_metrics_of_many_names_are_bounded_and_of_those_that_come_again_go_on() 
     assert text.count("xpyd_router_key_requests_total{") <= MAX_SHOWN + 2
     assert f'xpyd_router_key_requests_total{{key="other",status="200"}} {MAX_NAMES}' in text
     assert 'xpyd_router_key_output_tokens_total{key="k0"} 5' in text
-

@@ -8,7 +8,7 @@ that starts anew goes on with it. A step is over when each pod says, through the
 has what the ConfigMap says: all accept the new key, all sign with it, none accepts the old one.
 Until then both keys are good, and a pod that does not follow holds up the rotation alone.
 
-See docs/adr/0088 and 0089.
+See docs/adr/0088 and docs/adr/0089.
 """
 
 from __future__ import annotations
