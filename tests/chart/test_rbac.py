@@ -51,7 +51,7 @@ def test_the_operator_may_do_what_its_kinds_need_and_no_more(helm: Helm) -> None
     expected[FLEET.group, f"{FLEET.plural}/finalizers"] = {"update"}
     expected[POOL.group, f"{POOL.plural}/status"] = {"patch"}
     expected[POD.group, POD.plural] = READ
-    expected[SECRET.group, SECRET.plural] = {"create"}
+    expected[SECRET.group, SECRET.plural] = {"create", "delete"}
     expected[EVENT.group, EVENT.plural] = {"create"}
     given = {(group, resource): _verbs(rights, group, resource) for group, resource, _ in rights}
     assert given == expected
@@ -60,7 +60,7 @@ def test_the_operator_may_do_what_its_kinds_need_and_no_more(helm: Helm) -> None
 @pytest.mark.parametrize("values", MODES)
 def test_nobody_reads_a_secret(helm: Helm, values: dict[str, Any]) -> None:
     for role in of_kind(helm.render(values), *ROLES):
-        assert _verbs(_rights(role), "", "secrets") <= {"create"}
+        assert _verbs(_rights(role), "", "secrets") <= {"create", "delete"}
 
 
 def test_named_namespaces_leave_no_right_to_anything_elsewhere(helm: Helm) -> None:
