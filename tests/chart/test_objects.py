@@ -244,7 +244,7 @@ def test_helm_test_asks_the_operator_and_the_named_fleet(helm: Helm) -> None:
         ({}, []),
         ({"test": {"fleet": "chat"}}, ["--fleet=http://chat-router.xpyd-system.svc:10001"]),
         (
-            {"test": {"fleet": "chat", "tls": True}},
+            {"test": {"fleet": "chat", "scheme": "https"}},
             ["--fleet=https://chat-router.xpyd-system.svc:10001"],
         ),
         (EVERYTHING, ["--fleet=http://chat-router.serving.svc:80"]),

@@ -28,7 +28,7 @@ KINDS = {
     "Progressing",
     "Available",
 }
-KINDS |= {"CapacityAvailable"}
+KINDS |= {"CapacityAvailable", "KeyRotated"}
 PULLS = {"RegistryUnavailable", "SignatureValidationFailed"}
 """Kubelet's names of what is told as ImagePullBackOff."""
 
