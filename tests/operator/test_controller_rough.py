@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from copy import deepcopy
 from typing import Any
 
@@ -18,9 +19,11 @@ from tests.operator.kube_operating import (
     run,
     still,
 )
+from xpyd_core.keys import key_ids
 from xpyd_operator.controller import main
 from xpyd_operator.controller.decision.kinds import (
     CLAIM_TEMPLATE,
+    CONFIG_MAP,
     DEPLOYMENT,
     FLEET,
     LEADER_WORKER_SET,
@@ -28,7 +31,12 @@ from xpyd_operator.controller.decision.kinds import (
     POOL,
     SECRET,
 )
-from xpyd_operator.manifests.names import kv_secret_name
+from xpyd_operator.manifests.names import (
+    ANNOTATION_KEY_ID,
+    ANNOTATION_ROTATE,
+    KEY_SLOTS,
+    kv_secret_name,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
 
@@ -84,6 +92,51 @@ def test_a_fleet_that_gives_up_its_own_key_or_to_have_none_gets_one(
             assert document is not None
             name = kv_secret_name("chat", document["metadata"]["uid"])
             assert [secret["metadata"]["name"] for secret in api.all(SECRET)] == [name]
+
+    run(test)
+
+
+def test_a_wish_for_another_key_makes_a_second_secret_whatever_an_earlier_operator_left() -> None:
+    """No router answers here, so the rotation waits: what follows, tests/cluster shows."""
+
+    async def test(api: FakeApi) -> None:
+        api.add(fleet())
+        async with fleet_ready(api):
+            document = api.get(FLEET, "ns", "chat")
+            assert document is not None
+            uid = document["metadata"]["uid"]
+            name = kv_secret_name("chat", uid, KEY_SLOTS[1])
+            (first,) = api.all(SECRET)
+            left = deepcopy(first)
+            left["metadata"] = {"name": name, "namespace": "ns"}
+            api.add(left)
+            wish = {"metadata": {"annotations": {ANNOTATION_ROTATE: "now"}}}
+            api.change(FLEET, "ns", "chat", wish)
+
+            def is_adding() -> bool:
+                found = condition(api, "KeyRotated")
+                waits = "pods accept the new key; waits for" in found.get("message", "")
+                return waits and found["reason"] == "Adding"
+
+            await until(is_adding, what="the key is being added")
+            order = api.get(CONFIG_MAP, "ns", kv_secret_name("chat", uid))
+            made = api.get(SECRET, "ns", name)
+            assert made is not None
+            assert order is not None
+            assert order["data"] == {"key.order": "key\nkey-b\n"}
+            assert made["data"] != left["data"]
+            key = b64decode(made["data"]["key"])
+            assert order["metadata"]["annotations"][ANNOTATION_KEY_ID] == key_ids([key])[0]
+            api.drop(CONFIG_MAP, "ns", kv_secret_name("chat", uid))
+
+            def is_back() -> bool:
+                found = api.get(CONFIG_MAP, "ns", kv_secret_name("chat", uid))
+                return found is not None and found["data"] == {"key.order": "key\n"}
+
+            await until(is_back, what="the lost ConfigMap is there, with the key that signs")
+            document = api.get(FLEET, "ns", "chat")
+            assert document is not None
+            assert document["status"]["kvKeySecret"] == first["metadata"]["name"]
 
     run(test)
 

@@ -44,7 +44,7 @@ _POOLS_READY_S = 1.0
 _FIRST_POOLS_S = 30.0
 """A new fleet's pools get their first status when the fleet is ready, or after this time."""
 
-_URGENT_CONDITIONS = ("Ready", "Available", "Degraded")
+_URGENT_CONDITIONS = ("Ready", "Available", "Degraded", "KeyRotated")
 _REPEAT_S = 60.0
 _MOST_EVENTS = 20
 """Events of one fleet within _REPEAT_S."""
