@@ -62,7 +62,8 @@ class KvTransfer(ApiModel):
     on_failure: Literal["Recompute", "Fail"] = "Recompute"
     """What happens to a request whose KV does not arrive."""
     key_secret_ref: KvKeyRef | None = None
-    """Secret with the key by which engines know each other; none: the operator creates one."""
+    """Secret with the key by which engines know each other; none: the operator creates one,
+    and replaces it when asked (annotation xpyd.dev/rotate-key)."""
     insecure: bool = False
     """No key: anyone who reaches an engine's KV port may read and write KV."""
 
