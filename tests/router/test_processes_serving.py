@@ -16,6 +16,7 @@ import pytest
 
 from tests.router.fakes import Call, HttpEngine, serve_model, until
 from tests.router.several import Client, Several, children, routed, several, when
+from xpyd_core.keys import key_ids
 from xpyd_router.admission import AdmissionLimits
 from xpyd_router.keys.lines import line_of, new_key
 
@@ -360,6 +361,22 @@ async def test_client_keys_and_their_limits_are_the_whole_routers(tmp_path: Path
         for client in clients:
             await when(lambda c=client: has_no_key(c))
         assert await third.status() == 200
+
+
+async def test_each_worker_follows_the_file_of_the_fleets_keys(tmp_path: Path) -> None:
+    file = tmp_path / "kv.key"
+    file.write_text("o" * 32)
+    async with several(2, kv_insecure=False, kv_key_file=file) as made:
+        clients = await made.clients()
+
+        async def has(client: Client, *keys: bytes) -> bool:
+            return (await client.get("/instances"))["key_ids"] == list(key_ids(keys))
+
+        for client in clients:
+            assert await has(client, b"o" * 32)
+        file.write_text(f"{'n' * 32}\n{'o' * 32}")
+        for client in clients:
+            await when(lambda c=client: has(c, b"n" * 32, b"o" * 32))
 
 
 async def has_no_key(client: Client) -> bool:
