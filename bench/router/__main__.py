@@ -56,7 +56,8 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         try:
             _allow_files()
-            found = measure(plan, programs(), Path(folder), say)
+            is_tls = any(row.is_tls for row in plan.rows)
+            found = measure(plan, programs(tls=is_tls), Path(folder), say)
             shares: list[dict[str, Any]] = []
             for processes in SHARES_PROCESSES if options.shares else ():
                 one = measure_shares(Path(folder), plan.python.path, SHARES_S, processes)
@@ -144,7 +145,11 @@ def _plan(options: argparse.Namespace, left_out: dict[str, str]) -> Plan:
             say(f"{name} is left out: {why}")
             left_out[name] = why
     return Plan(
-        rows=[ROWS[name] for name in names if name not in left_out],
+        rows=[
+            ROWS[name] if is_whole else replace(ROWS[name], cases=())
+            for name in names
+            if name not in left_out
+        ],
         cases=cases,
         rounds=1 if options.quick else options.rounds,
         duels=0 if options.quick else options.duels,

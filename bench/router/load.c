@@ -9,12 +9,18 @@
 // and tokens that come between them count. The last line is JSON. An answer is an error unless it
 // is a 200 with as many of the mock engine's stamps as asked (a whole answer has one) and, streamed,
 // [DONE] as its end; a connection that had an error is not used again. XPYD_API_KEY, if it is set,
-// is sent as the client's key.
+// is sent as the client's key. Compiled with TLS (and -lssl -lcrypto) it speaks TLS, and takes any
+// certificate.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdint.h>
 #include <sys/uio.h>
 #include <unistd.h>
+
+#ifdef TLS
+#include <openssl/err.h>
+#include <openssl/ssl.h>
+#endif
 
 #include "response.h"
 
@@ -33,6 +39,9 @@ struct connection {
   char *own;  // the request up to the prompt's number; the rest is common to all
   size_t unsent;
   long sent_ns;
+#ifdef TLS
+  SSL *tls;
+#endif
 };
 
 static int poll_fd, port, is_stream, live;
@@ -86,7 +95,74 @@ static void dial(struct connection *c) {
   watch(poll_fd, EPOLL_CTL_ADD, c->fd, 1, c);
 }
 
+#ifdef TLS
+static SSL_CTX *tls_context;
+
+static void make_context(void) {
+  tls_context = SSL_CTX_new(TLS_client_method());
+  must(tls_context != NULL, "OpenSSL");
+  SSL_CTX_set_mode(tls_context, SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER);
+}
+
+// 1: done, 0: when the server has said more, -1: failed.
+static int shake_hands(struct connection *c) {
+  if (!c->tls) {
+    c->tls = SSL_new(tls_context);
+    SSL_set_fd(c->tls, c->fd);
+  }
+  int got = SSL_connect(c->tls), why = SSL_get_error(c->tls, got);
+  ERR_clear_error();
+  if (got == 1) return 1;
+  if (why != SSL_ERROR_WANT_READ) return -1;
+  if (c->is_blocked) watch(poll_fd, EPOLL_CTL_MOD, c->fd, c->is_blocked = 0, c);
+  return 0;
+}
+
+static int is_shaking(struct connection *c) { return c->tls && !c->is_connected; }
+
+// As recv, of one record.
+static ssize_t take(struct connection *c, char *buffer, size_t size) {
+  if (!c->is_connected) return recv(c->fd, buffer, size, 0);  // what connecting ended with
+  int got = SSL_read(c->tls, buffer, size);
+  if (got > 0) return got;
+  int why = SSL_get_error(c->tls, got);
+  ERR_clear_error();
+  if (why == SSL_ERROR_ZERO_RETURN) return 0;
+  errno = why == SSL_ERROR_WANT_READ || why == SSL_ERROR_WANT_WRITE ? EAGAIN : ECONNRESET;
+  return -1;
+}
+
+// As writev; one record where both parts fit.
+static ssize_t put(struct connection *c, struct iovec *parts, int count) {
+  static char joined[16 * 1024];
+  size_t size = 0;
+  for (int i = 0; i < count; i++) {
+    size_t part = parts[i].iov_len, room = sizeof joined - size;
+    part = part < room ? part : room;
+    memcpy(joined + size, parts[i].iov_base, part);
+    size += part;
+  }
+  int sent = size ? SSL_write(c->tls, joined, size) : 0;
+  ERR_clear_error();
+  return sent;
+}
+#else
+static void make_context(void) {}
+static int is_shaking(struct connection *c) { return c == NULL; }
+static int shake_hands(struct connection *c) { return c != NULL; }
+static ssize_t take(struct connection *c, char *buffer, size_t size) {
+  return recv(c->fd, buffer, size, 0);
+}
+static ssize_t put(struct connection *c, struct iovec *parts, int count) {
+  return writev(c->fd, parts, count);
+}
+#endif
+
 static void hang_up(struct connection *c) {
+#ifdef TLS
+  SSL_free(c->tls);
+  c->tls = NULL;
+#endif
   close(c->fd);
   c->fd = -1;
   live--;
@@ -96,7 +172,7 @@ static void push(struct connection *c) {
   size_t done = request_length - c->unsent, own = done < own_length ? own_length - done : 0;
   size_t rest = done < own_length ? own_length : done;
   struct iovec parts[] = {{c->own + done, own}, {request + rest, request_length - rest}};
-  ssize_t sent = writev(c->fd, own ? parts : parts + 1, own ? 2 : 1);
+  ssize_t sent = put(c, own ? parts : parts + 1, own ? 2 : 1);
   if (sent > 0) c->unsent -= sent;
   if (c->is_blocked == (c->unsent > 0)) return;
   c->is_blocked = c->unsent > 0;
@@ -153,9 +229,18 @@ static void finish(struct connection *c) {
   dial(c);
 }
 
+static void begin(struct connection *c) {
+  int done = shake_hands(c);
+  if (done < 0) return fail(c, "no TLS");
+  if (!done) return;
+  c->is_connected = 1;
+  ask(c);
+}
+
 static void readable(struct connection *c) {
   static char buffer[256 * 1024];
-  ssize_t got = recv(c->fd, buffer, sizeof buffer, 0);
+  if (is_shaking(c)) return begin(c);
+  ssize_t got = take(c, buffer, sizeof buffer);
   if (got < 0 && errno == EAGAIN) return;
   if (got < 0) return fail(c, strerror(errno));
   if (!c->is_connected) return fail(c, "connection closed");
@@ -170,8 +255,7 @@ static void writable(struct connection *c) {
   int error = 0;
   getsockopt(c->fd, SOL_SOCKET, SO_ERROR, &error, &(socklen_t){sizeof error});
   if (error) return fail(c, strerror(error));
-  c->is_connected = 1;
-  ask(c);
+  begin(c);
 }
 
 static int by_size(const void *a, const void *b) {
@@ -222,6 +306,7 @@ int main(int count, char **words) {
   else warm_s = ramp_s + atof(words[5 + is_stream]), seconds = atof(words[6 + is_stream]);
   asked_tokens = is_stream ? atol(words[8]) : WHOLE_TOKENS;
   make_request(atoi(words[4]));
+  make_context();
   poll_fd = epoll_create1(0);
   struct connection *all = calloc(connections, sizeof *all);
   must(all != NULL, "memory");

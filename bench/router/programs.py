@@ -1,9 +1,12 @@
-"""Compiles the mock engine and the load generator, once per content, into the cache."""
+"""Compiles the mock engine and the load generator, once per content, into the cache.
+
+The load generator over TLS is the same source with OpenSSL, whose headers not every machine has.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.environments import cache, run
@@ -18,21 +21,29 @@ class Programs:
 
     engine: Path
     load: Path
+    tls_load: Path | None = None
+    """The load generator over TLS; None: no row needs it."""
 
 
-def programs() -> Programs:
-    """Both, compiled. NotHere where there is no C compiler, or one that does not take them."""
+def programs(*, tls: bool = False) -> Programs:
+    """Those, compiled. NotHere where there is no C compiler, or one that does not take them; of
+    `tls` also without OpenSSL's headers."""
     sources = sorted([*_HERE.glob("*.c"), *_HERE.glob("*.h")])
     digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()
     folder = cache() / "bench-router" / digest[:16]
     folder.mkdir(parents=True, exist_ok=True)
-    return Programs(*(_compiled(folder, name) for name in ("engine", "load")))
+    found = Programs(_compiled(folder, "engine"), _compiled(folder, "load"))
+    return replace(found, tls_load=_compiled(folder, "load", *_TLS)) if tls else found
 
 
-def _compiled(folder: Path, name: str) -> Path:
-    made = folder / name
+_TLS = ("-DTLS", "-lssl", "-lcrypto")
+
+
+def _compiled(folder: Path, name: str, *flags: str) -> Path:
+    made = folder / (f"{name}-tls" if flags else name)
     if not made.exists():
-        part = folder / f"{name}.part"
-        run(["gcc", "-std=gnu11", "-O2", "-o", str(part), str(_HERE / f"{name}.c")], _COMPILE_S)
+        part = made.with_suffix(".part")
+        source = str(_HERE / f"{name}.c")
+        run(["gcc", "-std=gnu11", "-O2", "-o", str(part), source, *flags], _COMPILE_S)
         part.replace(made)
     return made

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from bench.operator.report import machine
 from bench.router.rounds import Found, Plan
 from bench.router.routers import PEERS
-from bench.router.shape import BESIDE_LONG, DIRECT, KEYED, OWN, Case
+from bench.router.shape import BESIDE_LONG, DIRECT, KEYED, OWN, TLS, TLS_PEER, Case
+from bench.router.tls import nginx_version
 from bench.router.turns import Turn
 
 
@@ -68,6 +69,13 @@ RATIOS = (
 
 KEYS = Ratio("CPU per request with keys", "cpuUsPerRequest", "c64", 1.05)
 """Ours with keys of clients to ours without."""
+OVER_TLS = (
+    Ratio("CPU per request over TLS", "cpuUsPerRequest", "c64", None),
+    Ratio("p99 over TLS", "p99Us", "c64", None),
+    Ratio("CPU per token over TLS", "cpuUsPerToken", "s512", None),
+    Ratio("memory over TLS", "memory", "", None),
+)
+"""Ours with TLS to vllm-router behind nginx, whose cost is in it, and to ours without."""
 
 
 def figures_of(case: Case | str) -> dict[str, Callable[[Turn], float | None]]:
@@ -101,7 +109,12 @@ def report(
         "ownArgs": list(plan.own_args),
         "rounds": plan.rounds,
         "duels": plan.duels,
-        "versions": {"xpyd": version("xpyd"), **PEERS, "python": plan.python.version},
+        "versions": {
+            "xpyd": version("xpyd"),
+            **PEERS,
+            **({"nginx": nginx_version()} if TLS_PEER in found.idle_gib else {}),
+            "python": plan.python.version,
+        },
         "machine": machine(),
     }
 
@@ -187,13 +200,18 @@ def _ratios(found: Found) -> list[dict[str, Any]]:
                 | {"reached": reached, "holds": None if aim is None else reached <= aim}
                 | {"measured": [round(one, 3) for one in measured]}
             )
-    if measured := _measured(found, KEYS, OWN, ours=KEYED):
-        reached = round(median(measured), 3)
-        made.append(
-            {"name": KEYS.name, "case": KEYS.case, "peer": f"{OWN} without", "aim": KEYS.aim}
-            | {"reached": reached, "holds": KEYS.aim is not None and reached <= KEYS.aim}
-            | {"measured": [round(one, 3) for one in measured]}
-        )
+    for ratio, ours, peer in (
+        (KEYS, KEYED, OWN),
+        *((ratio, TLS, peer) for ratio in OVER_TLS for peer in (TLS_PEER, OWN)),
+    ):
+        if measured := _measured(found, ratio, peer, ours=ours):
+            reached = round(median(measured), 3)
+            shown = f"{OWN} without" if peer == OWN else peer
+            made.append(
+                {"name": ratio.name, "case": ratio.case, "peer": shown, "aim": ratio.aim}
+                | {"reached": reached, "holds": None if ratio.aim is None else reached <= ratio.aim}
+                | {"measured": [round(one, 3) for one in measured]}
+            )
     return made
 
 

@@ -18,7 +18,7 @@ from bench.router.interpreter import Interpreter, fastest
 from bench.router.mocks import Mocks, engines
 from bench.router.programs import Programs
 from bench.router.routers import PEERS, ContenderFailed, Router, running
-from bench.router.shape import DUEL_CASES, KEYED, OWN, Case, Row, Times
+from bench.router.shape import DUEL_CASES, KEYED, OWN, TLS, TLS_PEER, Case, Row, Times
 from bench.router.turns import Turn, turn
 
 Say = Callable[[str], None]
@@ -87,7 +87,9 @@ def measure(plan: Plan, programs: Programs, folder: Path, say: Say) -> Found:
             for case in plan.cases:
                 take_turns(routers, case, number, found, a_turn=a_turn, say=say)
         rivals = {
-            name: one for name, one in routers.items() if name in (OWN, KEYED) or name in PEERS
+            name: one
+            for name, one in routers.items()
+            if name in (OWN, KEYED, TLS, TLS_PEER) or name in PEERS
         }
         for case in plan.cases:
             for number in range(plan.duels if case.name in DUEL_CASES and len(rivals) > 1 else 0):
@@ -123,9 +125,11 @@ def _started(
 def _turn(
     router: Router | None, case: Case, *, mocks: Mocks, times: Times, programs: Programs
 ) -> Turn:
-    port = mocks.decodes[0] if router is None else router.port
-    key = "" if router is None else router.row.key
-    return turn(programs.load, case, port, times, router, key=key)
+    if router is None:
+        return turn(programs.load, case, mocks.decodes[0], times)
+    load = programs.tls_load if router.row.is_tls else programs.load
+    assert load is not None, "programs() are made for the rows of the plan"
+    return turn(load, case, router.port, times, router, key=router.row.key)
 
 
 def take_turns(
@@ -147,6 +151,8 @@ def take_turns(
         if key in found.failed:
             continue
         router = routers[name]
+        if router is not None and router.row.cases and case.name not in router.row.cases:
+            continue
         try:
             if router is not None:
                 router.go_on()

@@ -5,19 +5,22 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.environments import NotHere, cache, environment
 from bench.process import Processes, free_port
 from bench.router.interpreter import own_path
 from bench.router.mocks import Mocks, beating, beats
+from bench.router.programs import programs
 from bench.router.shape import Program, Row
+from bench.router.tls import behind_nginx, certificate, nginx
 
 ROOT = Path(__file__).parents[2]
 PEERS: dict[Program, str] = {"vllm-router": "0.1.17", "smg": "1.13.0"}
@@ -47,6 +50,8 @@ class Ports:
     http: int = field(default_factory=free_port)
     discovery: int = field(default_factory=free_port)
     metrics: int = field(default_factory=free_port)
+    inner: int = field(default_factory=free_port)
+    """Of a router behind nginx."""
 
 
 class Router(Processes):
@@ -72,7 +77,7 @@ class Router(Processes):
 
     def _answers(self) -> bool:
         body = json.dumps({"model": "m", "prompt": "is it ready?", "max_tokens": 16})
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ASK_S)
+        connection = connect(self.port, is_tls=self.row.is_tls, timeout_s=_ASK_S)
         try:
             headers = {"Content-Type": "application/json", **_authorization(self.row)}
             connection.request("POST", "/v1/completions", body, headers)
@@ -81,6 +86,14 @@ class Router(Processes):
             return False
         finally:
             connection.close()
+
+
+def connect(port: int, *, is_tls: bool, timeout_s: float) -> http.client.HTTPConnection:
+    """A client of a router here."""
+    if not is_tls:
+        return http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+    anyone = ssl._create_unverified_context()  # pyright: ignore[reportPrivateUsage]
+    return http.client.HTTPSConnection("127.0.0.1", port, timeout=timeout_s, context=anyone)
 
 
 def _authorization(row: Row) -> dict[str, str]:
@@ -102,6 +115,13 @@ def absent(row: Row) -> str:
             peer_environment()
         except NotHere as error:
             return str(error)
+    if row.is_tls:
+        try:
+            programs(tls=True)
+            if row.program in PEERS:
+                nginx()
+        except NotHere as error:
+            return str(error)
     if row.processes > 1 and "--processes" not in _own_flags():
         return "`xpyd router` has no --processes"
     return ""
@@ -113,11 +133,21 @@ def _own_flags() -> str:
 
 
 def argv_of(
-    row: Row, ports: Ports, mocks: Mocks, own_args: Sequence[str] = (), *, python: str
+    row: Row,
+    ports: Ports,
+    mocks: Mocks,
+    own_args: Sequence[str] = (),
+    *,
+    python: str,
+    folder: Path = Path(),
 ) -> list[str]:
-    """The command line; `python` runs ours. The peers take the policy that costs them least: round
-    robin.
+    """The command line; `python` runs ours, `folder` is for certificates. The peers take the policy
+    that costs them least: round robin.
     """
+    if row.is_tls and row.program in PEERS:
+        behind = replace(ports, http=ports.inner)
+        argv = argv_of(replace(row, is_tls=False), behind, mocks, python=python)
+        return behind_nginx(argv, folder, port=ports.http, inner=ports.inner)
     http = [*_LOOPBACK, "--port", str(ports.http)]
     if row.program == "xpyd":
         own = [
@@ -133,6 +163,9 @@ def argv_of(
         ]
         processes = ["--processes", str(row.processes)] if row.processes > 1 else []
         key = ["--api-key", row.key] if row.key else []
+        if row.is_tls:
+            shown, private = certificate(folder)
+            key += ["--ssl-certfile", str(shown), "--ssl-keyfile", str(private)]
         return [*own, "--discovery-port", str(ports.discovery), *processes, *key, *own_args]
     program = str(peer_environment() / "bin" / row.program)
     common = [*http, "--policy", "round_robin", "--prometheus-port", str(ports.metrics)]
@@ -164,9 +197,10 @@ def running(
     ports = Ports()
     log = folder / f"{row.name}.log"
     is_ours = row.program == "xpyd"
+    argv = argv_of(row, ports, mocks, own_args, python=python, folder=folder)
     with log.open("ab") as output:
         process = subprocess.Popen(
-            ["taskset", "-c", cores, *argv_of(row, ports, mocks, own_args, python=python)],
+            ["taskset", "-c", cores, *argv],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

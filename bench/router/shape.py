@@ -23,9 +23,15 @@ class Row:
     processes: int = 1
     key: str = ""
     """What clients need; empty: no key."""
+    is_tls: bool = False
+    """Clients speak TLS: to ours, and to nginx in front of a peer."""
+    cases: tuple[str, ...] = ()
+    """The cases of a whole run that it is asked for; none: all."""
 
 
 DIRECT, OWN, KEYED = "direct", "xpyd", "xpyd-keys"
+TLS, TLS_PEER = "xpyd-tls", "vllm-router-nginx"
+_TLS_CASES = ("c64", "s512")
 ROWS = {
     row.name: row
     for row in (
@@ -36,6 +42,8 @@ ROWS = {
         Row("xpyd-continuing", "xpyd", wire="xpyd"),
         Row(KEYED, "xpyd", key="xpyd-bench-0123456789"),
         Row("xpyd-2", "xpyd", processes=2),
+        Row(TLS, "xpyd", is_tls=True, cases=_TLS_CASES),
+        Row(TLS_PEER, "vllm-router", is_tls=True, cases=_TLS_CASES),
     )
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from bench.environments import NotHere
 from bench.process import Processes
 from bench.report import END
 from bench.router import __main__ as bench
-from bench.router import shares
+from bench.router import routers, shares
 from bench.router.interpreter import Interpreter
 from bench.router.mocks import Mocks, beats
 from bench.router.page import BEGIN, shares_of, with_measured
@@ -24,7 +26,8 @@ from bench.router.programs import Programs
 from bench.router.report import RATIOS, merged, report
 from bench.router.rounds import Cores, Found, Plan, take_turns
 from bench.router.routers import ContenderFailed, Ports, Router, argv_of
-from bench.router.shape import BESIDE_LONG, CASES, OWN, ROWS, Case, Times
+from bench.router.shape import BESIDE_LONG, CASES, OWN, ROWS, TLS, TLS_PEER, Case, Times
+from bench.router.tls import nginx
 from bench.router.turns import Beside, Turn, load_words, turn
 from xpyd_core.messages import decode_heartbeat
 from xpyd_router.keys.lines import parse_keys
@@ -40,6 +43,7 @@ class FakeRouter:
         self.name = name
         self.running = running
         self.is_broken = False
+        self.row = ROWS["xpyd-tls" if name == "tls" else OWN]
 
     def go_on(self) -> None:
         self.running.add(self.name)
@@ -124,8 +128,13 @@ def test_a_whole_run_ends_within_twenty_minutes() -> None:
     closed_s = times.warm_s + times.seconds
     # All tokens that streams ask for, where a router brings a third of what direct does.
     streams_s = {512: 1 + 2 * times.ramp_s + closed_s, 2048: 3 * (times.ramp_s + closed_s)}
-    of_a_row_s = sum(streams_s[c.count] if c.kind == "streams" else closed_s for c in CASES)
-    assert bench.ROUNDS * len(ROWS) * of_a_row_s < 18 * 60
+    all_s = sum(
+        streams_s[case.count] if case.kind == "streams" else closed_s
+        for row in ROWS.values()
+        for case in CASES
+        if not row.cases or case.name in row.cases
+    )
+    assert bench.ROUNDS * all_s < 18 * 60
 
 
 def test_streams_last_until_the_window_is_over() -> None:
@@ -253,6 +262,33 @@ def test_what_others_wait_beside_long_bodies_is_a_ratio_to_the_same_without(foun
     of = {(one["name"], one["peer"]): one["measured"] for one in _reported(found)["ratios"]}
     assert of["p99 beside long bodies", "xpyd in c16"] == [5.0, 3.0]
     assert ("p99 beside long bodies", "vllm-router") not in of
+
+
+def test_ours_over_tls_is_compared_with_a_peer_behind_nginx_and_with_ours_without(
+    found: Found,
+) -> None:
+    for memory in (found.idle_gib, found.after_gib):
+        memory |= {TLS: 0.1, TLS_PEER: 0.2}
+    for row, cpu_s in ((TLS, 0.9), (TLS_PEER, 1.8)):
+        found.turns[row, "c64"] = [a_turn(cpu_s=cpu_s * slow) for slow in (1, 2, 1)]
+    made = _reported(found)
+    of = {(one["name"], one["peer"]): one["measured"] for one in made["ratios"]}
+    assert of["CPU per request over TLS", TLS_PEER] == [0.5, 0.5, 0.5]
+    assert of["CPU per request over TLS", "xpyd without"] == [1.5, 1.5, 1.286]
+    assert ("CPU per token over TLS", TLS_PEER) not in of
+    assert "| CPU per request over TLS | c64 | vllm-router-nginx |  | 0.50 |" in with_measured(
+        f"{BEGIN}{END}", made
+    )
+
+
+def test_a_row_of_few_cases_takes_no_turn_in_others(found: Found) -> None:
+    running: set[str] = set()
+    fakes: Any = {name: FakeRouter(name, running) for name in ("own", "tls")}
+    for case in ("c16", "c64"):
+        [one] = [case_ for case_ in CASES if case_.name == case]
+        take_turns(fakes, one, 0, found, a_turn=lambda *_: a_turn(), say=lambda _: None)
+    assert {case for name, case in found.turns if name == "tls"} == {"c64"}
+    assert {case for name, case in found.turns if name == "own"} == {"c16", "c64"}
 
 
 def test_where_turns_were_repeated_ratios_are_of_these(found: Found) -> None:
@@ -432,3 +468,35 @@ def test_the_row_with_keys_sends_one_and_its_router_asks_for_it() -> None:
     row = ROWS["xpyd-keys"]
     assert argv_of(row, Ports(), _MOCKS, python="py")[-2:] == ["--api-key", row.key]
     assert "--api-key" not in argv_of(ROWS[OWN], Ports(), _MOCKS, python="py")
+
+
+def test_a_row_over_tls_serves_it_itself_or_has_nginx_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = argv_of(ROWS[TLS], Ports(), _MOCKS, python="py", folder=tmp_path)
+    assert argv[-4::2] == ["--ssl-certfile", "--ssl-keyfile"]
+    assert all(Path(file).is_file() for file in argv[-3::2])
+    nginx.cache_clear()
+    system = tmp_path / "bin" / "nginx"
+    system.parent.mkdir()
+    system.write_text("#!/bin/sh\n")
+    system.chmod(0o755)
+    monkeypatch.setenv("PATH", str(system.parent))
+    monkeypatch.setattr(routers, "peer_environment", lambda: tmp_path)
+    ports = Ports(http=80, inner=81)
+    words = argv_of(ROWS[TLS_PEER], ports, _MOCKS, python="py", folder=tmp_path)
+    assert words[words.index("--port") + 1] == "81"
+    config = Path(words[1].partition("=")[2]).read_text()
+    assert "listen 127.0.0.1:80 ssl" in config
+    assert "server 127.0.0.1:81;" in config
+
+
+def test_a_row_whose_proxy_cannot_be_fetched_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nginx.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NotHere, match=r"apt-get: .*No such file"):
+        nginx()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import ssl
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.router.programs import Programs
+from bench.environments import NotHere
+from bench.router.programs import Programs, programs
+from bench.router.tls import certificate
 
 _WAIT_S = 60.0
 
@@ -89,6 +93,22 @@ def test_the_load_asks_as_often_as_told_never_the_same_and_sorts_what_it_sees(
         assert at_s * 1e6 <= spread[name] < (at_s + 10) * 1e6
     assert found["latencyUs"]["count"] == 10
     assert found["ttftUs"] is None
+
+
+def test_the_load_over_tls_asks_and_reads_the_same(tmp_path: Path) -> None:
+    try:
+        made = programs(tls=True)
+    except NotHere as error:
+        pytest.skip(str(error))
+    assert made.tls_load is not None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*certificate(tmp_path))
+    with answering(aged) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        over_tls = Programs(made.engine, made.tls_load)
+        found = loaded(over_tls, server, "count", 4, 30_000, 40)
+    assert (found["answered"], found["tokens"], found["errors"]) == (40, 40, 0)
+    assert {len(body["prompt"]) for _, body in server.asked} == {30_000}
 
 
 def test_a_stream_is_read_to_its_end_and_asks_for_one(bench_programs: Programs) -> None:
