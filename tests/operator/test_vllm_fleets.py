@@ -307,6 +307,19 @@ def test_the_documents_plugins_are_kept_beside_ours(given: tuple[str, ...], gets
     assert variables_of(alone["engine"]).get("VLLM_PLUGINS") == (given[0] if given else None)
 
 
+@pytest.mark.parametrize("engine", [ENGINE, NIXL])
+def test_a_vllm_over_tls_has_its_flags_and_its_beats_say_so(engine: dict[str, Any]) -> None:
+    for pod in pods_of(engine=engine | {"tls": {"secretName": "e"}}).values():
+        words = pod["engine"]["args"]
+        folder = "/run/xpyd/tls"
+        assert words[1:3] == [f"--ssl-certfile={folder}/tls.crt", f"--ssl-keyfile={folder}/tls.key"]
+        assert not words[0].startswith("-"), "the model is vLLM's first word"
+        assert pod["engine"]["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+        for beats in (one for name, one in pod.items() if name == "xpyd-beats"):
+            assert beats["args"][:2] == ["vllm-beats", "--tls"]
+    assert "xpyd-beats" in pods_of(engine=NIXL)["prefill"]
+
+
 @pytest.mark.parametrize("name", ["VLLM_PLUGINS", "VLLM_NIXL_SIDE_CHANNEL_HOST"])
 def test_a_template_cannot_replace_the_variables_that_the_fleet_sets(name: str) -> None:
     engine = {"name": "engine", "env": [{"name": name, "value": "x"}]}

@@ -118,16 +118,20 @@ async def test_a_connection_that_breaks_its_protocol_leaves_others_their_turn(
     loop = asyncio.get_running_loop()
     listener = await loop.create_server(lambda: server.wrap(make), "127.0.0.1", 0)
     where = listener.sockets[0].getsockname()[:2]
-    async with asyncio.timeout(10):
-        broken, writer = await asyncio.open_connection(*where, ssl=client_context())
-        with contextlib.suppress(ConnectionError):
-            assert await broken.read() == b""
-        writer.transport.abort()
-        reader, writer = await asyncio.open_connection(*where, ssl=client_context())
-        writer.write(b"hi")
-        assert await reader.readexactly(2) == b"hi"
-    writer.transport.abort()
-    listener.close()
+    try:
+        async with asyncio.timeout(10):
+            broken, writer = await asyncio.open_connection(*where, ssl=client_context())
+            with contextlib.suppress(ConnectionError):
+                assert await broken.read() == b""
+            writer.transport.abort()
+            reader, writer = await asyncio.open_connection(*where, ssl=client_context())
+            writer.write(b"hi")
+            assert await reader.readexactly(2) == b"hi"
+            writer.transport.abort()
+    finally:
+        server.close()
+        listener.close()
+        await asyncio.sleep(0)
 
 
 async def s_client(port: int, *flags: str) -> asyncio.subprocess.Process:
