@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import shutil
 import signal
 import socket
 import ssl
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
@@ -101,6 +104,40 @@ class Echo(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.transport.write(data)
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+async def test_a_connection_that_is_lost_leaves_nothing_to_the_garbage_collector(
+    tmp_path: Path,
+) -> None:
+    made: weakref.WeakSet[asyncio.Protocol] = weakref.WeakSet()
+
+    def make() -> asyncio.Protocol:
+        made.add(one := Echo())
+        return one
+
+    server = TlsServer(WatchedContext(write_pair(tmp_path), "--ssl-certfile"))
+    loop = asyncio.get_running_loop()
+    listener = await loop.create_server(lambda: server.wrap(make), "127.0.0.1", 0)
+    with without_collector():
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection(
+                *listener.sockets[0].getsockname()[:2], ssl=client_context()
+            )
+            writer.write(b"hi")
+            assert await reader.readexactly(2) == b"hi"
+            writer.transport.abort()
+        await until(lambda: len(made) == 0)
+    listener.close()
 
 
 async def test_a_connection_that_breaks_its_protocol_leaves_others_their_turn(
