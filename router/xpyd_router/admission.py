@@ -111,6 +111,9 @@ class Gate(Generic[E]):
         self._most_tokens: float = limits.tokens or math.inf
         part = SPARE_PART if keeps_spare else _LARGEST
         self._spare = (limits.requests or 0) // part, (limits.tokens or 0) // part
+        # A process knows what a key has running in itself. With so few in each, the others of a
+        # flood do not use up what is kept (docs/adr/0092).
+        self._few = max(1, self._spare[0] // (1 + len(others)))
         self._largest = Cost(limits.requests or _LARGEST, limits.tokens or _LARGEST)
         self._mean_s: float | None = None
 
@@ -231,7 +234,7 @@ class Gate(Generic[E]):
             requests += row[REQUESTS]
             tokens += row[TOKENS]
         places, room = self._spare
-        if account.running >= (places or 1):
+        if account.running >= self._few:
             requests, tokens = requests + places, tokens + room
         return requests <= self._most_requests and tokens <= self._most_tokens
 

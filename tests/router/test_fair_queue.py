@@ -127,6 +127,25 @@ def test_a_part_of_the_places_is_kept_for_keys_that_have_few_running() -> None:
     assert [one.account for one in gate.admit()] == [flood]
 
 
+@pytest.mark.parametrize("at", range(4))
+def test_of_several_processes_a_flood_in_all_leaves_a_place_to_a_key_in_any(at: int) -> None:
+    rows, limits = [[0] * 4 for _ in range(4)], AdmissionLimits(requests=64)
+    gates = [
+        Gate[Entry](limits, row, [o for o in rows if o is not row], keeps_spare=True)
+        for row in rows
+    ]
+    floods = [(gate, Account()) for gate in gates]  # a process knows what the key has in itself
+    taken = [sum(gate.enter(Cost(1, 10), 0, key) for _ in range(64)) for gate, key in floods]
+    assert taken[0] == 60
+    assert sum(taken) < 64
+    for gate, key in floods:
+        gate.enqueue(entry(key, 10))
+    first = entry(Account(), 10)
+    gates[at].enqueue(first)
+    assert gates[at].is_first(first)
+    assert gates[at].admit() == [first]
+
+
 def test_a_part_of_the_tokens_is_kept_for_keys_that_have_nothing_running() -> None:
     gate = Gate[Entry](AdmissionLimits(tokens=1600), [0] * 4, keeps_spare=True)
     flood, other = Account(), Account()
