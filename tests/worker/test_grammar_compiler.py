@@ -93,6 +93,19 @@ async def test_the_memory_of_kept_grammars_is_bounded_and_what_went_is_compiled_
     assert sizes[0] > 2 * sizes[1] > 4 << 20
 
 
+async def test_the_texts_of_kept_grammars_are_bounded_those_of_refused_ones_as_well() -> None:
+    compiler = GrammarCompiler(most_characters=1000)
+    wrong = [
+        Grammar(json_schema_part({"not": {}, "title": f"{i}{'x' * 300}"}, "x")) for i in range(5)
+    ]
+    for grammar in (*wrong, *wrong[2:], wrong[0]):
+        with pytest.raises(ApiError, match=r"^x.not: "):
+            await ask(compiler, grammar)
+    # Three have room: the last three were kept, the first one was not any more.
+    assert (compiler.metrics.compiled, compiler.metrics.hits) == (6, 3)
+    compiler.close()
+
+
 class SlowVocabulary:
     """One whose reading takes until it may end."""
 

@@ -24,7 +24,7 @@ from xpyd_core.bodies import refuse
 from xpyd_core.distribution import Distribution
 from xpyd_core.errors import ApiError, UserError
 from xpyd_worker.grammar.matcher import Matcher, Start
-from xpyd_worker.grammar.spec import Grammar, Part, check_parts, schema_places
+from xpyd_worker.grammar.spec import Grammar, Part, characters_of, check_parts, schema_places
 from xpyd_worker.grammar.trial import WALL_S, NoTrial, TooSlow, Trials, new_matcher
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ _NICE = 5
 MOST_ENTRIES = 256
 MOST_BYTES = 256 << 20
 """Of the kept grammars: their documents, what a trial of each took, and what masks taught it."""
+MOST_CHARACTERS = 64 << 20
+"""Of the texts that they are known by, and their documents."""
 DEADLINE_S = 5.0
 COMPILE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _SHOWN_CHARACTERS = 300
@@ -102,6 +104,13 @@ class _Kept:
 
     tried: _Tried
     start: Start | None
+    asked_characters: int
+    """Of what it is known by: a refusal has no more."""
+
+    @property
+    def characters(self) -> int:
+        """Of its texts."""
+        return self.asked_characters + len(self.tried.document)
 
     @property
     def size(self) -> int:
@@ -125,10 +134,12 @@ class GrammarCompiler:
         deadline_s: float = DEADLINE_S,
         most_entries: int = MOST_ENTRIES,
         most_bytes: int = MOST_BYTES,
+        most_characters: int = MOST_CHARACTERS,
     ) -> None:
         self.metrics = GrammarMetrics()
         self._most_entries = most_entries
         self._most_bytes = most_bytes
+        self._most_characters = most_characters
         self._deadline_s = deadline_s
         self._threads = ThreadPoolExecutor(
             THREADS, thread_name_prefix="grammar", initializer=_yield_to_others
@@ -232,11 +243,15 @@ class GrammarCompiler:
         while len(self._kept) > self._most_entries:
             self._kept.popitem(last=False)
         # From the newest: what does not fit beside it is compiled again when it is asked for.
-        size = 0
-        for kept in reversed(self._kept.values()):
-            if size + kept.size > self._most_bytes and kept is not compiled.kept:
+        size = characters = 0
+        for other, kept in reversed([*self._kept.items()]):
+            if size + kept.size > self._most_bytes and other != root:
                 kept.start = None
-            size += kept.size
+            characters += kept.characters
+            if characters > self._most_characters and other != root:
+                del self._kept[other]
+            else:
+                size += kept.size
         self.metrics.kept_bytes = size
 
     def close(self) -> None:
@@ -310,7 +325,8 @@ def _compile(tokens: _Tokens, root: Part, tried: _Tried | None) -> _Compiled:
                 start, tried = None, _Tried(error=_shown(error))
     except UserError as error:
         tried = _Tried(error=_shown(str(error)))
-    return _Compiled(_Kept(tried, start), time.monotonic() - begun)
+    kept = _Kept(tried, start, characters_of(root))
+    return _Compiled(kept, time.monotonic() - begun)
 
 
 def _tried(tokens: _Tokens, root: Part) -> _Tried:

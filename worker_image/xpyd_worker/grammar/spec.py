@@ -281,6 +281,21 @@ def schema_places(root: Part) -> list[str]:
             return []
 
 
+def characters_of(root: Part) -> int:
+    """Of all texts that a grammar holds."""
+    match root:
+        case Json(schema) | Made(_, schema):
+            return len(schema)
+        case Text(text) | Rules(text) | Pattern(text):
+            return len(text)
+        case Concat(parts) | OneOf(parts):
+            return sum(map(characters_of, parts))
+        case Repeat(one):
+            return characters_of(one)
+        case _:
+            return 0
+
+
 def with_places(root: Part, places: Iterator[str]) -> Part:
     """The same with other places, in that order."""
     match root:
