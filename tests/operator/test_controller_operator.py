@@ -25,6 +25,7 @@ from tests.operator.kube_operating import (
 from xpyd_operator.controller.decision import history
 from xpyd_operator.controller.decision.kinds import (
     BUDGET,
+    CONFIG_MAP,
     DEPLOYMENT,
     EVENT,
     FLEET,
@@ -56,8 +57,9 @@ def test_a_new_fleet_gets_its_objects_in_few_calls() -> None:
             }
             assert len(api.all(NETWORK_POLICY)) == 2
             assert len(api.all(SERVICE_ACCOUNT)) == 1
+            assert len(api.all(CONFIG_MAP)) == 1
             # Everything, two events, three statuses: room is left for a start that takes longer.
-            assert len(api.writes) <= 21
+            assert len(api.writes) <= 22
             document = api.get(FLEET, "ns", "chat")
             assert document is not None
             assert document["metadata"]["finalizers"] == ["xpyd.dev/fleet"]
