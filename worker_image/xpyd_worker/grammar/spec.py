@@ -7,6 +7,7 @@ such as `</think>` may be a token of its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +22,7 @@ MAX_PATTERN_CHARACTERS = 8192
 MAX_RULES_CHARACTERS = 64 * 1024
 MAX_CHOICES = 10_000
 MAX_TEXT_CHARACTERS = 16 * 1024
+_IS_SCHEMA = re.compile(r"[ \t\r\n]*(\{|true[ \t\r\n]*\Z)")
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def json_schema_part(
 
 
 def schema_text(schema: object, field: str) -> str:
-    """The schema as JSON. ApiError 400 for one that is too long, or cannot be one."""
+    """The schema as JSON. ApiError 400 for one that is too long, or by its first letters is none."""
     if isinstance(schema, str):
         text = schema
     elif isinstance(schema, bytes | msgspec.Raw):
@@ -160,6 +162,8 @@ def schema_text(schema: object, field: str) -> str:
             raise refuse(field, f"not a value of JSON: {error}") from None
     if len(text) > MAX_SCHEMA_BYTES:
         raise refuse(field, f"at most {MAX_SCHEMA_BYTES} bytes, got {len(text)}")
+    if not _IS_SCHEMA.match(text):
+        raise refuse(field, "expected a JSON schema: an object, or true")
     return text
 
 
