@@ -150,7 +150,7 @@ def json_schema_part(
 
 
 def schema_text(schema: object, field: str) -> str:
-    """The schema as JSON. ApiError 400 for one that is too long, or by its first letters is none."""
+    """The schema as JSON. ApiError 400 for one that is too long, or begins as none does."""
     if isinstance(schema, str):
         text = schema
     elif isinstance(schema, bytes | msgspec.Raw):
