@@ -147,7 +147,7 @@ def test_what_a_connection_showed_counts_for_the_same_header_and_file_alone() ->
     good, bad = (b"authorization", GOOD[15:]), (b"authorization", BAD[15:])
     for _ in range(2):
         assert isinstance(ring.find([good], shown), Client)
-        for headers in ([bad], [good, bad], [(b"x-api-key", GOOD[15:])], []):
+        for headers in ([bad], [good, bad], [bad, good], [(b"x-api-key", GOOD[15:])], []):
             assert isinstance(ring.find(headers, shown), Refused)
     ring.take(parse_keys(line_of("b", OTHER, {}), "keys"))
     assert isinstance(ring.find([good], shown), Refused)

@@ -328,8 +328,8 @@ def key_in(headers: Iterable[Header]) -> bytes | None:
 
 class Shown:
     """The one Authorization header with which a connection's last request came, and whose key it
-    had while the ring went by `file`: the next request mostly has the same (docs/adr/0092). A ring
-    writes it."""
+    had while the ring went by `file`: the next request mostly has the same. A ring writes it
+    (docs/adr/0092)."""
 
     __slots__ = ("client", "file", "value")
 
