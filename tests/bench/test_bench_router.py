@@ -479,12 +479,10 @@ def test_a_row_over_tls_serves_it_itself_or_has_nginx_before_it(
     nginx.cache_clear()
     system = tmp_path / "bin" / "nginx"
     system.parent.mkdir()
-    system.write_text("#!/bin/sh\n")
-    system.chmod(0o755)
+    system.touch(0o755)
     monkeypatch.setenv("PATH", str(system.parent))
     monkeypatch.setattr(routers, "peer_environment", lambda: tmp_path)
-    ports = Ports(http=80, inner=81)
-    words = argv_of(ROWS[TLS_PEER], ports, _MOCKS, python="py", folder=tmp_path)
+    words = argv_of(ROWS[TLS_PEER], Ports(http=80, inner=81), _MOCKS, python="py", folder=tmp_path)
     assert words[words.index("--port") + 1] == "81"
     config = Path(words[1].partition("=")[2]).read_text()
     assert "listen 127.0.0.1:80 ssl" in config
