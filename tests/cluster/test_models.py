@@ -16,31 +16,28 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.fleetkit import DEMO_MODEL, FleetClient, Obj, fleet_of_images
+from tests.cluster.fleetkit import DEMO_MODEL, ROOT, FleetClient, Obj, fleet_of_images
 from tests.cluster.harness import Cluster, wait_for
 from tests.cluster.harness.node import NODE_NAME
 from tests.cluster.images.build import worker_test_template
+from tests.worker.s3_kit import files_in
 
 pytestmark = pytest.mark.cluster
 NAMESPACE = "models"
 LIBRARIES = ("botocore", "dateutil", "jmespath", "msgspec", "six", "urllib3")
 _STORE = """
 import pathlib, sys
-import botocore.session
-from botocore.config import Config
-from moto.server import ThreadedMotoServer
-host, folder = sys.argv[1:]
-server = ThreadedMotoServer(ip_address=host, port=0, verbose=False)
-server.start()
-url = f"http://{host}:{server.get_host_and_port()[1]}"
-client = botocore.session.get_session().create_client(
-    "s3", endpoint_url=url, region_name="us-east-1", aws_access_key_id="a",
-    aws_secret_access_key="a", config=Config(s3={"addressing_style": "path"}))
-client.create_bucket(Bucket="models")
-for path in pathlib.Path(folder).iterdir():
-    client.put_object(Bucket="models", Key=f"demo/{path.name}", Body=path.read_bytes())
-print(url, flush=True)
-sys.stdin.read()
+root, host, folder = sys.argv[1:]
+sys.path.insert(0, root)
+from tests.worker.s3_kit import Road, running_store
+with running_store(host) as store:
+    files = {path.name: path.read_bytes() for path in pathlib.Path(folder).iterdir()}
+    for name in ("demo", "other"):
+        store.put("models", {f"{name}/{key}": content for key, content in files.items()})
+    road = Road(store)
+    road.slow_s = 0.2
+    print(store.url, road.url, flush=True)
+    sys.stdin.read()
 """
 
 
@@ -51,14 +48,16 @@ def fleet(node_cluster: Cluster) -> Iterator[FleetClient]:
 
 
 @pytest.fixture(scope="module")
-def store(node_cluster: Cluster) -> Iterator[str]:
-    """The URL of a store with the demo model, as pods reach it."""
+def store(node_cluster: Cluster) -> Iterator[tuple[str, str]]:
+    """The URL of a store with the demo model, as pods reach it, and one at which it is slow."""
     node = node_cluster.get(f"/api/v1/nodes/{NODE_NAME}") or {}
     addresses = {a["type"]: a["address"] for a in node["status"]["addresses"]}
-    argv = [sys.executable, "-W", "ignore", "-c", _STORE, addresses["InternalIP"], DEMO_MODEL]
+    words = [str(ROOT), addresses["InternalIP"], str(DEMO_MODEL)]
+    argv = [sys.executable, "-W", "ignore", "-c", _STORE, *words]
     process = node_cluster.popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        yield process.stdout.readline().strip()
+        quick, slow = process.stdout.readline().split()
+        yield quick, slow
     finally:
         process.kill()
         process.communicate()
@@ -138,23 +137,50 @@ def model_ready(fleet: FleetClient) -> dict[str, Any]:
     return next((row for row in rows if row["type"] == "ModelReady"), {})
 
 
+def engines_of(fleet: FleetClient) -> set[str]:
+    found = fleet.find("pods", labels=f"xpyd.dev/fleet={fleet.name},xpyd.dev/pool=all")
+    return {pod["metadata"]["uid"] for pod in found}
+
+
+def assert_is_the_demo(folder: Path) -> None:
+    found = files_in(folder)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= found.keys()
+    assert found.items() <= files_in(DEMO_MODEL).items()
+
+
 def test_a_wrong_path_is_a_condition_and_the_right_one_comes_once_for_two_fleets(
-    fleet: FleetClient, store: str, claim: Path
+    fleet: FleetClient, store: tuple[str, str], claim: Path
 ) -> None:
-    fleet.apply(document("chat", "s3://models/none", store))
+    fleet.apply(document("chat", "s3://models/none", store[0]))
     what = "the condition names the wrong path"
     wait_for(lambda: model_ready(fleet).get("reason") == "NotFound", 120, what)
     assert "no object below it: correct the path" in model_ready(fleet)["message"]
     assert not fleet.find("deployments")  # no engine, and no router yet
     other = FleetClient(fleet.cluster, fleet.namespace, "other")
     for one in (fleet, other):
-        one.apply(document(one.name, "s3://models/demo", store))
+        one.apply(document(one.name, "s3://models/demo", store[0]))
     for one in (fleet, other):
         one.wait_ready()
         assert model_ready(one)["reason"] == "Downloaded"
     [folder] = [path for path in claim.iterdir() if not path.name.startswith(".")]
-    for path in folder.iterdir():
-        if not path.name.startswith("."):
-            assert path.read_bytes() == (DEMO_MODEL / path.name).read_bytes()
+    assert_is_the_demo(folder)
     # The Job of the wrong path is gone.
     assert len(fleet.find("jobs")) == 2
+
+
+def test_a_killed_download_is_taken_over_while_the_fleet_serves_its_old_model(
+    fleet: FleetClient, store: tuple[str, str], claim: Path
+) -> None:
+    before = {path.name for path in claim.iterdir()}
+    engines = engines_of(fleet)
+    fleet.apply(document("chat", "s3://models/other", store[1]))
+    what = "the Job's pod downloads"
+    wait_for(lambda: "%" in model_ready(fleet).get("message", ""), 60, what)
+    found = fleet.find("pods", labels="xpyd.dev/fleet=chat,xpyd.dev/role=model")
+    [pod] = [pod for pod in found if pod["status"]["phase"] == "Running"]
+    fleet.kubectl("delete", "pod", pod["metadata"]["name"], "--grace-period=0", "--force")
+    assert engines_of(fleet) == engines, "the old model's engines were not touched"
+    wait_for(lambda: model_ready(fleet).get("reason") == "Downloaded", 120, "another pod ends it")
+    fleet.wait_ready()
+    [folder] = [path for path in claim.iterdir() if path.name not in before and path.name[0] != "."]
+    assert_is_the_demo(folder)

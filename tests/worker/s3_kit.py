@@ -93,8 +93,8 @@ class Road:
 
     def __init__(self, store: Store) -> None:
         self._to = (store.host, store.port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._listener = socket.create_server((store.host, 0))
+        self.url = f"http://{store.host}:{self._listener.getsockname()[1]}"
         self.cuts: list[int] = []
         self.forgery: tuple[bytes, bytes] | None = None
         self.slow_s = 0.0

@@ -346,12 +346,14 @@ class PoolRollout(ApiModel):
     allowed, or no node has a place for it."""
 
     @rule(
-        "self.maxSurgePercent > 0 || self.maxUnavailablePercent > 0",
+        # The API server tries it on the default {} of the whole, which has no defaults in it.
+        "!has(self.maxSurgePercent) || "
+        "self.maxSurgePercent != 0 || self.maxUnavailablePercent != 0",
         "nothing could ever be replaced: set one of maxSurgePercent and maxUnavailablePercent",
         field="maxSurgePercent",
     )
     def _can_move(self) -> bool:
-        return self.max_surge_percent > 0 or self.max_unavailable_percent > 0
+        return self.max_surge_percent != 0 or self.max_unavailable_percent != 0
 
 
 def _ranks(pool: Pool) -> tuple[int, ...]:
