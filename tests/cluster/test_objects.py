@@ -22,7 +22,8 @@ from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import parse_fleet, parse_object
 from xpyd_operator.manifests import names
 from xpyd_operator.manifests.names import Placement
-from xpyd_operator.manifests.objects import kv_secret
+from xpyd_operator.manifests.objects import kv_order, kv_secret
+from xpyd_operator.status.rotation import KeyOrder
 
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
 
@@ -63,7 +64,9 @@ def test_every_object_is_taken_kept_and_the_same_when_it_is_applied_again(
     namespace = new_namespace(cluster)
     cluster.kubectl("label", "namespace", namespace, RESTRICTED)
     fleet, placement = made(cluster, namespace, name)
-    objects = [*objects_of(fleet, placement), kv_secret(fleet, placement, "5e" * 32)]
+    keys = [kv_secret(fleet, placement, "5e" * 32, slot) for slot in names.KEY_SLOTS]
+    order = kv_order(fleet, placement, names.KEY_SLOTS, KeyOrder(phase="Adding").annotations)
+    objects = [*objects_of(fleet, placement), *keys, order]
 
     first = apply(cluster, objects)
     assert [obj["kind"] for obj in first] == [obj["kind"] for obj in objects]
