@@ -131,7 +131,7 @@ ENGINE = [
     *((by_engine, name, body, 1) for name, body in UNKNOWN.items()),
     *((by_engine, name, body, 8) for name, body in IDS.items()),
     *((by_engine, name, body, 5) for name, body in TEXT.items()),
-    *((parse_chat, name, body, 5) for name, body in CHATS.items()),
+    *((parse_chat, name, body, 5.5) for name, body in CHATS.items()),
     *((by_engine, name, body, 1) for name, body in {**KNOWN, **TWICE, **TRANSFER}.items()),
     (parse_tokenize, "/tokenize", UNKNOWN["empty objects"], 1),
     (parse_detokenize, "/detokenize", filled('{"tokens":[', "7", "]}"), 8),

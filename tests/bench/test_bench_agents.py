@@ -80,7 +80,7 @@ def test_the_apis_ask_for_the_same_chat(case: Case) -> None:
         Messages().read(body("messages", case)),
         Responses(None, lambda: 0.0).read(body("responses", case)),
     ):
-        made = json.loads(translation.chat)
+        made = json.loads(translation.chat.raw)
         assert len(made["messages"]) == len(chat["messages"])
         texts = [json.dumps(one["messages"]).count("the file") for one in (made, chat)]
         assert texts[0] == texts[1]

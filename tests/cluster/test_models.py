@@ -174,8 +174,9 @@ def test_a_killed_download_is_taken_over_while_the_fleet_serves_its_old_model(
     before = {path.name for path in claim.iterdir()}
     engines = engines_of(fleet)
     fleet.apply(document("chat", "s3://models/other", store[1]))
-    what = "the Job's pod downloads"
-    wait_for(lambda: "%" in model_ready(fleet).get("message", ""), 60, what)
+    what = "a file of the model grows in the claim, and the fleet says so"
+    wait_for(lambda: model_ready(fleet).get("reason") == "Downloading", 60, what)
+    wait_for(lambda: any(claim.glob(".other-*.download/*.part")), 60, what)
     found = fleet.find("pods", labels="xpyd.dev/fleet=chat,xpyd.dev/role=model")
     [pod] = [pod for pod in found if pod["status"]["phase"] == "Running"]
     fleet.kubectl("delete", "pod", pod["metadata"]["name"], "--grace-period=0", "--force")

@@ -136,7 +136,7 @@ def test_a_number_beyond_the_floats_is_refused_wherever_it_comes() -> None:
         ),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}],
-            *("messages[0].content[0].type", "expected one of text, got 'image_url'"),
+            *("messages[0].content[0].type", "expected one of refusal, text, got 'image_url'"),
         ),
         (
             [{"role": "user", "content": 3}],
