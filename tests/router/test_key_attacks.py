@@ -153,6 +153,29 @@ def test_what_a_connection_showed_counts_for_the_same_header_and_file_alone() ->
     assert isinstance(ring.find([good], shown), Refused)
 
 
+@pytest.mark.parametrize("value", [b"Basic cHJveHk6", b"Bearer", b"Bearer ", b"", KEY.encode()])
+async def test_a_header_without_a_key_is_not_taken_for_the_key_that_came_beside_it(
+    tmp_path: Path, value: bytes
+) -> None:
+    """A proxy in front has one connection for many clients, and may ask them for a password."""
+    lines = [line_of("a", KEY, {}), line_of("b", OTHER, {})]
+    async with keyed(tmp_path, *lines) as (fleet_, _, _):
+        basic = b"Authorization: " + value
+        known, other = (b"x-api-key: " + key.encode() for key in (KEY, OTHER))
+        reader, writer = await asyncio.open_connection("127.0.0.1", fleet_.router.http_port)
+        statuses: list[bytes] = []
+        for request in (post(basic, known), post(basic, other), post(basic)):
+            writer.write(request)  # one behind the answer to the other
+            head = await reader.readuntil(b"\r\n\r\n")
+            statuses.append(head[:12])
+            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split()[0]))
+        writer.close()
+        assert statuses == [b"HTTP/1.1 200", b"HTTP/1.1 200", b"HTTP/1.1 401"]
+        for name in "ab":
+            counted = fleet_.metric("xpyd_router_key_requests_total", key=name, status="200")
+            assert counted == 1
+
+
 async def test_a_key_that_goes_while_the_body_comes_serves_nothing(tmp_path: Path) -> None:
     async with keyed(tmp_path) as (fleet_, p, _):
         whole = post(GOOD)

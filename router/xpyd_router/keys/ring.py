@@ -424,7 +424,8 @@ class KeyRing:
         digest = sha256(key).digest()
         found = self._by_digest.get(digest)
         if found is not None and compare_digest(found[0], digest):
-            if shown is not None and is_usual:
+            # Beside another scheme the key is x-api-key's, which the next request may not have.
+            if shown is not None and is_usual and key_in(((b"authorization", bearer),)):
                 shown.value, shown.client, shown.file = bearer, found[1], self._file
             return found[1]
         if not self._file.chosen or len(key) > MAX_KEY_BYTES:
