@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import calendar
+import contextlib
 import logging
 import os
 import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Literal
 
@@ -91,6 +93,14 @@ class ClientFiles:
         return tuple(p for p in (self.ca, self.certificate, self.key) if p is not None)
 
 
+class _Stage(Enum):
+    """How near the end of a certificate is."""
+
+    GOOD = 0
+    SOON = 1
+    ENDED = 2
+
+
 def _no_password() -> str:
     # OpenSSL would ask for it on the terminal.
     raise ValueError("the key has a password; give a key without one")
@@ -98,7 +108,7 @@ def _no_password() -> str:
 
 class WatchedContext:
     """The context that `files` make, as long as `watch` runs the newest one. `on_reload(is_good)`
-    is called when they have changed, once for each change.
+    is called when they have changed, once for each change. `clock` gives Unix seconds.
 
     Raises UserError, with `what` in front (a flag), where the files make none.
     """
@@ -108,10 +118,13 @@ class WatchedContext:
         files: ServerFiles | ClientFiles,
         what: str,
         on_reload: Callable[[bool], object] = lambda is_good: None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.files = files
         self.on_reload = on_reload
         self._what = what
+        self._clock = clock
+        self._said_end = _Stage.GOOD
         self._seen = self._look()
         try:
             self.current = files.make()
@@ -131,6 +144,7 @@ class WatchedContext:
         # Before the files are read: what changes meanwhile is seen by the next look.
         seen = self._look()
         if seen == self._seen:
+            self._warn_of_end()
             return
         self._seen = seen
         try:
@@ -151,16 +165,27 @@ class WatchedContext:
 
     def _warn(self) -> None:
         private = self.files.key or self.files.certificate
-        if private is not None and private.stat().st_mode & _OTHERS_MAY_READ:
-            _log.warning("%s: every user may read the key in %s: chmod o-r", self._what, private)
-        left_s = self.not_after_s - time.time()
-        if left_s <= 0:
+        with contextlib.suppress(OSError):  # it may be swapped just now
+            if private is not None and private.stat().st_mode & _OTHERS_MAY_READ:
+                said = "%s: every user may read the key in %s: chmod o-r"
+                _log.warning(said, self._what, private)
+        self._said_end = _Stage.GOOD
+        self._warn_of_end()
+
+    def _warn_of_end(self) -> None:
+        """Once when the certificate in use will end soon, and once when it has ended."""
+        left_s = self.not_after_s - self._clock()
+        stage = _Stage.ENDED if left_s <= 0 else _Stage.SOON if left_s < SOON_S else _Stage.GOOD
+        if stage == self._said_end:
+            return
+        self._said_end = stage
+        if stage is _Stage.ENDED:
             _log.error(
                 "%s: the certificate EXPIRED at %s: clients refuse it. Give a new one; it is "
                 "loaded without a restart",
                 *(self._what, _shown(self.not_after_s)),
             )
-        elif left_s < SOON_S:
+        elif stage is _Stage.SOON:
             _log.warning("%s: the certificate ends at %s", self._what, _shown(self.not_after_s))
 
 

@@ -109,6 +109,9 @@ class RouterMetrics:
             self.tls_reloads.labels(use, "ok" if is_good else "failed").inc()
             self.tls_not_after.labels(use).set(context.not_after_s)
 
+        for result in ("ok", "failed"):
+            # There from the start: no increase() sees a series that begins with 1.
+            self.tls_reloads.labels(use, result)
         self.tls_not_after.labels(use).set(context.not_after_s)
         context.on_reload = loaded
 

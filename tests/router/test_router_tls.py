@@ -32,6 +32,7 @@ from xpyd_core.tls import (
     not_after_s,
     read_server_files,
 )
+from xpyd_router.keys.lines import line_of, new_key
 
 pytestmark = pytest.mark.usefixtures("both_loops")
 YEAR_2001 = datetime.datetime(2001, 2, 3, 4, 5, 6, tzinfo=datetime.UTC)
@@ -271,6 +272,18 @@ def reloads(made: Fleet, result: str) -> float:
     return made.metric("xpyd_router_tls_reloads_total", use="server", result=result)
 
 
+async def test_failures_are_shown_before_there_is_one_so_that_an_alert_sees_the_first(
+    tmp_path: Path,
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(line_of("a", new_key(), {}))
+    async with fleet(tls=write_pair(tmp_path), api_key_file=keys) as made:
+        shown = made.router.state.metrics.render(()).decode().splitlines()
+        assert 'xpyd_router_tls_reloads_total{result="failed",use="server"} 0.0' in shown
+        lines = [one for one in shown if one.startswith("xpyd_router_key_file_loads_total")]
+        assert [line.rpartition(" ")[2] for line in lines if "failed" in line] == ["0"]
+
+
 def with_password(key: bytes) -> bytes:
     read = serialization.load_pem_private_key(key, None)
     form, locked = serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"x")
@@ -325,6 +338,25 @@ async def test_an_expired_certificate_is_served_and_said(
         assert [one.levelno for one in said] == [logging.ERROR] * (until_when == YEAR_2001)
         end = made.metric("xpyd_router_tls_not_after_seconds", use="server")
         assert end == until_when.timestamp()
+
+
+def test_the_end_of_a_certificate_is_said_when_it_comes_once_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s = YEAR_2051.timestamp() - 30 * 86400.0
+    files = write_pair(tmp_path, until=YEAR_2051)
+    context = WatchedContext(files, "--ssl-certfile", clock=lambda: now_s)
+
+    def said() -> list[int]:
+        context.look()
+        return [one.levelno for one in caplog.records if "certificate" in one.message]
+
+    assert said() == []
+    now_s += 25 * 86400.0
+    assert [said(), said()] == [[logging.WARNING]] * 2, "not at each look"
+    now_s += 6 * 86400.0
+    assert [said(), said()] == [[logging.WARNING, logging.ERROR]] * 2
+    assert "EXPIRED" in caplog.text
 
 
 def certified(directory: Path, name: str) -> ssl.SSLContext:

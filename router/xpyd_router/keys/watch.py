@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 RELOAD_S = 2.0
 _SETTLE_S = 0.1
 _SETTLE_READS = 10
-_COUNT_EVERY = 5
-"""Reads of the file for each count of the routers: names are looked up every ten seconds."""
+_COUNT_S = 10.0
+"""Between two counts of the routers."""
 API_KEY_NAME = "api-key"
 """The name of keys from flag and environment."""
 
@@ -82,6 +82,8 @@ class KeyWatch:
     ) -> None:
         self._ring = ring
         self._table = table
+        # Shown from the start: no increase() sees a series that begins with 1.
+        table.loads["failed"] += 0
         self._path = path
         self._api_keys = api_keys
         self._peers = peers
@@ -103,12 +105,17 @@ class KeyWatch:
 
     async def run(self) -> None:
         """Look again and again, for ever."""
-        turn = 0
+        # Apart: a name server that does not answer takes half a minute, and no revoked key may.
+        await asyncio.gather(self._follow_file(), self._follow_peers())
+
+    async def _follow_peers(self) -> None:
+        while self._peers:
+            await self.count_routers()
+            await asyncio.sleep(_COUNT_S)
+
+    async def _follow_file(self) -> None:
         while True:
-            if self._peers and turn % _COUNT_EVERY == 0:
-                await self.count_routers()
             await asyncio.sleep(RELOAD_S)
-            turn += 1
             if (path := self._path) is not None:
                 try:
                     text = await self._read_settled(path)
@@ -134,7 +141,8 @@ class KeyWatch:
     async def count_routers(self) -> None:
         """Have as many routers share the limits as there are; the last number where the name cannot
         be looked up."""
-        with contextlib.suppress(OSError):
+        # UnicodeError: of a name that cannot be one.
+        with contextlib.suppress(OSError, UnicodeError):
             count = await asyncio.to_thread(self._count, self._peers)
             self._ring.set_routers(max(1, count))
 
