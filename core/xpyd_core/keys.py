@@ -26,6 +26,7 @@ from typing import Literal, overload
 from xpyd_core.errors import UserError
 
 _log = logging.getLogger(__name__)
+_KV_KEY_FILE = "KV key file"
 MIN_KEY_BYTES = 16
 MAX_KEYS = 4
 BEAT_MAC_BYTES = 32
@@ -63,20 +64,27 @@ class FleetKeys(Sequence[bytes]):
     """The keys that a file holds now. Any thread.
 
     Who uses a key asks for it here each time. A file is looked at once a second at most, when it is
-    asked for; one with a mistake changes nothing.
+    asked for; one with a mistake changes nothing. The keys of a router's admins are such ones, too:
+    `what` is what errors call the file.
     """
 
     def __init__(
-        self, path: Path, *, known: Keys = (), clock: Callable[[], float] = time.monotonic
+        self,
+        path: Path,
+        *,
+        known: Keys = (),
+        clock: Callable[[], float] = time.monotonic,
+        what: str = _KV_KEY_FILE,
     ) -> None:
         """UserError for a file with a mistake, unless there are keys that were `known` before."""
         self._path = path
+        self._what = what
         self._clock = clock
         self._due_s = clock() + CHECK_S
         self._stamp = _stamp(path)
         self._keys = tuple(known)
         try:
-            self._keys = _read_in_order(path)
+            self._keys = _read_in_order(path, what)
         except UserError as error:
             if not known:
                 raise
@@ -108,13 +116,16 @@ class FleetKeys(Sequence[bytes]):
 
     def _read(self) -> None:
         try:
-            keys = _read_in_order(self._path)
+            keys = _read_in_order(self._path, self._what)
         except UserError as error:
             _complain(error)
             return
         if keys != self._keys:
             self._keys = keys
-            _log.info("KV keys: %s, the first signs", ", ".join(key_ids(keys)))
+            if self._what == _KV_KEY_FILE:
+                _log.info("KV keys: %s, the first signs", ", ".join(key_ids(keys)))
+            else:  # an id of a key that a person chose would lead to it
+                _log.info("%s %s: %d keys, read anew", self._what, self._path, len(keys))
 
 
 def _complain(error: UserError) -> None:
@@ -155,13 +166,13 @@ def _named_files(path: Path) -> list[Path]:
     return [path.with_name(name) for name in files]
 
 
-def _read_in_order(path: Path) -> tuple[bytes, ...]:
+def _read_in_order(path: Path, what: str) -> tuple[bytes, ...]:
     """All keys, the signing one first. A file that is not there yet is left out, unless it signs.
     UserError."""
     first, *rest = _named_files(path)
-    found = read_keys(first)
+    found = read_keys(first, what)
     for file in rest:
-        found += read_keys(file) if file.exists() else ()
+        found += read_keys(file, what) if file.exists() else ()
     if len(found) > MAX_KEYS:
         raise UserError(f"{_order_of(path)}: these files hold more than {MAX_KEYS} keys")
     return found
@@ -184,7 +195,7 @@ def _stamp_of(file: Path) -> tuple[int, int, int] | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def read_keys(path: Path, what: str = "KV key file") -> tuple[bytes, ...]:
+def read_keys(path: Path, what: str = _KV_KEY_FILE) -> tuple[bytes, ...]:
     """The keys in `path`, signing key first. UserError for none, too many or a short one; it calls
     the file `what`.
     """

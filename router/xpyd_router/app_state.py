@@ -136,7 +136,7 @@ class AppState:
     access_log: AccessLog
     keys: Sequence[bytes] = field(repr=False)
     """The fleet's keys; the first one signs."""
-    admin_keys: tuple[bytes, ...] = field(repr=False)
+    admin_keys: Sequence[bytes] = field(repr=False)
     """Keys that open /admin; none: /admin is closed."""
     client_keys: Keys | None
     """What clients need; None: they need no key."""

@@ -24,7 +24,7 @@ from typing import Protocol
 import uvloop
 
 from xpyd_core.errors import UserError
-from xpyd_core.keys import Keys, fleet_keys, read_keys
+from xpyd_core.keys import FleetKeys, Keys, fleet_keys
 from xpyd_core.listen import inherited, listen
 from xpyd_core.request_id import Address
 from xpyd_router.access_log import AccessLog
@@ -57,15 +57,19 @@ _GC_THRESHOLD = 20_000
 """Requests make next to no cycles: collecting every 700 objects cost a twentieth of the time."""
 
 
-def read_secrets(config: RouterConfig) -> tuple[Keys, tuple[bytes, ...]]:
+def read_secrets(config: RouterConfig) -> tuple[Keys, Keys]:
     """The fleet's keys and the admin API's. UserError for an unusable file."""
     keys = fleet_keys(config.kv_key_file, insecure=config.kv_insecure)
-    admin_keys = ()
-    if config.admin_key_file is not None:
-        admin_keys = read_keys(config.admin_key_file, "--admin-key-file")
+    admin_keys = open_admin_keys(config)
     if config.kv_insecure:
         logger.warning("--kv-insecure: any host that reaches engines may read and write their KV")
     return keys, admin_keys
+
+
+def open_admin_keys(config: RouterConfig, known: Keys = ()) -> Keys:
+    """The keys of the admin API, which follow their file; `known`: see FleetKeys."""
+    path = config.admin_key_file
+    return () if path is None else FleetKeys(path, known=known, what="--admin-key-file")
 
 
 def make_registry(config: RouterConfig) -> Registry:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.router.beats import beat
 from tests.router.fakes import Fleet, HttpEngine, fleet, pair, until
+from tests.router.several import when
 from xpyd_core.errors import UserError
 from xpyd_router.fleet.registry import Registry, key_of
 from xpyd_router.http.app import is_admin
@@ -113,6 +114,37 @@ async def test_every_route_is_closed_without_the_key(
         status, body = await call(made, method, path)
         assert status == (200 if path == "state" else 404)
         assert KEY not in repr(made.router.state)
+
+
+def write(key_file: Path, key: str) -> None:
+    key_file.write_text(f"{key}\n")
+
+
+async def test_a_changed_file_opens_and_closes_the_api_without_a_restart(
+    key_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    new = {"Authorization": "Bearer the-next-admin-key-of-it"}
+    async with fleet(admin_key_file=key_file) as made:
+
+        async def status(headers: dict[str, str]) -> int:
+            return (await call(made, "GET", "state", **headers))[0]
+
+        async def is_closed() -> bool:
+            return await status(AUTHORIZED) == 401
+
+        async def is_said() -> bool:
+            assert await status(new) == 200
+            return "the keys stay as they were" in caplog.text
+
+        assert (await status(AUTHORIZED), await status(new)) == (200, 401)
+        write(key_file, "the-next-admin-key-of-it")
+        await when(is_closed)
+        assert await status(new) == 200
+        write(key_file, "short")
+        await when(is_said)
+        assert f"--admin-key-file {key_file}: a key must have" in caplog.text
+    assert "admin-key-of" not in caplog.text
 
 
 async def test_cordoned_instances_get_no_requests_until_uncordoned(key_file: Path) -> None:

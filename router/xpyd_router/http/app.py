@@ -86,7 +86,7 @@ def error_reply(error: ApiError, api: Api | None = None) -> Response:
 logger = logging.getLogger(__name__)
 
 
-def is_admin(keys: tuple[bytes, ...], authorization: str) -> bool:
+def is_admin(keys: Iterable[bytes], authorization: str) -> bool:
     """Whether the header is `Bearer` with one of the keys; in constant time for each."""
     scheme, _, token = authorization.partition(" ")
     given = token.strip().encode("utf-8", "replace")

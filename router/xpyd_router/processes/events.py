@@ -36,7 +36,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
     config: bytes
     """The flags, as `encode_config` writes them; `port` is the real one."""
     keys: tuple[bytes, ...]
-    """The fleet's; the worker follows their file by itself."""
+    """The fleet's; the worker follows their file by itself, and that of the admin keys."""
     admin_keys: tuple[bytes, ...]
     secret: bytes
     """Fingerprints of bodies are made with it."""

@@ -201,7 +201,7 @@ class ParentProcess:
         welcome = Welcome(
             encode_config(self._config),
             tuple(self._keys),
-            self._admin_keys,
+            tuple(self._admin_keys),
             self.fleet.secret,
             self._created,
             self._started_s,

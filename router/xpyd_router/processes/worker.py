@@ -61,7 +61,7 @@ from xpyd_router.processes.events import (
 )
 from xpyd_router.processes.shared_loads import SharedLoadTable, map_rows
 from xpyd_router.processes.worker_view import WorkerView
-from xpyd_router.router import SIGNALS, make_registry, tune_process
+from xpyd_router.router import SIGNALS, make_registry, open_admin_keys, tune_process
 
 _ANSWER_S = 5.0
 _MAX_OPEN = 4096
@@ -259,7 +259,7 @@ class Worker:
                 write=_write_lines,
             ),
             keys=fleet_keys(config.kv_key_file, insecure=config.kv_insecure, known=welcome.keys),
-            admin_keys=welcome.admin_keys,
+            admin_keys=open_admin_keys(config, known=welcome.admin_keys),
             client_keys=self._open_keys(config, metrics),
             created=welcome.created,
             started_s=welcome.started_s,
