@@ -26,7 +26,16 @@ from xpyd_core.errors import UserError
 
 _MAX_AGE = b"600"
 """Seconds that a browser may keep what a preflight says: vLLM's."""
-_EXPOSED = b"x-request-id, retry-after"
+_EXPOSED = b", ".join(
+    (
+        *(b"x-request-id", b"request-id", b"retry-after"),
+        *(
+            b"x-ratelimit-%b-%b" % (what, of)
+            for of in (b"requests", b"tokens")
+            for what in (b"limit", b"remaining", b"reset")
+        ),
+    )
+)
 """Headers of answers that pages may read, besides the few that they always may."""
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 Header = tuple[bytes, bytes]

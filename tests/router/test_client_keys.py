@@ -13,6 +13,7 @@ import pytest
 from xpyd_core.errors import ApiError, UserError
 from xpyd_operator.manifests.names import ANNOTATION_ROTATE
 from xpyd_router.fair_queue import Cost
+from xpyd_router.keys import command as key_command
 from xpyd_router.keys.command import append_line, command
 from xpyd_router.keys.lines import KeyOptions, line_of, new_key, parse_keys, salted
 from xpyd_router.keys.ring import KEY_COLUMNS, KEY_SLOTS, Client, KeyRing, Refused
@@ -81,6 +82,7 @@ def test_a_line_has_a_name_a_hash_and_options() -> None:
         (["a sha256:" + "0" * 64, "b sha256:" + "0" * 64], "b: another name has the same key"),
         (["a sha256:" + "0" * 64, "a sha256:" + "1" * 64 + " weight=2"], "a: other options than"),
         (["a scrypt:15:8:1:" + "0" * 32 + ":" + "0" * 64], "expected N a power of 2"),
+        (["a scrypt:65536:1:1:" + "0" * 32 + ":" + "0" * 64], "below 2 ** (16 * R)"),
         (["a scrypt:8388608:8:1:" + "0" * 32 + ":" + "0" * 64], "at most 64 MiB"),
     ],
 )
@@ -259,11 +261,18 @@ def test_a_clients_next_key_has_its_limits_when_the_line_of_the_first_is_gone(
 
 @pytest.fixture
 def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A kubectl that writes down its arguments."""
-    program, said = tmp_path / "kubectl", tmp_path / "said"
+    """A kubectl that writes down its annotations. An operator takes the wish up the third time
+    that somebody looks, unless its fleet is `idle`."""
+    program, said, looks = tmp_path / "kubectl", tmp_path / "said", tmp_path / "looks"
     program.write_text(f"""#!/bin/sh
-case "$*" in *missing*) echo 'fleets "missing" not found' >&2; exit 1;; esac
-echo "$@" >> {said}
+case "$*" in
+*missing*) echo 'fleets "missing" not found' >&2; exit 1;;
+*idle*) exit 0;;
+*own*) echo "False the key is in a Secret of yours"; exit 0;;
+*annotate*) echo "$@" >> {said};;
+*get*) echo >> {looks}; [ -e {said} ] && echo "True $(($(wc -l < {looks}) / 5))";;
+esac
+exit 0
 """)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -277,7 +286,7 @@ def rotated(*words: str) -> None:
 
 
 def test_xpyd_key_rotate_asks_the_operator_for_another_key_each_time(
-    kubectl: Path, capsys: pytest.CaptureFixture[str]
+    kubectl: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rotated("chat", "-n", "llm")
     time.sleep(0.002)
@@ -289,6 +298,10 @@ def test_xpyd_key_rotate_asks_the_operator_for_another_key_each_time(
     assert [line.startswith(begin) for line in lines] == [True, True]
     assert lines[0] != lines[1]
     assert "KeyRotated" in capsys.readouterr().out
+    monkeypatch.setattr(key_command, "BEGIN_S", 0.0)
+    rotated("own")
+    with pytest.raises(UserError, match="its operator has not begun: does it run"):
+        rotated("idle")
     with pytest.raises(UserError, match='fleets "missing" not found'):
         rotated("missing")
 

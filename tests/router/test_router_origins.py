@@ -124,6 +124,8 @@ async def test_pages_of_an_allowed_site_read_answers_and_streams() -> None:
         await made.engine("A")
         status, headers, _ = await post(made, Origin=PAGE)
         assert (status, headers[ALLOWED], headers["Vary"]) == (200, PAGE, "Origin")
+        readable = headers["access-control-expose-headers"].split(", ")
+        assert {"x-request-id", "retry-after", "x-ratelimit-remaining-tokens"} <= {*readable}
         assert "access-control-allow-credentials" not in headers
         async with await made.post(stream=True, headers={"Origin": PAGE}) as answer:
             assert answer.headers[ALLOWED] == PAGE

@@ -27,7 +27,11 @@ _EPILOG = """examples:
   xpyd key rotate chat -n llm                          a new key for the engines of a fleet"""
 ROTATE = "xpyd.dev/rotate-key"
 """The annotation of a fleet that asks for another key: any new text does."""
+BEGIN_S = 30.0
+"""An operator begins with a wish within a second or two."""
 _KUBECTL_S = 60.0
+_LOOK_S = 0.5
+_CONDITION = '{.status.conditions[?(@.type=="KeyRotated")]'
 _HELP = {
     "requests": "its requests in flight",
     "tokens": "its tokens in flight, of prompts and allowed outputs",
@@ -109,11 +113,32 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _rotate(args: argparse.Namespace) -> int:
-    """Only asks: the operator does it, and the fleet's condition KeyRotated says how far it is."""
+    """Asks, and waits until the operator has begun: from then on the fleet's condition KeyRotated
+    is that of this rotation, not of the one before."""
     place = [f"--namespace={args.namespace}"] if args.namespace else []
     place += [f"--context={args.context}"] if args.context else []
     fleet, wish = f"inferencefleet.xpyd.dev/{args.fleet}", f"{time.time_ns() // 1_000_000}"
-    argv = ["kubectl", *place, "annotate", "--overwrite", fleet, f"{ROTATE}={wish}"]
+    shown = f"{_CONDITION}.status}} {_CONDITION}.message}}"
+    look = [*place, "get", fleet, "--output", f"jsonpath={shown}"]
+    before = _kubectl(look, wish)
+    _kubectl([*place, "annotate", "--overwrite", fleet, f"{ROTATE}={wish}"], wish)
+    until = time.monotonic() + BEGIN_S
+    # One that is False now is of this wish, or of one that is fulfilled first.
+    while not before.startswith("False") and _kubectl(look, wish) == before:
+        if time.monotonic() > until:
+            raise UserError(
+                f"the fleet is annotated, and after {BEGIN_S:g} s its operator has not begun: does "
+                "it run, and is its version one that rotates keys?"
+            )
+        time.sleep(_LOOK_S)
+    wait = " ".join(["kubectl", *place, "get", f"fleet/{args.fleet}"])
+    sys.stdout.write(f"asked; how far it is: {wait} -o jsonpath='{_CONDITION}.message}}'\n")
+    return 0
+
+
+def _kubectl(words: list[str], wish: str) -> str:
+    """What kubectl says. UserError where it fails."""
+    argv = ["kubectl", *words]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=_KUBECTL_S, check=False)
     except FileNotFoundError as error:
@@ -123,11 +148,8 @@ def _rotate(args: argparse.Namespace) -> int:
     except subprocess.TimeoutExpired as error:
         raise UserError(f"kubectl did not answer within {_KUBECTL_S:g} s") from error
     if done.returncode != 0:
-        raise UserError(f"kubectl annotate: {done.stderr.strip() or done.returncode}")
-    wait = " ".join(["kubectl", *place, "get", f"fleet/{args.fleet}"])
-    query = """'{.status.conditions[?(@.type=="KeyRotated")].message}'"""
-    sys.stdout.write(f"asked; how far it is: {wait} -o jsonpath={query}\n")
-    return 0
+        raise UserError(f"kubectl: {done.stderr.strip() or done.returncode}")
+    return done.stdout
 
 
 def _new(args: argparse.Namespace) -> int:

@@ -183,9 +183,12 @@ def _hash(text: str) -> bytes | Scrypt:
     if (match := _SCRYPT.fullmatch(text)) is None or len(match[4]) % 2:
         raise UserError("expected sha256:HEX or scrypt:N:R:P:SALT:HEX behind the name")
     cost, block, parallel = int(match[1]), int(match[2]), int(match[3])
-    is_cost = cost >= 2 and cost & (cost - 1) == 0
+    is_cost = cost >= 2 and cost & (cost - 1) == 0 and cost.bit_length() <= 16 * block
     if not is_cost or not block or not parallel or 128 * cost * block * parallel > _SCRYPT_BYTES:
-        raise UserError("scrypt: expected N a power of 2, and 128 * N * R * P at most 64 MiB")
+        raise UserError(
+            "scrypt: expected N a power of 2 below 2 ** (16 * R), and 128 * N * R * P at most "
+            "64 MiB"
+        )
     return Scrypt(cost, block, parallel, bytes.fromhex(match[4]), bytes.fromhex(match[5]))
 
 
