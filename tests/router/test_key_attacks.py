@@ -189,6 +189,30 @@ async def test_a_key_that_goes_while_the_body_comes_serves_nothing(tmp_path: Pat
         assert p.served == 0
 
 
+@pytest.mark.usefixtures("both_ways")
+async def test_a_flood_of_long_bodies_of_one_key_leaves_memory_for_another_key(
+    tmp_path: Path,
+) -> None:
+    lines = [line_of("a", KEY, {}), line_of("b", OTHER, {})]
+    most = {"max_body_bytes": 80_000, "max_open_body_bytes": 1_600_000}
+    async with keyed(tmp_path, *lines, **most) as (fleet_, _, _):
+        owner, writers = owner_in(fleet_), list[asyncio.StreamWriter]()
+        whole = post(GOOD, body=b'{"model":"m","prompt":"' + b"x" * 79_000 + b'","max_tokens":4}')
+        for _ in range(24):
+            _, writer = await asyncio.open_connection("127.0.0.1", fleet_.router.http_port)
+            writer.write(whole[:-5])
+            writers.append(writer)
+        await until(lambda: owner.bodies is not None and owner.bodies.used_bytes > 1_400_000)
+        assert owner.bodies is not None
+        for _ in range(3):  # whatever else has come
+            await fleet_.json(headers=bearer(OTHER), prompt="x" * 20_000)
+        assert owner.bodies.used_bytes <= 1_500_000
+        for writer in writers:
+            writer.close()
+        await until(lambda: owner.bodies is not None and not owner.bodies.used_bytes)
+        await fleet_.json(headers=bearer(), prompt="x" * 20_000)
+
+
 async def test_a_revoked_key_ends_what_waits_and_what_is_at_p(tmp_path: Path) -> None:
     limits = AdmissionLimits(requests=1)
     async with keyed(tmp_path, LIMITED, limits=limits) as (fleet_, p, _):

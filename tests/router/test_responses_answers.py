@@ -427,3 +427,16 @@ def test_the_response_that_was_used_longest_ago_goes_first() -> None:
     assert not store.put("e", Kept(bytes(20_000), (), (), (), ()))
     assert not store.put("e", Kept(b"", (bytes(20_000),), (), (), ()))
     assert store.get("e") is None
+
+
+def test_a_flood_of_one_owners_responses_takes_none_of_another_owners() -> None:
+    store = ResponseStore(10_000)
+    mine, others = (Kept(bytes(500), (), (), (), (), owner=name) for name in ("a", "b"))
+    assert store.put("x", mine)
+    for number in range(100):
+        assert store.put(f"y{number}", others)
+        assert store.get(f"y{number}", "b") is others
+    assert store.get("x", "a") is mine
+    assert store.put("z", Kept(bytes(7000), (), (), (), (), owner="a"))
+    assert store.get("z", "a") is not None, "the newest is always kept"
+    assert store.used_bytes <= 10_000

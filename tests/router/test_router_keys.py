@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,7 @@ async def test_the_official_clients_send_their_keys(tmp_path: Path) -> None:
             assert KEY not in call.raw.decode()
 
 
+@pytest.mark.usefixtures("both_ways")
 async def test_a_refusal_has_one_line_in_the_log_and_no_line_has_a_key(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,6 +169,7 @@ async def test_a_refusal_has_one_line_in_the_log_and_no_line_has_a_key(
     assert KEY not in said
     assert OTHER not in said
     assert " key=a " in said
+    assert "POST /v1/completions 401" not in said, "strangers fill the access log"
 
 
 async def test_the_lines_of_a_flood_are_bounded_and_the_rest_is_counted(
@@ -232,6 +235,29 @@ async def test_the_file_is_read_again_while_the_router_runs(
         assert keys is not None
         await until(lambda: fleet_.metric("xpyd_router_key_file_loads_total", result="ok") == 2)
         await fleet_.json(headers=bearer(OTHER))
+
+
+async def test_a_name_server_that_does_not_answer_holds_up_no_revocation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "RELOAD_S", 0.01)
+    file, answers, ring = tmp_path / "keys.txt", threading.Event(), watch.KeyRing(lambda: 0.0)
+    file.write_text(line_of("a", KEY, {}))
+
+    def count(_: str) -> int:
+        answers.wait()
+        return 1
+
+    keys = watch.KeyWatch(ring, watch.KeyTable(), path=file, peers="routers", count=count)
+    keys.load()
+    running = asyncio.create_task(keys.run())
+    try:
+        file.write_text(line_of("b", OTHER, {}))
+        await until(lambda: ring.names == ("b",))
+    finally:
+        answers.set()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_a_router_does_not_start_with_a_broken_file(tmp_path: Path) -> None:
@@ -377,12 +403,12 @@ async def test_a_flood_of_one_key_lets_another_keys_request_go_next(tmp_path: Pa
 
 async def test_the_limits_are_divided_by_the_routers_that_the_name_has() -> None:
     ring = watch.KeyRing(lambda: 0.0)
-    counts = iter([3, OSError("no such name"), 1])
+    counts = iter([3, OSError("no such name"), UnicodeError("label too long"), 1])
 
     def count(host: str) -> int:
         found = next(counts)
         assert host == "routers"
-        if isinstance(found, OSError):
+        if isinstance(found, Exception):
             raise found
         return found
 
@@ -394,8 +420,8 @@ async def test_the_limits_are_divided_by_the_routers_that_the_name_has() -> None
         return dict(found.headers())[b"x-ratelimit-limit-requests"]  # type: ignore[union-attr]
 
     shares: list[bytes] = []
-    for _ in range(3):
+    for _ in range(4):
         await keys.count_routers()
         shares.append(share())
-    assert shares == [b"3", b"3", b"10"], "a name that is not found changes nothing"
+    assert shares == [b"3", b"3", b"3", b"10"], "a name that is not found changes nothing"
     assert watch.count_addresses("127.0.0.1") == 1

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
 from tests.router.fakes import Fleet, HttpEngine, Script, answer, die, fleet, hang, until
-from xpyd_router.http.text_calls import MAX_CALLS
+from xpyd_router.http.text_calls import MAX_CALLS, SPARE_CALLS
+from xpyd_router.keys.lines import line_of, new_key
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 PATHS = ("/tokenize", "/detokenize")
@@ -150,6 +152,34 @@ async def test_only_so_many_are_open_at_a_time() -> None:
         await until(lambda: all(each.is_closed for each in made.engines[0].calls))
         made.engines[0].script = answer(200, TOKENIZED)
         assert (await post(made, b'{"prompt":"a"}'))[0] == 200
+
+
+async def test_a_flood_of_one_key_leaves_room_for_the_texts_of_another(tmp_path: Path) -> None:
+    every, keys = aiohttp.TCPConnector(limit=0), (new_key(), new_key())
+    lines = [line_of(name, key, {}) for name, key in zip("ab", keys, strict=True)]
+    (tmp_path / "keys").write_text("\n".join(lines))
+    mine, other = ({"x-api-key": key} for key in keys)
+    config = {"api_key_file": tmp_path / "keys"}
+    async with (
+        engines("P", hang, **config) as made,
+        aiohttp.ClientSession(connector=every) as made.http,
+    ):
+
+        async def ask(headers: dict[str, str]) -> int:
+            return (await post(made, b'{"prompt":"a"}', headers=headers))[0]
+
+        flood = [asyncio.create_task(ask(mine)) for _ in range(2 * MAX_CALLS)]
+        refused = MAX_CALLS + SPARE_CALLS
+        await until(lambda: sum(one.done() for one in flood) == refused)
+        assert {one.result() for one in flood if one.done()} == {503}
+        hung = list(made.engines[0].calls)
+        made.engines[0].script = answer(200, TOKENIZED)
+        assert await ask(other) == 200
+        for call in flood:
+            call.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+        await until(lambda: all(each.is_closed for each in hung))
+        assert await ask(mine) == 200
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -27,7 +27,6 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.routing import BaseConverter
 
 from xpyd_core import __version__
-from xpyd_core.bodies import BodyBudget
 from xpyd_core.errors import ApiError
 from xpyd_core.keys import key_ids
 from xpyd_router.app_state import AppState
@@ -36,7 +35,7 @@ from xpyd_router.fleet.instances import Instance
 from xpyd_router.fleet.view import FleetView, WithoutKv
 from xpyd_router.http.asgi import AsgiApp, Scope
 from xpyd_router.http.inference import Inference
-from xpyd_router.http.keyed import owner_of
+from xpyd_router.http.keyed import OpenBodies, owner_of
 from xpyd_router.http.openapi.document import openapi_document
 from xpyd_router.http.shapes import (
     AdminInstance,
@@ -240,7 +239,8 @@ def build_app(state: AppState, flow: Flow, upstream: UpstreamClient, reader: Exe
     """The application; what it gets lives as long as it."""
     limit_bytes = state.config.responses_store_bytes
     store = ResponseStore(limit_bytes) if limit_bytes else None
-    bodies, apis = BodyBudget(state.config.max_open_body_bytes), make_apis(time.time, store)
+    apis = make_apis(time.time, store)
+    bodies = OpenBodies(state.config.max_open_body_bytes, state.config.max_body_bytes)
     rest = cast(AsgiApp, quart_app(state, apis, store))
     texts = TextCalls(state, upstream, bodies, rest, reader=reader, apis=apis)
     return Inference(state, flow, bodies, texts, reader=reader, apis=apis)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, cast
 
-from xpyd_core.bodies import BodyBudget, BodyCharge
+from xpyd_core.bodies import BodyCharge
 from xpyd_core.errors import ApiError
 from xpyd_core.http_head import with_one_slash
 from xpyd_router.access_log import Trace
@@ -39,7 +39,7 @@ from xpyd_router.http.asgi import (
     watch_client,
 )
 from xpyd_router.http.direct import DirectRequest, DirectSink
-from xpyd_router.http.keyed import Hold, check_model, client_of, owner_of
+from xpyd_router.http.keyed import Hold, OpenBodies, check_model, client_of, owner_of
 from xpyd_router.http.translated import TranslatedStream, read_request, translated
 from xpyd_router.keys.ring import Client, Refused
 from xpyd_router.request.client_request import ClientHead, HeadReader, InferenceRequest
@@ -126,7 +126,7 @@ class Inference:
         self,
         state: AppState,
         flow: Flow,
-        bodies: BodyBudget,
+        bodies: OpenBodies,
         app: AsgiApp,
         *,
         reader: Executor,
@@ -174,8 +174,8 @@ class Inference:
     def broke_off(
         self, request: DirectRequest, sink: DirectSink | None, error: ApiError | None = None
     ) -> None:
-        """Refuse, through `sink`, a request whose body was not read: for `error`, else since it
-        came too late. `sink` None: its client left."""
+        """Refuse, through `sink`, a request whose body was not read: for `error`, which has its own
+        line in the log, else since it came too late. `sink` None: its client left."""
         trace, status = Trace(request.endpoint, request.began_s), _CLIENT_CLOSED
         self._app_state.metrics.requests.began()
         if request.charge is not None:
@@ -185,7 +185,7 @@ class Inference:
             answer, headers = refusal(error or late_body(), name, api)
             status, trace.sent_bytes = answer.status, len(answer.body)
             sink.whole(answer.status, headers, answer.body)
-        self._finish(trace, status)
+        self._finish(trace, status, is_logged=error is None)
 
     def deny(
         self,
@@ -209,7 +209,7 @@ class Inference:
             trace = Trace(endpoint, self._app_state.clock())
             trace.sent_bytes = len(answer.body)
             self._app_state.metrics.requests.began()
-            self._finish(trace, error.status)
+            self._finish(trace, error.status, is_logged=False)
         await send_answer(send, answer, headers)
 
     async def serve(self, endpoint: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -218,7 +218,7 @@ class Inference:
         trace = Trace(endpoint, app_state.clock())
         app_state.metrics.requests.began()
         status = _CLIENT_CLOSED
-        charge = BodyCharge(self.bodies, self.max_body_bytes)
+        charge = self.bodies.charge(owner_of(scope))
         try:
             body = await read_body(receive, scope, charge)
         except ClientLeft:
@@ -397,14 +397,17 @@ class Inference:
         state.trace.queue_s += ticket.queue_s
         return ticket
 
-    def _finish(self, trace: Trace, status: int) -> None:
+    def _finish(self, trace: Trace, status: int, *, is_logged: bool = True) -> None:
+        """Count a request that has ended. `is_logged`: not one that was refused for its key:
+        strangers can send any number of these, and the audit bounds its lines."""
         app_state = self._app_state
         now_s = app_state.clock()
         trace.status = status
         app_state.metrics.requests.ended(trace, status, now_s)
         if trace.key:
             app_state.metrics.keys.ended(trace, status)
-        app_state.access_log.add(trace, status, now_s)
+        if is_logged:
+            app_state.access_log.add(trace, status, now_s)
 
 
 def _read_of(

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
+from xpyd_core.bodies import BodyBudget, BodyCharge
 from xpyd_core.errors import ApiError
 from xpyd_router.access_log import Trace
-from xpyd_router.admission import Ticket
+from xpyd_router.admission import SPARE_PART, Ticket
 from xpyd_router.app_state import Keys
 from xpyd_router.errors import unknown_model
 from xpyd_router.fair_queue import Cost
@@ -55,6 +56,50 @@ def check_model(owner: Client, model: str, snapshot: Snapshot) -> None:
     """ApiError 404, as for a model that is not there, where the key may not use it."""
     if not owner.may_use(model):
         raise unknown_model(model, owner.only(snapshot.known_models))
+
+
+class _BodiesOfKey(BodyBudget):
+    """What the open bodies of one key take of `everyone`'s memory. Of that, a sixteenth is kept for
+    keys that hold less than that."""
+
+    def __init__(self, limit_bytes: int, everyone: BodyBudget) -> None:
+        super().__init__(limit_bytes)
+        self._everyone = everyone
+        self._few_bytes = limit_bytes // SPARE_PART
+        self._most_bytes = limit_bytes - self._few_bytes
+
+    def take(self, count: int) -> bool:
+        """See BodyBudget."""
+        is_much = self.used_bytes + count > self._few_bytes
+        if is_much and self._everyone.used_bytes + count > self._most_bytes:
+            return False
+        if not self._everyone.take(count):
+            return False
+        self.used_bytes += count
+        return True
+
+    def give_back(self, count: int) -> None:
+        """See BodyBudget."""
+        self.used_bytes -= count
+        self._everyone.give_back(count)
+
+
+class OpenBodies:
+    """The memory of all open bodies: a flood of one key's long ones leaves the other keys room."""
+
+    def __init__(self, limit_bytes: int, max_body_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._max_body_bytes = max_body_bytes
+        self._all = BodyBudget(limit_bytes)
+
+    def charge(self, owner: Client | None) -> BodyCharge:
+        """What the next body of `owner` is charged with; None: no key is needed."""
+        budget = self._all
+        if owner is not None:
+            if owner.bodies is None:
+                owner.bodies = _BodiesOfKey(self._limit_bytes, budget)
+            budget = owner.bodies
+        return BodyCharge(budget, self._max_body_bytes)
 
 
 class Hold:

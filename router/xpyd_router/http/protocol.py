@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from xpyd_core.bodies import BodyCharge
 from xpyd_core.errors import ApiError
 from xpyd_core.http_head import Chunks, head_fault, one_slash
 from xpyd_router.http.asgi import BODY_DEADLINE_S
@@ -324,6 +323,7 @@ class ClientProtocol(HttpToolsProtocol):
         if found is None and keys is not None:
             return False  # only `verify` can say
         self._denied = denied = found if isinstance(found, Refused) else None
+        client = None if isinstance(found, Refused) else found
         is_long = size > _CHARGED_BYTES and denied is None
         takes_chunks = version == "1.1"
         direct = DirectRequest(
@@ -332,8 +332,8 @@ class ClientProtocol(HttpToolsProtocol):
             app.now_s(),
             keep_alive=takes_chunks and parser.should_keep_alive() and denied is None,
             takes_chunks=takes_chunks,
-            client=None if isinstance(found, Refused) else found,
-            charge=BodyCharge(app.bodies, app.max_body_bytes) if is_long else None,
+            client=client,
+            charge=app.bodies.charge(client) if is_long else None,
         )
         self._direct = direct
         # uvicorn calls only what DirectRequest has, too.

@@ -3,24 +3,28 @@ Anthropic's count_tokens and OpenAI's input_tokens are a /tokenize with another 
 
 Every instance of a model has its tokenizer, so any that takes requests is asked, in turn; one that
 fails is replaced by the next. No KV moves, and nothing counts against the router's limits: engines
-bound the texts that wait for their threads. Stands before Quart, behind `inference`.
+bound the texts that wait for their threads, and no client's key has all of these. Stands before
+Quart, behind `inference`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
-from collections.abc import Coroutine, Mapping
+from collections import Counter
+from collections.abc import Coroutine, Generator, Mapping
 from concurrent.futures import Executor
 from functools import partial
 from typing import Annotated
 
 import msgspec
 
-from xpyd_core.bodies import BodyBudget, BodyCharge, check_text, read, refuse
+from xpyd_core.bodies import BodyCharge, check_text, read, refuse
 from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_core.openai import MAX_NAME_CHARACTERS
+from xpyd_router.admission import SPARE_PART
 from xpyd_router.app_state import AppState
 from xpyd_router.errors import (
     BROKEN,
@@ -43,7 +47,7 @@ from xpyd_router.http.asgi import (
     send_answer,
 )
 from xpyd_router.http.inference import INLINE_BYTES, read_on
-from xpyd_router.http.keyed import check_model, owner_of
+from xpyd_router.http.keyed import OpenBodies, check_model, owner_of
 from xpyd_router.keys.ring import Client
 from xpyd_router.request.answers import scrub
 from xpyd_router.request.client_request import TEXT_PATHS, ClientHead, HeadReader
@@ -57,6 +61,8 @@ _COUNTS = {f"/v1/{api.name}/{api.count_path}": api.name for api in (Messages, Re
 TEXT_ROUTES = (*TEXT_PATHS, *_COUNTS)
 MAX_CALLS = 64
 """Calls at a time: engines let as many texts wait for their threads."""
+SPARE_CALLS = MAX_CALLS // SPARE_PART
+"""Of these, so many are for keys that have fewer: a flood of one key leaves the others room."""
 _MAX_ASKED = 16
 """Instances that one request is sent to, at most."""
 
@@ -76,7 +82,7 @@ class TextCalls:
         self,
         state: AppState,
         upstream: UpstreamClient,
-        bodies: BodyBudget,
+        bodies: OpenBodies,
         app: AsgiApp,
         *,
         reader: Executor,
@@ -93,6 +99,8 @@ class TextCalls:
         self._heads = HeadReader(state.config.forward_headers)
         self._turns = itertools.count()
         self._open = 0
+        self._open_of = Counter[Client]()
+        """Of the calls, those of each key that has some."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -103,7 +111,7 @@ class TextCalls:
             await self._app(scope, receive, send)
             return
         head = self._heads.read(scope["headers"])
-        charge = BodyCharge(self._bodies, self._config.max_body_bytes)
+        charge = self._bodies.charge(owner_of(scope))
         try:
             answer, headers = await self._answer(scope, head, receive, charge)
         except ClientLeft:
@@ -121,18 +129,13 @@ class TextCalls:
             if head.complaint is not None:
                 raise head.complaint
             body = await read_body(receive, scope, charge)
-            if self._open >= MAX_CALLS:
-                raise ApiError(503, "too many texts are being tokenized", retry_after_s=1)
-            self._open += 1
-            try:
-                owner = owner_of(scope)
+            owner = owner_of(scope)
+            with self._place(owner):
                 if api is None:
                     work = self._ask(path, body, head, owner)
                 else:
                     work = self._count(api, body, head, owner)
                 answer = await _until_left(work, receive)
-            finally:
-                self._open -= 1
         except (ApiError, EngineRefused) as error:
             return refusal(error, name, api)
         except (ClientLeft, asyncio.CancelledError):
@@ -142,6 +145,24 @@ class TextCalls:
             return refusal(ApiError(500, "internal error of the router"), name, api)
         headers = [(b"content-type", answer.content_type.encode("latin-1"))]
         return answer, [*headers, *id_headers(name, api)]
+
+    @contextlib.contextmanager
+    def _place(self, owner: Client | None) -> Generator[None]:
+        """One call at a time. ApiError where there are too many."""
+        has_few = owner is None or self._open_of[owner] < SPARE_CALLS
+        if self._open >= (MAX_CALLS if has_few else MAX_CALLS - SPARE_CALLS):
+            raise ApiError(503, "too many texts are being tokenized", retry_after_s=1)
+        self._open += 1
+        if owner is not None:
+            self._open_of[owner] += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+            if owner is not None:
+                self._open_of[owner] -= 1
+                if not self._open_of[owner]:
+                    del self._open_of[owner]
 
     async def _count(self, api: Api, body: bytes, head: ClientHead, owner: Client | None) -> Answer:
         """The answer to a request for the count of a prompt's tokens."""

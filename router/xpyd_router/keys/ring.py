@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from xpyd_core.bodies import BodyBudget
 from xpyd_core.errors import ApiError
 from xpyd_router.fair_queue import Account, Cost
 from xpyd_router.keys.lines import (
@@ -90,6 +91,8 @@ class Client:
     def __init__(self, name: str, clock: Callable[[], float]) -> None:
         self.name = name
         self.account = Account()
+        self.bodies: BodyBudget | None = None
+        """What its open bodies may take; the application makes it."""
         self.running: set[asyncio.Task[None]] = set()
         """What ends when the last key of this name goes."""
         self.is_gone = False
