@@ -13,10 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.worker.runner_driver import tiny_checkpoint
-from tests.worker.s3_kit import Hub, answering, checkpoint
 from xpyd_core.errors import UserError
-from xpyd_worker.download.plan import DownloadError
-from xpyd_worker.download.transfer import Limits, Want, download
 from xpyd_worker.kernels.api import Kernels
 from xpyd_worker.kernels.plain import PlainKernels
 from xpyd_worker.model.decoder import Decoder
@@ -268,28 +265,6 @@ def test_the_hub_without_a_network_is_a_clear_error(
     with pytest.raises(UserError, match="hf://some/model") as caught:
         resolve_checkpoint("hf://some/model")
     assert "local folder" in str(caught.value)
-
-
-def test_a_hub_that_cuts_its_list_is_asked_again_and_one_that_is_not_there_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut: list[str] = []
-
-    class Cutting(Hub):
-        def __call__(self, path: str, ranged: str) -> tuple[int, bytes]:
-            if path.startswith("/api/") and not cut:
-                cut.append(path)
-                raise ConnectionResetError  # the handler ends without an answer
-            return super().__call__(path, ranged)
-
-    hub = Want("hf://org/model", tmp_path / "m")
-    with answering(Cutting(checkpoint())) as url:
-        monkeypatch.setenv("HF_ENDPOINT", url)
-        assert download(hub).folder == hub.folder
-    assert cut
-    with pytest.raises(DownloadError, match="look whether the source can be reached") as caught:
-        download(Want("hf://org/model", tmp_path / "n", limits=Limits(retry_s=0.0)))
-    assert caught.value.reason == "DownloadFailed"
 
 
 @pytest.mark.slow
