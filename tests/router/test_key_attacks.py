@@ -153,7 +153,10 @@ def test_what_a_connection_showed_counts_for_the_same_header_and_file_alone() ->
     assert isinstance(ring.find([good], shown), Refused)
 
 
-@pytest.mark.parametrize("value", [b"Basic cHJveHk6", b"Bearer", b"Bearer ", b"", KEY.encode()])
+@pytest.mark.parametrize(
+    "value",
+    [b"Basic cHJveHk6", b"Bearer", b"Bearer ", b"", pytest.param(KEY.encode(), id="the key alone")],
+)
 async def test_a_header_without_a_key_is_not_taken_for_the_key_that_came_beside_it(
     tmp_path: Path, value: bytes
 ) -> None:
