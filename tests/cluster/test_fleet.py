@@ -119,23 +119,35 @@ def verified(
 def test_an_engine_with_another_key_is_a_condition_of_a_fleet_that_serves(
     fleet: FleetClient, cases: list[Any], timeline: Timeline
 ) -> None:
-    """It is Ready, and no router has it. Pods of the fleet follow their key, so it is a copy."""
+    """It is Ready, and no router has it. Pods of the fleet follow their key: so one with a Secret
+    of its own is made beside them, by a ReplicaSet that is named as theirs are."""
     verified(fleet, cases, "True", "KVMoved")
     secret = fleet.document()["status"]["kvKeySecret"]
-    other = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "other"}}
-    other["stringData"] = {"key": "0" * 64}
     pod = fleet.pods("decode")[0]
-    copy = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "copy"}, "spec": pod["spec"]}
-    (volume,) = [v for v in copy["spec"]["volumes"] if secret in json.dumps(v)]
-    del volume["projected"], copy["spec"]["nodeName"]
+    labels, spec = pod["metadata"]["labels"], pod["spec"]
+    del labels["pod-template-hash"], spec["nodeName"]
+    (volume,) = [volume for volume in spec["volumes"] if secret in json.dumps(volume)]
+    del volume["projected"]
     volume["secret"] = {"secretName": "other"}
-    fleet.kubectl("apply", "-f", "-", input=json.dumps(other))
+    other = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "other"}}
+    copy = {
+        "apiVersion": "apps/v1",
+        "kind": "ReplicaSet",
+        "metadata": {"name": f"{pod['metadata']['name'].rsplit('-', 2)[0]}-copy"},
+        "spec": {
+            "selector": {"matchLabels": {"copy": "1"}},
+            "template": {"metadata": {"labels": labels | {"copy": "1"}}, "spec": spec},
+        },
+    }
+    fleet.kubectl("apply", "-f", "-", input=json.dumps(other | {"stringData": {"key": "0" * 64}}))
     fleet.kubectl("apply", "-f", "-", input=json.dumps(copy))
     found = verified(fleet, cases, "False", "KeyMismatch")
     timeline.mark("an engine with another key is a condition")
     assert "heartbeats are signed with another key" in found["message"]
     assert fleet.condition("Available")["status"] == "True"
-    fleet.kubectl("delete", "pod/copy", "secret/other", "--timeout=60s", timeout_s=70)
+    made = f"replicaset/{copy['metadata']['name']}"
+    fleet.kubectl("delete", made, "secret/other", "--timeout=60s", timeout_s=70)
+    fleet.kubectl("wait", "--for=delete", "pod", "-l", "copy=1", "--timeout=60s", timeout_s=70)
     verified(fleet, cases, "True", "KVMoved")
 
 
