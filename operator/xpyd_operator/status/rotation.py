@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 from xpyd_operator.manifests.names import (
     ANNOTATION_KEY_ID,
@@ -30,6 +30,7 @@ from xpyd_operator.plan.values import ROUTER
 from xpyd_operator.status.children import (
     WORKER_INDEX,
     Raw,
+    at,
     is_finished,
     is_of_workload,
     key_of,
@@ -115,12 +116,11 @@ def read_order(found: Raw | None, *, secret_is_second: bool, asked: str) -> KeyO
     carries already."""
     if found is None:
         return KeyOrder(KEY_SLOTS[secret_is_second], request=asked)
-    said = {key: text(found, "metadata", "annotations", key) for key in (*_ANNOTATIONS,)}
-    slot, phase = said[ANNOTATION_KEY_SLOT], said[ANNOTATION_KEY_PHASE]
-    known = next((name for name in (*_NEXT, "Done") if name == phase), "")
+    said = {key: text(found, "metadata", "annotations", key) for key in _ANNOTATIONS}
+    slot = said[ANNOTATION_KEY_SLOT]
     return KeyOrder(
         slot if slot in KEY_SLOTS else KEY_SLOTS[secret_is_second],
-        phase=_PHASES[known],
+        phase=_PHASES.get(said[ANNOTATION_KEY_PHASE], ""),
         request=said[ANNOTATION_ROTATE],
         new_id=said[ANNOTATION_KEY_ID],
         since=said[ANNOTATION_KEY_SINCE],
@@ -128,7 +128,6 @@ def read_order(found: Raw | None, *, secret_is_second: bool, asked: str) -> KeyO
 
 
 _PHASES: Mapping[str, Phase] = {
-    "": "",
     "Adding": "Adding",
     "Switching": "Switching",
     "Removing": "Removing",
@@ -162,9 +161,9 @@ def read_keys(body: bytes) -> RouterKeys | None:
 
 
 def _ids(obj: object) -> tuple[str, ...]:
-    found = obj.get("key_ids") if isinstance(obj, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    listed = found if isinstance(found, list) else []  # pyright: ignore[reportUnknownVariableType]
-    return tuple(one[:_MOST_ID] for one in listed if isinstance(one, str))  # pyright: ignore[reportUnknownVariableType]
+    found = at(obj, "key_ids")
+    listed = cast("list[object]", found) if isinstance(found, list) else []
+    return tuple(one[:_MOST_ID] for one in listed if isinstance(one, str))
 
 
 @dataclass(frozen=True)

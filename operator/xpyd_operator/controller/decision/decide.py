@@ -28,12 +28,12 @@ from xpyd_operator.controller.decision.kinds import (
     JOB,
     MISSING_APIS,
     POOL,
+    SUPPORT,
     Obj,
     kind_of,
     merge_patch,
 )
 from xpyd_operator.controller.decision.state import (
-    SUPPORT,
     AppliedVersion,
     Apply,
     DeleteKey,

@@ -83,11 +83,7 @@ CLAIM_TEMPLATE = Kind(
 SECRET = Kind("v1", "Secret", "secrets")
 EVENT = Kind("v1", "Event", "events")
 
-WATCHED = (
-    FLEET,
-    POOL,
-    DEPLOYMENT,
-    POD,
+SUPPORT = (
     SERVICE,
     SERVICE_ACCOUNT,
     BUDGET,
@@ -96,9 +92,9 @@ WATCHED = (
     HTTP_ROUTE,
     JOB,
     CONFIG_MAP,
-    LEADER_WORKER_SET,
-    CLAIM_TEMPLATE,
 )
+"""Kinds of the support objects."""
+WATCHED = (FLEET, POOL, DEPLOYMENT, POD, *SUPPORT, LEADER_WORKER_SET, CLAIM_TEMPLATE)
 ALWAYS = tuple(kind for kind in WATCHED if not kind.optional)
 OPTIONAL = tuple(kind for kind in WATCHED if kind.optional)
 MISSING_APIS = {

@@ -15,18 +15,13 @@ from functools import cached_property
 
 from xpyd_core.errors import UserError
 from xpyd_operator.controller.decision.kinds import (
-    BUDGET,
     CONFIG_MAP,
     DEPLOYMENT,
-    HTTP_ROUTE,
-    INGRESS,
     JOB,
     LEADER_WORKER_SET,
-    NETWORK_POLICY,
     POD,
     POOL,
-    SERVICE,
-    SERVICE_ACCOUNT,
+    SUPPORT,
     Kind,
     Obj,
     kind_of,
@@ -205,18 +200,6 @@ def describe(write: Write) -> str:
 
 ObjectRef = tuple[Kind, str]
 """Kind and name of an object in the fleet's namespace."""
-
-SUPPORT = (
-    SERVICE,
-    SERVICE_ACCOUNT,
-    BUDGET,
-    NETWORK_POLICY,
-    INGRESS,
-    HTTP_ROUTE,
-    JOB,
-    CONFIG_MAP,
-)
-"""Kinds of the support objects."""
 
 
 @dataclass(frozen=True)
