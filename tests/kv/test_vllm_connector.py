@@ -215,7 +215,11 @@ def test_p_says_how_the_transfer_is():
 
 def test_a_p_that_dies_while_d_loads_costs_d_the_prompt_and_no_wait():
     with pair({"mode": "get"}, {"wait_s": 600.0}) as (p, d):
-        _, request = prefill(p, d, prompt(90))
+        uuid = f"{90:032x}"
+        _, request = prefill(p, d, prompt(90), uuid=uuid)
+        # Of KV that was not even offered D cannot know that it will not come.
+        consumer = d.scheduler._half.connector.consumer
+        d.run(p, until=lambda: consumer.offered(TransferKey(uuid, 0)) is not None)
         p.close()
         d.add(request)
         d.run(until=lambda: request.answer is not None)

@@ -262,38 +262,6 @@ def test_who_waited_for_a_download_takes_its_folder_as_it_is(
     assert (folder / MANIFEST).stat().st_mtime_ns == before
 
 
-def test_a_lock_of_another_machine_is_taken_over_once_its_record_rests(tmp_path: Path) -> None:
-    folder = tmp_path / "m"
-    beats = 3
-    record = tmp_path / ".m.lock"
-
-    def beat() -> None:
-        for number in range(beats):
-            record.write_text(json.dumps({"owner": "far/1", "boot": "other", "beat": number}))
-            time.sleep(0.5)
-
-    beat_thread = threading.Thread(target=beat)
-    record.write_text(json.dumps({"owner": "far/1", "boot": "other", "beat": -1}))
-    beat_thread.start()
-    waited: list[str] = []
-    lock = FolderLock(folder, "near/1", lease_s=1.0)
-    with lock.held(wait_s=30, waits=waited.append):
-        # It waited while the record moved.
-        assert not beat_thread.is_alive()
-        assert "near/1" in record.read_text()
-    assert set(waited) == {"far/1"}
-    assert record.read_text() == ""
-
-
-def test_a_lock_that_stays_anothers_ends_the_wait_at_its_deadline(tmp_path: Path) -> None:
-    with (
-        FolderLock(tmp_path / "m", "first").held(wait_s=1, waits=print),
-        pytest.raises(DownloadError, match="first still downloads this model"),
-        FolderLock(tmp_path / "m", "second").held(wait_s=0, waits=lambda _: None),
-    ):
-        raise AssertionError("two have the lock")
-
-
 def test_a_full_volume_is_said_with_what_is_needed_and_what_there_is(
     store: Store, bucket: str, tmp_path: Path
 ) -> None:

@@ -98,12 +98,12 @@ class FolderLock:
                 if mine is not None and mine.owner == self._owner:
                     return
                 continue
+            who = record.owner if record else "another program"
             if time.monotonic() > until:
-                who = record.owner if record else "another program"
                 raise DownloadError(
                     "DownloadFailed", f"{self._path}: {who} still downloads this model: wait longer"
                 )
-            waits(record.owner if record else "")
+            waits(who)
             time.sleep(_LOOK_S)
 
     def _is_free(self, descriptor: int, record: _Owner | None, *, locked: bool) -> bool:
@@ -140,10 +140,12 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _read_owner(descriptor: int) -> _Owner | None:
+    """None: it is free. A record that is being written is of an owner without a name."""
+    content = os.pread(descriptor, 4096, 0)
     try:
-        return msgspec.json.decode(os.pread(descriptor, 4096, 0), type=_Owner)
+        return msgspec.json.decode(content, type=_Owner)
     except msgspec.DecodeError:
-        return None
+        return _Owner("another program", "", 0) if content else None
 
 
 def _boot() -> str:
