@@ -81,7 +81,7 @@ async def test_the_longest_unused_goes_when_there_are_too_many() -> None:
 
 async def test_the_memory_of_kept_grammars_is_bounded_and_what_went_is_compiled_again() -> None:
     """A trial says what a grammar takes: this one many times its text."""
-    large = [Grammar(Rules(f"start: /a{{{count}}}/")) for count in (30_000, 30_001, 30_002)]
+    large = [Grammar(Rules(f"start: /a{{{count}}}/")) for count in (10_000, 10_001, 10_002)]
     sizes: list[int] = []
     for most_bytes in (1 << 30, 1):
         compiler = GrammarCompiler(most_bytes=most_bytes)
@@ -90,7 +90,7 @@ async def test_the_memory_of_kept_grammars_is_bounded_and_what_went_is_compiled_
         assert compiler.metrics.compiled == len(large)
         sizes.append(compiler.metrics.kept_bytes)
         compiler.close()
-    assert sizes[0] > 2 * sizes[1] > 4 << 20
+    assert sizes[0] > 2 * sizes[1] > 2 << 20
 
 
 async def test_the_texts_of_kept_grammars_are_bounded_those_of_refused_ones_as_well() -> None:
@@ -122,12 +122,13 @@ class SlowVocabulary:
         return BYTES.token_piece(token_id)
 
 
-async def test_who_waits_too_long_gets_400_and_the_grammar_is_there_later() -> None:
+async def test_who_waits_too_long_gets_503_and_the_grammar_is_there_later() -> None:
     slow = SlowVocabulary()
     target = Target(slow, TARGET.eos_token_ids, TARGET.vocab_size)
     compiler = GrammarCompiler(deadline_s=0.05)
-    with pytest.raises(ApiError, match=r"^f: not compiled within 0.05 s"):
+    with pytest.raises(ApiError, match=r"^f: the engine is too busy") as raised:
         await compiler.matchers(Grammar(Text("a"), "f"), target, ((),))
+    assert (raised.value.status, raised.value.retry_after_s) == (503, 1)
     slow.go_on.set()
     await until(lambda: compiler.metrics.compiled > 0)
     await compiler.matchers(Grammar(Text("a"), "f"), target, ((),))

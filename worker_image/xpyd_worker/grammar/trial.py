@@ -54,7 +54,7 @@ CPU_S = 0.8
 """Of one trial. The largest schemas that the bounds allow need a half: 0.2 to be checked."""
 MEMORY_BYTES = 256 << 20
 """Of one trial, above what the helper has."""
-WALL_S = 2.0
+WALL_S = 4.0
 """A machine that is so busy says nothing of the grammar: such an end is not kept."""
 _NEAR_S = 0.1
 _START_S = 60.0
