@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote
 
+from xpyd_core.checkpoints import hub_failures
 from xpyd_core.cli import Command, parse_flag
 from xpyd_core.errors import UserError
 from xpyd_core.json_fields import Json
@@ -342,12 +343,11 @@ def _from_hub(name: str, revision: str | None) -> Description:
     if name.count("/") != 1 or not all(name.split("/")):
         raise UserError(f"model: hf://{name}: the form is hf://organisation/name")
     import huggingface_hub
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
     hub: Any = huggingface_hub  # its signature is only partly typed
     try:
         config = Path(hub.hf_hub_download(name, _CONFIG, revision=revision))
-    except (OSError, ValueError, HfHubHTTPError) as error:
+    except hub_failures() as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(
             f"model: cannot get the config.json of hf://{name}: {reason}. Without a network name a "
@@ -357,7 +357,7 @@ def _from_hub(name: str, revision: str | None) -> Description:
     try:
         index = Path(hub.hf_hub_download(name, _INDEX, revision=revision))
         size = _total_size(_read(index, _MAX_INDEX_BYTES))
-    except (EntryNotFoundError, HfHubHTTPError, OSError, ValueError):
+    except hub_failures():
         # One file of weights has no index; the parameters are counted.
         size = None
     return Description(name.split("/")[1], _read(config, _MAX_CONFIG_BYTES), size)

@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from xpyd_core.checkpoints import hub_failures
 from xpyd_core.errors import UserError
 from xpyd_worker.download.plan import (
     MOST_FILES,
@@ -231,7 +232,6 @@ class HubFolder:
         import huggingface_hub
         from huggingface_hub import errors
 
-        library: Any = errors  # its HTTPError is that of requests or httpx, by its version
         api: Any = huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
         try:
             info = api.model_info(
@@ -249,7 +249,7 @@ class HubFolder:
         except errors.HfHubHTTPError as error:
             status = getattr(error.response, "status_code", 0)
             raise self._refused(status, _first_line(error)) from error
-        except (OSError, ValueError, library.HTTPError) as error:
+        except hub_failures() as error:
             raise Broken(_first_line(error)) from error
         self.commit = str(info.sha)
         return [self._file(sibling) for sibling in info.siblings[:_MOST_LISTED]]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from xpyd_core.checkpoints import cache_root, checkpoint_folder
+from xpyd_core.checkpoints import cache_root, checkpoint_folder, hub_failures
 from xpyd_core.checkpoints import own_name as name_of_uri
 from xpyd_core.errors import UserError
 from xpyd_core.json_fields import Fields, Json, read_object
@@ -61,12 +61,11 @@ def _from_hub(name: str, revision: str | None) -> Path:
     if name.count("/") != 1 or not all(name.split("/")):
         raise UserError(f"model: hf://{name}: the form is hf://organisation/name")
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError
 
     hub: Any = huggingface_hub  # its signature is only partly typed
     try:
         return Path(hub.snapshot_download(name, revision=revision, allow_patterns=list(_PATTERNS)))
-    except (OSError, ValueError, HfHubHTTPError) as error:
+    except hub_failures() as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(
             f"model: cannot get hf://{name}: {reason}. Without a network name a local folder"
