@@ -284,8 +284,8 @@ def _add_requests(flags: _Flags, default: RouterConfig) -> None:
     flags.size(
         "--max-open-body-bytes",
         default.max_open_body_bytes,
-        "memory of all open requests' bodies, of each process, three times their length; above it "
-        "503",
+        "memory of all open requests' bodies, of each process, three to five times their length; "
+        "above it 503",
     )
     number(
         "--responses-store-mib",
@@ -395,6 +395,9 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         access_log=not args.no_access_log,
         logs_json=args.log_format == "json",
     )
+    # A body, what calls take of memory besides, a translation, and with keys what their members add
+    # within the part of it that one key may have.
+    copies = 6 if config.needs_keys else 4
     checks = {
         f"--api-key: expected 1 to {MAX_KEY_BYTES} printable characters without spaces": all(
             re.fullmatch(rf"[!-~]{{1,{MAX_KEY_BYTES}}}", key) for key in config.api_keys
@@ -406,8 +409,8 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         "--peers: needs client keys, whose limits routers share": (
             config.needs_keys or not config.peers
         ),
-        "--max-open-body-bytes: expected three times --max-body-bytes at least": (
-            config.max_open_body_bytes >= 3 * config.max_body_bytes
+        f"--max-open-body-bytes: expected {copies} times --max-body-bytes at least": (
+            config.max_open_body_bytes >= copies * config.max_body_bytes
         ),
         "--port: expected 0 to 65535": 0 <= config.port < 65536,
         "--admin-port: expected 0 to 65535": 0 <= config.admin_port < 65536,

@@ -106,6 +106,19 @@ def test_a_key_is_found_by_either_header_and_authorization_wins() -> None:
     assert both.name == "a"
 
 
+async def test_a_ring_without_a_file_yet_knows_nobody_and_says_so() -> None:
+    """One that began while the file had a mistake; other processes go by the last good one."""
+    ring = KeyRing(lambda: 0.0)
+    assert ring.find(bearer(KEY)) is None
+    answer = await ring.verify(bearer(KEY))
+    assert isinstance(answer, ApiError)
+    assert (answer.status, answer.retry_after_s) == (503, 2)
+    assert isinstance(await ring.verify([]), Refused)
+    ring.take(parse_keys(f"a sha256:{'0' * 64}", "f"))
+    assert isinstance(await ring.verify(bearer(KEY)), Refused)
+    ring.close()
+
+
 def test_no_key_an_unknown_one_and_a_revoked_one_are_refused_with_a_reason() -> None:
     ring = ring_of(line_of("a", KEY, {}), line_of("b", OTHER, {}))
     assert refused(ring, []) == "no key"

@@ -41,7 +41,7 @@ from xpyd_router.http.asgi import (
 from xpyd_router.http.direct import DirectRequest, DirectSink
 from xpyd_router.http.keyed import Hold, OpenBodies, check_model, client_of, owner_of
 from xpyd_router.http.translated import TranslatedStream, read_request, translated
-from xpyd_router.keys.ring import Client, Refused
+from xpyd_router.keys.ring import REVOKED, Client, Refused
 from xpyd_router.request.client_request import ClientHead, HeadReader, InferenceRequest
 from xpyd_router.request.flow import Flow
 from xpyd_router.request.relay import ClientStream, Header
@@ -292,10 +292,16 @@ class Inference:
             if call.held is not None:
                 call.held.refused(headers)
         except asyncio.CancelledError:
-            if not sink.is_lost:
+            if sink.is_lost:
+                return _CLIENT_CLOSED
+            if owner is None or not owner.is_gone:
                 sink.cut()
                 raise
-            return _CLIENT_CLOSED
+            if call.client is not None and call.client.has_begun:
+                sink.cut()
+                return REVOKED.error.status
+            # Its key was revoked while it ran.
+            answer, headers = refusal(REVOKED.error, client_id or trace.response_id.encode(), api)
         except Exception:
             logger.exception("request failed", extra={"request": trace.request or "-"})
             if call.client is not None and call.client.has_begun:

@@ -354,16 +354,15 @@ class KeyRing:
         self._rows = rows
         self._clients: dict[str, Client] = {}
         self._by_digest: dict[bytes, tuple[bytes, Client]] = {}
-        self._file = KeyFile()
+        self._file, self._is_loaded = KeyFile(), False
         self._slots: dict[str, int] = {}
-        self._routers = 1
         self._gone: OrderedDict[bytes, str] = OrderedDict()
         """Digests of keys that were revoked since the start, with their names."""
         self._secret = secrets.token_bytes(32)
         self._verified: OrderedDict[bytes, Client | None] = OrderedDict()
         """By a digest that only this process can make: keys that are no SHA-256 line's."""
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="keys")
-        self._waiting = 0
+        self._waiting, self._routers = 0, 1
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -384,7 +383,7 @@ class KeyRing:
             self._gone.pop(digest, None)
         while len(self._gone) > _MAX_GONE:
             self._gone.popitem(last=False)
-        self._clients, self._file = clients, file
+        self._clients, self._file, self._is_loaded = clients, file, True
         self._by_digest = {d: (d, clients[name]) for d, name in file.by_digest.items()}
         self._verified.clear()
         self._place(gone)
@@ -431,6 +430,8 @@ class KeyRing:
             if shown is not None and is_usual and key_in(((b"authorization", bearer),)):
                 shown.value, shown.client, shown.file = bearer, found[1], self._file
             return found[1]
+        if not self._is_loaded:
+            return None
         if not self._file.chosen or len(key) > MAX_KEY_BYTES:
             name = self._gone.get(digest)
             return Refused(_UNKNOWN, f"revoked key of {name}" if name else "unknown key")
@@ -441,10 +442,13 @@ class KeyRing:
         return self._verified[known] or Refused(_UNKNOWN, "unknown key")
 
     async def verify(self, headers: Iterable[Header]) -> Client | Refused | ApiError:
-        """As `find`, where that cannot say. ApiError 503 where too many unknown keys wait."""
+        """As `find`, where that cannot say. ApiError 503 where too many unknown keys wait, or the
+        file had a mistake when this process began."""
         headers = list(headers)
         if (found := self.find(headers)) is not None:
             return found
+        if not self._is_loaded:
+            return ApiError(503, "the API keys cannot be read at the moment", retry_after_s=2)
         if self._waiting >= _MAX_WAITING:
             return ApiError(503, "too many unknown API keys are being looked at", retry_after_s=2)
         key, chosen = key_in(headers) or b"", self._file.chosen

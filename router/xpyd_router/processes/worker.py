@@ -217,7 +217,7 @@ class Worker:
         rows = (self._rows.keys(self._number), self._rows.other_keys(self._number))
         client_keys = open_keys(config, metrics, time.monotonic, rows)
         if client_keys is not None:
-            # Where the file has become unusable since the parent saw it, nobody has a key.
+            # Where the file has become unusable since the parent saw it, requests get a 503.
             client_keys.watch.try_load()
         return client_keys
 
