@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import ssl
 from collections import deque
@@ -81,9 +82,19 @@ class TlsServer:
         """It is there, and has sent nothing."""
         self._beginning[connection] = None
         if len(self._beginning) > MAX_HANDSHAKES:
-            oldest = next(iter(self._beginning))
-            self.forget(oldest)
-            oldest.refuse("crowded")
+            self.make_room(1)
+
+    @property
+    def shaking_hands(self) -> int:
+        """How many connections have no protocol yet."""
+        return len(self._beginning)
+
+    def make_room(self, most: int) -> int:
+        """Close the oldest connections whose handshake is not done, at most so many; how many."""
+        oldest = tuple(itertools.islice(self._beginning, most))
+        for one in oldest:
+            one.refuse("crowded")
+        return len(oldest)
 
     def forget(self, connection: TlsConnection) -> None:
         """Its handshake is done, or it is closed. Idempotent."""

@@ -84,6 +84,10 @@ class RouterMetrics:
         self.worker_deaths = self._counter(
             "worker_deaths", "Processes that ended and were replaced"
         )
+        self.displaced_connections = self._counter(
+            "displaced_connections",
+            "Connections that waited for their clients and were closed to make room",
+        )
         self.tls_handshakes = self._counter("tls_handshakes", "TLS handshakes of clients", "result")
         self.tls_reloads = self._counter(
             "tls_reloads", "Changes of certificates' files", "use", "result"

@@ -1,7 +1,4 @@
-"""uvicorn's HTTP connections, with deadlines that it lacks, and a short way for inference requests.
-
-uvicorn closes a connection that is idle between requests, but waits for ever for the first request,
-and for the rest of a head that began: a few thousand such connections would use up the file limit.
+"""uvicorn's HTTP connections, with a short way for inference requests.
 
 A POST to an inference route, with a Content-Length and nothing unusual about it, is read here and
 answered by `inference` through a DirectSink: no ASGI scope, no messages, no task per message. All
@@ -22,7 +19,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from xpyd_core.errors import ApiError
 from xpyd_core.http_head import Chunks, head_fault, one_slash
@@ -31,6 +28,7 @@ from xpyd_router.http.direct import DirectRequest, DirectSink, UnframedSink, usu
 from xpyd_router.http.inference import Inference
 from xpyd_router.http.lingering import CycleTransport, Lingering
 from xpyd_router.http.origins import OriginGuard
+from xpyd_router.http.patience import PatientProtocol, cancelled
 from xpyd_router.http.text_calls import TEXT_ROUTES
 from xpyd_router.keys.ring import Refused, Shown
 from xpyd_router.translations import ROUTES, TARGETS
@@ -38,11 +36,9 @@ from xpyd_router.translations import ROUTES, TARGETS
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
 
-HEAD_DEADLINE_S = 30.0
 MAX_HEAD_BYTES = 64 * 1024
 _TOO_LONG = f"the request's head is longer than {MAX_HEAD_BYTES} bytes"
 """uvicorn would take any. A part of a head behind another request is not counted: one read's."""
-STALL_S = 1800.0
 _CHARGED_BYTES = 16 * 1024
 """A body of at most so much is not charged to the budget of open bodies."""
 _FRAMING = (b"content-length", b"transfer-encoding")
@@ -51,12 +47,6 @@ _logger = logging.getLogger("uvicorn.error.clients")
 # One per request that is none: strangers would fill the log. Errors pass.
 _logger.addFilter(lambda record: record.levelno != logging.WARNING)
 _common: tuple[object, bytes] = (None, b"")
-
-
-def _cancelled(timer: asyncio.TimerHandle | None) -> None:
-    """Cancel the timer, if there is one; None, in its place."""
-    if timer is not None:
-        timer.cancel()
 
 
 class _Body:
@@ -68,20 +58,13 @@ class _Body:
         self.on_message_complete = protocol.on_message_complete
 
 
-class ClientProtocol(HttpToolsProtocol):
-    """uvicorn's protocol; a head that is not whole `HEAD_DEADLINE_S` after the connection was made,
-    or after its first byte, closes the connection, as does a client that takes nothing of its
-    answer for `stall_s`: it may hold a place on an engine. A head of more than `MAX_HEAD_BYTES` is
-    refused; so much behind a body that is no part of it ends the connection. So is a body in too
-    many `Chunks`.
+class ClientProtocol(PatientProtocol):
+    """uvicorn's protocol with PatientProtocol's deadlines, and the short way. A head of more than
+    `MAX_HEAD_BYTES` is refused; so much behind a body that is no part of it ends the connection. So
+    is a body in too many `Chunks`.
     """
 
-    head_deadline_s = HEAD_DEADLINE_S
     body_deadline_s = BODY_DEADLINE_S
-    stall_s = STALL_S
-    _head_timer: asyncio.TimerHandle | None = None
-    _is_in_head = False
-    _is_in_body = False
     _head_bytes = 0
     """Read since the last end of a head, piece of a body or end of a request: so in a head all of
     it, or all but a part in the read in which another request ended.
@@ -93,9 +76,6 @@ class ClientProtocol(HttpToolsProtocol):
     _is_lingering = False
     """All of the answers is written; see `Lingering`."""
     _body_timer: asyncio.TimerHandle | None = None
-    _stall_timer: asyncio.TimerHandle | None = None
-    _idle_timer: asyncio.TimerHandle | None = None
-    _idle_since_s = 0.0
     _direct: DirectRequest | None = None
     """The one that is read or served now."""
     _upgrade_at: int | None = None
@@ -116,7 +96,6 @@ class ClientProtocol(HttpToolsProtocol):
         app = cast(object, self.__dict__["app"])
         if isinstance(app, OriginGuard):
             self._app, self._guard = app.inference, app
-        self._expect_head()
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
@@ -168,7 +147,7 @@ class ClientProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._is_in_body = True
         if self._head_timer is not None:
-            self._head_timer = _cancelled(self._head_timer)
+            self._head_timer = cancelled(self._head_timer)
         if self._app is not None and self._is_direct(self._app):
             if self._denied is not None:
                 raise ValueError  # as above: nothing behind this head is read
@@ -202,7 +181,7 @@ class ClientProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._is_in_body = False
         if self._body_timer is not None:
-            self._body_timer = _cancelled(self._body_timer)
+            self._body_timer = cancelled(self._body_timer)
         direct = self._direct
         if direct is None or not self._is_last(direct):
             super().on_message_complete()
@@ -212,8 +191,7 @@ class ClientProtocol(HttpToolsProtocol):
             self._serve(direct)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._head_timer, self._stall_timer, self._body_timer, self._idle_timer):
-            _cancelled(timer)
+        cancelled(self._body_timer)
         super().connection_lost(exc)
         served, self._served = self._served, None
         if served is not None:  # uvicorn informs only the last cycle
@@ -233,14 +211,11 @@ class ClientProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._expect_taking()
         if self._sink is not None:
             self._sink.pause()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if not self.transport.is_closing():
-            self._stall_timer = _cancelled(self._stall_timer)
         if self._sink is not None:
             self._sink.resume()
 
@@ -252,17 +227,12 @@ class ClientProtocol(HttpToolsProtocol):
         if self._is_lingering:
             return  # what came behind a last answer is not begun
         super().on_response_complete()
-        self._watch_close()
 
     def shutdown(self) -> None:
         if self._is_lingering:
             self._close()
             return
         super().shutdown()
-        self._watch_close()
-
-    def timeout_keep_alive_handler(self) -> None:
-        super().timeout_keep_alive_handler()
         self._watch_close()
 
     @property
@@ -290,16 +260,7 @@ class ClientProtocol(HttpToolsProtocol):
         elif self.pipeline or self.flow.read_paused:
             self.on_response_complete()
         else:
-            # uvicorn's own timer of idle connections is made and cancelled for each request.
-            self._idle_since_s = self.loop.time()
-            if self._idle_timer is None:
-                self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._look_idle)
-
-    @property
-    def _is_busy(self) -> bool:
-        """A request is read or served."""
-        cycle = cast("DirectRequest | None", self.cycle)
-        return cycle is not None and not cycle.response_complete
+            self._rest()
 
     def _is_last(self, direct: DirectRequest) -> bool:
         """Whether what the parser gives belongs to it: with pipelining another may have come."""
@@ -363,20 +324,6 @@ class ClientProtocol(HttpToolsProtocol):
         elif self._app is not None:
             direct.keep_alive = False
             self._app.broke_off(direct, DirectSink(self))
-
-    def _look_idle(self) -> None:
-        self._idle_timer = None
-        if self._is_in_head or self._is_busy:
-            return  # the next answer's end sets it again
-        left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
-        if left_s > 0:
-            self._idle_timer = self.loop.call_later(left_s, self._look_idle)
-        else:
-            self.timeout_keep_alive_handler()
-
-    def _expect_head(self) -> None:
-        _cancelled(self._head_timer)
-        self._head_timer = self.loop.call_later(self.head_deadline_s, self._close_late)
 
     def _unsupported_upgrade_warning(self) -> None:
         # uvicorn calls it as it handles the parser's exception.
@@ -452,13 +399,6 @@ class ClientProtocol(HttpToolsProtocol):
         cycle.message_event.set()
         return True
 
-    def _close_late(self) -> None:
-        self._head_timer = None
-        if self._is_busy:
-            self._expect_head()  # of the next request: the answer to the last one goes on
-        else:
-            self._close()
-
     def _close_behind_answer(self) -> None:
         if self._is_in_body:
             self._linger()
@@ -467,8 +407,8 @@ class ClientProtocol(HttpToolsProtocol):
 
     def _linger(self) -> None:
         """Close behind an answer whose client is still sending."""
-        self._head_timer = _cancelled(self._head_timer)
-        self._idle_timer = _cancelled(self._idle_timer)  # of the answer before
+        self._head_timer = cancelled(self._head_timer)
+        self._idle_timer = cancelled(self._idle_timer)  # of the answer before
         if self.transport.is_closing():
             return
         self._is_lingering = True
@@ -476,25 +416,3 @@ class ClientProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         with contextlib.suppress(OSError):  # asyncio's, where the client has just reset it
             self.transport.write_eof()
-
-    def _close(self) -> None:
-        self.transport.close()
-        self._watch_close()
-
-    def _watch_close(self) -> None:
-        """A connection that closes does so when all that was written is taken."""
-        if self.transport.is_closing() and self.transport.get_write_buffer_size():
-            self._expect_taking()
-
-    def _expect_taking(self) -> None:
-        """The client must take some of what was written in time, or it counts as gone."""
-        _cancelled(self._stall_timer)
-        waiting = self.transport.get_write_buffer_size()
-        self._stall_timer = self.loop.call_later(self.stall_s, self._check_taking, waiting)
-
-    def _check_taking(self, waiting_bytes: int) -> None:
-        self._stall_timer = None
-        if self.transport.get_write_buffer_size() < waiting_bytes:
-            self._expect_taking()
-        else:
-            self.transport.abort()

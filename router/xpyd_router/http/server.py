@@ -35,6 +35,7 @@ from xpyd_router.fleet.view import FleetView
 from xpyd_router.http.app import admin_app, build_app
 from xpyd_router.http.asgi import AsgiApp
 from xpyd_router.http.origins import OriginGuard
+from xpyd_router.http.patience import Places
 from xpyd_router.http.protocol import ClientProtocol
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.base import NO_SLO
@@ -50,17 +51,25 @@ _MOST_AT_ONCE = 128
 """A turn in which so many begin takes some milliseconds."""
 _REST_S = 1.0
 """Between two tries where there is no file or memory for a connection."""
+_CLOSING_S = 0.001
+"""A file is free some turns of the loop after its connection was closed."""
+_CROWDED_S = 0.1
+"""Between two where each connection is served a request: who comes waits in the kernel's queue."""
 
 
 class Acceptor:
     """Accepts on `listener`, which it owns, until `close`. It takes the place of uvicorn's
-    asyncio.Server, and has what uvicorn asks of one.
+    asyncio.Server, and has what uvicorn asks of one. `places`: what clients may take; None: all.
     """
 
     def __init__(
-        self, listener: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol]
+        self,
+        listener: socket.socket,
+        make_protocol: Callable[[], asyncio.BaseProtocol],
+        places: Places | None = None,
     ) -> None:
         self._listener = listener
+        self._places = places
         self._make_protocol = make_protocol
         self._loop = asyncio.get_running_loop()
         self._beginning: set[asyncio.Task[None]] = set()
@@ -93,18 +102,46 @@ class Acceptor:
             except ConnectionError:
                 continue  # it left while it waited
             except OSError as error:
+                if self._makes_room():
+                    return
                 logger.error("cannot accept connections, next try in %g s: %s", _REST_S, error)
-                self._loop.remove_reader(self._listener)
-                self._rest = self._loop.call_later(_REST_S, self._go_on)
+                self._pause(_REST_S)
                 return
             connection.setblocking(False)
             task = self._loop.create_task(self._begin(connection))
             self._beginning.add(task)
             task.add_done_callback(self._beginning.discard)
+            if self._places is not None and self._places.is_crowded(connection.fileno()):
+                if not self._makes_room():
+                    self._pause(_CROWDED_S)
+                return
+
+    def _makes_room(self) -> bool:
+        """Whether connections are closing; then it goes on when their files are free."""
+        if self._places is None or not self._places.make_room():
+            return False
+        self._pause(_CLOSING_S)
+        return True
+
+    def _pause(self, rest_s: float) -> None:
+        self._loop.remove_reader(self._listener)
+        self._rest = self._loop.call_later(rest_s, self._go_on)
 
     def _go_on(self) -> None:
         self._rest = None
-        self._loop.add_reader(self._listener, self._accept)
+        if self._places is not None and self._is_crowded(self._places):
+            self._pause(_CROWDED_S)
+        else:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _is_crowded(self, places: Places) -> bool:
+        """Whether the next connection would be one too many, and none makes room for it."""
+        try:
+            with self._listener.dup() as newest:
+                number = newest.fileno()
+        except OSError:
+            return not places.make_room()  # no file is left
+        return places.is_crowded(number) and not places.make_room()
 
     async def _begin(self, connection: socket.socket) -> None:
         try:
@@ -188,8 +225,11 @@ class _Server(uvicorn.Server):
         admin: uvicorn.Config,
         listeners: Listeners,
         tls: TlsServer | None,
+        count: Callable[[int], object],
     ) -> None:
+        """`count` is told how many connections made room for others."""
         super().__init__(config)
+        self._count = count
         self._admin = admin
         self._listeners = listeners
         self._tls = tls
@@ -205,9 +245,10 @@ class _Server(uvicorn.Server):
             make if tls is None else partial(tls.wrap, make),
             partial(self._make_protocol, self._admin),
         )
+        places = Places(self.server_state.connections, self._count, tls)
         acceptors = [
-            Acceptor(one, make)
-            for make, sockets in zip(makes, self._listeners, strict=True)
+            Acceptor(one, make, bound)
+            for make, sockets, bound in zip(makes, self._listeners, (places, None), strict=True)
             for one in sockets
         ]
         self.servers = cast("list[asyncio.Server]", acceptors)
@@ -323,7 +364,8 @@ async def open_serving(
     app = OriginGuard(build_app(state, flow, upstream, reader), rules, listeners.clients)
     # No page has business with the admin port, but it has the same names.
     admin = OriginGuard(admin, CrossSite(hosts=rules.hosts), listeners.admin)
-    server = _Server(configure(app), configure(admin), listeners, tls)
+    count = state.metrics.displaced_connections.inc
+    server = _Server(configure(app), configure(admin), listeners, tls, count)
     own = [one.run() for one in (tokens, objectives) if one is not None]
     if state.client_keys is not None:
         own.append(state.client_keys.watch.run())
