@@ -111,9 +111,7 @@ class Gate(Generic[E]):
         self._most_tokens: float = limits.tokens or math.inf
         part = SPARE_PART if keeps_spare else _LARGEST
         self._spare = (limits.requests or 0) // part, (limits.tokens or 0) // part
-        # A process knows what a key has running in itself. With so few in each, the others of a
-        # flood do not use up what is kept (docs/adr/0092).
-        self._few = max(1, self._spare[0] // (1 + len(others)))
+        self._few = max(1, self._spare[0])
         self._largest = Cost(limits.requests or _LARGEST, limits.tokens or _LARGEST)
         self._mean_s: float | None = None
 
@@ -200,7 +198,7 @@ class Gate(Generic[E]):
         self._row[REQUESTS] -= cost.requests
         self._row[TOKENS] -= cost.tokens
         if self.is_limited:
-            account.running -= 1
+            account.add_running(-1)
             if used is not None or held_s is None:
                 self._queue.settle(account, cost.tokens, used or 0)
         if held_s is None:
@@ -224,7 +222,7 @@ class Gate(Generic[E]):
         return self.is_shared and any(row[WAITING] for row in self._others)
 
     def _begin(self, account: Account, cost: Cost) -> None:
-        account.running += 1
+        account.add_running(1)
         self._queue.charge(account, cost.tokens)
 
     def _has_room(self, cost: Cost, account: Account) -> bool:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 
@@ -28,6 +29,10 @@ class Cost(NamedTuple):
     """What it holds of memory while it waits."""
 
 
+Cells = list[int] | memoryview
+"""Counters of one process, which others read where it is shared memory."""
+
+
 @dataclass(eq=False, slots=True)
 class Account:
     """The requests of one key. Its queue alone writes what follows `weight`."""
@@ -36,8 +41,24 @@ class Account:
     served: float = 0.0
     """Tokens that it was charged, by weight; a request's own are known at its end."""
     waiting: int = 0
-    running: int = 0
-    """Its requests that have a place; the gate alone writes this."""
+    _cell: Cells = field(default_factory=lambda: [0])
+    _elsewhere: Callable[[], int] | None = None
+
+    def place(self, cell: Cells, elsewhere: Callable[[], int] | None) -> None:
+        """Count those that have a place in this cell from now on. `elsewhere`: how many have one
+        in other processes."""
+        cell[0] = self._cell[0]
+        self._cell, self._elsewhere = cell, elsewhere
+
+    @property
+    def running(self) -> int:
+        """Its requests that have a place, in all processes."""
+        elsewhere = self._elsewhere
+        return self._cell[0] if elsewhere is None else self._cell[0] + elsewhere()
+
+    def add_running(self, count: int) -> None:
+        """The gate alone calls this."""
+        self._cell[0] += count
 
 
 @dataclass(eq=False)

@@ -16,7 +16,8 @@ from xpyd_router.fair_queue import Cost
 from xpyd_router.keys import command as key_command
 from xpyd_router.keys.command import append_line, command
 from xpyd_router.keys.lines import KeyOptions, line_of, new_key, parse_keys, salted
-from xpyd_router.keys.ring import KEY_COLUMNS, KEY_SLOTS, Client, KeyRing, Refused
+from xpyd_router.keys.client import KEY_COLUMNS, KEY_SLOTS, Client
+from xpyd_router.keys.ring import KeyRing, Refused
 from xpyd_router.processes.shared_loads import Rows, size_bytes
 
 KEY, OTHER = new_key(), new_key()

@@ -127,6 +127,14 @@ def test_a_part_of_the_places_is_kept_for_keys_that_have_few_running() -> None:
     assert [one.account for one in gate.admit()] == [flood]
 
 
+def in_processes(many: int) -> list[Account]:
+    """One key's account in each process."""
+    cells, accounts = [[0] for _ in range(many)], [Account() for _ in range(many)]
+    for at, account in enumerate(accounts):
+        account.place(cells[at], lambda at=at: sum(cell[0] for cell in cells) - cells[at][0])
+    return accounts
+
+
 @pytest.mark.parametrize("at", range(4))
 def test_of_several_processes_a_flood_in_all_leaves_a_place_to_a_key_in_any(at: int) -> None:
     rows, limits = [[0] * 4 for _ in range(4)], AdmissionLimits(requests=64)
@@ -134,16 +142,20 @@ def test_of_several_processes_a_flood_in_all_leaves_a_place_to_a_key_in_any(at: 
         Gate[Entry](limits, row, [o for o in rows if o is not row], keeps_spare=True)
         for row in rows
     ]
-    floods = [(gate, Account()) for gate in gates]  # a process knows what the key has in itself
-    taken = [sum(gate.enter(Cost(1, 10), 0, key) for _ in range(64)) for gate, key in floods]
-    assert taken[0] == 60
-    assert sum(taken) < 64
-    for gate, key in floods:
+    flood, other = in_processes(4), in_processes(4)
+    taken = [
+        sum(gate.enter(Cost(1, 10), 0, key) for _ in range(16))
+        for gate, key in zip(gates, flood, strict=True)
+    ]
+    assert taken == [16, 16, 16, 12], "the last four are kept, for the router's other keys"
+    for gate, key in zip(gates, flood, strict=True):
         gate.enqueue(entry(key, 10))
-    first = entry(Account(), 10)
-    gates[at].enqueue(first)
-    assert gates[at].is_first(first)
-    assert gates[at].admit() == [first]
+        assert gate.admit() == []
+    some = [entry(other[at], 10) for _ in range(5)]
+    for one in some:
+        gates[at].enqueue(one)
+    assert gates[at].is_first(some[0])
+    assert gates[at].admit() == some[:4]
 
 
 def test_a_part_of_the_tokens_is_kept_for_keys_that_have_nothing_running() -> None:

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import Protocol
 
 from xpyd_core.bodies import BodyBuffer, BodyCharge
-from xpyd_router.keys.ring import Client, Header
+from xpyd_router.keys.client import Client, Header
 from xpyd_router.request.relay import CHUNK_LINES, KNOWN_LINES, do_nothing
 
 

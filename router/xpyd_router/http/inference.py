@@ -41,7 +41,8 @@ from xpyd_router.http.asgi import (
 from xpyd_router.http.direct import DirectRequest, DirectSink
 from xpyd_router.http.keyed import Hold, OpenBodies, check_model, client_of, owner_of
 from xpyd_router.http.translated import TranslatedStream, read_request, translated
-from xpyd_router.keys.ring import REVOKED, Client, Refused
+from xpyd_router.keys.client import Client
+from xpyd_router.keys.ring import REVOKED, Refused
 from xpyd_router.request.client_request import ClientHead, HeadReader, InferenceRequest
 from xpyd_router.request.flow import Flow
 from xpyd_router.request.relay import ClientStream, Header

@@ -18,7 +18,8 @@ from xpyd_router.errors import unknown_model
 from xpyd_router.fair_queue import Cost
 from xpyd_router.fleet.instances import Snapshot
 from xpyd_router.http.asgi import Scope
-from xpyd_router.keys.ring import REVOKED, UNCOUNTED, Client, Header, Refused
+from xpyd_router.keys.client import UNCOUNTED, Client, Header
+from xpyd_router.keys.ring import REVOKED, Refused
 
 _CLIENT = "xpyd.client"
 """Where a scope has its Client."""

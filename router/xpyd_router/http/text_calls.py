@@ -48,7 +48,7 @@ from xpyd_router.http.asgi import (
 )
 from xpyd_router.http.inference import INLINE_BYTES, read_on
 from xpyd_router.http.keyed import OpenBodies, check_model, owner_of
-from xpyd_router.keys.ring import Client
+from xpyd_router.keys.client import Client
 from xpyd_router.request.answers import scrub
 from xpyd_router.request.client_request import TEXT_PATHS, ClientHead, HeadReader
 from xpyd_router.request.relay import Header

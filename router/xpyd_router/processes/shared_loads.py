@@ -1,7 +1,7 @@
 """Counters that all processes read, and loads that count what the other workers have in flight.
 
 Each process has one row in shared memory, written by it alone: its place in the limits (columns of
-`admission.Gate`), the use of each client key (columns of `keys.ring`), and for each slot what it
+`admission.Gate`), the use of each client key (columns of `keys.client`), and for each slot what it
 has in flight on the instance there, and how many of those requests met the death of an instance. A
 cell is an int64 at a multiple of eight bytes: it is read and written whole. Nothing is locked: a
 sum may be of two moments some microseconds apart.
@@ -20,7 +20,7 @@ from xpyd_core.messages import Heartbeat
 from xpyd_router.admission import COLUMNS
 from xpyd_router.fleet.instances import MAX_INSTANCES, InstanceKey
 from xpyd_router.fleet.loads import Load, LoadTable, Work
-from xpyd_router.keys.ring import KEY_COLUMNS, KEY_SLOTS
+from xpyd_router.keys.client import KEY_COLUMNS, KEY_SLOTS
 
 SLOTS = MAX_INSTANCES + 1024
 """More than instances: a slot that became free rests, till every worker has noticed."""
