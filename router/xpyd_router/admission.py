@@ -174,10 +174,7 @@ class Gate(Generic[E]):
     def admit(self) -> list[E]:
         """The entries whose turn has come, in order; each holds its place now."""
         admitted: list[E] = []
-        while self._queue:
-            entry = self._queue.first
-            if not self._has_room(entry.cost, entry.account):
-                break
+        while (entry := self._next()) is not None:
             self.remove(entry)
             self._row[REQUESTS] += entry.cost.requests
             self._row[TOKENS] += entry.cost.tokens
@@ -185,9 +182,22 @@ class Gate(Generic[E]):
             admitted.append(entry)
         return admitted
 
-    def is_first(self, entry: E) -> bool:
-        """Whether it is the turn of `entry`, which is in the queue."""
-        return self._queue.first is entry
+    def is_next(self, entry: E) -> bool:
+        """Whether `entry`, which is in the queue, has a place if it is asked for now."""
+        return self._next() is entry
+
+    def _next(self) -> E | None:
+        """Who has a place now."""
+        if not self._queue:
+            return None
+        entry: E | None = self._queue.first
+        if self._has_room(entry.cost, entry.account):
+            return entry
+        if not any(self._spare) or self._has_few(entry.account):
+            return None
+        # What is kept is not for it, but for keys that wait behind it.
+        entry = self._queue.first_of(self._has_few)
+        return entry if entry and self._has_room(entry.cost, entry.account) else None
 
     def leave(
         self, cost: Cost, held_s: float | None, account: Account, used: int | None = None
@@ -232,9 +242,12 @@ class Gate(Generic[E]):
             requests += row[REQUESTS]
             tokens += row[TOKENS]
         places, room = self._spare
-        if account.running >= self._few:
+        if not self._has_few(account):
             requests, tokens = requests + places, tokens + room
         return requests <= self._most_requests and tokens <= self._most_tokens
+
+    def _has_few(self, account: Account) -> bool:
+        return account.running < self._few
 
     def _fits_queue(self, cost: Cost, held_bytes: int, entries: int) -> bool:
         limits = self._limits
@@ -371,7 +384,7 @@ class Admission:
             _resolve(displaced, "displaced")
         if not is_queued:
             raise self._refusal("full")
-        if self._gate.is_first(waiter):
+        if self._gate.is_next(waiter):
             self._admit()  # before one of another key for which there is no room
         if self._gate.is_shared and self._tick is None:
             self._tick = loop.call_later(_TICK_S, self._on_tick)

@@ -106,6 +106,13 @@ class _Line(Generic[E]):
             else:
                 return next(iter(accounts[account]))
 
+    def first_of(self, may: Callable[[Account], bool]) -> E | None:
+        """Whose turn it is of the accounts that `may`. Looks at all that wait."""
+        those = [account for account in self._accounts if may(account)]
+        if not those:
+            return None
+        return next(iter(self._accounts[min(those, key=lambda account: account.served)]))
+
     def set_turn(self, account: Account) -> None:
         """Put an account that waits where it belongs by what it was served."""
         self._made += 1
@@ -185,6 +192,11 @@ class FairQueue(Generic[E]):
     def first(self) -> E:
         """Whose turn it is. The line must not be empty."""
         return self._lines[self._priorities[0]].first
+
+    def first_of(self, may: Callable[[Account], bool]) -> E | None:
+        """Whose turn it is of the accounts that `may`, of the first priority. The line must not be
+        empty."""
+        return self._lines[self._priorities[0]].first_of(may)
 
     @property
     def last(self) -> E:

@@ -14,9 +14,9 @@ from xpyd_core.errors import ApiError, UserError
 from xpyd_operator.manifests.names import ANNOTATION_ROTATE
 from xpyd_router.fair_queue import Cost
 from xpyd_router.keys import command as key_command
+from xpyd_router.keys.client import KEY_COLUMNS, KEY_SLOTS, Client
 from xpyd_router.keys.command import append_line, command
 from xpyd_router.keys.lines import KeyOptions, line_of, new_key, parse_keys, salted
-from xpyd_router.keys.client import KEY_COLUMNS, KEY_SLOTS, Client
 from xpyd_router.keys.ring import KeyRing, Refused
 from xpyd_router.processes.shared_loads import Rows, size_bytes
 

@@ -29,8 +29,8 @@ from xpyd_router.admission import AdmissionLimits
 from xpyd_router.fair_queue import Cost
 from xpyd_router.key_metrics import MAX_SHOWN, KeyTable
 from xpyd_router.keys import watch
-from xpyd_router.keys.lines import MAX_FILE_BYTES, MAX_NAMES, line_of, parse_keys
 from xpyd_router.keys.client import REQUESTS, TOKENS, Client
+from xpyd_router.keys.lines import MAX_FILE_BYTES, MAX_NAMES, line_of, parse_keys
 from xpyd_router.keys.ring import KeyRing, Refused, Shown
 from xpyd_router.request_metrics import Exposition
 

@@ -1,4 +1,4 @@
-"""Who a request comes from, and what that key uses: the clients of a router and their limits.
+"""Who a request comes from: the keys of a router's clients.
 
 A request with a known key costs one SHA-256 and one look into a dict. A key that is not known may
 be one that a person chose: then `KeyRing.find` cannot say, `verify` can, on a thread, and what it
@@ -11,7 +11,6 @@ What a client may use, and does, is in `keys.client`.
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -21,19 +20,9 @@ from hashlib import blake2b, sha256
 from hmac import compare_digest
 from typing import NamedTuple
 
-import msgspec
-
-from xpyd_core.bodies import BodyBudget
 from xpyd_core.errors import ApiError
-from xpyd_router.fair_queue import Account, Cost
-from xpyd_router.keys.lines import (
-    MAX_KEY_BYTES,
-    MAX_NAMES,
-    KeyFile,
-    KeyOptions,
-    Scrypt,
-    salted,
-)
+from xpyd_router.keys.client import KEY_COLUMNS, KEY_SLOTS, Client, Header, mark_of
+from xpyd_router.keys.lines import MAX_KEY_BYTES, KeyFile, Scrypt
 
 _MAX_VERIFIED = 4096
 _MAX_WAITING = 8
