@@ -1,5 +1,4 @@
-"""Folder names of downloaded checkpoints, on which operator, `xpyd up` and worker agree; and how
-their hub fails."""
+"""The folder names of downloaded checkpoints, on which operator, `xpyd up` and worker agree."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import os
 import re
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 
 def checkpoint_folder(uri: str, revision: str = "", endpoint: str = "") -> str:
@@ -28,11 +26,3 @@ def cache_root() -> Path:
     """Where this user's downloads are kept."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "xpyd" / "models"
-
-
-def hub_failures() -> tuple[type[Exception], ...]:
-    """What the hub's library raises where the hub, or the way to it, does not work."""
-    from huggingface_hub import errors
-
-    library: Any = errors  # its HTTPError is that of requests or httpx, by its version
-    return OSError, ValueError, errors.HfHubHTTPError, library.HTTPError

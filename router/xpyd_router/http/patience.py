@@ -3,7 +3,8 @@
 uvicorn closes a connection that is idle between requests, but waits for ever for the first request,
 for the rest of a head that began, and for a client that takes nothing of its answer. Within these
 deadlines a stranger may still open more connections than the process may have files; then those
-that have waited longest for their clients make room, none in which a request is served.
+that have waited longest for their clients make room, none in which a request is served
+(docs/adr/0094).
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote
 
-from xpyd_core.checkpoints import hub_failures
 from xpyd_core.cli import Command, parse_flag
 from xpyd_core.errors import UserError
 from xpyd_core.json_fields import Json
@@ -343,11 +342,14 @@ def _from_hub(name: str, revision: str | None) -> Description:
     if name.count("/") != 1 or not all(name.split("/")):
         raise UserError(f"model: hf://{name}: the form is hf://organisation/name")
     import huggingface_hub
+    from huggingface_hub import errors
 
     hub: Any = huggingface_hub  # its signature is only partly typed
+    library: Any = errors  # its HTTPError is that of requests or httpx, by its version
+    failures = (OSError, ValueError, library.HTTPError, errors.EntryNotFoundError)
     try:
         config = Path(hub.hf_hub_download(name, _CONFIG, revision=revision))
-    except hub_failures() as error:
+    except failures as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(
             f"model: cannot get the config.json of hf://{name}: {reason}. Without a network name a "
@@ -357,7 +359,7 @@ def _from_hub(name: str, revision: str | None) -> Description:
     try:
         index = Path(hub.hf_hub_download(name, _INDEX, revision=revision))
         size = _total_size(_read(index, _MAX_INDEX_BYTES))
-    except hub_failures():
+    except failures:
         # One file of weights has no index; the parameters are counted.
         size = None
     return Description(name.split("/")[1], _read(config, _MAX_CONFIG_BYTES), size)

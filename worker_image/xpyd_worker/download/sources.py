@@ -17,7 +17,6 @@ from importlib import import_module
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from xpyd_core.checkpoints import hub_failures
 from xpyd_core.errors import UserError
 from xpyd_worker.download.plan import (
     MOST_FILES,
@@ -217,6 +216,14 @@ class S3Folder:
             f"{self.label}: access denied ({what}): give the key s3:ListBucket of the bucket and"
             " s3:GetObject below the path, or correct AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
+
+
+def hub_failures() -> tuple[type[Exception], ...]:
+    """What the hub's library raises where the hub, or the way to it, does not work."""
+    from huggingface_hub import errors
+
+    library: Any = errors  # its HTTPError is that of requests or httpx, by its version
+    return OSError, ValueError, errors.HfHubHTTPError, library.HTTPError
 
 
 class HubFolder:

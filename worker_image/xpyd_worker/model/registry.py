@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from xpyd_core.checkpoints import cache_root, checkpoint_folder, hub_failures
+from xpyd_core.checkpoints import cache_root, checkpoint_folder
 from xpyd_core.checkpoints import own_name as name_of_uri
 from xpyd_core.errors import UserError
 from xpyd_core.json_fields import Fields, Json, read_object
 from xpyd_worker.config import WorkerConfig
+from xpyd_worker.download.sources import hub_failures
 from xpyd_worker.download.transfer import Want, download
 from xpyd_worker.model.config import ModelConfig, token_ids
 from xpyd_worker.model.families import FAMILIES, Family
