@@ -395,10 +395,11 @@ class InstanceTable:
 
 
 class KvTable:
-    """Owner of the counts of what became of requests' KV, by P and D. An instance that served alone
-    has the other's place empty."""
+    """Owner of the counts of what became of KV, by P and D, as the metric `name`. An instance that
+    served alone has the other's place empty."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, text: str) -> None:
+        self._name, self._text = name, text
         self._counts: dict[tuple[str, str, Outcome, Cause], int] = {}
 
     def count(self, instances: tuple[Instance, ...], outcome: Outcome, cause: Cause) -> None:
@@ -435,9 +436,7 @@ class KvTable:
             )
             for (prefill, decode, outcome, cause), count in sorted(self._counts.items())
         ]
-        out.numbers(
-            "xpyd_router_kv_outcomes_total", "counter", "Tries, by what became of the KV", samples
-        )
+        out.numbers(self._name, "counter", self._text, samples)
 
 
 _NUMBERS: tuple[tuple[str, Kind, str, Callable[[InstanceMetrics], int]], ...] = (

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import random
 import signal
 import socket
 import time
@@ -48,6 +49,7 @@ from xpyd_router.http.server import (
 )
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.request.introductions import Introducer
+from xpyd_router.request.pair_probes import PairProber
 from xpyd_router.upstream.client import Dialer
 
 logger = logging.getLogger(__name__)
@@ -116,6 +118,13 @@ def make_introducer(
 ) -> Introducer:
     """What introduces Ps and Ds of different engines."""
     return Introducer(fleet, metrics, keys=keys, dialer=dialer)
+
+
+def make_pair_prober(
+    fleet: FleetView, metrics: RouterMetrics, keys: Keys, dialer: Dialer
+) -> PairProber:
+    """What probes the way from each P to each D."""
+    return PairProber(fleet, metrics, keys=keys, random=random.random, dialer=dialer)
 
 
 @dataclass(frozen=True)
@@ -205,7 +214,8 @@ async def open_router(
         prober = make_prober(fleet, metrics, dialer)
         introducer = make_introducer(fleet, metrics, keys, dialer)
         asker = make_asker(config, fleet, dialer)
-        works = (discovery.run(), prober.run(), asker.run(), introducer.run())
+        pair_prober = make_pair_prober(fleet, metrics, keys, dialer)
+        works = (discovery.run(), prober.run(), asker.run(), introducer.run(), pair_prober.run())
         async with open_serving(
             state, Listeners(*opened), protocol, works, tls=tls, dialer=dialer
         ) as serving:

@@ -200,6 +200,7 @@ def test_the_metrics_of_the_router_are_those_of_the_page() -> None:
     metrics.failed(instance, "reset")
     metrics.instances.paired(instance, instance)
     metrics.kv.count((instance,), "alone", "one_token")
+    metrics.kv_probes.count((instance,), "moved", "")
     call = metrics.instances.call(instance, 1)
     for _ in range(2):
         call.streamed(1, 1)
@@ -208,8 +209,8 @@ def test_the_metrics_of_the_router_are_those_of_the_page() -> None:
     metrics.keys.ended(Trace("completions", 0.0, key="a"), 200)
     metrics.keys.loads["ok"] = metrics.keys.refusals["no key"] = 1
     out = Exposition()
-    tables = (metrics.requests, metrics.instances, metrics.kv, metrics.objectives, metrics.keys)
-    for table in tables:
+    tables = (metrics.requests, metrics.instances, metrics.kv, metrics.kv_probes)
+    for table in (*tables, metrics.objectives, metrics.keys):
         table.write(out)
     counted = _written(out.text().decode())
     assert _documented("## Router") == _of_the_library(metrics) | counted

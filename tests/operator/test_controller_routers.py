@@ -153,6 +153,7 @@ async def test_a_fleet_whose_verdict_changed_is_woken() -> None:
             == [
                 [
                     METRIC,
+                    "xpyd_router_kv_probes_total",
                     "xpyd_router_heartbeats_total",
                     "xpyd_router_has_pair",
                     "xpyd_router_instances",

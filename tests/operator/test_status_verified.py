@@ -6,7 +6,15 @@ import random
 
 import pytest
 
-from xpyd_operator.status.verified import LATELY_S, Counts, KvVerdict, KvWatch, Row, read_counts
+from xpyd_operator.status.verified import (
+    HOLD_S,
+    LATELY_S,
+    Counts,
+    KvVerdict,
+    KvWatch,
+    Row,
+    read_counts,
+)
 
 PERIOD_S = 15.0
 P, D = "demo-prefill-0", "demo-decode-0"
@@ -154,6 +162,39 @@ def test_false_ends_unknown_without_further_traffic(fleet: Fleet) -> None:
     assert statuses[0] is False
     assert statuses[-1] is None
     assert True not in statuses
+
+
+def test_probes_show_without_traffic_whether_kv_arrives(fleet: Fleet) -> None:
+    fleet.count("probed moved")
+    assert fleet.look()[:2] == (True, "Probed")
+    fleet.count("probed failed", "unreachable")
+    assert fleet.look()[:2] == (True, "Probed"), "one probe may meet a restart"
+    fleet.count("probed failed", "unreachable")
+    verdict = fleet.look()
+    assert verdict[:2] == (False, "Unreachable")
+    assert f"{P} to {D}: unreachable" in verdict.message
+    fleet.count("probed moved")
+    assert fleet.look(after_s=HOLD_S + 1)[:2] == (True, "Probed")
+
+
+def test_probes_that_work_do_not_hide_a_p_without_requests(fleet: Fleet) -> None:
+    found: list[KvVerdict] = []
+    for _ in range(20):
+        fleet.count("alone", "no_prefill", p="")
+        fleet.count("probed moved")
+        found.append(fleet.look())
+    assert found[-1][:2] == (False, "PrefillIdle")
+
+
+def test_probes_are_read_from_a_routers_metrics() -> None:
+    text = (
+        'xpyd_router_kv_probes_total{cause="",decode="d0",outcome="moved",prefill="p0"} 3\n'
+        'xpyd_router_kv_probes_total{cause="key",decode="d1",outcome="failed",prefill="p0"} 2.0\n'
+    )
+    assert read_counts(text) == {
+        ("p0", "d0", "probed moved", ""): 3,
+        ("p0", "d1", "probed failed", "key"): 2,
+    }
 
 
 def test_a_p_that_gets_no_requests_makes_it_false(fleet: Fleet) -> None:

@@ -1,6 +1,7 @@
-"""Whether a fleet's KV arrives, by what its routers count of real requests. Pure: time is given.
+"""Whether a fleet's KV arrives, by what its routers count. Pure: time is given.
 
-Routers count what became of each request's KV (ADR 0043). A KvWatch takes these counts at intervals
+Routers count what became of each request's KV (ADR 0043), and of their own probes of each pair (ADR
+0104), which come also where no requests do. A KvWatch takes these counts at intervals
 and gives the condition KVTransferVerified; the operator has one for each fleet, the supervisor of a
 local fleet one. Answers are right also where no KV arrives, so nothing else shows it.
 """
@@ -16,10 +17,13 @@ from typing import NamedTuple
 from xpyd_core.kv_outcome import PATH_CAUSES
 
 METRIC = "xpyd_router_kv_outcomes_total"
+_PROBES = "xpyd_router_kv_probes_total"
 _BEATS = "xpyd_router_heartbeats_total"
 _HAS_PAIR = "xpyd_router_has_pair"
 _INSTANCES = "xpyd_router_instances"
-QUERY = "/metrics?" + "&".join(f"name[]={n}" for n in (METRIC, _BEATS, _HAS_PAIR, _INSTANCES))
+QUERY = "/metrics?" + "&".join(
+    f"name[]={n}" for n in (METRIC, _PROBES, _BEATS, _HAS_PAIR, _INSTANCES)
+)
 """What to GET of a router."""
 LATELY_S = 300.0
 """How long what was seen counts."""
@@ -41,7 +45,9 @@ Counts = Mapping[Row, int]
 
 _FORGED: Row = ("", "", "forged", "")
 """Heartbeats that were signed with another key: engines that the router does not take."""
-_SAMPLE = re.compile(rf"^{METRIC}{{(.*)}} (\S+)$", re.M)
+_PROBED = "probed "
+"""Before the outcome of a probe, in a Row."""
+_SAMPLE = re.compile(rf"^({METRIC}|{_PROBES}){{(.*)}} (\S+)$", re.M)
 _FORGED_BEATS = re.compile(rf'^{_BEATS}{{result="forged"}} (\S+)$', re.M)
 _PAIR = re.compile(rf"^{_HAS_PAIR} (\S+)$", re.M)
 _KNOWN = re.compile(rf"^{_INSTANCES}{{[^}}\n]*}} (\S+)$", re.M)
@@ -55,11 +61,12 @@ def read_counts(text: str) -> Counts:
     found: Counter[Row] = Counter()
     for value in _FORGED_BEATS.findall(text):
         found[_FORGED] += _number(value)
-    for labels, value in _SAMPLE.findall(text):
+    for metric, labels, value in _SAMPLE.findall(text):
         by_name = {name: _ESCAPED.sub(r"\1", raw) for name, raw in _LABEL.findall(labels)}
         names = ("prefill", "decode", "outcome", "cause")
         row = tuple(by_name.get(name, "")[:_MOST_NAME] for name in names)
-        found[row[0], row[1], row[2], row[3]] += _number(value)
+        outcome = _PROBED + row[2] if metric == _PROBES else row[2]
+        found[row[0], row[1], outcome, row[3]] += _number(value)
     return found
 
 
@@ -105,6 +112,7 @@ _SHORT = (
     "all prompts were shorter lately than router.localPrefillTokens: Decode instances served them "
     "alone, as this field wants it, and no KV was to move"
 )
+_WORKS = "probes get from Prefill to Decode instances; no request moved KV lately"
 _TEXT = "D computes those prompts a second time; xpyd kv-probe tests the path of a pair"
 _OTHER_KEY = "routers refuse engines whose heartbeats are signed with another key"
 NOT_LOOKED = KvVerdict(None, "NoTraffic", "no request showed lately whether KV arrives")
@@ -159,7 +167,7 @@ class KvWatch:
         self._past = frozenset[str]()
         """Pods that were there before the first look."""
         self._pairs: dict[tuple[str, str], _Pair] = {}
-        self._moved_s = self._lost_s = float("-inf")
+        self._moved_s = self._lost_s = self._probed_s = float("-inf")
         self._alone: dict[str, tuple[int, float]] = {}
         """By cause the requests that one instance served, and when it was seen last."""
         self._forged = _Forged()
@@ -200,6 +208,16 @@ class KvWatch:
         moved: list[_Pair] = []
         is_paired = False
         for (prefill, decode, outcome, cause), count in grown.items():
+            if outcome.startswith(_PROBED):
+                pair = self._pairs.setdefault((prefill, decode), _Pair())
+                if outcome == _PROBED + "moved":
+                    self._probed_s = now_s
+                    pair.moved_s = now_s
+                    pair.lost.clear()
+                else:
+                    pair.lost[cause] += count
+                    pair.lost_s = self._lost_s = now_s
+                continue
             # Also where KV was not to move, or engines do not say whether it did.
             is_paired = is_paired or bool(prefill)
             is_lost = outcome in ("recomputed", "failed") and cause in PATH_CAUSES
@@ -242,6 +260,8 @@ class KvWatch:
             return KvVerdict(True, "KVMoved", "KV moved from Prefill to Decode instances lately")
         if is_without_p:
             return KvVerdict(False, "PrefillIdle", _IDLE)
+        if now_s - self._probed_s <= LATELY_S:
+            return KvVerdict(True, "Probed", _WORKS)
         if "short_prompt" in self._alone:
             return KvVerdict(None, "ShortPrompts", _SHORT)
         return NOT_LOOKED

@@ -78,16 +78,24 @@ def common_model(prefill: Instance, decode: Instance) -> str | None:
     return next((name for name in prefill.beat.models if name in decode.beat.models), None)
 
 
-def mixed_pairs(instances: Iterable[Instance]) -> Iterator[tuple[Instance, Instance]]:
-    """Each P with each D of another engine that would be a pair if engines did not matter."""
+def possible_pairs(instances: Iterable[Instance]) -> Iterator[tuple[Instance, Instance]]:
+    """Each P with each D that would be a pair if engines did not matter."""
     prefill: dict[str, list[Instance]] = {}
     decode: dict[str, list[Instance]] = {}
     for one in instances:
-        if one.engine is not None and one.beat.type != "A":
+        if one.beat.type != "A":
             side = prefill if one.beat.type == "P" else decode
             side.setdefault(one.pairing, []).append(one)
     for pairing, ds in decode.items():
         for p in prefill.get(pairing, ()):
             for d in ds:
-                if p.engine != d.engine and common_model(p, d) is not None:
+                if common_model(p, d) is not None or not (p.beat.models and d.beat.models):
                     yield p, d
+
+
+def mixed_pairs(instances: Iterable[Instance]) -> Iterator[tuple[Instance, Instance]]:
+    """Each P with each D of another engine that would be a pair if engines did not matter."""
+    comparing = (one for one in instances if one.engine is not None)
+    for p, d in possible_pairs(comparing):
+        if p.engine != d.engine and common_model(p, d) is not None:
+            yield p, d

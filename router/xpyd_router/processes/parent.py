@@ -45,6 +45,7 @@ from xpyd_router.router import (
     make_asker,
     make_discovery,
     make_introducer,
+    make_pair_prober,
     make_prober,
     make_registry,
     read_secrets,
@@ -180,7 +181,9 @@ class ParentProcess:
         try:
             asker = make_asker(self._config, self.fleet, self._dialer)
             introducer = make_introducer(self.fleet, self.metrics, self._keys, self._dialer)
+            pair_prober = make_pair_prober(self.fleet, self.metrics, self._keys, self._dialer)
             works = [self._discovery.run(), self._prober.run(), asker.run(), introducer.run()]
+            works.append(pair_prober.run())
             works += [one.watch() for one in self._contexts]
             async with running(*works):
                 try:

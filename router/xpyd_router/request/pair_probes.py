@@ -1,0 +1,223 @@
+"""Probes of pairs: the router has each P move some bytes to each D, whether requests come or not.
+
+A pair whose KV does not arrive gives right answers all the same, since D computes: nobody sees it.
+So each pair that may get requests is probed by `POST /kv/probe` of its P (docs/wire-probe.md): when
+both have come, again after each start of one of them, and each minute; one that failed soon again.
+The results are counters by pair, which the operator and `xpyd up` read (KVTransferVerified). One
+PairProber per router, in the process that takes heartbeats. See docs/adr/0104.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count, islice
+
+import msgspec
+import orjson
+
+from xpyd_core.keys import Keys, call_mac
+from xpyd_core.kv_outcome import cause_of
+from xpyd_router.errors import CallFailed
+from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot
+from xpyd_router.fleet.introductions import possible_pairs
+from xpyd_router.fleet.view import FleetView
+from xpyd_router.metrics import RouterMetrics
+from xpyd_router.upstream.client import Dialer, UpstreamClient
+
+logger = logging.getLogger(__name__)
+PERIOD_S = 45.0
+"""Between two probes of a pair that works: what breaks without requests is known in a minute. In a
+large fleet it is longer: see _MOST_PER_S."""
+_FIRST_PAUSE_S = 2.0
+"""After a first failure, then twice as long each time; so long, too, where P was busy."""
+_LONGEST_PAUSE_S = 30.0
+_MOST_RUNNING = 8
+"""Probes at once; each P has one at a time."""
+_MOST_PER_S = 8
+"""Probes begun in a second: 64 KiB each, and P takes ten."""
+_CALL_S = 30.0
+"""Longer than P waits for D, and its ranks for theirs."""
+MAX_PAIRS = 65_536
+"""Of a larger fleet some are not probed."""
+_IDLE_S = 5.0
+_MAX_ANSWER_BYTES = 1 << 20
+_UNKNOWN_CALL = (404, 405, 409, 501)
+"""An engine without probes, or one that takes none of ours."""
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """What of P's answer counts."""
+
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(order=True)
+class _Pair:
+    """A pair that is probed. `failures` in a row."""
+
+    due_s: float
+    number: int
+    prefill: Instance = field(compare=False)
+    decode: Instance = field(compare=False)
+    failures: int = field(default=0, compare=False)
+    is_running: bool = field(default=False, compare=False)
+
+
+def _knows_probes(instance: Instance) -> bool:
+    """Not engines with vLLM's own connectors, nor those of three fields."""
+    return instance.dialect in ("xpyd", "pair-id") and instance.serves_alone
+
+
+class PairProber:
+    """See the module. The first of `keys` signs. `random` in [0, 1) spreads the probes of several
+    routers."""
+
+    def __init__(
+        self,
+        fleet: FleetView,
+        metrics: RouterMetrics,
+        *,
+        keys: Keys,
+        random: Callable[[], float],
+        dialer: Dialer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._keys = keys
+        self._dialer = dialer
+        self._random = random
+        self._clock = clock
+        self._pairs: dict[tuple[InstanceKey, InstanceKey], _Pair] = {}
+        self._line: list[_Pair] = []
+        """A heap: those that no probe runs of, by when they are due."""
+        self._numbers = count()
+        self._seen: Snapshot | None = None
+        self._dumb: set[InstanceKey] = set()
+        """Ps that know no probe."""
+        self._busy: set[InstanceKey] = set()
+        self._running: set[asyncio.Task[None]] = set()
+        self._next_s = 0.0
+        """When the next probe may begin."""
+
+    async def run(self) -> None:
+        """Probe until cancelled; then no call is left."""
+        upstream = UpstreamClient(self._dialer)
+        self._fleet.on_lost(upstream.lose)
+        try:
+            while True:
+                wait_s = self._start_due(upstream)
+                await self._fleet.wait_change(wait_s)
+        finally:
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+            await upstream.close()
+
+    def _start_due(self, upstream: UpstreamClient) -> float:
+        """Begin what is due and has a place; after how long to look again."""
+        now, line = self._clock(), self._line
+        self._learn(now)
+        held: list[_Pair] = []
+        wait_s = _IDLE_S
+        while line and len(self._running) < _MOST_RUNNING:
+            if (wait_s := min(_IDLE_S, max(line[0].due_s, self._next_s) - now)) > 0:
+                break
+            pair = heapq.heappop(line)
+            if pair.prefill.key in self._dumb:
+                continue
+            if pair.prefill.key in self._busy:
+                held.append(pair)
+                continue
+            self._next_s = max(self._next_s, now - 1.0) + 1 / _MOST_PER_S
+            self._busy.add(pair.prefill.key)
+            task = asyncio.create_task(self._probe(pair, upstream))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        for pair in held:
+            heapq.heappush(line, pair)
+        return max(wait_s, 1 / _MOST_PER_S)
+
+    def _learn(self, now: float) -> None:
+        """The pairs that there are, where the fleet has changed."""
+        snapshot = self._fleet.snapshot
+        if snapshot is self._seen:
+            return
+        self._seen = snapshot
+        routable = [one for one in self._fleet.instances if one.is_routable and _knows_probes(one)]
+        before, self._pairs = self._pairs, {}
+        for p, d in islice(possible_pairs(routable), MAX_PAIRS):
+            names = p.key, d.key
+            self._pairs[names] = before.get(names) or _Pair(now, next(self._numbers), p, d)
+        self._dumb &= {one.key for one in routable}
+        self._line = [one for one in self._pairs.values() if not one.is_running]
+        heapq.heapify(self._line)
+
+    def _again(self, pair: _Pair, pause_s: float) -> None:
+        """Probe it behind a pause, if it is still a pair."""
+        pair.is_running = False
+        pair.due_s = self._clock() + pause_s
+        if self._pairs.get((pair.prefill.key, pair.decode.key)) is pair:
+            heapq.heappush(self._line, pair)
+
+    async def _probe(self, pair: _Pair, upstream: UpstreamClient) -> None:
+        p, d = pair.prefill, pair.decode
+        pair.is_running, found = True, None
+        try:
+            found = await self._ask(p, d, upstream)
+        except CallFailed as failure:  # of P itself, whom health looks at
+            logger.debug("P %s was not asked for a probe: %s", p.name, failure.cause)
+        except Exception:  # the task's edge
+            logger.exception("a probe failed")
+        finally:
+            self._busy.discard(p.key)
+            self._again(pair, self._pause_s(pair, found))
+
+    def _pause_s(self, pair: _Pair, found: _Answer | None) -> float:
+        """Count what was found; after how long to probe the pair again."""
+        p, d = pair.prefill, pair.decode
+        if found is None or (not found.ok and found.reason == "busy"):
+            pause_s = _FIRST_PAUSE_S
+        elif found.ok:
+            self._metrics.kv_probes.count((p, d), "moved", "")
+            if pair.failures:
+                logger.info("probes get from P %s to D %s again", p.name, d.name)
+            pair.failures, pause_s = 0, PERIOD_S
+        else:
+            self._metrics.kv_probes.count((p, d), "failed", cause_of(found.reason))
+            if not pair.failures:
+                text = "a probe does not get from P %s to D %s: %s"
+                logger.warning(text, p.name, d.name, found.reason)
+            pause_s = min(_FIRST_PAUSE_S * 2**pair.failures, _LONGEST_PAUSE_S)
+            pair.failures += 1
+        return pause_s * (1 + self._random() / 4)
+
+    async def _ask(self, p: Instance, d: Instance, upstream: UpstreamClient) -> _Answer | None:
+        """What P says; None: nothing of the pair. Raises CallFailed."""
+        mac = call_mac(self._keys[0], "kv-probe", d.kv_text) if self._keys else ""
+        body = orjson.dumps({"address": d.kv_text})
+        head = (
+            f"POST /kv/probe HTTP/1.1\r\nHost: {p.http}\r\n"
+            f"Content-Type: application/json\r\nX-Xpyd-Mac: {mac}\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        ).encode("ascii")
+        exchange = await upstream.start(p.http, head, body, instance=p.key, timeout_s=_CALL_S)
+        try:
+            answer = await exchange.read(_MAX_ANSWER_BYTES)
+        finally:
+            upstream.end(exchange)
+        if answer.status in _UNKNOWN_CALL:
+            self._dumb.add(p.key)
+        if answer.status != 200:
+            return None
+        try:
+            return msgspec.json.decode(answer.body, type=_Answer)
+        except msgspec.DecodeError:
+            self._dumb.add(p.key)
+            return None

@@ -1,0 +1,200 @@
+"""Each pair is probed: at first, after each restart, again and again; the results are counted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.router.beats import beat
+from tests.router.fakes import replace_beat, until
+from xpyd_core.keys import is_call_mac
+from xpyd_core.messages import Heartbeat
+from xpyd_router.fleet.registry import Registry
+from xpyd_router.fleet.view import FleetView
+from xpyd_router.http.server import running
+from xpyd_router.metrics import RouterMetrics
+from xpyd_router.request import pair_probes
+from xpyd_router.request.pair_probes import PairProber
+
+KEY = b"k" * 32
+_METRIC = "xpyd_router_kv_probes"
+
+
+@dataclass
+class World:
+    """Ps whose probes answer as `says` has it for a D's KV address, and a clock that jumps."""
+
+    view: FleetView
+    metrics: RouterMetrics
+    says: dict[str, Any] = field(default_factory=dict[str, Any])
+    asked: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """By which P, and to which D."""
+    status: int = 200
+    now_s: float = 1000.0
+
+    async def serve(self, stack: contextlib.AsyncExitStack) -> str:
+        """Another P; its address."""
+        app = web.Application()
+        app.router.add_post("/kv/probe", self._probe)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        return f"127.0.0.1:{runner.addresses[0][1]}"
+
+    async def _probe(self, request: web.Request) -> web.Response:
+        address = (await request.json())["address"]
+        assert is_call_mac((KEY,), "kv-probe", address, request.headers["X-Xpyd-Mac"])
+        self.asked.append((request.headers["Host"], address))
+        reason = self.says.get(address, "")
+        return web.json_response({"ok": not reason, "reason": reason}, status=self.status)
+
+    def add(self, kind: str, number: int, **fields: Any) -> Heartbeat:
+        made = beat(kind, number, instance=f"{kind.lower()}{number}", **{**MODERN, **fields})
+        self.view.apply(made)
+        return made
+
+    def counted(self) -> dict[tuple[str, ...], float]:
+        """By P, D, outcome and cause."""
+        text = self.metrics.render(self.view.instances).decode()
+        (family,) = [f for f in text_string_to_metric_families(text) if f.name == _METRIC]
+        names = ("prefill", "decode", "outcome", "cause")
+        return {tuple(map(one.labels.__getitem__, names)): one.value for one in family.samples}
+
+
+MODERN = {
+    "state": "Ready",
+    "models": ("m",),
+    "compatibility": "k",
+    "incarnation": "i1",
+    "continuation": 1,
+    "version": 1,
+}
+
+
+@pytest.fixture
+def world() -> World:
+    return World(FleetView(Registry(period_s=1e6, missed_beats=3), lambda: 1.0), RouterMetrics())
+
+
+@contextlib.asynccontextmanager
+async def probing(world: World) -> AsyncGenerator[None]:
+    prober = PairProber(
+        world.view, world.metrics, keys=(KEY,), random=lambda: 0.0, clock=lambda: world.now_s
+    )
+    async with running(prober.run(), _time(world)):
+        yield
+
+
+async def _time(world: World) -> None:
+    """A second of the world takes a hundredth."""
+    while True:
+        await asyncio.sleep(0.01)
+        world.now_s += 1.0
+        world.view.wake()
+
+
+async def test_each_p_probes_each_d_that_it_may_send_to(world: World) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        ps = [await world.serve(stack) for _ in range(2)]
+        for number, address in enumerate(ps):
+            world.add("P", number, http_address=address)
+        ds = [world.add("D", number + 10) for number in range(3)]
+        world.add("D", 20, compatibility="other")
+        world.add("D", 21, models=("another",))
+        world.add("D", 22, dialect="nixl")
+        world.add("A", 23)
+        world.add("D", 24, state="Starting")
+        async with probing(world):
+            pairs = {(p, d.zmq_address) for p in ps for d in ds}
+            await until(lambda: set(world.asked) >= pairs)
+            await until(lambda: len(world.counted()) == len(pairs))
+        assert set(world.asked) == pairs
+        assert {row[2:] for row in world.counted()} == {("moved", "")}
+
+
+async def test_a_pair_that_works_is_probed_again_each_minute_and_one_that_fails_at_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        world.add("P", 1, http_address=await world.serve(stack))
+        good, bad = world.add("D", 11), world.add("D", 12)
+        world.says[bad.zmq_address] = "timeout"
+        async with probing(world):
+            await until(lambda: [d for _, d in world.asked].count(good.zmq_address) == 2)
+            times = [d for _, d in world.asked].count(bad.zmq_address)
+            assert 4 <= times <= 8, "after 2, 4, 8, 16 seconds"
+            counted = world.counted()
+            assert counted["p1", "d12", "failed", "timeout"] >= 4
+            assert caplog.text.count("a probe does not get from P p1 to D d12: timeout") == 1
+            del world.says[bad.zmq_address]
+            await until(lambda: ("p1", "d12", "moved", "") in world.counted())
+    assert world.counted()["p1", "d11", "moved", ""] >= 2
+
+
+async def test_another_start_of_an_instance_is_probed_at_once(world: World) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        world.add("P", 1, http_address=await world.serve(stack))
+        d = world.add("D", 11)
+        async with probing(world):
+            await until(lambda: len(world.asked) == 1)
+            began_s = world.now_s
+            world.view.apply(replace_beat(d, {"incarnation": "i2"}))
+            await until(lambda: len(world.asked) == 2)
+            assert world.now_s - began_s < pair_probes.PERIOD_S
+
+
+@pytest.mark.parametrize("status", [404, 409, 501])
+async def test_an_engine_that_knows_no_probe_is_not_asked_again(world: World, status: int) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        world.add("P", 1, http_address=await world.serve(stack))
+        world.add("D", 11)
+        world.add("D", 12)
+        world.status = status
+        async with probing(world):
+            await until(lambda: len(world.asked) == 1)
+            ends_s = world.now_s + 2 * pair_probes.PERIOD_S
+            await until(lambda: world.now_s > ends_s)
+        assert len(world.asked) == 1
+        assert world.counted() == {}
+
+
+@pytest.mark.parametrize("busy", ["status", "reason"])
+async def test_a_busy_p_is_asked_again_and_says_nothing_of_the_pair(
+    world: World, busy: str
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        world.add("P", 1, http_address=await world.serve(stack))
+        d = world.add("D", 11)
+        if busy == "status":
+            world.status = 429
+        else:
+            world.says[d.zmq_address] = "busy"
+        async with probing(world):
+            await until(lambda: len(world.asked) >= 3)
+            assert world.counted() == {}
+            world.status, world.says = 200, {}
+            await until(lambda: ("p1", "d11", "moved", "") in world.counted())
+
+
+async def test_probes_of_a_large_fleet_are_so_many_a_second(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair_probes, "_MOST_PER_S", 2)
+    async with contextlib.AsyncExitStack() as stack:
+        for number in range(4):
+            world.add("P", number, http_address=await world.serve(stack))
+        for number in range(25):
+            world.add("D", 30 + number)
+        async with probing(world):
+            await until(lambda: len(set(world.asked)) == 100)
+        # The clock stands while a turn of the loop lasts: so no upper bound.
+        assert world.now_s - 1000.0 >= 100 / 2 - 2
