@@ -198,3 +198,17 @@ async def test_probes_of_a_large_fleet_are_so_many_a_second(
             await until(lambda: len(set(world.asked)) == 100)
         # The clock stands while a turn of the loop lasts: so no upper bound.
         assert world.now_s - 1000.0 >= 100 / 2 - 2
+
+
+async def test_instances_that_come_while_others_are_probed_are_probed_once_each(
+    world: World,
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        addresses = [await world.serve(stack) for _ in range(3)]
+        async with probing(world):
+            for number, address in enumerate(addresses):
+                world.add("P", number, http_address=address)
+                world.add("D", 10 + number)
+                await until(lambda number=number: len(world.asked) > number)
+            await until(lambda: len(set(world.asked)) == 9)
+            assert len(world.asked) == 9

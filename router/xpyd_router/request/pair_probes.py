@@ -122,8 +122,9 @@ class PairProber:
 
     def _start_due(self, upstream: UpstreamClient) -> float:
         """Begin what is due and has a place; after how long to look again."""
-        now, line = self._clock(), self._line
+        now = self._clock()
         self._learn(now)
+        line = self._line
         held: list[_Pair] = []
         wait_s = _IDLE_S
         while line and len(self._running) < _MOST_RUNNING:
@@ -137,6 +138,7 @@ class PairProber:
                 continue
             self._next_s = max(self._next_s, now - 1.0) + 1 / _MOST_PER_S
             self._busy.add(pair.prefill.key)
+            pair.is_running = True
             task = asyncio.create_task(self._probe(pair, upstream))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
@@ -168,7 +170,7 @@ class PairProber:
 
     async def _probe(self, pair: _Pair, upstream: UpstreamClient) -> None:
         p, d = pair.prefill, pair.decode
-        pair.is_running, found = True, None
+        found: _Answer | None = None
         try:
             found = await self._ask(p, d, upstream)
         except CallFailed as failure:  # of P itself, whom health looks at
