@@ -317,3 +317,49 @@ def read_server_files(args: argparse.Namespace) -> ServerFiles | None:
     if required is None:
         required = 0 if authorities is None else 2
     return ServerFiles(certificate, args.ssl_keyfile, authorities, required)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the flags of who calls engines that serve HTTPS."""
+    add = parser.add_argument
+    add(
+        "--engine-ca-file",
+        type=Path,
+        metavar="FILE",
+        help="authorities of the certificates of engines that serve HTTPS (default: the system's)",
+    )
+    add(
+        "--engine-server-name",
+        metavar="NAME",
+        help="a name that every engine's certificate has (default: each has the engine's address)",
+    )
+    add(
+        "--engine-certfile",
+        type=Path,
+        metavar="FILE",
+        help="the caller's own certificate, for engines that ask for one",
+    )
+    add(
+        "--engine-keyfile",
+        type=Path,
+        metavar="FILE",
+        help="its key, without a password (default: it is in --engine-certfile)",
+    )
+
+
+def read_engine_files(args: argparse.Namespace) -> ClientFiles | None:
+    """The files of `add_engine_arguments`; None without them. UserError names the wrong one."""
+    if args.engine_keyfile is not None and args.engine_certfile is None:
+        raise UserError("--engine-keyfile: needs --engine-certfile")
+    if args.engine_ca_file is None:
+        if args.engine_certfile is not None:
+            raise UserError("--engine-certfile: needs --engine-ca-file")
+        return None
+    return ClientFiles(args.engine_ca_file, args.engine_certfile, args.engine_keyfile)
+
+
+def engine_context(files: ClientFiles | None) -> ssl.SSLContext:
+    """For a call to an engine, by files of `read_engine_files`. UserError where they make none."""
+    if files is None:
+        return ssl.create_default_context()
+    return WatchedContext(files, "--engine-ca-file").current

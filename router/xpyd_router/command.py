@@ -16,7 +16,12 @@ from xpyd_core.logs import add_logging_arguments, set_up_logging
 from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
 from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT, read_pod_env
 from xpyd_core.sizes import parse_bytes
-from xpyd_core.tls import ClientFiles, add_server_arguments, read_server_files
+from xpyd_core.tls import (
+    add_engine_arguments,
+    add_server_arguments,
+    read_engine_files,
+    read_server_files,
+)
 from xpyd_router.admission import AdmissionLimits
 from xpyd_router.config import RouterConfig
 from xpyd_router.cross_site import CrossSite, check_cross_site, read_list
@@ -63,7 +68,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     flags, default = _Flags(parser), RouterConfig()
     _add_fleet(flags, default)
     add_server_arguments(parser)
-    _add_engine_tls(flags)
+    add_engine_arguments(parser)
     _add_cross_site(flags)
     _add_policy(flags, default)
     _add_requests(flags, default)
@@ -150,43 +155,6 @@ def _add_fleet(flags: _Flags, default: RouterConfig) -> None:
         None,
     )
     number("--missed-beats", MISSED_BEATS, f"beats missed before removal {_DEFAULT}", None)
-
-
-def _add_engine_tls(flags: _Flags) -> None:
-    add = flags.add
-    add(
-        "--engine-ca-file",
-        type=Path,
-        metavar="FILE",
-        help="authorities of the certificates of engines that serve HTTPS (default: the system's)",
-    )
-    add(
-        "--engine-server-name",
-        metavar="NAME",
-        help="a name that every engine's certificate has (default: each has the engine's address)",
-    )
-    add(
-        "--engine-certfile",
-        type=Path,
-        metavar="FILE",
-        help="the router's own certificate for engines that ask for one",
-    )
-    add(
-        "--engine-keyfile",
-        type=Path,
-        metavar="FILE",
-        help="its key, without a password (default: it is in --engine-certfile)",
-    )
-
-
-def _engine_tls(args: argparse.Namespace) -> ClientFiles | None:
-    if args.engine_keyfile is not None and args.engine_certfile is None:
-        raise UserError("--engine-keyfile: needs --engine-certfile")
-    if args.engine_ca_file is None:
-        if args.engine_certfile is not None:
-            raise UserError("--engine-certfile: needs --engine-ca-file")
-        return None
-    return ClientFiles(args.engine_ca_file, args.engine_certfile, args.engine_keyfile)
 
 
 def _add_cross_site(flags: _Flags) -> None:
@@ -345,7 +313,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         admin_port=args.admin_port,
         admin_listen_fd=args.admin_listen_fd,
         tls=read_server_files(args),
-        engine_tls=_engine_tls(args),
+        engine_tls=read_engine_files(args),
         engine_server_name=args.engine_server_name,
         cross_site=_cross_site(args),
         processes=args.processes,

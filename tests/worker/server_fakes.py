@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -17,6 +18,7 @@ from tests.worker.grammar_kit import tokenizer_json
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.values import OfferedPrompt
+from xpyd_tools.kv_probe import command
 from xpyd_worker.engine.request import (
     ChoiceOutput,
     EngineOutput,
@@ -379,3 +381,10 @@ def run(test: Any) -> None:
             await test
 
     asyncio.run(bounded())
+
+
+def kv_probe(*flags: str) -> int:
+    """The exit status of `xpyd kv-probe`."""
+    parser = argparse.ArgumentParser()
+    command.configure(parser)
+    return command.run(parser.parse_args(flags))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.worker.server_fakes import KEY, Running, serving
+from tests.worker.server_fakes import KEY, Running, kv_probe, serving
 from xpyd_core.keys import call_mac
 from xpyd_core.request_id import Address
 from xpyd_kv.session.probing import BUSY, PairProbe, ProbeResult
-from xpyd_tools.kv_probe import command
 from xpyd_worker.server.http import admin
 
 PEER = "10.0.0.7:21001"
@@ -92,14 +90,8 @@ async def test_between_ranks_each_pair_is_answered_and_one_that_failed_is_named(
             (True, "uds", ""),
             (False, "", "unreachable"),
         ]
-        asked = Namespace(
-            engine=str(server.client.base_url),
-            peer=PEER,
-            kv_key_file=key_file,
-            kv_insecure=False,
-            output="text",
-        )
-        assert await asyncio.to_thread(command.run, asked) == 1
+        asked = ("--engine", str(server.client.base_url), "--peer", PEER)
+        assert await asyncio.to_thread(kv_probe, *asked, "--kv-key-file", str(key_file)) == 1
     assert capsys.readouterr().out.splitlines() == [
         f"{PEER}: failed after 2.0 ms: unreachable",
         "  rank 0 to rank 0 at 10.0.0.7:21002: 65536 bytes arrived over uds in 2.0 ms",

@@ -14,7 +14,7 @@ import pytest
 from quart import Quart, request
 
 from tests.tls_kit import authority, client_context, write_ca, write_pair
-from tests.worker.server_fakes import run
+from tests.worker.server_fakes import kv_probe, run
 from xpyd_core.errors import UserError
 from xpyd_core.tls import ServerFiles, WatchedContext
 from xpyd_core.tls_connection import TlsServer
@@ -37,7 +37,11 @@ async def serving(
     async def health() -> dict[str, object]:
         return {}
 
-    _ = echo, health
+    @app.post("/kv/probe")
+    async def probe() -> dict[str, object]:
+        return {"ok": True, "transport": "tcp", "bytes": 65536, "seconds": 0.002}
+
+    _ = echo, health, probe
     tls = TlsServer(WatchedContext(files or write_pair(directory), "--ssl-certfile"))
     server = make_server(app, tls, only_certified=only_certified)
     sockets = listen("127.0.0.1", 0)
@@ -110,3 +114,52 @@ def test_open_probes_need_certificates_of_all_others(line: str) -> None:
     args = parser.parse_args(["--model=m", "--ssl-open-probes", *line.split()])
     with pytest.raises(UserError, match="--ssl-open-probes: needs --ssl-ca-certs"):
         command.read_config(args)
+
+
+@pytest.fixture(name="engine")
+def certified_engine(tmp_path: Path) -> ServerFiles:
+    """An engine's files: a name that all engines share, and who asks needs a certificate."""
+    own = write_pair(tmp_path / "engine", "engines.example", ca=authority("engines"))
+    write_ca(tmp_path / "ca.crt", authority("engines"))
+    write_pair(tmp_path / "router", "router", ca=authority("routers"))
+    routers = write_ca(tmp_path / "routers.crt", authority("routers"))
+    return ServerFiles(own.certificate, own.key, routers, 1)
+
+
+CA, NAME = ("--engine-ca-file", "ca.crt"), ("--engine-server-name", "engines.example")
+OWN = ("--engine-certfile", "router/tls.crt", "--engine-keyfile", "router/tls.key")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "flags", "said"),
+    [
+        ("https", (*CA, *NAME, *OWN), ""),
+        ("https", (*CA, *OWN), "its certificate is refused: IP address mismatch"),
+        ("https", (*NAME, *OWN), "--engine-certfile: needs --engine-ca-file"),
+        ("https", NAME, "its certificate is refused: .*--engine-ca-file"),
+        ("https", (*CA, *NAME), "refuses \\(403\\)"),
+        ("https", ("--engine-ca-file", "none.crt"), "--engine-ca-file: cannot read none.crt"),
+        ("http", (*CA, *NAME), "need an https:// URL"),
+        ("http", (), "does it serve HTTPS"),
+        ("ftp", (), "is not a URL"),
+    ],
+)
+def test_kv_probe_reaches_engines_with_tls(
+    engine: ServerFiles,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scheme: str,
+    flags: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    expected = pytest.raises(UserError, match=said) if said else contextlib.nullcontext()
+
+    async def body() -> None:
+        async with serving(tmp_path, engine, only_certified=True) as port:
+            way = ("--engine", f"{scheme}://127.0.0.1:{port}", "--peer", "10.0.0.7:21001")
+            with expected:
+                assert await asyncio.to_thread(kv_probe, *way, "--kv-insecure", *flags) == 0
+
+    run(body())

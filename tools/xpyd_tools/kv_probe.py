@@ -7,17 +7,20 @@ works wherever xpyd is installed.
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
+import ssl
 import sys
-import urllib.error
-import urllib.request
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from xpyd_core.cli import Command
 from xpyd_core.errors import UserError
 from xpyd_core.keys import call_mac, check_keys_given, fleet_keys
 from xpyd_core.pod_env import read_pod_env
+from xpyd_core.tls import add_engine_arguments, engine_context, read_engine_files
 
 EXIT_FAILED = 1
 # The engine answers within 5 s, or says that it cannot.
@@ -27,6 +30,8 @@ _MAX_ANSWER_BYTES = 1024 * 1024
 _EPILOG = """examples:
   xpyd kv-probe --engine http://127.1.1.2:20001 --peer 127.1.1.3:21001 --kv-key-file kv.key
   xpyd kv-probe --engine http://10.0.0.5:20001 --peer 10.0.0.6:21001 --output json
+  xpyd kv-probe --engine https://10.0.0.5:20001 --peer 10.0.0.6:21001 \\
+    --engine-ca-file ca.crt --engine-server-name chat-engines.llm.svc
 
 Exit status: 0 the block arrived, 1 it did not, 2 the question was wrong.
 """
@@ -39,6 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--peer", required=True, metavar="IP:PORT", help="a Decode instance's KV address")
     add("--kv-key-file", type=Path, metavar="FILE", help="default: XPYD_KV_KEY_FILE")
     add("--kv-insecure", action="store_true", help="the fleet has no secret")
+    add_engine_arguments(parser)
     add("--output", "-o", choices=("text", "json"), default="text", help="for people or programs")
 
 
@@ -46,11 +52,15 @@ def _run(args: argparse.Namespace) -> int:
     path = args.kv_key_file or read_pod_env().kv_key_file
     check_keys_given(path, insecure=args.kv_insecure, who="who asks an engine")
     key = fleet_keys(path, insecure=args.kv_insecure)[0]
-    status, answer = _ask(args.engine, args.peer, call_mac(key, "kv-probe", args.peer))
+    mac = call_mac(key, "kv-probe", args.peer)
+    with closing(_connection(args)) as connection:
+        status, answer = _ask(connection, args.engine, args.peer, mac)
     if status != 200:
         error = answer.get("error")
         fields = cast("dict[str, Any]", error) if isinstance(error, dict) else {}
-        raise UserError(f"{args.engine} refuses ({status}): {fields.get('message', 'no reason')}")
+        wrong_port = status == 400 and args.engine.startswith("http:")
+        why = fields.get("message", "does it serve HTTPS?" if wrong_port else "no reason")
+        raise UserError(f"{args.engine} refuses ({status}): {why}")
     if args.output == "json":
         sys.stdout.write(json.dumps(answer) + "\n")
     else:
@@ -76,21 +86,57 @@ def _said(result: dict[str, Any]) -> str:
     return f"failed after {milliseconds:.1f} ms: {result.get('reason')}"
 
 
-def _ask(engine: str, peer: str, mac: str) -> tuple[int, dict[str, Any]]:
-    if not engine.startswith(("http://", "https://")):
-        raise UserError(f"--engine: {engine!r} is not a URL, e.g. http://10.0.0.5:20001")
-    request = urllib.request.Request(
-        f"{engine.rstrip('/')}/kv/probe",
-        data=json.dumps({"address": peer}).encode(),
-        headers={"Content-Type": "application/json", "X-Xpyd-Mac": mac},
-    )
+class _TlsConnection(http.client.HTTPConnection):
+    """To an address whose certificate is verified by a name that all engines share."""
+
+    default_port = http.client.HTTPS_PORT
+
+    def __init__(self, host: str, port: int | None, context: ssl.SSLContext, name: str) -> None:
+        super().__init__(host, port, timeout=_TIMEOUT_S)
+        self._context, self._name = context, name
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock = self._context.wrap_socket(self.sock, server_hostname=self._name)
+
+
+def _connection(args: argparse.Namespace) -> http.client.HTTPConnection:
+    """Not yet open."""
+    files, name = read_engine_files(args), cast("str | None", args.engine_server_name)
+    scheme, host, port = _address(args.engine)
+    if scheme == "https":
+        return _TlsConnection(host, port, engine_context(files), name or host)
+    if files is not None or name:
+        raise UserError("--engine: the flags of TLS need an https:// URL")
+    return http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
+
+
+def _address(url: str) -> tuple[str, str, int | None]:
+    """Scheme, host and port."""
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            return response.status, _object(response.read(_MAX_ANSWER_BYTES))
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, _object(error.read(_MAX_ANSWER_BYTES))
-    except (OSError, ValueError) as error:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname:
+            return parts.scheme, parts.hostname, parts.port
+    except ValueError:
+        pass  # a bad port or IPv6 address
+    raise UserError(f"--engine: {url!r} is not a URL, e.g. http://10.0.0.5:20001")
+
+
+def _ask(
+    connection: http.client.HTTPConnection, engine: str, peer: str, mac: str
+) -> tuple[int, dict[str, Any]]:
+    path = f"{urlsplit(engine).path.rstrip('/')}/kv/probe"
+    headers = {"Content-Type": "application/json", "X-Xpyd-Mac": mac}
+    try:
+        connection.request("POST", path, json.dumps({"address": peer}).encode(), headers)
+        answer = connection.getresponse()
+        return answer.status, _object(answer.read(_MAX_ANSWER_BYTES))
+    except ssl.SSLCertVerificationError as error:
+        raise UserError(
+            f"--engine {engine}: its certificate is refused: {error.verify_message}"
+            " (see --engine-ca-file and --engine-server-name)"
+        ) from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise UserError(f"--engine {engine}: no answer: {error}") from error
 
 
