@@ -3,6 +3,7 @@ at once."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -36,6 +37,7 @@ from tests.worker.s3_kit import (
 )
 from xpyd_core.errors import UserError
 from xpyd_worker.download.command import served
+from xpyd_worker.download.crc import crc32c, crc64nvme
 from xpyd_worker.download.folder import FolderLock
 from xpyd_worker.download.plan import MANIFEST, DownloadError, read_manifest
 from xpyd_worker.download.transfer import Limits, Progress, Want, download
@@ -159,6 +161,39 @@ def test_the_checksum_that_an_object_was_uploaded_with_is_the_one_that_counts(
         download(want(road, bucket, tmp_path / "m"))
     assert caught.value.reason == "ChecksumMismatch"
     assert download(want(store, bucket, tmp_path / "m")).fetched_bytes
+
+
+@pytest.mark.parametrize("algorithm", ["CRC64NVME", "CRC32C"])
+def test_an_object_under_a_key_of_kms_is_verified_by_the_crc_that_it_has(
+    store: Store, bucket: str, tmp_path: Path, road: Road, algorithm: str
+) -> None:
+    weights = b"w" * 50_000 + b"TRUTH" + b"w" * 50_000
+    store.put(bucket, under("m", checkpoint()))
+    crc = crc64nvme() if algorithm == "CRC64NVME" else crc32c()
+    crc.update(weights)
+    sums = {f"Checksum{algorithm}": base64.b64encode(crc.digest()).decode()}
+    store.put(
+        bucket,
+        {"m/model.safetensors": weights},
+        **sums,
+        ChecksumAlgorithm=algorithm,
+        ServerSideEncryption="aws:kms",
+    )
+    road.forgery = (b"TRUTH", b"LIE!!")
+    with pytest.raises(DownloadError, match=f": {algorithm.lower()} is ") as caught:
+        download(want(road, bucket, tmp_path / "m"))
+    assert caught.value.reason == "ChecksumMismatch"
+    assert download(want(store, bucket, tmp_path / "m")).fetched_bytes
+
+
+def test_an_object_whose_parts_have_several_sizes_is_none_with_wrong_bytes(
+    store: Store, bucket: str, tmp_path: Path
+) -> None:
+    weights = [noise((5 << 20) + 8), noise(5 << 20, 2), noise((5 << 20) + 8, 3)]
+    store.put(bucket, under("m", checkpoint()))
+    store.put_in_parts(bucket, "m/model.safetensors", weights)
+    done = download(want(store, bucket, tmp_path / "m"))
+    assert (done.folder / "model.safetensors").read_bytes() == b"".join(weights)
 
 
 def test_an_object_of_several_uploads_is_verified_by_the_tag_of_its_parts(

@@ -44,7 +44,7 @@ class DownloadError(UserError):
         self.reason: Reason = reason
 
 
-Algorithm = Literal["md5", "sha1", "sha256", "crc32", "git"]
+Algorithm = Literal["md5", "sha1", "sha256", "crc32", "crc32c", "crc64nvme", "git"]
 """`git`: the name of a blob in git."""
 
 
@@ -190,6 +190,10 @@ class _Crc32:
 def _new(algorithm: str, size: int) -> _Digest:
     if algorithm == "crc32":
         return _Crc32()
+    if algorithm in ("crc32c", "crc64nvme"):
+        from xpyd_worker.download import crc  # numpy takes time to load, and most need none of it
+
+        return crc.crc32c() if algorithm == "crc32c" else crc.crc64nvme()
     if algorithm == "git":
         # A blob's name: https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
         return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
@@ -250,6 +254,8 @@ class Digester:
 _S3_CHECKSUMS: tuple[tuple[str, Algorithm], ...] = (
     ("ChecksumSHA256", "sha256"),
     ("ChecksumSHA1", "sha1"),
+    ("ChecksumCRC64NVME", "crc64nvme"),
+    ("ChecksumCRC32C", "crc32c"),
     ("ChecksumCRC32", "crc32"),
 )
 
@@ -257,9 +263,8 @@ _S3_CHECKSUMS: tuple[tuple[str, Algorithm], ...] = (
 def s3_checksum(head: Mapping[str, Any], *, part_bytes: int) -> Checksum | None:
     """The checksum of an S3 object from the answer of HeadObject.
 
-    `part_bytes`: the size of its first part where it was uploaded in parts, else 0. CRC32C and
-    CRC64NVME are not computed here; the ETag then serves. An ETag is an MD5 only of what is not
-    encrypted by a key of the customer's.
+    `part_bytes`: the size of its parts where it was uploaded in parts of one size, else 0. An ETag
+    is an MD5 only of what is not encrypted by a key of the customer's.
     """
     for field, algorithm in _S3_CHECKSUMS:
         if field in head:

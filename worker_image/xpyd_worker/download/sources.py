@@ -153,12 +153,21 @@ class S3Folder:
         place = {"Bucket": self._bucket, "Key": key}
         head = self._call("head_object", **place, ChecksumMode="ENABLED")
         tag, size = str(head["ETag"]), int(head["ContentLength"])
-        in_parts = "-" in tag or any("-" in str(head.get(f, "")) for f in head if "Checksum" in f)
-        part_bytes = 0
-        if in_parts:
-            first = self._call("head_object", **place, PartNumber=1)
-            part_bytes = int(first["ContentLength"]) if int(first["ContentLength"]) < size else size
+        texts = [tag, *(str(text) for field, text in head.items() if "Checksum" in field)]
+        counts = [text.strip('"').rpartition("-")[2] for text in texts if "-" in text]
+        part_bytes = self._part_bytes(place, size, counts[0]) if counts else 0
         return RemoteFile(name, size, tag, s3_checksum(head, part_bytes=part_bytes))
+
+    def _part_bytes(self, place: dict[str, str], size: int, count: str) -> int:
+        """The size of an object's parts but the last, by its first and its last one; 0: they are of
+        several sizes, so that the checksum of their checksums is none that can be made again."""
+        if not count.isdecimal() or count == "0":
+            return 0
+        first, last = (
+            int(self._call("head_object", **place, PartNumber=number)["ContentLength"])
+            for number in (1, int(count))
+        )
+        return first if first * (int(count) - 1) + last == size else 0
 
     def read(self, file: RemoteFile, begin: int, end: int) -> Generator[bytes]:
         """A range of an object that did not change since it was listed."""
