@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.operator.fleets import parsed
 from tests.operator.observed_cluster import Cluster, settled
 from xpyd_operator.document.load import load_fleet
 from xpyd_operator.manifests.names import workload_labels
@@ -55,6 +56,20 @@ def test_workloads_are_known_by_their_labels_with_no_more_than_the_role() -> Non
         (1, 1, 1),
         (2, 2, 2),
     ]
+
+
+@pytest.mark.parametrize(
+    ("tls", "level"),
+    [(None, 0), ({"secretName": "e"}, 1), ({"secretName": "e", "routerSecretName": "r"}, 2)],
+)
+def test_a_workload_shows_what_engines_ask_of_routers(
+    tls: dict[str, str] | None, level: int
+) -> None:
+    # Of a router's own port, which says nothing of engines.
+    router = {"tls": {"secretName": "s", "clientCaSecretName": "c"}}
+    cluster = settled(parsed(engine={"tls": tls} if tls else {}, router=router))
+    assert {w.workload.template.tls for w in fleet_seen(cluster.children).workloads} == {level}
+    assert {p.template.tls for p in cluster.want.pools} == {level}
 
 
 def test_a_pod_that_leaves_is_alive_and_not_ready() -> None:

@@ -8,7 +8,8 @@ whole folders: kubelet swaps them when the Secret changes, which it does not do 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests import names
@@ -75,6 +76,16 @@ def engine_tls_volumes(fleet: InferenceFleet) -> list[JsonObject]:
     if tls.router_secret_name:
         found.append(_volume("xpyd-router-ca", tls.router_secret_name, only=_CA))
     return found
+
+
+def tls_of_pods(spec: Mapping[str, object], *, is_router: bool) -> int:
+    """What Template.tls was of pods that have this spec: their volumes say it."""
+    volumes = cast("list[JsonObject]", spec.get("volumes") or [])
+    mounted = {one.get("name") for one in volumes}
+    if is_router:
+        trusts, shows = "xpyd-engine-ca" in mounted, "xpyd-router-tls" in mounted
+        return 2 if shows else int(trusts)
+    return 2 if "xpyd-router-ca" in mounted else int("xpyd-tls" in mounted)
 
 
 def _server_args(*, is_tls: bool) -> list[str]:

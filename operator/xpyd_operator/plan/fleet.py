@@ -10,6 +10,10 @@ Where no node has room for a new instance, pools that waited for each other's de
 ever. So each pool in rollout then gives up its surge, and goes ahead of the others by what may be
 unavailable of it; a pool that must stay complete keeps all that it has. See docs/adr/0093.
 
+Routers can call engines that ask less of them than they have (Template.tls), and no others. So
+where spec.engine.tls comes, engines wait until no router is without it; where it goes, routers wait
+until no engine has it. See docs/adr/0102.
+
 What holds after every step: a pool declares at most `replicas + surge` instances; an instance that
 is ready goes only if the ready ones that remain are `replicas - unavailable`; a pool that left the
 document stays while it is all that makes the fleet serve and its successors are on their way.
@@ -52,7 +56,7 @@ def plan(want: FleetWant, seen: FleetSeen, now: float) -> Plan:
     pools = [] if want.stopping else _pools(want, seen)
     share = _rollout_share(pools)
     for pool in pools:
-        actions += _pool_actions(pool, share)
+        actions += _pool_actions(pool, Fraction(0) if pool.waits else share)
     names = {pool.want.name for pool in pools}
     leaving = [w for w in seen.workloads if w.workload.pool not in names]
     # Sorted, because shells list workloads in different orders.
@@ -138,6 +142,8 @@ class _Pool:
     old: tuple[WorkloadSeen, ...]
     is_tight: bool = False
     """Nodes have no room for all of the rollout's new instances, and it may go on with fewer."""
+    waits: str = ""
+    """For whom its new revision waits before it begins or grows; "": it need not."""
 
     @property
     def is_rolling(self) -> bool:
@@ -151,7 +157,7 @@ class _Pool:
     @property
     def unavailable(self) -> int:
         """Ready instances that may be missing now: none while new ones have room beside them."""
-        if self.surge or not self.want.unavailable_percent:
+        if self.surge or not self.want.unavailable_percent or self.waits:
             return 0
         return max(1, self.replicas * self.want.unavailable_percent // 100)
 
@@ -164,16 +170,34 @@ def _pools(want: FleetWant, seen: FleetSeen) -> list[_Pool]:
         old = [w for w in all_ if w is not new]
         old.sort(key=lambda w: (-w.ready, w.workload.revision))
         found.append(_Pool(pool, size.replicas, new, tuple(old)))
+    found = _ordered_by_tls(found, seen.workloads)
     if not any(pool.is_rolling and pool.new and pool.new.unplaced for pool in found):
         return found
     return [replace(p, is_tight=p.is_rolling and p.want.unavailable_percent > 0) for p in found]
+
+
+def _ordered_by_tls(pools: Sequence[_Pool], seen: Sequence[WorkloadSeen]) -> list[_Pool]:
+    """Routers or engines wait while the others that are there could not be called or call."""
+    alive = [w.workload for w in seen if w.alive]
+    able = min((w.template.tls for w in alive if w.pool == ROUTER), default=2)
+    asked = max((w.template.tls for w in alive if w.pool != ROUTER), default=0)
+    engines_wait = any(p.want.template.tls > able for p in pools if p.want.name != ROUTER)
+    found: list[_Pool] = []
+    for pool in pools:
+        tls, waits = pool.want.template.tls, ""
+        if pool.want.name != ROUTER and tls > able:
+            waits = "routers that can call it"
+        elif pool.want.name == ROUTER and tls < asked and not engines_wait:
+            waits = "engines that it could not call"
+        found.append(replace(pool, waits=waits))
+    return found
 
 
 def _rollout_share(pools: Sequence[_Pool]) -> Fraction:
     """What part of every pool in rollout is ready in its new revision: the least of them."""
     share = Fraction(1)
     for pool in pools:
-        if pool.unavailable < pool.replicas and pool.is_rolling:
+        if pool.unavailable < pool.replicas and pool.is_rolling and not pool.waits:
             ready = min(pool.new.ready, pool.replicas) if pool.new else 0
             share = min(share, Fraction(ready, pool.replicas))
     return share
@@ -200,15 +224,15 @@ def _old_targets(pool: _Pool, share: Fraction) -> list[int]:
 
 def _new_target(pool: _Pool, targets: Sequence[int]) -> int:
     """How many instances the newest revision gets next to so many of the old ones."""
-    if not pool.old:
-        return pool.replicas
     before = pool.new.workload.replicas if pool.new else 0
+    if not pool.old:
+        return min(before, pool.replicas) if pool.waits else pool.replicas
     most = pool.replicas + pool.surge
     occupied = sum(max(w.alive, t) for w, t in zip(pool.old, targets, strict=True))
     # Grown only into what is really free; held where it is while old instances end, but for a surge
     # that is given up.
     room = max(min(before, most - sum(targets)), most - occupied)
-    return max(0, min(pool.replicas, room))
+    return max(0, min(pool.replicas, room, before if pool.waits else room))
 
 
 def _pool_actions(pool: _Pool, share: Fraction) -> list[Action]:
@@ -299,7 +323,8 @@ def _status(
             )
         )
         if updated < replicas:
-            waits.append(f"{name} {updated}/{replicas} ready")
+            behind = f" (waits for {pool.waits})" if pool.waits else ""
+            waits.append(f"{name} {updated}/{replicas} ready{behind}")
         going = sum(w.alive for w in pool.old) + max(0, (new.alive if new else 0) - replicas)
         if going:
             waits.append(f"{name} {going} leaving")

@@ -96,6 +96,7 @@ def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str, image: str
             ),
             beats_args(spec, pool),
             is_vllm=True,
+            tls=_tls(fleet),
         )
     args = [f"--model={model}"]
     if spec.model.revision and not spec.model.is_folder_of(model):
@@ -124,7 +125,14 @@ def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str, image: str
             pool,
             download_image=image if spec.model.by_pods and spec.engine.image else "",
         ),
+        tls=_tls(fleet),
     )
+
+
+def _tls(fleet: InferenceFleet) -> int:
+    """See Template.tls: routers and engines of one document have the same."""
+    tls = fleet.spec.engine.tls
+    return 0 if tls is None else 2 if tls.router_secret_name else 1
 
 
 def _served_names(model: Model, given: str) -> tuple[str, ...]:
@@ -221,7 +229,7 @@ def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
             "template": spec.router.template,
         }
     )
-    return Template(ROUTER, args, image=image, pod=pod)
+    return Template(ROUTER, args, image=image, pod=pod, tls=_tls(fleet))
 
 
 def _engine_pod(

@@ -20,7 +20,8 @@ class Template:
     `image`: of its container, "" where there is none. `pod`: canonical JSON of what else the
     document says about the pod; only its equality matters here, xpyd_operator.manifests renders it.
     `is_vllm`: `args` are the flags of `vllm serve`. `beats`: those of `xpyd vllm-beats` beside it;
-    () where an engine sends its heartbeats itself.
+    () where an engine sends its heartbeats itself. `tls`: what an engine asks of routers, and what
+    a router can: 0 nothing, 1 HTTPS, 2 HTTPS with a certificate of its own.
     """
 
     role: PoolRole
@@ -30,14 +31,15 @@ class Template:
     pod: str = ""
     beats: tuple[str, ...] = ()
     is_vllm: bool = False
+    tls: int = 0
 
 
 @dataclass(frozen=True)
 class Workload:
     """Equal instances of one pool and one revision.
 
-    Of a revision that is not the newest, only the template's role is certain: a shell that observes
-    workloads may know no more, and never renders one.
+    Of a revision that is not the newest, only the template's `role` and `tls` are certain: a shell
+    that observes workloads may know no more, and never renders one.
     """
 
     pool: str

@@ -24,6 +24,7 @@ from xpyd_operator.manifests.names import (
     pool_object_name,
     workload_name,
 )
+from xpyd_operator.manifests.tls import tls_of_pods
 from xpyd_operator.plan.values import (
     ROUTER,
     FleetSeen,
@@ -266,6 +267,7 @@ def fleet_seen(children: Children, before: Raw | None = None) -> FleetSeen:
     """
     counts = children.counts
     found: dict[Key, WorkloadSeen] = {}
+    specs = pod_specs(children)
     for workload in workloads(children):
         key, role = key_of(workload), role_of(workload)
         if key is None or role is None or key in found:
@@ -273,7 +275,12 @@ def fleet_seen(children: Children, before: Raw | None = None) -> FleetSeen:
         have = counts.get(key, NOTHING)
         # The pods may be seen later than the workload's own count of them.
         alive = max(have.alive, count(workload, "status", "replicas"))
-        put = Workload(*key, replicas_of(workload), Template(role))
+        leads = specs.get(key, ({}, {}))[0]
+        put = Workload(
+            *key,
+            replicas_of(workload),
+            Template(role, tls=tls_of_pods(leads, is_router=role == ROUTER)),
+        )
         found[key] = WorkloadSeen(put, alive, min(have.ready, alive), have.unplaced)
     pools = _pools(children.pools)
     pools += _lost_pools({pool.name for pool in pools}, found.values(), before or {})
