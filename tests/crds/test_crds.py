@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_columns_show_fields_that_the_schema_has() -> None:
     for version in ROOTS.values():
         root = version["schema"]["openAPIV3Schema"]
         for column in version["additionalPrinterColumns"]:
-            path = column["jsonPath"].replace('conditions[?(@.type=="Ready")]', "conditions.items")
+            path = re.sub(r'\[\?\(@\.type=="\w+"\)\]', ".items", column["jsonPath"])
             if path.startswith(".metadata."):
                 continue
             node = root

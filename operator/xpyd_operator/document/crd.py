@@ -57,6 +57,7 @@ def fleet_crd() -> Schema:
             _column("GPUs", ".status.summary.gpus", "GPUs of all instances", kind="integer"),
             _column("Ready", _condition("Ready", "status"), "whether all of it is ready"),
             _column("Reason", _condition("Ready", "reason"), "why it is not, or Ready"),
+            _column("Key", _condition("KeyRotated", "reason"), "how far a rotation is", wide=True),
             _column("Endpoint", ".status.endpoint", "URL of its OpenAI API", wide=True),
         ),
     )
