@@ -20,7 +20,7 @@ from xpyd_router.fleet.instances import InstanceKey
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.keys.ring import KeyRing
-from xpyd_router.keys.watch import Audit, KeyWatch
+from xpyd_router.keys.watch import Audit, KeyWatch, read_proxies
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.pairs import PairPolicy
 
@@ -118,7 +118,7 @@ def open_keys(
         api_keys=config.api_keys,
         peers=config.peers,
     )
-    return Keys(ring, watch, Audit(metrics.keys, clock))
+    return Keys(ring, watch, Audit(metrics.keys, clock, read_proxies(config.proxies)))
 
 
 @dataclass

@@ -28,6 +28,7 @@ from xpyd_router.cross_site import CrossSite, check_cross_site, read_list
 from xpyd_router.fleet.health import HealthRules
 from xpyd_router.fleet.listed import parse_listed
 from xpyd_router.keys.lines import MAX_KEY_BYTES
+from xpyd_router.keys.watch import read_proxies
 from xpyd_router.policy.base import ON_NO_PREFILL, Slo
 from xpyd_router.request.client_request import MAX_SLO_MS, check_forwarded_names
 
@@ -131,6 +132,14 @@ def _add_fleet(flags: _Flags, default: RouterConfig) -> None:
         default=[],
         metavar="KEY",
         help="a key of clients itself, without limits; may be repeated (default: XPYD_API_KEY)",
+    )
+    add(
+        "--forwarded-allow-ips",
+        action="append",
+        default=[],
+        metavar="LIST",
+        help="addresses or networks of proxies, with commas between them, or *: of what they pass "
+        "on, X-Forwarded-For says in the log whose key was refused (default: none)",
     )
     add(
         "--peers",
@@ -326,6 +335,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         admin_key_file=args.admin_key_file,
         api_key_file=args.api_key_file,
         api_keys=tuple(args.api_key or ([env.api_key] if env.api_key else [])),
+        proxies=tuple(str(one) for one in read_proxies(args.forwarded_allow_ips)),
         peers=args.peers or "",
         static_instances=parse_listed(args.static_instance),
         heartbeat_interval_s=args.heartbeat_interval_ms / 1000,
@@ -373,6 +383,9 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         "--forward-header: with client keys, engines do not get authorization and x-api-key": (
             not config.needs_keys
             or not {"authorization", "x-api-key"} & {n.lower() for n in config.forward_headers}
+        ),
+        "--forwarded-allow-ips: needs client keys, whose refusals are logged": (
+            config.needs_keys or not config.proxies
         ),
         "--peers: needs client keys, whose limits routers share": (
             config.needs_keys or not config.peers

@@ -58,6 +58,8 @@ class RouterConfig:
     """Hashes of the keys that clients need; None, and no `api_keys`: they need none."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     """Such keys themselves."""
+    proxies: tuple[str, ...] = ()
+    """Addresses and networks whose X-Forwarded-For says who asks, for the log of refusals."""
     peers: str = ""
     """A DNS name with an address for each router of the fleet, which share the keys' limits; empty:
     this one has them alone."""

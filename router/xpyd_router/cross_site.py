@@ -37,6 +37,7 @@ _EXPOSED = b", ".join(
     )
 )
 """Headers of answers that pages may read, besides the few that they always may."""
+_HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 Header = tuple[bytes, bytes]
 
@@ -99,15 +100,26 @@ def check_cross_site(rules: CrossSite) -> CrossSite:
             if text != "*" and not _TOKEN.fullmatch(text):
                 raise UserError(f"--allowed-{flag} {text!r}: expected a name, or *")
     for host in rules.hosts:
-        if "/" in host or not host.strip():
-            raise UserError(f"--allowed-hosts {host!r}: expected a name such as router.example.com")
+        if not _HOST.fullmatch(host) and not _is_address(host):
+            raise UserError(
+                f"--allowed-hosts {host!r}: expected a name such as router.example.com, without a"
+                " port, or *.example.com for all names below"
+            )
     return CrossSite(
-        tuple(one.lower() for one in rules.origins),
+        tuple(_as_sent(one.lower()) for one in rules.origins),
         tuple(one.upper() for one in rules.methods),
         tuple(one.lower() for one in rules.headers),
         rules.allows_credentials,
         tuple(one.lower() for one in rules.hosts),
     )
+
+
+def _as_sent(origin: str) -> str:
+    """The origin as browsers write it: a scheme's own port is left out."""
+    for scheme, port in (("http://", ":80"), ("https://", ":443")):
+        if origin.startswith(scheme):
+            return origin.removesuffix(port)
+    return origin
 
 
 def host_of(text: str) -> str:

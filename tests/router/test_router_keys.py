@@ -186,6 +186,48 @@ async def test_the_lines_of_a_flood_are_bounded_and_the_rest_is_counted(
     assert "\\n" in caplog.records[0].getMessage(), "a path ends no line"
 
 
+PROXIES = watch.read_proxies(["10.0.0.0/8, 127.0.0.1", "fd00::/8"])
+
+
+@pytest.mark.parametrize(
+    ("connected", "said", "client"),
+    [
+        ("10.0.0.1", ["192.0.2.1"], "192.0.2.1"),
+        ("10.0.0.1", ["192.0.2.7, 192.0.2.1"], "192.0.2.1"),  # the client wrote the first
+        ("10.0.0.1", ["192.0.2.1, 10.0.0.9"], "192.0.2.1"),
+        ("10.0.0.1", ["192.0.2.1", "10.0.0.9"], "192.0.2.1"),
+        ("10.0.0.1", ["192.0.2.1:5000"], "192.0.2.1"),
+        ("fd00::1", ["[2001:db8::1]:5000"], "2001:db8::1"),
+        ("fd00::1", ["2001:db8::1"], "2001:db8::1"),
+        ("10.0.0.1", ["10.0.0.8, 10.0.0.9"], "10.0.0.8"),
+        ("10.0.0.1", ["192.0.2.1, x\n2026 refused"], "10.0.0.1"),
+        ("10.0.0.1", ["unknown"], "10.0.0.1"),
+        ("10.0.0.1", [","], "10.0.0.1"),
+        ("10.0.0.1", [], "10.0.0.1"),
+        ("192.0.2.5", ["192.0.2.1"], "192.0.2.5"),  # no proxy of ours
+        ("-", ["192.0.2.1"], "-"),
+    ],
+)
+def test_who_asks_behind_a_proxy_is_what_the_proxy_added(
+    connected: str, said: list[str], client: str
+) -> None:
+    headers = [(b"x-forwarded-for", one.encode()) for one in said]
+    assert watch.client_behind(connected, headers, PROXIES) == client
+    assert watch.client_behind(connected, headers, ()) == connected
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("proxies", [(), ("127.0.0.1",)])
+async def test_the_log_of_refusals_has_the_client_of_a_named_proxy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, proxies: tuple[str, ...]
+) -> None:
+    async with keyed(tmp_path, proxies=proxies) as (fleet_, _, _):
+        response = await fleet_.post(headers={"X-Forwarded-For": "192.0.2.1"})
+        assert response.status == 401
+        response.release()
+    assert f"client={'192.0.2.1' if proxies else '127.0.0.1'} " in caplog.text
+
+
 async def test_a_revoked_key_stops_at_once_with_what_runs_under_its_name(tmp_path: Path) -> None:
     async with keyed(tmp_path) as (fleet_, _, d):
         d.script = begin_and_hang

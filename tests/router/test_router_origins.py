@@ -203,6 +203,16 @@ FLAGS: dict[tuple[str, ...], CrossSite | str] = {
     ("--allowed-origins", "["): "--allowed-origins: expected a JSON list",
     ("--allowed-methods", "G E"): "--allowed-methods 'G E': expected",
     ("--allowed-hosts", "https://a"): "--allowed-hosts 'https://a': expected",
+    ("--allowed-hosts", "a.example:443"): "--allowed-hosts 'a.example:443': expected",
+    ("--allowed-hosts", "*"): "--allowed-hosts '*': expected",
+    ("--allowed-hosts", "*.a.example", "--allowed-hosts", "::1"): CrossSite(
+        hosts=("*.a.example", "::1")
+    ),
+    ("--allowed-origins", '["https://a:443", "http://b:80", "http://c:443"]'): CrossSite(
+        origins=("https://a", "http://b", "http://c:443")
+    ),
+    ("--forwarded-allow-ips", "10.0.0.0/8"): "--forwarded-allow-ips: needs client keys",
+    ("--forwarded-allow-ips", "10.0.0.1/8"): "--forwarded-allow-ips '10.0.0.1/8': expected",
     ("--allow-credentials",): "--allow-credentials: needs --allowed-origins",
     ("--allow-credentials", "--allowed-origins", "*"): "--allow-credentials: with",
 }

@@ -168,17 +168,12 @@ def test_an_object_under_a_key_of_kms_is_verified_by_the_crc_that_it_has(
     store: Store, bucket: str, tmp_path: Path, road: Road, algorithm: str
 ) -> None:
     weights = b"w" * 50_000 + b"TRUTH" + b"w" * 50_000
-    store.put(bucket, under("m", checkpoint()))
     crc = crc64nvme() if algorithm == "CRC64NVME" else crc32c()
     crc.update(weights)
     sums = {f"Checksum{algorithm}": base64.b64encode(crc.digest()).decode()}
-    store.put(
-        bucket,
-        {"m/model.safetensors": weights},
-        **sums,
-        ChecksumAlgorithm=algorithm,
-        ServerSideEncryption="aws:kms",
-    )
+    store.put(bucket, under("m", checkpoint()))
+    kind = {"ChecksumAlgorithm": algorithm, "ServerSideEncryption": "aws:kms"}
+    store.put(bucket, {"m/model.safetensors": weights}, **sums, **kind)
     road.forgery = (b"TRUTH", b"LIE!!")
     with pytest.raises(DownloadError, match=f": {algorithm.lower()} is ") as caught:
         download(want(road, bucket, tmp_path / "m"))

@@ -22,6 +22,7 @@ FLAGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "--admin-key-file": ("text", ()),
     "--api-key-file": ("text", ()),
     "--api-key": ("text", ()),
+    "--forwarded-allow-ips": ("text", ()),
     "--peers": ("text", ()),
     "--static-instance": ("text", ()),
     "--heartbeat-interval-ms": ("int", ()),

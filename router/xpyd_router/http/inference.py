@@ -198,7 +198,8 @@ class Inference:
         """Refuse a request for its key; nothing of its body is read."""
         if self.keys is not None:
             host = address[0] if address else "-"
-            self.keys.audit.refused(refused.reason, f"/v1/{request.endpoint}", host)
+            path = f"/v1/{request.endpoint}"
+            self.keys.audit.refused(refused.reason, path, host, request.headers)
         self.broke_off(request, sink, refused.error)
 
     async def _turn_away(self, scope: Scope, send: Send, error: ApiError) -> None:

@@ -43,7 +43,8 @@ async def client_of(scope: Scope, keys: Keys) -> ApiError | None:
         return None
     if isinstance(found, Refused):
         address = cast("tuple[str, int] | None", scope.get("client"))
-        keys.audit.refused(found.reason, scope["path"], address[0] if address else "-")
+        host = address[0] if address else "-"
+        keys.audit.refused(found.reason, scope["path"], host, scope["headers"])
         return found.error
     return found
 

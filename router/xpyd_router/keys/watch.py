@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import socket
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from xpyd_core.errors import UserError
@@ -180,22 +181,76 @@ def _keys(file: KeyFile) -> int:
     return len(file.by_digest) + len(file.chosen)
 
 
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def read_proxies(texts: Iterable[str]) -> tuple[Network, ...]:
+    """Addresses and networks, with commas between them; `*`: all. UserError for what is none."""
+    found: list[Network] = []
+    for one in (word.strip() for text in texts for word in text.split(",")):
+        try:
+            found += map(ipaddress.ip_network, ("0.0.0.0/0", "::/0") if one == "*" else (one,))
+        except ValueError as error:
+            raise UserError(
+                f"--forwarded-allow-ips {one!r}: expected an address, a network such as"
+                " 10.0.0.0/8, or *"
+            ) from error
+    return tuple(found)
+
+
+def client_behind(
+    address: str, headers: Iterable[tuple[bytes, bytes]], proxies: Sequence[Network]
+) -> str:
+    """Whom a request is of: `address`, or where that is a proxy's what it says of its client. Each
+    proxy adds an address behind those that it was given, and only what a proxy added counts."""
+    if not proxies:
+        return address
+    said = b",".join(value for name, value in headers if name == b"x-forwarded-for")
+    hops = said.decode("latin-1").split(",") if said else []
+    while hops and _is_in(address, proxies):
+        hop = hops.pop().strip()
+        # Some proxies add a port: 192.0.2.1:5000, [2001:db8::1]:5000.
+        host = hop[1:].partition("]")[0] if hop.startswith("[") else hop
+        host = host.partition(":")[0] if host.count(":") == 1 else host
+        try:
+            address = str(ipaddress.ip_address(host))
+        except ValueError:
+            break
+    return address
+
+
+def _is_in(address: str, networks: Sequence[Network]) -> bool:
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:  # "-", where nobody knows it
+        return False
+    # A socket of both families shows an IPv4 client as ::ffff:10.0.0.1.
+    found = getattr(found, "ipv4_mapped", None) or found
+    return any(found in one for one in networks)
+
+
 _LINES_PER_S = 10.0
 _MOST_LINES = 50.0
 
 
 class Audit:
     """Logs refusals: at most ten lines a second over time, with a count of those left out. A line
-    has who asked for what, and why it was refused; nothing of the key."""
+    has who asked for what, and why it was refused; nothing of the key. Behind `proxies` who asked
+    is in X-Forwarded-For."""
 
-    def __init__(self, table: KeyTable, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, table: KeyTable, clock: Callable[[], float], proxies: Sequence[Network] = ()
+    ) -> None:
+        self._proxies = proxies
         self._table = table
         self._clock = clock
         self._left = _MOST_LINES
         self._at_s = clock()
         self._unsaid = 0
 
-    def refused(self, reason: str, path: str, address: str) -> None:
+    def refused(
+        self, reason: str, path: str, address: str, headers: Iterable[tuple[bytes, bytes]] = ()
+    ) -> None:
         """A request of `address` was refused for `reason`."""
         self._table.refusals[reason.partition(" of ")[0]] += 1
         now_s = self._clock()
@@ -208,4 +263,5 @@ class Audit:
         more = f" (and {self._unsaid} more, not logged)" if self._unsaid else ""
         self._unsaid = 0
         shown = ascii(path[:100])[1:-1]
+        address = client_behind(address, headers, self._proxies)
         logger.warning("refused 401 path=%s client=%s reason=%r%s", shown, address, reason, more)
