@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,5 +40,21 @@ def test_a_pair_over_tls_answers_as_without(tmp_path: Path, cases: list[Case]) -
         for case in cases[:3]:
             assert fleet.answer(case) == case.ids
         assert fleet.router.metric("xpyd_router_kv_outcomes_total") >= 3
+        p, d = engines
+        peer = f"{d.ip}:21001"
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "xpyd_core", "kv-probe", "--peer", peer),
+                *("--engine", p.url.replace("http:", "https:")),
+                *("--kv-key-file", str(fleet.key_file)),
+                *("--engine-ca-file", str(trusted), "--engine-server-name", NAME),
+                *("--engine-certfile", str(own.certificate), "--engine-keyfile", str(own.key)),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert f"{peer}: 65536 bytes arrived over" in done.stdout, done.stderr
         assert all("https://" in engine.log for engine in engines)
         assert [engine.stop() for engine in engines] == [0, 0]

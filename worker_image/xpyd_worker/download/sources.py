@@ -210,6 +210,9 @@ class S3Folder:
         if status == 404:
             gone = key or self._prefix
             return DownloadError("NotFound", f"{self.label}: no object {gone}: correct the address")
+        if code == "InvalidObjectState":
+            text = f"{self.label}: {key} is in an archive's storage class: restore it first"
+            return DownloadError("DownloadFailed", text)
         if status in (401, 403) or code in _OF_KEYS:
             return DownloadError("AccessDenied", self._denied(what))
         if status == 412:
@@ -223,7 +226,8 @@ class S3Folder:
     def _denied(self, what: str) -> str:
         return (
             f"{self.label}: access denied ({what}): give the key s3:ListBucket of the bucket and"
-            " s3:GetObject below the path, or correct AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            " s3:GetObject below the path (and kms:Decrypt, where a key of KMS encrypts it), or"
+            " correct AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
 
 
