@@ -321,9 +321,69 @@ async def test_what_was_compiled_once_serves_any_number_of_answers() -> None:
     compiler.close()
 
 
-def children() -> set[int]:
-    found = Path("/proc/self/task").glob("*/children")
+def children(of: int | str = "self") -> set[int]:
+    found = Path(f"/proc/{of}/task").glob("*/children")
     return {int(pid) for one in found for pid in one.read_text().split()}
+
+
+def waiting_child(helper: int) -> int:
+    """The one that a process for trials has forked ahead, if it waits now; else 0."""
+    for pid in children(helper):
+        with contextlib.suppress(OSError):
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0]
+            if state == "S" and os.sched_getscheduler(pid) == os.SCHED_IDLE:
+                return pid
+    return 0
+
+
+async def process_of_trial(compiler: GrammarCompiler, place: str) -> int:
+    """Where a new grammar is tried."""
+    made = Made(refused_with_its_process, f'{{"title": "{place}"}}', place)
+    with pytest.raises(ApiError, match="process") as caught:
+        await ask(compiler, Grammar(made))
+    return int(caught.value.message.split()[-1])
+
+
+async def is_tried_by_what_waited(compiler: GrammarCompiler, helper: int) -> bool:
+    """Of some new grammars one: where others want the cores, another process comes first."""
+    async with asyncio.timeout(30):
+        for number in range(50):
+            await until(lambda: waiting_child(helper) != 0)
+            waits = waiting_child(helper)
+            if await process_of_trial(compiler, f"{waits} {number}") == waits:
+                return True
+    return False
+
+
+async def test_a_new_grammar_is_tried_by_a_process_that_has_waited_for_it() -> None:
+    compiler = GrammarCompiler()
+    before = children()
+    await ask(compiler, Grammar(Text("a")))
+    (helper,) = children() - before
+    assert await is_tried_by_what_waited(compiler, helper)
+    assert await is_tried_by_what_waited(compiler, helper)
+    compiler.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_grammar_is_tried_though_what_waited_for_it_has_ended_or_gets_no_core(
+    how: signal.Signals,
+) -> None:
+    """A process that is stopped is one that gets no core. Behind it there is another."""
+    compiler = GrammarCompiler()
+    before = children()
+    await ask(compiler, Grammar(Text("a")))
+    (helper,) = children() - before
+    await until(lambda: waiting_child(helper) != 0)
+    waited = waiting_child(helper)
+    os.kill(waited, how)
+    assert await process_of_trial(compiler, "x") != waited
+    if how == signal.SIGSTOP:
+        os.kill(waited, signal.SIGCONT)  # the trial that it finds then nobody waits for
+    async with asyncio.timeout(30):
+        await until(lambda: waiting_child(helper) not in (0, waited))
+    assert await is_tried_by_what_waited(compiler, helper)
+    compiler.close()
 
 
 async def test_grammars_are_tried_again_when_the_process_for_it_has_died() -> None:
@@ -332,6 +392,7 @@ async def test_grammars_are_tried_again_when_the_process_for_it_has_died() -> No
     await ask(compiler, Grammar(Text("a")))
     (helper,) = children() - before
     os.kill(helper, signal.SIGKILL)
+    await until(lambda: "(zombie)" in Path(f"/proc/{helper}/status").read_text())
     assert await ask(compiler, Grammar(Text("a"))) == 1
     assert await ask(compiler, Grammar(Text("b"))) == 1
     (again,) = children() - before

@@ -25,7 +25,8 @@ from xpyd_core.distribution import Distribution
 from xpyd_core.errors import ApiError, UserError
 from xpyd_worker.grammar.matcher import Matcher, Start
 from xpyd_worker.grammar.spec import Grammar, Part, characters_of, check_parts, schema_places
-from xpyd_worker.grammar.trial import NoTrial, TooSlow, Trials, new_matcher
+from xpyd_worker.grammar.trial import NoTrial, TooSlow, Trials
+from xpyd_worker.grammar.trial_process import new_matcher
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

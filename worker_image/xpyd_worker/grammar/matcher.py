@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _FILL_DEADLINE_S = 60.0
 """A mask takes under a millisecond, at the limits of a grammar some ten. With a new lexer the
-grammar's compilation and its tokens come on top (see trial.CPU_S)."""
+grammar's compilation and its tokens come on top (see trial_process.CPU_S)."""
 _MOST_THREADS = 4
 _QUICK_S = 50e-6
 """To hand a mask to a thread takes as long, and what the thread then takes from the forward."""

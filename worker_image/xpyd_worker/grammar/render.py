@@ -47,8 +47,10 @@ def render(root: Part, special: Mapping[str, int]) -> Document:
     UserError for rules that are not in a known notation."""
     writer = _Writer(special)
     start = writer.part(root)
-    lark = "\n".join((f"start: {start}", *writer.lines))
-    grammars: list[dict[str, Any]] = [{"name": "answer", "lark_grammar": lark}, *writer.grammars]
+    grammars = writer.grammars
+    if not isinstance(root, Json):  # of which the schema is all: to read Lark's takes longer
+        lark = "\n".join((f"start: {start}", *writer.lines))
+        grammars = [{"name": "answer", "lark_grammar": lark}, *grammars]
     return Document(json.dumps({"grammars": grammars}), tuple(writer.schemas))
 
 
