@@ -3,9 +3,10 @@ signature in a second frame, which routers that know no signatures do not read.
 
 A name with several addresses means all routers behind it and is looked up again at each beat, so
 that a replica that moved is found. Nothing here waits for a router: each socket keeps a few beats,
-the newest among them, until its router can be reached.
+the newest among them, until its router can be reached. `part` alone waits: an instance that leaves
+asks each router whether it has taken that in, and what it still has there.
 
-See docs/adr/0009.
+See docs/adr/0009 and docs/adr/0098.
 """
 
 from __future__ import annotations
@@ -16,12 +17,20 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from ipaddress import ip_address
+from typing import NamedTuple
 
 import msgspec
 import zmq
 
-from xpyd_core.keys import Keys, beat_mac, key_ids
-from xpyd_core.messages import Heartbeat, encode_heartbeat
+from xpyd_core.errors import ProtocolError
+from xpyd_core.keys import Keys, beat_mac, is_ack_mac, key_ids
+from xpyd_core.messages import (
+    MISSED_BEATS,
+    DrainAck,
+    Heartbeat,
+    decode_ack,
+    encode_heartbeat,
+)
 from xpyd_core.request_id import Address
 
 _log = logging.getLogger(__name__)
@@ -34,6 +43,20 @@ _MAX_ROUTERS = 64
 # Room for beats of quick changes of state. (ZMQ_CONFLATE would keep the newest only, but it loses
 # the last message of a socket that is closed, which is the goodbye.)
 _QUEUED_BEATS = 4
+# Between two beats of an instance that waits for its routers: what a drain takes longer at most.
+_PARTING_S = 0.25
+_READS_PER_TURN = 64
+_DIAL_S = 1.0
+
+
+class Parting(NamedTuple):
+    """What routers have of an instance that leaves."""
+
+    silent: tuple[Address, ...] = ()
+    """Routers that did not say that they pick it no more."""
+    in_flight: int = 0
+    """Requests of the other routers that were given the instance, and are not over."""
+
 
 
 class HeartbeatSender:
@@ -66,6 +89,13 @@ class HeartbeatSender:
         self._sent_us = 0
         self._context = zmq.Context(io_threads=1)
         self._sockets: dict[Address, zmq.Socket[bytes]] = {}
+        self._parting_us: int | None = None
+        """Beats since then say that the instance leaves; None: it stays."""
+        self._incarnation = ""
+        self._acks: dict[Address, tuple[DrainAck, float]] = {}
+        """The last one of each router, and when it came."""
+        self._absent: set[Address] = set()
+        """Addresses at which no router listens any more."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -99,8 +129,10 @@ class HeartbeatSender:
         self._sent_us = max(self._sent_us + 1, self._wall_clock_ns() // 1000)
         # As they are now: the beat is signed with the one that it names first.
         keys = tuple(self._keys)
+        beat = self._make()
+        self._incarnation = beat.incarnation
         frame = encode_heartbeat(
-            msgspec.structs.replace(self._make(), sent_us=self._sent_us, key_ids=key_ids(keys))
+            msgspec.structs.replace(beat, sent_us=self._sent_us, key_ids=key_ids(keys))
         )
         return [frame, beat_mac(keys[0], frame)] if keys else [frame]
 
@@ -110,6 +142,70 @@ class HeartbeatSender:
         except zmq.Again:
             return False
         return True
+
+    # --- the end
+
+    async def part(self, timeout_s: float) -> Parting:
+        """Beat, by now as one that drains, until every router has said that it picks the instance
+        no more and that none of its requests is there; or for `timeout_s`.
+
+        A router that does not answer is waited for as long as it would take an instance that is
+        silent for alive; one at whose address nobody listens any more, not at all.
+        """
+        loop = asyncio.get_running_loop()
+        self._parting_us = self._sent_us
+        begun_s = loop.time()
+        patience_s = MISSED_BEATS * self._period_s
+        while True:
+            self.beat_now()
+            await asyncio.sleep(_PARTING_S)
+            now_s = loop.time()
+            left = self._hear(now_s, patience_s)
+            is_patient = now_s < begun_s + patience_s
+            is_over = not left.in_flight and not (left.silent and is_patient)
+            if is_over or now_s >= begun_s + timeout_s:
+                return left
+            if is_patient:
+                await self._dial()
+
+    def _hear(self, now_s: float, patience_s: float) -> Parting:
+        """Read what routers answer; how they stand now."""
+        for address, sock in self._sockets.items():
+            for _ in range(_READS_PER_TURN):
+                try:
+                    frames = sock.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._take(address, frames, now_s)
+        acks = {
+            address: ack
+            for address, (ack, at_s) in self._acks.items()
+            if address in self._sockets and now_s < at_s + patience_s
+        }
+        silent = sorted(self._sockets.keys() - acks.keys() - self._absent)
+        return Parting(tuple(silent), sum(ack.in_flight for ack in acks.values()))
+
+    def _take(self, address: Address, frames: Sequence[bytes], now_s: float) -> None:
+        keys = tuple(self._keys)
+        try:
+            ack = decode_ack(frames[0])
+        except ProtocolError as error:
+            _log.debug("router %s: %s", address, error)
+            return
+        is_signed = not keys or (len(frames) > 1 and is_ack_mac(keys, *frames[:2]))
+        is_ours = ack.incarnation == self._incarnation
+        # An answer to an earlier state, or one that was recorded, proves nothing.
+        is_new = self._parting_us is not None and ack.sent_us > self._parting_us
+        known = self._acks.get(address)
+        if is_signed and is_ours and is_new and (known is None or ack.sent_us > known[0].sent_us):
+            self._acks[address] = ack, now_s
+
+    async def _dial(self) -> None:
+        """Look where nobody listens: a router that starts there later knows of the instance by its
+        beats alone, which say that it drains."""
+        silent = [address for address in self._sockets if address not in self._acks]
+        refused = await asyncio.gather(*(_is_refused(address) for address in silent))
+        self._absent = {one for one, is_gone in zip(silent, refused, strict=True) if is_gone}
 
     async def close(self) -> None:
         """End; the last beat gets half a second to leave."""
@@ -173,3 +269,15 @@ class HeartbeatSender:
         if address.host.startswith("127.") and self._source_host.startswith("127."):
             return f"{self._source_host}:0;"
         return ""
+
+
+async def _is_refused(address: Address) -> bool:
+    try:
+        async with asyncio.timeout(_DIAL_S):
+            _, writer = await asyncio.open_connection(address.host, address.port)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return False

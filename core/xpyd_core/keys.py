@@ -234,3 +234,13 @@ def beat_mac(key: bytes, frame: bytes) -> bytes:
 def is_beat_mac(keys: Keys, frame: bytes, mac: bytes) -> bool:
     """Whether `mac` was made with one of the keys; in constant time for each."""
     return any(hmac.compare_digest(beat_mac(key, frame), mac) for key in keys)
+
+
+def ack_mac(key: bytes, frame: bytes) -> bytes:
+    """The frame behind a router's DrainAck: HMAC-SHA256(key, "drain-ack" + the DrainAck's frame)."""
+    return hmac.digest(key, b"drain-ack" + frame, "sha256")
+
+
+def is_ack_mac(keys: Keys, frame: bytes, mac: bytes) -> bool:
+    """Whether `mac` was made with one of the keys; in constant time for each."""
+    return any(hmac.compare_digest(ack_mac(key, frame), mac) for key in keys)

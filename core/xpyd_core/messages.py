@@ -4,6 +4,9 @@ Heartbeat: every instance -> every router replica, ZMQ DEALER -> ROUTER, one msg
 and behind it, where the fleet has a key, the map's MAC in a frame of its own (`keys.beat_mac`).
 The three fields without default are the base that vLLM <= 0.22 sends and vllm-router reads; the
 rest is ours and optional. Unknown fields are ignored, so that either side may be newer.
+
+DrainAck: what a router answers on the same connection to each beat that says Draining, one msgpack
+map and its MAC (`keys.ack_mac`). Routers before it answer nothing (docs/adr/0098).
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     blocks have by default. `engine`: which program the engine is, as in HELLO: empty for xpyd's
     own, `vllm 0.32.0` for another one (docs/adr/0055). `tls` 1: the HTTP port speaks TLS alone.
     `key_ids`: the fleet's keys that the engine accepts, by `keys.key_ids`; the first signs.
+    `kv_leases`: prompts whose KV is held here for, or is on its way to or from, another instance.
     """
 
     type: InstanceType
@@ -80,6 +84,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     engine: _Text = ""
     tls: Literal[0, 1] = 0
     key_ids: Annotated[tuple[_Text, ...], msgspec.Meta(max_length=MAX_KEY_IDS)] = ()
+    kv_leases: _Count = 0
 
     @property
     def http(self) -> Address:
@@ -94,8 +99,22 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return parse_address(self.zmq_address.removeprefix("tcp://"))
 
 
+class DrainAck(msgspec.Struct, frozen=True, kw_only=True):
+    """A router picks the instance no more, in none of its processes.
+
+    `incarnation` and `sent_us` are those of the beat that it answers. `in_flight`: requests of this
+    router that were given the instance before, and are not over.
+    """
+
+    incarnation: _Text
+    sent_us: _Count
+    in_flight: _Count
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Heartbeat)
+_ack_decoder = msgspec.msgpack.Decoder(DrainAck)
+MAX_ACK_BYTES = 1024
 
 
 def encode_heartbeat(beat: Heartbeat) -> bytes:
@@ -113,3 +132,18 @@ def decode_heartbeat(frame: bytes) -> Heartbeat:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UserError) as error:
         raise ProtocolError(f"heartbeat: {error}") from error
     return beat
+
+
+def encode_ack(ack: DrainAck) -> bytes:
+    """The acknowledgement as one msgpack map."""
+    return _encoder.encode(ack)
+
+
+def decode_ack(frame: bytes) -> DrainAck:
+    """The acknowledgement in `frame`; ProtocolError when too long or malformed."""
+    if len(frame) > MAX_ACK_BYTES:
+        raise ProtocolError(f"acknowledgement of {len(frame)} bytes, more than {MAX_ACK_BYTES}")
+    try:
+        return _ack_decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"acknowledgement: {error}") from error

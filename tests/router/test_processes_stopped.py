@@ -39,9 +39,9 @@ def test_a_worker_is_current_as_long_as_its_parent_is_heard() -> None:
     assert control.is_current
     now_s += 1
     assert not control.is_current
-    control.take(Ping())
+    control.take(Ping(7))
     assert control.is_current
-    assert told == [Pong()]
+    assert told == [Pong(7)]
 
 
 async def test_a_router_that_is_not_current_is_not_ready_and_serves() -> None:

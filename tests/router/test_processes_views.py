@@ -36,9 +36,22 @@ class World:
 
     def __init__(self) -> None:
         self.now_s = 1000.0
-        self.parent = ParentView(registry(), self.clock, RULES, self.publish)
+        self.parent = ParentView(registry(), self.clock, RULES, self.publish, self)
         self.workers: list[WorkerView] = []
         self.published = 0
+        self.pings = self.taken = 0
+        """Of the parent, and up to which workers have taken them."""
+        self.rows: list[Rows] = []
+
+    def ping(self) -> int:
+        self.pings += 1
+        return self.pings
+
+    def have_taken(self, ping: int) -> bool:
+        return self.taken >= ping
+
+    def requests_at(self, slot: int) -> int:
+        return sum(rows.total(slot).requests for rows in self.rows)
 
     def clock(self) -> float:
         return self.now_s
@@ -49,7 +62,8 @@ class World:
             tell(worker, event)
 
     def worker(self) -> WorkerView:
-        loads = SharedLoadTable(Rows(memoryview(bytearray(size_bytes(1))), 1), 0)
+        self.rows.append(Rows(memoryview(bytearray(size_bytes(1))), 1))
+        loads = SharedLoadTable(self.rows[-1], 0)
 
         def hear(event: ToParent) -> None:
             for stood in self.parent.take(event):
@@ -369,3 +383,21 @@ def test_only_calls_of_instances_that_failed_lately_are_told_to_the_parent() -> 
     worker.succeeded(first)
     worker.succeeded(second)
     assert heard == [Succeeded(first.key)]
+
+
+def test_a_router_acknowledges_a_drain_when_every_worker_has_its_beat_and_counts_all_calls() -> None:
+    world = World()
+    workers = [world.worker(), world.worker()]
+    world.parent.apply(beat(1))
+    (instance,) = world.parent.instances
+    for worker in workers:
+        worker.load(instance.key).begin(10)
+    world.parent.apply(beat(1, state="Draining"))
+    assert world.parent.in_flight(instance.key) is None
+    assert world.pings == 1
+    assert world.parent.in_flight(instance.key) is None
+    assert world.pings == 1, "one question is enough"
+    world.taken = 1
+    assert world.parent.in_flight(instance.key) == 2
+    workers[0].load(instance.key).end(10)
+    assert world.parent.in_flight(instance.key) == 1

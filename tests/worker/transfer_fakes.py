@@ -117,8 +117,12 @@ class FakeProducer:
                     self._pool.release(offer.blocks)
                     offer.blocks = []
 
+    @property
+    def leases(self) -> int:
+        return sum(bool(offer.blocks) for offer in self.offers.values())
+
     def has_work(self) -> bool:
-        return any(offer.blocks for offer in self.offers.values())
+        return self.leases > 0
 
     def _is_under_way(self, key: TransferKey) -> bool:
         return any(key in staged for staged in self._steps)
@@ -258,8 +262,9 @@ class FakeConsumer:
     def next_deadline(self) -> float | None:
         return min(self.expected.values(), default=None)
 
-    def has_work(self) -> bool:
-        return bool(self.arrivals)
+    @property
+    def leases(self) -> int:
+        return len(self.arrivals)
 
     def _reserve(self, arrival: Arrival) -> bool:
         limit = len(arrival.token_ids) - 1

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 import uvloop
 
 from xpyd_core.errors import UserError
-from xpyd_core.heartbeat import HeartbeatSender
+from xpyd_core.heartbeat import HeartbeatSender, Parting
 from xpyd_core.keys import fleet_keys
 from xpyd_core.messages import Heartbeat
 from xpyd_core.parallel.checks import check_parallel
@@ -117,6 +117,7 @@ class _Worker:
         self._begun_s = time.monotonic()
         self._grammars = GrammarCompiler()
         self._loaded: LoadedEngine | None = None
+        self._heartbeat: HeartbeatSender | None = None
         self._signals = 0
         self._last_signal_s = 0.0
         self._drain_end_s: float | None = None
@@ -170,14 +171,26 @@ class _Worker:
         return DrainState(left, self._loaded is None or self._loaded.engine.is_idle())
 
     def _begin_drain(self) -> None:
-        """Say so to the routers and take nothing new. Asked again, it does what was too early."""
+        """Say so to the routers; what they send until all of them know it is taken (`_drain`).
+        Asked again, it does what was too early."""
         if self._drain_end_s is None:
             now = asyncio.get_running_loop().time()
             self._drain_end_s = now + self._config.drain_timeout_s
         if self._lifecycle.state == "Ready" and self._loaded is not None:
+            self._lifecycle.is_awaited = bool(self._config.discovery)
             self._lifecycle.become("Draining")
-            self._loaded.kv.drain()
+            if not self._lifecycle.is_awaited:
+                self._loaded.kv.drain()
         self._woken.set()
+
+    def _refuse_more(self, loaded: LoadedEngine, left: Parting) -> None:
+        """No router sends anything more, or the wait for them is over."""
+        self._lifecycle.is_awaited = False
+        loaded.kv.drain()
+        if left.silent:
+            silent = ", ".join(map(str, left.silent))
+            _log.warning("no word of %s: these routers may still send requests", silent)
+        _log.info("routers have %d requests here", left.in_flight)
 
     def _listen(self) -> list[socket.socket]:
         config = self._config
@@ -222,7 +235,7 @@ class _Worker:
         loaded.engine.start()
         if loaded.ready.instance is not None:
             loaded.ready.instance.be_watched()
-        heartbeat = HeartbeatSender(
+        heartbeat = self._heartbeat = HeartbeatSender(
             config.discovery,
             identity=f"{config.kv_address}/{self._incarnation}",
             source_host=config.host,
@@ -290,23 +303,41 @@ class _Worker:
             pass
 
     async def _drain(self, loaded: LoadedEngine, serving: asyncio.Task[None]) -> int:
-        """Finish what is here, at most --drain-timeout or until a second signal."""
+        """Until no router has anything for this instance, and what is here is finished; at most
+        --drain-timeout, or until a second signal."""
         loop = asyncio.get_running_loop()
         end = self._drain_end_s
         assert end is not None, "set by _begin_drain"
+        assert self._heartbeat is not None, "set before the engine serves"
         _log.info("draining, at most %g s", self._config.drain_timeout_s)
-        # A client that reads slowly still gets what was generated for it.
-        answers = self._server.server_state.tasks
-        while self._bridge.open_requests or answers or not loaded.engine.is_idle():
-            if self._has_failed(loaded, serving):
-                return self._failure_status
-            if self._signals > 1 or loop.time() >= end:
-                why = "a second signal" if self._signals > 1 else "--drain-timeout"
-                _log.warning("%s: %d requests are cut", why, self._bridge.open_requests)
-                break
-            await self._pause(_POLL_S)
+        parting = asyncio.create_task(self._heartbeat.part(max(0.0, end - loop.time())))
+        try:
+            while self._is_wanted(loaded, parting):
+                if self._has_failed(loaded, serving):
+                    return self._failure_status
+                if self._signals > 1 or loop.time() >= end:
+                    self._say_cut(loaded)
+                    break
+                await self._pause(_POLL_S)
+        finally:
+            parting.cancel()
+            await asyncio.gather(parting, return_exceptions=True)
         _log.info("drained")
         return 0
+
+    def _is_wanted(self, loaded: LoadedEngine, parting: asyncio.Task[Parting]) -> bool:
+        """Whether somebody may still send something here, or waits for what is here."""
+        if self._lifecycle.is_awaited and parting.done():
+            self._refuse_more(loaded, parting.result())
+        # A client that reads slowly still gets what was generated for it.
+        answers = self._server.server_state.tasks
+        is_busy = self._bridge.open_requests or answers or not loaded.engine.is_idle()
+        return self._lifecycle.is_awaited or bool(is_busy)
+
+    def _say_cut(self, loaded: LoadedEngine) -> None:
+        why = "a second signal" if self._signals > 1 else "--drain-timeout"
+        requests, leases = self._bridge.open_requests, loaded.engine.stats().kv_leases
+        _log.warning("%s: %d requests and KV of %d prompts are cut", why, requests, leases)
 
     @property
     def _failure_status(self) -> int:
@@ -356,6 +387,7 @@ class _Worker:
             total_blocks=stats.blocks_total,
             block_tokens=config.block_size,
             kv_peers=loaded.kv.peers.latest(),
+            kv_leases=stats.kv_leases,
             tls=0 if self._tls is None else 1,
         )
 

@@ -255,9 +255,16 @@ class KvConsumer:
             times.append(self._polled_s + _COPY_POLL_S)
         return min(times, default=None)
 
+    @property
+    def leases(self) -> int:
+        """Prompts whose KV is here or on its way, and has no request yet; what the I/O thread has
+        only just reported counts, too. Any thread."""
+        found = max(len(self._offers), len(self._held)) + len(self._events)
+        return found or int(self._contacts.is_comparing)
+
     def has_work(self) -> bool:
-        """Whether granted KV is still here or on its way (a draining instance waits for it)."""
-        return bool(self._offers or self._held or self._events or self._contacts.is_comparing)
+        """Whether KV is still here or on its way (a draining instance waits for it)."""
+        return self.leases > 0
 
     def drain(self) -> None:
         """Refuse OFFERs from now on; what is under way finishes."""

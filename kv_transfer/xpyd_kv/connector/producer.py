@@ -247,6 +247,11 @@ class KvProducer:
             self._settled.purge(now)
         self._pressure.relieve(self._prompts.values(), self.cancel)
 
+    @property
+    def leases(self) -> int:
+        """Prompts whose KV is held for another instance, or on its way."""
+        return len(self._prompts)
+
     def has_work(self) -> bool:
         """Whether transfers are unfinished (a draining instance waits for them)."""
         return bool(self._prompts)

@@ -326,6 +326,7 @@ class Instance:
             total_blocks=engine.total_blocks,
             block_tokens=config.cache_config.block_size,
             kv_peers=engine.kv_peers,
+            kv_leases=engine.kv_leases,
             dialect="pair-id",
             prompt_ids=1 if self._takes_ids else 0,
             engine=engine_name(),

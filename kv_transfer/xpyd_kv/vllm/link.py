@@ -27,13 +27,15 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler's half says of the engine. `running`: requests of its last step."""
+    """What the scheduler's half says of the engine. `running`: requests of its last step;
+    `kv_leases`: see Heartbeat."""
 
     compatibility: str
     free_blocks: _Count
     total_blocks: _Count
     running: _Count
     is_idle: bool
+    kv_leases: _Count = 0
     kv_peers: Annotated[tuple[KvPeer, ...], msgspec.Meta(max_length=MAX_PEERS)] = ()
 
 

@@ -173,6 +173,7 @@ class SchedulerHalf:
             total_blocks=blocks.num_blocks,
             running=self.running,
             is_idle=half is None or not half.has_work(),
+            kv_leases=0 if half is None else half.leases,
             kv_peers=connector.metrics.peers.latest(),
         )
 

@@ -1,6 +1,6 @@
 """The discovery port: connections of engines, and their heartbeats into the fleet's view.
 
-It never replies. What is not a heartbeat, or not one of this fleet's, is counted and dropped; junk
+It replies to those that drain only: see `messages.DrainAck`. What is not a heartbeat, or not one of this fleet's, is counted and dropped; junk
 costs only its sender (ADR 0025, ADR 0026). `BeatPort` has the connections, `zmtp` their wire,
 `fleet.registry` decides what follows from a beat.
 """
@@ -17,10 +17,17 @@ from dataclasses import dataclass
 from typing import cast
 
 from xpyd_core.errors import ProtocolError, UserError
-from xpyd_core.keys import BEAT_MAC_BYTES, INSECURE_KEYS, Keys, is_beat_mac
-from xpyd_core.messages import MAX_HEARTBEAT_BYTES, Heartbeat, decode_heartbeat
-from xpyd_router.discovery.zmtp import Message, Receiver
+from xpyd_core.keys import BEAT_MAC_BYTES, INSECURE_KEYS, Keys, ack_mac, is_beat_mac
+from xpyd_core.messages import (
+    MAX_HEARTBEAT_BYTES,
+    DrainAck,
+    Heartbeat,
+    decode_heartbeat,
+    encode_ack,
+)
+from xpyd_router.discovery.zmtp import Message, Receiver, message
 from xpyd_router.fleet.instances import MAX_INSTANCES
+from xpyd_router.fleet.registry import key_of
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 
@@ -29,6 +36,7 @@ _MIN_CONNECTIONS = 64
 _SWEEP_S = 0.25
 _PAUSE_S = 0.25
 _MAX_UNSENT_BYTES = 4096
+_MAX_ACK_BYTES = 255
 
 
 @dataclass(frozen=True)
@@ -51,9 +59,11 @@ class PortLimits:
     """Messages in a row that are no good beats, after which a connection ends."""
 
 
-Take = Callable[[tuple[bytes, ...], str], bool | None]
-"""Takes one message's frames and its sender's address; whether it was a good beat. None: one that
-came before, by another way or from somebody who recorded it: it proves nothing of its sender."""
+Say = Callable[[bytes], None]
+Take = Callable[[tuple[bytes, ...], str, Say], bool | None]
+"""Takes one message's frames and its sender's address, and may say something back to it; whether it
+was a good beat. None: one that came before, by another way or from somebody who recorded it: it
+proves nothing of its sender."""
 
 
 def port_limits() -> PortLimits:
@@ -187,7 +197,7 @@ class BeatConnection(asyncio.Protocol):
             self._begun_s = now_s
 
     def _take(self, message: Message, now_s: float) -> None:
-        is_good = self._port.take(message.frames, self._peer)
+        is_good = self._port.take(message.frames, self._peer, self._say)
         if is_good:
             self._good_s, self._bad = now_s, 0
             self._port.proven(self)
@@ -198,7 +208,8 @@ class BeatConnection(asyncio.Protocol):
             self.drop(f"{self._bad} messages in a row that are no good beats")
 
     def _say(self, data: bytes) -> None:
-        assert self._transport is not None
+        if self._transport is None:
+            return
         if self._transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
             self.drop("it does not read")
             return
@@ -324,7 +335,7 @@ class Discovery:
             server.close()
             self.beats.close()
 
-    def _take(self, frames: tuple[bytes, ...], peer: str) -> bool | None:
+    def _take(self, frames: tuple[bytes, ...], peer: str, say: Say) -> bool | None:
         """One message; see Take."""
         name, beat = "", None
         try:
@@ -340,6 +351,8 @@ class Discovery:
             self._complain(f"{peer}: {error}")
             return False
         self._count(outcome)
+        if beat is not None and beat.state == "Draining" and outcome in _GOOD:
+            self._acknowledge(beat, say)
         if beat is not None and outcome in _TOLD:
             logger.info("instance %s: %s", name, outcome, extra={"type": beat.type})
         elif outcome not in _GOOD:
@@ -353,6 +366,19 @@ class Discovery:
             return "foreign"
         age_s = self._wall_clock() - beat.sent_us / 1e6 if is_signed else None
         return self._fleet.apply(beat, age_s)
+
+    def _acknowledge(self, beat: Heartbeat, say: Say) -> None:
+        """The instance may go once nothing of ours is there; nothing is said before all processes
+        of this router know of it: the next beat asks again."""
+        in_flight = self._fleet.in_flight(key_of(beat))
+        if in_flight is None:
+            return
+        frame = encode_ack(
+            DrainAck(incarnation=beat.incarnation, sent_us=beat.sent_us, in_flight=in_flight)
+        )
+        if len(frame) <= _MAX_ACK_BYTES:  # an incarnation of ours is far shorter
+            keys = tuple(self._keys)
+            say(message([frame, ack_mac(keys[0], frame)] if keys else [frame]))
 
     def _count(self, result: str) -> None:
         self._metrics.heartbeats.labels(result).inc()

@@ -1,7 +1,7 @@
 """The receiving end of ZMTP 3, the wire of ZMQ: bytes in, messages and bytes out. Pure.
 
-`discovery` owns one Receiver per connection. It takes what a DEALER says to a ROUTER that never
-replies, by the NULL mechanism. libzmq itself is not used here: it bounds a frame and counts whole
+`discovery` owns one Receiver per connection. It takes what a DEALER says to a ROUTER that rarely
+replies (`message`), by the NULL mechanism. libzmq itself is not used here: it bounds a frame and counts whole
 messages, so that one peer whose message never ends fills the memory (docs/adr/0026).
 
     greeting (64 bytes) -> READY -> frames; a message is all frames up to the first without MORE
@@ -11,6 +11,7 @@ Source: rfc.zeromq.org/spec/23 (3.0) and spec/37 (3.1, whose PING and PONG are a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from xpyd_core.errors import ProtocolError
@@ -42,6 +43,16 @@ class Command(NamedTuple):
 
 def _frame(flags: int, body: bytes) -> bytes:
     return bytes((flags, len(body))) + body
+
+
+_SHORT_BYTES = 255
+
+
+def message(frames: Sequence[bytes]) -> bytes:
+    """A message of these frames, each of at most 255 bytes, as it goes to the peer."""
+    assert all(len(frame) <= _SHORT_BYTES for frame in frames), "a long frame has another head"
+    last = len(frames) - 1
+    return b"".join(_frame(0 if at == last else _MORE, one) for at, one in enumerate(frames))
 
 
 class Receiver:

@@ -285,6 +285,11 @@ class FleetView:
         """What the instance has to do now; to be read only."""
         return self._loads.of(key)
 
+    def in_flight(self, key: InstanceKey) -> int | None:
+        """Requests that were given the instance and are not over; None where a process of this
+        router may still pick it, though its beats say Draining."""
+        return self._loads.of(key).ours
+
     def on_standing(self, listener: OnStanding) -> None:
         """Have `listener` called when an instance's health changes."""
         self._on_standing.append(listener)

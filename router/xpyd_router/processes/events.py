@@ -138,7 +138,10 @@ class Drain(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The parent asks whether the worker lives; the worker answers Pong."""
+    """The parent asks whether the worker lives; the worker answers Pong, behind all that came
+    before."""
+
+    number: int
 
 
 class GiveText(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -168,7 +171,9 @@ class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The worker lives."""
+    """The worker lives, and has taken all that the parent sent before that Ping."""
+
+    number: int
 
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -141,7 +141,7 @@ class ParentProcess:
         self._contexts = [one for one in (tls and tls.context, self._dialer.tls) if one is not None]
         self._created, self._started_s = int(time.time()), time.monotonic()
         self._rows = map_rows(memory, config.processes)
-        self.fleet = ParentView(make_registry(config), time.monotonic, config.health, self._publish)
+        self.fleet = ParentView(make_registry(config), time.monotonic, config.health, self._publish, self)
         self.worker_processes = WorkerProcesses(
             processes=config.processes,
             port=self.http_port,
@@ -196,6 +196,18 @@ class ParentProcess:
                 task.cancel()
             await asyncio.gather(*self._answering, return_exceptions=True)
             self._discovery.close()
+
+    def ping(self) -> int:
+        """See Workers."""
+        return self.worker_processes.ping()
+
+    def have_taken(self, ping: int) -> bool:
+        """See Workers."""
+        return self.worker_processes.have_taken(ping)
+
+    def requests_at(self, slot: int) -> int:
+        """See Workers."""
+        return self._rows.total(slot).requests
 
     def _publish(self, event: ToWorker) -> None:
         self.worker_processes.broadcast(event)

@@ -8,6 +8,7 @@ the standing of instances.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from xpyd_core.messages import Heartbeat
 from xpyd_router.fleet.health import HealthRules, ProbeResult
@@ -41,6 +42,22 @@ from xpyd_router.processes.shared_loads import Slots
 _TAKEN = frozenset({"new", "refreshed", "replaced", "gone"})
 
 
+class Workers(Protocol):
+    """The router's other processes, as far as an instance that drains waits for them."""
+
+    def ping(self) -> int:
+        """Ask all whether they have what was sent so far; the number for `have_taken`."""
+        ...
+
+    def have_taken(self, ping: int) -> bool:
+        """Whether all have what was sent before this ping."""
+        ...
+
+    def requests_at(self, slot: int) -> int:
+        """What all have in flight on the instance of this slot."""
+        ...
+
+
 class ParentView(FleetView):
     """A FleetView whose changes are published."""
 
@@ -50,9 +67,13 @@ class ParentView(FleetView):
         clock: Callable[[], float],
         rules: HealthRules,
         publish: Callable[[ToWorker], None],
+        workers: Workers,
     ) -> None:
         super().__init__(registry, clock, rules=rules)
         self._publish = publish
+        self._workers = workers
+        self._leaving: dict[InstanceKey, int] = {}
+        """By instance that drains: the ping behind the beat that said so."""
         self._slots = Slots()
         self._health_published: dict[InstanceKey, HealthChanged] = {}
         self._weighed: Mapping[InstanceKey, float] = {}
@@ -87,6 +108,16 @@ class ParentView(FleetView):
             self._publish(self._beat(beat, is_signed=signed_age_s is not None))
         self._flush()
         return outcome
+
+    def in_flight(self, key: InstanceKey) -> int | None:
+        """See FleetView. A worker may pick the instance until it has its beat."""
+        ping = self._leaving.get(key)
+        if ping is None:
+            self._leaving[key] = self._workers.ping()
+            return None
+        if not self._workers.have_taken(ping):
+            return None
+        return self._workers.requests_at(self._slots.of(key))
 
     def expire(self) -> tuple[InstanceKey, ...]:
         gone = super().expire()
@@ -177,6 +208,7 @@ class ParentView(FleetView):
 
     def _forget(self, key: InstanceKey) -> None:
         self._slots.free(key)
+        self._leaving.pop(key, None)
         self._health_published.pop(key, None)
 
     def _health_of(self, key: InstanceKey) -> HealthChanged:

@@ -71,6 +71,10 @@ class Rows:
         """All rows but this one."""
         return [row for place, row in enumerate(self._rows) if place != number]
 
+    def total(self, slot: int) -> Work:
+        """What all processes have in flight on the instance of a slot."""
+        return total(self._rows, cell_of(slot))
+
     def zero(self, number: int) -> None:
         """Clear the row of a process that ended: nothing of it is in flight."""
         row = self._rows[number]

@@ -91,7 +91,7 @@ class ParentControl:
         """Take an answer or a ping; other events are ignored."""
         if isinstance(event, Ping):
             self._heard_s = self._clock()
-            self._send(Pong())
+            self._send(Pong(event.number))
         elif isinstance(event, Metrics | Done):
             answer = self._open.get(event.ask)
             if answer is not None and not answer.done():

@@ -56,6 +56,8 @@ class WorkerProcess:
     channel: Channel[ToParent] | None = None
     process: subprocess.Popen[bytes] | None = None
     misses: int = 0
+    answered: int = 0
+    """The number of the last ping that the process answered; 0: none."""
 
     @property
     def pid(self) -> int | None:
@@ -110,6 +112,7 @@ class WorkerProcesses:
         self._tasks: list[asyncio.Task[None]] = []
         self._watching: asyncio.Task[None] | None = None
         self._deaths = 0
+        self._pings = 0
         metrics.workers.set_function(lambda: sum(worker.is_ready for worker in self.workers))
 
     async def open(self) -> None:
@@ -137,6 +140,17 @@ class WorkerProcesses:
         data = frame(event)
         for worker in self.workers:
             worker.send_frame(data)
+
+    def ping(self) -> int:
+        """Ping all workers; the ping's number, for `have_taken`."""
+        self._pings += 1
+        self.broadcast(Ping(self._pings))
+        return self._pings
+
+    def have_taken(self, ping: int) -> bool:
+        """Whether every worker has what was sent before this ping. A process that starts later
+        begins with the present state."""
+        return all(one.channel is None or one.answered >= ping for one in self.workers)
 
     def drain(self) -> None:
         """Have all finish and end; a second call has them end at once."""
@@ -183,7 +197,7 @@ class WorkerProcesses:
         """Run one process from start to end; returns its exit status."""
         ours, theirs = socket.socketpair()
         with theirs:
-            worker.misses = 0
+            worker.misses = worker.answered = 0
             worker.process = process = self._start(worker, theirs)
         loop = asyncio.get_running_loop()
 
@@ -230,8 +244,8 @@ class WorkerProcesses:
 
     def _receive(self, worker: WorkerProcess, event: ToParent) -> None:
         match event:
-            case Pong():
-                worker.misses = 0
+            case Pong(number):
+                worker.misses, worker.answered = 0, number
             case WorkerReady():
                 worker.is_ready = True
                 if all(one.is_ready for one in self.workers):
@@ -248,7 +262,7 @@ class WorkerProcesses:
                 if worker.process is not None and worker.misses > may_miss:
                     logger.error("worker %d is stuck: killed", worker.number + 1)
                     worker.kill()
-            self.broadcast(Ping())
+            self.ping()
             await asyncio.sleep(_PING_S)
 
     def _kill_all(self) -> None:

@@ -306,14 +306,15 @@ class EngineCore:
         stats.finished = dict(stats.finished)
         stats.kv_recomputed = dict(stats.kv_recomputed)
         stats.kv_recomputed_tokens = dict(stats.kv_recomputed_tokens)
+        stats.kv_leases = self._kv_leases()
         self._stats = stats
         self._recompute_log.look(stats.kv_recomputed, stats.kv_recomputed_tokens, self._clock())
         is_busy = self._scheduler.has_requests or bool(self._under_way)
-        self._is_quiet = not (is_busy or self._transfers_are_open())
+        self._is_quiet = not (is_busy or stats.kv_leases)
 
-    def _transfers_are_open(self) -> bool:
-        sending = self._producer is not None and self._producer.has_work()
-        return sending or (self._consumer is not None and self._consumer.has_work())
+    def _kv_leases(self) -> int:
+        sending = 0 if self._producer is None else self._producer.leases
+        return sending + (0 if self._consumer is None else self._consumer.leases)
 
     def _sleep_s(self) -> float | None:
         tick = None if self._is_quiet else _TICK_S

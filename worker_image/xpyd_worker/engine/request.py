@@ -224,7 +224,8 @@ class EngineStats:
     """Counters and gauges of one engine, written by its thread, read by `/metrics` and heartbeats.
 
     Counters only grow; gauges are as of the last step. `finished` counts requests by reason,
-    `running` and `waiting` are requests. `steps` goes on growing in a copy, too.
+    `running` and `waiting` are requests, `kv_leases` prompts whose KV is held for or on its way to or
+    from another instance. `steps` goes on growing in a copy, too.
     """
 
     forwards: int = 0
@@ -237,6 +238,7 @@ class EngineStats:
     waiting: int = 0
     blocks_total: int = 0
     blocks_free: int = 0
+    kv_leases: int = 0
     finished: dict[str, int] = field(default_factory=dict[str, int])
     # Requests that computed a prompt here although P was to send its KV, by reason.
     kv_recomputed: dict[str, int] = field(default_factory=dict[str, int])

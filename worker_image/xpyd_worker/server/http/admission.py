@@ -29,6 +29,9 @@ class Lifecycle:
     def __init__(self) -> None:
         self.state: InstanceState = "Starting"
         self.failed = False
+        self.is_awaited = False
+        """While Draining: a router may not know it yet, or has given a request that did not come
+        so far. New requests are taken until that is over."""
         self._listeners: list[Callable[[], None]] = []
 
     def listen(self, listener: Callable[[], None]) -> None:
@@ -52,8 +55,10 @@ class Lifecycle:
         return self.state in ("Ready", "Draining") and not self.failed
 
     def admit(self, is_expected: Callable[[], bool]) -> None:
-        """503 unless a request may come in. While Draining only one whose KV is here already."""
-        if self.state == "Ready" and not self.failed:
+        """503 unless a request may come in. While Draining, where no router knows of others, only
+        one whose KV is here already."""
+        is_open = self.state == "Ready" or (self.state == "Draining" and self.is_awaited)
+        if is_open and not self.failed:
             return
         if self.state == "Draining" and is_expected():
             return
