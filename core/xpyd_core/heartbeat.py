@@ -58,7 +58,6 @@ class Parting(NamedTuple):
     """Requests of the other routers that were given the instance, and are not over."""
 
 
-
 class HeartbeatSender:
     """Sends `make()`'s beat every `period_s` and whenever `beat_now` is called. Loop only."""
 

@@ -237,7 +237,7 @@ def is_beat_mac(keys: Keys, frame: bytes, mac: bytes) -> bool:
 
 
 def ack_mac(key: bytes, frame: bytes) -> bytes:
-    """The frame behind a router's DrainAck: HMAC-SHA256(key, "drain-ack" + the DrainAck's frame)."""
+    """The frame behind a DrainAck's: HMAC-SHA256(key, "drain-ack" + the DrainAck's frame)."""
     return hmac.digest(key, b"drain-ack" + frame, "sha256")
 
 

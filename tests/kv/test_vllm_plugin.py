@@ -30,8 +30,8 @@ from tests.kv.test_vllm_connector import POOL, prefill, prompt, serve
 from tests.kv.vllm_engine import FakeVllm, pair
 from tests.kv.vllm_fakes import HOST, MODEL, FakeRequest, ids
 from xpyd_core.errors import UserError
-from xpyd_core.keys import call_mac, is_beat_mac
-from xpyd_core.messages import Heartbeat, decode_heartbeat
+from xpyd_core.keys import ack_mac, call_mac, is_beat_mac
+from xpyd_core.messages import DrainAck, Heartbeat, decode_heartbeat, encode_ack
 from xpyd_core.tokenizer_files import decode_tokenizer_files
 from xpyd_kv.vllm import instance, link
 from xpyd_kv.vllm.api_server import XpydPlugin
@@ -95,11 +95,18 @@ class ApiServer:
         """The next heartbeat, or the next of this state."""
         while True:
             async with asyncio.timeout(20.0):
-                _, frame, mac = await self.routers.recv_multipart()
+                self.sender, frame, mac = await self.routers.recv_multipart()
             assert is_beat_mac((KEY,), frame, mac)
-            found = decode_heartbeat(frame)
+            found = self.last = decode_heartbeat(frame)
             if not state or found.state == state:
                 return found
+
+    async def acknowledge(self, in_flight: int) -> None:
+        """As a router that has taken the last beat, which says Draining."""
+        last = self.last
+        ack = DrainAck(incarnation=last.incarnation, sent_us=last.sent_us, in_flight=in_flight)
+        frame = encode_ack(ack)
+        await self.routers.send_multipart([self.sender, frame, ack_mac(KEY, frame)])
 
     async def call(
         self, path: str, body: Any = None, mac: str = "", etag: str = "", name: str = ""
@@ -236,49 +243,60 @@ async def test_beats_say_what_runs_waits_and_moved(signed):
                 assert not d.requests
 
 
-async def test_sigterm_says_draining_and_is_vllm_s_too(signed):
-    heard = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, heard.set)
-    try:
-        with pair(signed, {**signed, "wait_s": 0.3}) as (_, d):
-            async with api_server(d) as server:
-                await server.beat("Ready")
-                os.kill(os.getpid(), signal.SIGTERM)
+async def test_sigterm_is_vllm_s_when_no_router_sends_more(signed):
+    heard, loop = asyncio.Event(), asyncio.get_running_loop()
+    with pair(signed, {**signed, "wait_s": 0.3}) as (_, d):
+        async with api_server(d) as server:
+            loop.add_signal_handler(signal.SIGTERM, heard.set)  # as vLLM's launcher
+            await server.beat("Ready")
+            os.kill(os.getpid(), signal.SIGTERM)
+            session = d.scheduler._half.connector.consumer.session
+            for in_flight in (1, 0):
                 await server.beat("Draining")
-                async with asyncio.timeout(5.0):
-                    await heard.wait()
-                status, body, _ = await server.call("/live")
-                assert (status, json.loads(body)["status"]) == (200, "Draining")
-                session = d.scheduler._half.connector.consumer.session
-                await soon(lambda: session._draining)
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-
-
-async def test_drain_needs_the_mac_of_this_process_and_ends_it(signed, monkeypatch):
-    monkeypatch.setattr(instance, "_NOTICE_S", 0.05)
-    heard = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, heard.set)
-    try:
-        with pair(signed, signed) as (p, _):
-            async with api_server(p) as server:
-                await server.beat("Ready")
-                mine = {"incarnation": incarnation_of(p.config)}
-                assert (await server.call("/drain", mine))[0] == 403
-                other = call_mac(KEY, "drain", "other")
-                assert (await server.call("/drain", {"incarnation": "other"}, other))[0] == 409
                 assert not heard.is_set()
-                mac = call_mac(KEY, "drain", mine["incarnation"])
-                status, body, _ = await server.call("/drain", mine, mac)
-                said = json.loads(body)
-                assert (status, said["state"], said["requests"]) == (202, "Draining", 0)
-                assert 0 < said["seconds_left"] <= 30.0
-                async with asyncio.timeout(5.0):
-                    await heard.wait()
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
+                assert not session._draining, "what P offers meanwhile is taken"
+                await server.acknowledge(in_flight)
+            async with asyncio.timeout(5.0):
+                await heard.wait()
+            status, body, _ = await server.call("/live")
+            assert (status, json.loads(body)["status"]) == (200, "Draining")
+            await soon(lambda: session._draining)
+
+
+async def test_a_second_sigterm_ends_the_wait_for_routers(signed):
+    heard, loop = asyncio.Event(), asyncio.get_running_loop()
+    with pair(signed, {**signed, "wait_s": 0.3, "heartbeat_period_s": 60.0}) as (_, d):
+        async with api_server(d) as server:
+            loop.add_signal_handler(signal.SIGTERM, heard.set)
+            await server.beat("Ready")
+            os.kill(os.getpid(), signal.SIGTERM)
+            await server.beat("Draining")
+            assert not heard.is_set()
+            os.kill(os.getpid(), signal.SIGTERM)
+            async with asyncio.timeout(5.0):
+                await heard.wait()
+
+
+async def test_drain_needs_the_mac_of_this_process_and_ends_it(signed):
+    heard, loop = asyncio.Event(), asyncio.get_running_loop()
+    with pair(signed, signed) as (p, _):
+        async with api_server(p) as server:
+            loop.add_signal_handler(signal.SIGTERM, heard.set)
+            await server.beat("Ready")
+            mine = {"incarnation": incarnation_of(p.config)}
+            assert (await server.call("/drain", mine))[0] == 403
+            other = call_mac(KEY, "drain", "other")
+            assert (await server.call("/drain", {"incarnation": "other"}, other))[0] == 409
+            assert not heard.is_set()
+            mac = call_mac(KEY, "drain", mine["incarnation"])
+            status, body, _ = await server.call("/drain", mine, mac)
+            said = json.loads(body)
+            assert (status, said["state"], said["requests"]) == (202, "Draining", 0)
+            assert 0 < said["seconds_left"] <= 30.0
+            await server.beat("Draining")
+            await server.acknowledge(0)
+            async with asyncio.timeout(5.0):
+                await heard.wait()
 
 
 async def test_released_kv_is_given_back(signed):

@@ -385,7 +385,9 @@ def test_only_calls_of_instances_that_failed_lately_are_told_to_the_parent() -> 
     assert heard == [Succeeded(first.key)]
 
 
-def test_a_router_acknowledges_a_drain_when_every_worker_has_its_beat_and_counts_all_calls() -> None:
+def test_a_router_acknowledges_a_drain_when_every_worker_has_its_beat_and_counts_all_calls() -> (
+    None
+):
     world = World()
     workers = [world.worker(), world.worker()]
     world.parent.apply(beat(1))

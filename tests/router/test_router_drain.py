@@ -51,9 +51,7 @@ class Engine:
 
 
 @contextlib.asynccontextmanager
-async def engine(
-    *ports: int, key: bytes = KEY, period_s: float = LONG_S
-) -> AsyncGenerator[Engine]:
+async def engine(*ports: int, key: bytes = KEY, period_s: float = LONG_S) -> AsyncGenerator[Engine]:
     made: Engine
 
     def beat() -> Heartbeat:
@@ -142,10 +140,14 @@ async def test_a_router_that_ended_holds_no_instance_up() -> None:
 
 
 async def test_a_router_that_says_nothing_holds_an_instance_up_for_three_beats() -> None:
-    async with router() as one, mute_router() as (_, port):
-        async with engine(one.port, port, period_s=SHORT_MS / 1000) as d:
-            await until(lambda: one.picks)
-            assert await d.part() == Parting(silent=(Address("127.0.0.1", port),))
+    period_s = SHORT_MS / 1000
+    async with (
+        router() as one,
+        mute_router() as (_, port),
+        engine(one.port, port, period_s=period_s) as d,
+    ):
+        await until(lambda: one.picks)
+        assert await d.part() == Parting(silent=(Address("127.0.0.1", port),))
 
 
 @contextlib.asynccontextmanager
@@ -173,7 +175,7 @@ async def test_only_a_router_of_the_fleet_lets_this_start_of_an_instance_go(lie:
             )
             answer = b"\xc1" if lie == "junk" else encode_ack(ack)
             mac = ack_mac(OTHER_KEY if lie == "key" else KEY, answer)
-            await sock.send_multipart([sender, answer, mac])
+            await sock.send_multipart([sender, answer, mac])  # pyright: ignore[reportUnknownMemberType] - pyzmq
             await asyncio.wait({leaving}, timeout=0.1)
         silent = (await leaving).silent
         assert silent == (() if lie == "none" else (Address("127.0.0.1", port),))

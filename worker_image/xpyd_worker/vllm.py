@@ -252,9 +252,12 @@ class _Beats:
             await self._follow()
             self._engine.leave()
             self._sender.beat_now()
+            end = loop.time() + self._drain_timeout_s
+            if child is not None and child.returncode is None:
+                # vLLM turns all requests away from then on.
+                await self._sender.part(self._drain_timeout_s)
             if child is not None and child.returncode is None:
                 child.terminate()
-            end = loop.time() + self._drain_timeout_s
             while self._is_there(child) and loop.time() < end:
                 await asyncio.sleep(_FAST_S)
                 await self._ask()

@@ -232,5 +232,6 @@ class XpydPlugin:
         engine_api.log()  # in vLLM's form from here on, in this process, too
         instance = Instance(engine_client, args, read_pod_env())
         await instance.find_engine()
+        instance.hold_signals()
         self._api.instance = instance
         self._task = asyncio.get_running_loop().create_task(instance.run())

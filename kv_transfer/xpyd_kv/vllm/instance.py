@@ -53,8 +53,6 @@ _SILENT_S = 30.0
 _RELEASES = 8
 # As long as a router waits for the answer.
 _RELEASE_S = 2.0
-# Routers hear that the instance drains before vLLM turns requests away.
-_NOTICE_S = 1.0
 
 
 class EngineClient(Protocol):
@@ -94,7 +92,10 @@ class Instance:
         self._drain_end_s: float | None = None
         self._files: asyncio.Task[ServedFiles | None] | None = None
         self._beats: HeartbeatSender | None = None
-        self._signals: dict[int, Any] = {}
+        self._handlers: dict[int, Callable[[], object]] = {}
+        """vLLM's own, by signal: what the first signal does when no router sends more."""
+        self._parting: asyncio.Task[None] | None = None
+        self._was_signalled = False
         self._curious: dict[str, asyncio.Future[str]] = {}
         """Answers that wait for the word of their KV, by uuid."""
         self._asking: asyncio.Task[None] | None = None
@@ -125,15 +126,14 @@ class Instance:
             self._beats.start()
             while not await self._is_healthy():  # noqa: ASYNC110 - another program's state
                 await asyncio.sleep(_LOOK_S / 10)
-            # By now vLLM has its own handlers, behind which these are called.
-            self._watch_signals()
             _log.info("serving on http://%s, routers: %s", self._http, self._routers or "none")
             while True:
                 await self._look()
                 await asyncio.sleep(_LOOK_S)
         finally:
+            if self._parting is not None:
+                self._parting.cancel()
             self._become("Gone")
-            self._unwatch_signals()
             await self._beats.close()
 
     async def _look(self) -> None:
@@ -183,33 +183,45 @@ class Instance:
 
     # --- the end
 
-    def _watch_signals(self) -> None:
-        """Hear of SIGTERM as vLLM does: asyncio's own handlers are called all the same, since they
-        read what a file descriptor says."""
+    def hold_signals(self) -> None:
+        """From now on vLLM's handlers of SIGTERM and SIGINT, which turn requests away at once, are
+        called when no router sends more: the first signal begins the drain, a second one ends the
+        wait. Before vLLM's launcher sets its handlers."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            before = signal.getsignal(number)
+        add = loop.add_signal_handler
 
-            def heard(
-                number: int, frame: object, before: Callable[..., Any] | int | None = before
-            ) -> None:
-                loop.call_soon_threadsafe(self._begin_drain)
-                if callable(before):
-                    before(number, frame)
+        def hold(number: int, callback: Callable[..., object], *args: object) -> None:
+            if number not in (signal.SIGTERM, signal.SIGINT):
+                add(number, callback, *args)
+                return
+            self._handlers[number] = partial(callback, *args)
+            add(number, self._on_signal, number)
 
-            signal.signal(number, heard)
-            self._signals[number] = before
+        # An event loop has no other way to say what its handlers are.
+        loop.add_signal_handler = hold  # type: ignore[method-assign]
 
-    def _unwatch_signals(self) -> None:
-        for number, before in self._signals.items():
-            signal.signal(number, before)
-        self._signals.clear()
+    def _on_signal(self, number: int) -> None:
+        if self._was_signalled and self._parting is not None and not self._parting.done():
+            self._parting.cancel()
+            self._handlers[number]()
+        self._was_signalled = True
+        self._begin_drain(self._handlers[number])
 
-    def _begin_drain(self) -> None:
+    def _begin_drain(self, end: Callable[[], object]) -> None:
+        """Have routers let go of this instance, then call `end`; asked again, go on."""
         if self._drain_end_s is None:
             self._drain_end_s = time.monotonic() + self._config.shutdown_timeout
             self._become("Draining")
-            asyncio.get_running_loop().create_task(self._refuse_offers())
+            self._parting = asyncio.get_running_loop().create_task(self._part(end))
+
+    async def _part(self, end: Callable[[], object]) -> None:
+        """vLLM has its --shutdown-timeout for what is left behind this: where that is 0, requests
+        are to be cut at once."""
+        assert self._beats is not None
+        left = await self._beats.part(float(self._config.shutdown_timeout))
+        _log.info("routers have %d requests here", left.in_flight)
+        await self._refuse_offers()
+        end()
 
     async def _refuse_offers(self) -> None:
         try:
@@ -232,10 +244,8 @@ class Instance:
 
     def drain(self) -> dict[str, Any]:
         """Begin what SIGTERM begins, or go on; what is left."""
-        if self._drain_end_s is None:
-            self._begin_drain()
-            end = partial(os.kill, os.getpid(), signal.SIGTERM)
-            asyncio.get_running_loop().call_later(_NOTICE_S, end)
+        by_signal = partial(os.kill, os.getpid(), signal.SIGTERM)
+        self._begin_drain(self._handlers.get(signal.SIGTERM, by_signal))
         assert self._drain_end_s is not None, "set by _begin_drain"
         left_s = max(0.0, self._drain_end_s - time.monotonic())
         running, waiting = self._load()

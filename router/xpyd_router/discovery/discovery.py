@@ -1,8 +1,8 @@
 """The discovery port: connections of engines, and their heartbeats into the fleet's view.
 
-It replies to those that drain only: see `messages.DrainAck`. What is not a heartbeat, or not one of this fleet's, is counted and dropped; junk
-costs only its sender (ADR 0025, ADR 0026). `BeatPort` has the connections, `zmtp` their wire,
-`fleet.registry` decides what follows from a beat.
+It replies to those that drain only (`messages.DrainAck`). What is not a heartbeat, or not one of
+this fleet's, is counted and dropped; junk costs only its sender (ADR 0025, ADR 0026). `BeatPort`
+has the connections, `zmtp` their wire, `fleet.registry` decides what follows from a beat.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The receiving end of ZMTP 3, the wire of ZMQ: bytes in, messages and bytes out. Pure.
 
 `discovery` owns one Receiver per connection. It takes what a DEALER says to a ROUTER that rarely
-replies (`message`), by the NULL mechanism. libzmq itself is not used here: it bounds a frame and counts whole
-messages, so that one peer whose message never ends fills the memory (docs/adr/0026).
+replies (`message`), by the NULL mechanism. libzmq itself is not used here: it bounds a frame and
+counts whole messages, so that one peer whose message never ends fills the memory (docs/adr/0026).
 
     greeting (64 bytes) -> READY -> frames; a message is all frames up to the first without MORE
 

@@ -202,6 +202,7 @@ def _describe(
             waiting=beat.waiting,
             free_blocks=beat.free_blocks,
             total_blocks=beat.total_blocks,
+            kv_leases=beat.kv_leases,
         ),
         kv=[
             InstanceKv(peer=peer.peer, moved=peer.moved, failed=peer.failed)
@@ -211,6 +212,7 @@ def _describe(
         unmet=without_kv.unmet,
         refused=without_kv.refused,
         key_ids=list(beat.key_ids),
+        in_flight=fleet.load(instance.key).ours,
     )
 
 

@@ -100,6 +100,9 @@ class InstanceLoad(Shape, frozen=True, kw_only=True):
     waiting: _Count
     free_blocks: _Count
     total_blocks: _Count
+    kv_leases: Annotated[
+        _Count, Meta(description="Prompts whose KV it holds for, or moves with, another instance.")
+    ]
 
 
 class InstanceKv(Shape, frozen=True, kw_only=True):
@@ -144,6 +147,9 @@ class InstanceReport(Shape, frozen=True, kw_only=True):
     ]
     key_ids: Annotated[
         list[str], Meta(description="Ids of the fleet's keys that it accepts; the first signs.")
+    ]
+    in_flight: Annotated[
+        _Count, Meta(description="Requests of this router that were given it, and are not over.")
     ]
 
 

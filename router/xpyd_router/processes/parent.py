@@ -141,7 +141,9 @@ class ParentProcess:
         self._contexts = [one for one in (tls and tls.context, self._dialer.tls) if one is not None]
         self._created, self._started_s = int(time.time()), time.monotonic()
         self._rows = map_rows(memory, config.processes)
-        self.fleet = ParentView(make_registry(config), time.monotonic, config.health, self._publish, self)
+        self.fleet = ParentView(
+            make_registry(config), time.monotonic, config.health, self._publish, self
+        )
         self.worker_processes = WorkerProcesses(
             processes=config.processes,
             port=self.http_port,

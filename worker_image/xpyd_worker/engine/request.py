@@ -224,8 +224,8 @@ class EngineStats:
     """Counters and gauges of one engine, written by its thread, read by `/metrics` and heartbeats.
 
     Counters only grow; gauges are as of the last step. `finished` counts requests by reason,
-    `running` and `waiting` are requests, `kv_leases` prompts whose KV is held for or on its way to or
-    from another instance. `steps` goes on growing in a copy, too.
+    `running` and `waiting` are requests, `kv_leases` prompts whose KV is held for, or on its way to
+    or from, another instance. `steps` goes on growing in a copy, too.
     """
 
     forwards: int = 0
