@@ -53,6 +53,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     own, `vllm 0.32.0` for another one (docs/adr/0055). `tls` 1: the HTTP port speaks TLS alone.
     `key_ids`: the fleet's keys that the engine accepts, by `keys.key_ids`; the first signs.
     `kv_leases`: prompts whose KV is held here for, or is on its way to or from, another instance.
+    `fleet_revision`: equal for all pools of one document; `revision` is the pool's own (ADR 0097).
     """
 
     type: InstanceType
@@ -85,6 +86,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tls: Literal[0, 1] = 0
     key_ids: Annotated[tuple[_Text, ...], msgspec.Meta(max_length=MAX_KEY_IDS)] = ()
     kv_leases: _Count = 0
+    fleet_revision: _Text = ""
 
     @property
     def http(self) -> Address:

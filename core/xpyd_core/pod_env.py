@@ -55,6 +55,8 @@ class PodEnv:
     pool: str = ""
     instance: str = ""
     revision: str = ""
+    fleet_revision: str = ""
+    """What a P and a D have in common that may be a pair (docs/adr/0097)."""
     layer_partition: tuple[int, ...] = ()
     """VLLM_PP_LAYER_PARTITION: layers of each pipeline stage; () where it is not set."""
     leader_address: str = ""
@@ -109,6 +111,7 @@ def read_pod_env(environ: Mapping[str, str] | None = None) -> PodEnv:
         pool=environ.get("XPYD_POOL", ""),
         instance=environ.get("XPYD_INSTANCE", ""),
         revision=environ.get("XPYD_REVISION", ""),
+        fleet_revision=environ.get("XPYD_FLEET_REVISION", ""),
         layer_partition=parse_override(environ.get(PARTITION_VARIABLE, "")),
         leader_address=environ.get("LWS_LEADER_ADDRESS", ""),
         group_size=_number(environ, "LWS_GROUP_SIZE", 1),

@@ -29,7 +29,7 @@ from xpyd_router.fleet.health import HealthRules
 from xpyd_router.fleet.listed import parse_listed
 from xpyd_router.keys.lines import MAX_KEY_BYTES
 from xpyd_router.keys.watch import read_proxies
-from xpyd_router.policy.base import ON_NO_PREFILL, Slo
+from xpyd_router.policy.base import ON_NO_PREFILL, PAIRINGS, Slo
 from xpyd_router.request.client_request import MAX_SLO_MS, check_forwarded_names
 
 _EPILOG = """examples:
@@ -87,18 +87,8 @@ def _add_fleet(flags: _Flags, default: RouterConfig) -> None:
         f"HTTP port of /metrics, /instances and /admin; 0 = any free one {_DEFAULT}",
         None,
     )
-    number(
-        "--listen-fd",
-        None,
-        "serve on this inherited listening socket, in place of --host and --port",
-        metavar="FD",
-    )
-    number(
-        "--admin-listen-fd",
-        None,
-        "the same in place of --host and --admin-port",
-        metavar="FD",
-    )
+    number("--listen-fd", None, "serve on this inherited socket, not --host and --port", "FD")
+    number("--admin-listen-fd", None, "the same in place of --host and --admin-port", "FD")
     number(
         "--processes",
         default.processes,
@@ -221,6 +211,13 @@ def _add_policy(flags: _Flags, default: RouterConfig) -> None:
         "--local-prefill-tokens",
         default.local_prefill_tokens,
         f"prompts with fewer tokens to compute stay on D; 0 = none {_DEFAULT}",
+    )
+    add(
+        "--pairing",
+        choices=PAIRINGS,
+        default=default.pairing,
+        help="whether P and D of different revisions of a fleet may be a pair, where their KV is "
+        f"compatible {_DEFAULT}",
     )
     add(
         "--exact-prefixes",
@@ -367,6 +364,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         ),
         pair_wait_s=args.queue_timeout_seconds,
         on_no_prefill=args.on_no_prefill,
+        pairing=args.pairing,
         responses_store_bytes=args.responses_store_mib * _MIB,
         drain_s=args.drain_seconds,
         forward_headers=check_forwarded_names(args.forward_header),

@@ -12,7 +12,7 @@ from xpyd_router.admission import AdmissionLimits
 from xpyd_router.cross_site import CrossSite
 from xpyd_router.fleet.health import HealthRules
 from xpyd_router.fleet.listed import ListedInstance
-from xpyd_router.policy.base import NO_SLO, OnNoPrefill, Slo
+from xpyd_router.policy.base import NO_SLO, OnNoPrefill, Pairing, Slo
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ class RouterConfig:
     """How long a request waits for a pair; one flag sets this and the queue's deadline."""
     on_no_prefill: OnNoPrefill = "Queue"
     """What a request does that finds no pair."""
+    pairing: Pairing = "SameRevision"
+    """Whether a P and a D whose beats name different fleet revisions may be a pair."""
     drain_s: float = 5.0
     """How long to accept after SIGTERM: load balancers take notice of /readiness with delay."""
     forward_headers: tuple[str, ...] = ()

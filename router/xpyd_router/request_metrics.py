@@ -191,6 +191,8 @@ class ObjectiveTable:
         )
 
 
+Revisions = Literal["same", "other", "unknown"]
+"""Of a pair; unknown: one of the two names none."""
 Phase = Literal["prefill", "decode", "aggregated"]
 PHASES: dict[str, Phase] = {"P": "prefill", "D": "decode", "A": "aggregated"}
 KEEP_S = 300.0
@@ -300,6 +302,7 @@ class InstanceTable:
         self._by_key: dict[InstanceKey, InstanceMetrics] = {}
         self._pairs = 0
         self._other_pairs = 0
+        self._revisions: dict[Revisions, int] = {"same": 0, "other": 0, "unknown": 0}
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -319,6 +322,9 @@ class InstanceTable:
 
     def paired(self, prefill: Instance, decode: Instance) -> None:
         """P and D were picked for a try."""
+        mine, its = prefill.beat.fleet_revision, decode.beat.fleet_revision
+        known: Revisions = "same" if mine == its else "other"
+        self._revisions[known if mine and its else "unknown"] += 1
         pairs, partner = self.of(prefill).paired, self.of(decode)
         if partner in pairs:
             pairs[partner] += 1
@@ -369,6 +375,12 @@ class InstanceTable:
             other = labels_of({"prefill": _OTHER, "decode": _OTHER})
             pairs.append((other, self._other_pairs))
         out.numbers("xpyd_router_pairs_total", "counter", "Tries, by P and D", pairs)
+        out.numbers(
+            "xpyd_router_pair_revisions_total",
+            "counter",
+            "Tries, by whether P and D are of one fleet revision",
+            [(f'revisions="{word}"', count) for word, count in self._revisions.items()],
+        )
 
     def _enter(self, instance: Instance) -> InstanceMetrics:
         phase = PHASES[instance.beat.type]

@@ -80,6 +80,7 @@ def make_registry(config: RouterConfig) -> Registry:
         period_s=config.heartbeat_interval_s,
         missed_beats=config.missed_beats,
         decode_alone=config.on_no_prefill == "PrefillOnDecode",
+        same_revision=config.pairing == "SameRevision",
     )
 
 

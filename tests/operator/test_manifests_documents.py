@@ -81,6 +81,7 @@ EDITS = [
     ("router.discoveryPort", 30002), ("router.template", {"spec": {"hostPID": True}}),
     ("heartbeat.intervalMilliseconds", 1000), ("heartbeat.missedBeats", 5),
     ("drain.timeoutSeconds", 60), ("rollout.progressDeadlineSeconds", 60),
+    ("rollout.pairing", "Compatible"),
     ("rollout", {"maxSurgePercent": 0, "maxUnavailablePercent": 1}),
     ("pools.0.rollout", {"maxSurgePercent": 0, "maxUnavailablePercent": 1}),
     ("pools.0.replicas", 3), ("pools.0.scaling", {"maxReplicas": 3}), ("router.replicas", 1),

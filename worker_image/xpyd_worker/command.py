@@ -98,6 +98,7 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         pool=env.pool,
         instance=env.instance,
         pod_revision=env.revision,
+        fleet_revision=env.fleet_revision,
     )
     check_config(config)
     return config

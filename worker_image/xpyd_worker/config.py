@@ -163,6 +163,8 @@ class WorkerConfig:
     instance: str = ""
     pod_revision: str = ""
     """The revision of the pool's template, for heartbeats."""
+    fleet_revision: str = ""
+    """The same of what all pools of the fleet have in common."""
 
     @property
     def sizes(self) -> Sizes:

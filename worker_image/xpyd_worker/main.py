@@ -375,6 +375,7 @@ class _Worker:
             fleet=config.fleet,
             pool=config.pool,
             revision=config.pod_revision,
+            fleet_revision=config.fleet_revision,
             compatibility=loaded.compatibility,
             models=loaded.model.names,
             max_model_len=loaded.model.max_model_len,

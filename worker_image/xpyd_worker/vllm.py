@@ -97,6 +97,7 @@ class EngineState:
             fleet=env.fleet,
             pool=env.pool,
             revision=env.revision,
+            fleet_revision=env.fleet_revision,
             state="Gone",
             period_ms=round(period_s * 1000),
             tls=1 if is_tls else 0,

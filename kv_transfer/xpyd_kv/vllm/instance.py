@@ -323,6 +323,7 @@ class Instance:
             fleet=options.fleet or pod.fleet,
             pool=options.pool or pod.pool,
             revision=options.revision or pod.revision,
+            fleet_revision=pod.fleet_revision,
             compatibility=engine.compatibility,
             models=self._models,
             max_model_len=config.model_config.max_model_len,

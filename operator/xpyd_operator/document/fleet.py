@@ -206,6 +206,9 @@ class Rollout(PoolRollout):
 
     progress_deadline_seconds: Annotated[int, Field(ge=60, le=604800)] = 3600
     """In a cluster, how long no new instance may become ready before the fleet says Degraded."""
+    pairing: Literal["SameRevision", "Compatible"] = "SameRevision"
+    """SameRevision: a Prefill and a Decode instance of different revisions of what the pools have
+    in common serve no request together. Compatible: they do, where their KV is compatible."""
 
 
 class NetworkPolicy(ApiModel):

@@ -417,10 +417,12 @@ def _instance_env(
     fleet: InferenceFleet, workload: Workload, placement: Placement
 ) -> dict[str, JsonObject]:
     """Those, and what an instance says of itself to the routers."""
+    common = workload.template.fleet_revision
     discovery = names.discovery_host(fleet.name, placement.namespace)
     return {
         **_place_env(fleet, workload, placement),
         "XPYD_ROLE": {"value": workload.template.role},
+        **({names.FLEET_REVISION: {"value": common}} if common else {}),
         "XPYD_HTTP_PORT": {"value": str(HTTP_PORT)},
         "XPYD_KV_PORT": {"value": str(fleet.spec.kv_transfer.port)},
         "XPYD_DISCOVERY": {"value": f"{discovery}:{fleet.spec.router.discovery_port}"},

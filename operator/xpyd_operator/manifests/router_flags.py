@@ -46,6 +46,7 @@ FLAGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "--slo-ttft-ms": ("int", ()),
     "--slo-itl-ms": ("int", ()),
     "--local-prefill-tokens": ("int", ()),
+    "--pairing": ("text", ("SameRevision", "Compatible")),
     "--exact-prefixes": ("switch", ()),
     "--probe-interval": ("float", ()),
     "--probe-timeout": ("float", ()),

@@ -8,6 +8,7 @@ Defaults are left out of `pod`, so that a later version with more fields is no n
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -23,6 +24,11 @@ from xpyd_operator.plan.vllm import beats_args, beats_itself, serve_args, variab
 
 INSECURE_FLAG = "--kv-insecure"
 """The argument of engines and routers of a fleet without a key."""
+_OF_ONE_ROLE = (
+    *("--role=", "--kv-mode=", "--kv-buffer-size=", "--kv-host-pool-size="),
+    "--kv-transfer-config=",
+)
+"""Arguments that a change may alter in Prefill pools alone."""
 _TRANSPORTS = {"TCP": "tcp", "UDS": "uds", "SharedMemory": "shm"}
 """The document's names -> the worker's."""
 
@@ -48,8 +54,11 @@ def fleet_want(
         routers = fleet.spec.router.replicas
         surge, missing = of_all.max_surge_percent, of_all.max_unavailable_percent
     pools = [PoolWant(ROUTER, router, revision_of(router), routers, surge, missing)]
+    common = fleet_revision_of(fleet, model=model, image=image)
     for pool in fleet.spec.pools:
         template = engine_template(fleet, pool, model=model, image=image)
+        if pool.role != "Aggregated":
+            template = replace(template, fleet_revision=common)
         bounds, rollout = pool.scaling, pool.rollout or of_all
         pools.append(
             PoolWant(
@@ -74,6 +83,23 @@ def revision_of(template: Template) -> str:
     if template.beats:  # left out where there are none: revisions are older than this field
         parts = (*parts, template.beats)
     return sha256(json.dumps(parts).encode()).hexdigest()[:8]
+
+
+def fleet_revision_of(fleet: InferenceFleet, *, model: str, image: str = "") -> str:
+    """8 hex digits over what defines the pods of every Prefill and Decode pool alike; routers pair
+    instances where they are equal (docs/adr/0097).
+
+    They are of a pool that says nothing of its own, without the flags of its role. So all pools of
+    a document have the same, and a change that leaves a pool's pods as they are never makes others.
+    """
+    spec, pool = fleet.spec, Pool(name="pool", role="Prefill")
+    template = engine_template(fleet, pool, model=model, image=image)
+    args = tuple(arg for arg in template.args if not arg.startswith(_OF_ONE_ROLE))
+    if spec.engine.type == "VLLM":  # whose transfer is one flag, with the role in it
+        kv = spec.kv_transfer
+        known = () if spec.engine.is_nixl else (kv.wait_seconds, kv.encryption, kv.insecure)
+        args += tuple(map(str, (kv.on_failure, kv.lease_seconds, *known)))
+    return revision_of(replace(template, args=args))
 
 
 def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str, image: str = "") -> Template:
@@ -215,6 +241,7 @@ def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
         *_policy_args(spec.router),
         *(["--accept-unsigned-beats"] if spec.heartbeat.accept_unsigned else []),
         *_serving_args(spec.router),
+        *([] if spec.rollout.pairing == "SameRevision" else [f"--pairing={spec.rollout.pairing}"]),
         *_key_args(spec.kv_transfer),
         *spec.router.args,
     )

@@ -22,6 +22,8 @@ class Template:
     `is_vllm`: `args` are the flags of `vllm serve`. `beats`: those of `xpyd vllm-beats` beside it;
     () where an engine sends its heartbeats itself. `tls`: what an engine asks of routers, and what
     a router can: 0 nothing, 1 HTTPS, 2 HTTPS with a certificate of its own.
+    `fleet_revision`: see plan.template; it changes only together with the rest. "" where instances
+    are no part of pairs.
     """
 
     role: PoolRole
@@ -32,6 +34,7 @@ class Template:
     beats: tuple[str, ...] = ()
     is_vllm: bool = False
     tls: int = 0
+    fleet_revision: str = ""
 
 
 @dataclass(frozen=True)

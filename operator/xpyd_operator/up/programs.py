@@ -175,6 +175,8 @@ def pod_environment(
     }
     if INSECURE_FLAG not in (*pod.template.args, *pod.template.beats):
         environ["XPYD_KV_KEY_FILE"] = str(settings.key_file)
+    if pod.template.fleet_revision:
+        environ["XPYD_FLEET_REVISION"] = pod.template.fleet_revision
     if pod.template.role != ROUTER:
         environ["XPYD_ROLE"] = pod.template.role
     if pod.template.is_vllm:

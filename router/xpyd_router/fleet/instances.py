@@ -76,6 +76,8 @@ class Instance:
     """Whether its beats are signed with the fleet's key."""
     is_cordoned: bool = False
     """An operator wants no new requests on this incarnation."""
+    partners: str = ""
+    """The fleet revision that a partner must have, if it names one; empty: any."""
 
     name: str = field(init=False)
     """What people call it: the name it gives itself, else its HTTP address."""
@@ -110,6 +112,11 @@ class Instance:
         object.__setattr__(self, "engine", self.beat.engine if compares else None)
         object.__setattr__(self, "serves_alone", is_continuing or self.beat.dialect != "")
         object.__setattr__(self, "goes_on_as", goes_on_as)
+
+    def is_of_revision(self, other: Instance) -> bool:
+        """Whether their fleet revisions let them be a pair. An instance that names none may be
+        older than these names, and so a partner of all."""
+        return not self.partners or not other.partners or self.partners == other.partners
 
     @property
     def is_routable(self) -> bool:
@@ -152,7 +159,8 @@ _NOBODY: frozenset[InstanceKey] = frozenset()
 
 class Group(NamedTuple):
     """Routable instances: any P of it may send KV to any D of it. Those of one pairing key are one
-    group, but for Ds of which some do not use the KV of all Ps: then a P may be in several."""
+    group, but for Ds of which some do not use the KV of all Ps, as they have not met or are of
+    another revision: then a P may be in several."""
 
     name: str
     """The pairing key; of several groups of one key, with the address of the first D."""
@@ -228,22 +236,38 @@ def each_once(instances: Iterable[Instance]) -> Iterable[Instance]:
     return {one.key: one for one in instances}.values()
 
 
+def _may_differ(among: Iterable[Instance]) -> bool:
+    """Whether a P and a D of these, which have one pairing key, may be no pair."""
+    engines, revisions = set[str | None](), set[str]()
+    for one in among:
+        engines.add(one.engine)
+        if one.partners:
+            revisions.add(one.partners)
+    return len(engines) > 1 or len(revisions) > 1
+
+
+def _is_pair(p: Instance, d: Instance, met: Met) -> bool:
+    """Whether a P and a D of one pairing key are a pair."""
+    knows = p.engine == d.engine or p.key in met.get(d.key, _NOBODY)
+    return knows and p.is_of_revision(d)
+
+
 def _groups(
     pairing: str, ps: Sequence[Instance], ds: Sequence[Instance], met: Met
 ) -> Iterator[Group]:
     """The groups of one pairing key."""
-    if len({one.engine for one in ps} | {one.engine for one in ds}) < 2:
+    if not _may_differ((*ps, *ds)):
         yield Group(pairing, tuple(ps), tuple(ds))
         return
-    # Ds of one engine that have met the same Ps share what is found for the first of them.
-    partners: dict[tuple[str | None, frozenset[InstanceKey]], tuple[Instance, ...]] = {}
+    # Ds of one engine and revision that have met the same Ps share what is found for the first.
+    partners: dict[tuple[str | None, str, frozenset[InstanceKey]], tuple[Instance, ...]] = {}
     split: dict[tuple[InstanceKey, ...], tuple[tuple[Instance, ...], list[Instance]]] = {}
     for d in ds:
-        engine, known = d.engine, met.get(d.key, _NOBODY)
-        found = partners.get((engine, known))
+        of = d.engine, d.partners, met.get(d.key, _NOBODY)
+        found = partners.get(of)
         if found is None:
-            found = tuple(p for p in ps if p.engine == engine or p.key in known)
-            partners[engine, known] = found
+            found = tuple(p for p in ps if _is_pair(p, d, met))
+            partners[of] = found
         split.setdefault(tuple(p.key for p in found), (found, []))[1].append(d)
     paired = {key for keys in split for key in keys}
     left = tuple(p for p in ps if p.key not in paired)
@@ -275,11 +299,18 @@ def _model_instances(
 def _has_pair(among: Sequence[Instance], model: str, met: Met) -> bool:
     """Whether a P and a D of these, which have one pairing key, may serve `model` together."""
     ps = [one for one in among if one.beat.type == "P" and one.serves(model)]
-    engines, keys = {one.engine for one in ps}, {one.key for one in ps}
+    by_key = {p.key: p for p in ps}
+    # Ps alike are asked once: there may be thousands.
+    alike = {(p.engine, p.partners): p for p in ps}
     return any(
         one.beat.type == "D"
         and one.serves(model)
-        and (one.engine in engines or not keys.isdisjoint(met.get(one.key, _NOBODY)))
+        and (
+            any(_is_pair(p, one, met) for p in alike.values())
+            or any(
+                _is_pair(by_key[key], one, met) for key in by_key.keys() & met.get(one.key, _NOBODY)
+            )
+        )
         for one in among
     )
 
@@ -288,12 +319,12 @@ def _missing(
     routable: Sequence[Instance], spare: Sequence[Instance], met: Met
 ) -> Iterator[Instance]:
     """Those of `spare` without which a model has no pair, though its kinds have routable instances:
-    these are of engines that have not met."""
+    these are of engines that have not met, or of other revisions."""
     for pairing in {one.pairing for one in spare if one.beat.type != "A"}:
         more = [one for one in spare if one.pairing == pairing and one.beat.type != "A"]
         there = [one for one in routable if one.pairing == pairing and one.beat.type != "A"]
         both = [*there, *more]
-        if len({one.engine for one in both}) > 1:
+        if _may_differ(both):
             models = {name for one in more for name in one.beat.models or ("",)}
             if any(not _has_pair(there, m, met) and _has_pair(both, m, met) for m in models):
                 yield from more

@@ -89,6 +89,8 @@ def possible_pairs(instances: Iterable[Instance]) -> Iterator[tuple[Instance, In
     for pairing, ds in decode.items():
         for p in prefill.get(pairing, ()):
             for d in ds:
+                if not p.is_of_revision(d):
+                    continue
                 if common_model(p, d) is not None or not (p.beat.models and d.beat.models):
                     yield p, d
 

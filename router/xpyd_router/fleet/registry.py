@@ -77,7 +77,8 @@ def _usable(address: Address, field_name: str) -> Address:
 def is_readable(beat: Heartbeat) -> bool:
     """Whether its texts can be written in a log line."""
     texts = (beat.instance, beat.incarnation, beat.fleet, beat.pool, beat.revision, beat.engine)
-    return all(text.isprintable() for text in (*texts, beat.compatibility, *beat.models))
+    more = (beat.fleet_revision, beat.compatibility, *beat.models)
+    return all(text.isprintable() for text in (*texts, *more))
 
 
 class Departed:
@@ -172,7 +173,7 @@ def _routing_view(beat: Heartbeat) -> tuple[object, ...]:
     return (
         *(beat.type, beat.http_address, beat.zmq_address, beat.state, beat.models),
         *(beat.compatibility, beat.continuation, beat.instance, beat.max_model_len),
-        *(beat.dialect, beat.prompt_ids, beat.engine),
+        *(beat.dialect, beat.prompt_ids, beat.engine, beat.fleet_revision),
     )
 
 
@@ -182,9 +183,19 @@ def key_of(beat: Heartbeat) -> InstanceKey:
 
 
 class Registry:
-    """The one owner of membership. Every method takes `now` in seconds of one monotonic clock."""
+    """The one owner of membership. Every method takes `now` in seconds of one monotonic clock.
 
-    def __init__(self, *, period_s: float, missed_beats: int, decode_alone: bool = False) -> None:
+    `same_revision`: a P and a D of different fleet revisions are no pair (docs/adr/0097).
+    """
+
+    def __init__(
+        self,
+        *,
+        period_s: float,
+        missed_beats: int,
+        decode_alone: bool = False,
+        same_revision: bool = True,
+    ) -> None:
         self._period_s = period_s
         self._missed_beats = missed_beats
         self._instances: dict[str, Instance] = {}
@@ -193,6 +204,7 @@ class Registry:
         self.verdicts = Verdicts()
         """What Ds say of the KV of other engines; to be read only."""
         self._decode_alone = decode_alone
+        self._same_revision = same_revision
         self.built: Snapshot | None = build_snapshot(())
         """The present snapshot, where it is built; else `snapshot` builds it."""
         self.version = 0
@@ -327,6 +339,7 @@ class Registry:
             standing=known.standing if known else "Good",
             is_signed=is_signed,
             is_cordoned=known is not None and known.is_cordoned,
+            partners=beat.fleet_revision if self._same_revision else "",
         )
 
     def _refusal(

@@ -196,6 +196,7 @@ def _describe(
         fleet=beat.fleet,
         pool=beat.pool,
         revision=beat.revision,
+        fleet_revision=beat.fleet_revision,
         max_model_len=beat.max_model_len,
         load=InstanceLoad(
             running=beat.running,

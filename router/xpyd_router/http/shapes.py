@@ -133,6 +133,9 @@ class InstanceReport(Shape, frozen=True, kw_only=True):
     fleet: str
     pool: str
     revision: str
+    fleet_revision: Annotated[
+        str, Meta(description="P and D that name different ones may be no pair (--pairing).")
+    ]
     max_model_len: _Count
     load: InstanceLoad
     kv: Annotated[list[InstanceKv], Meta(description="The last 16 peers, the latest first.")]

@@ -152,6 +152,10 @@ OnNoPrefill = Literal["Queue", "PrefillOnDecode", "Reject"]
 ON_NO_PREFILL: tuple[OnNoPrefill, ...] = ("Queue", "PrefillOnDecode", "Reject")
 """Wait for instances; let D compute the prompt, and wait where there is no D; do not wait."""
 
+Pairing = Literal["SameRevision", "Compatible"]
+PAIRINGS: tuple[Pairing, ...] = ("SameRevision", "Compatible")
+"""Pairs of one fleet revision alone; all whose KV is compatible."""
+
 
 class Forecast(NamedTuple):
     """None where the instance is unknown."""
