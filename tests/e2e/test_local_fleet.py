@@ -312,6 +312,50 @@ def test_3p1d_behind_two_processes_serves_in_the_foreground_and_ctrl_c_drains_it
     assert not [pid for pid in (*pids, *workers) if Path(f"/proc/{pid}").exists()]
 
 
+def _samples(local: Local, name: str) -> dict[str, float]:
+    """A metric of the router: its labels as text -> value."""
+    lines = http(f"{local.status()['admin']}/metrics")[1].decode().splitlines()
+    found = [line.removeprefix(name).rpartition(" ") for line in lines if line.startswith(name)]
+    return {labels: float(value) for labels, _, value in found}
+
+
+def test_a_rollout_under_load_loses_nothing_and_pairs_no_p_with_a_d_of_another_revision(
+    tmp_path: Path, cases: list[Case]
+) -> None:
+    """First of both pools, then of D alone, which the old P serves with on and on."""
+    local, file = Local("turn", tmp_path / "state"), tmp_path / "fleet.yaml"
+    document = DOCUMENT.replace("NAME", "turn")
+    file.write_text(document)
+    edits = {
+        "--kv-cache-memory=64Mi": "--kv-cache-memory=65Mi",
+        "bufferSize: 16Mi": "bufferSize: 17Mi",
+    }
+    try:
+        local.xpyd("up", "-f", str(file), "--detach", "--port", str(free_port()))
+        for index, (old, new) in enumerate(edits.items()):
+            local.wait_ready()
+            before = local.pids()
+            document = document.replace(old, new)
+            file.write_text(document)
+
+            def roll_out() -> None:
+                local.xpyd("up", "-f", str(file), "--detach")
+                local.wait_ready()
+
+            endpoint = local.status()["endpoint"]
+            asked = asyncio.run(open_loop(endpoint, cases, rate=8, seconds=20, disturb=roll_out))
+            assert [one.what for one in asked if one.what] == []
+            after = local.pids()
+            assert not {p for n, p in before.items() if "decode" in n} & set(after.values())
+            stayed = {p for n, p in before.items() if "prefill" in n} & set(after.values())
+            assert len(stayed) == (0 if index == 0 else 2), "a pool that is the same is untouched"
+            counts = _samples(local, "xpyd_router_pair_revisions_total")
+            assert counts['{revisions="same"}'] >= len(asked) / 2 * (index + 1)
+            assert counts['{revisions="other"}'] == counts['{revisions="unknown"}'] == 0
+    finally:
+        local.xpyd("down", "turn")
+
+
 def _children(pid: int) -> list[int]:
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(word) for word in text.split()]
