@@ -21,7 +21,7 @@ from xpyd_operator.controller.main import Operator, OperatorConfig
 from xpyd_operator.manifests.names import Settings
 
 SETTINGS = Settings("xpyd-worker:1", "xpyd-router:1")
-ALL = 15
+ALL = 16
 """Writes that a new 1P1D fleet's objects and its finalizer take."""
 
 

@@ -117,6 +117,9 @@ class World:
         self.running: dict[Key, Running] = {}
         self.status: FleetProgress | None = None
         self.stopping = False
+        self.paused = False
+        self.earlier: list[dict[str, int]] = []
+        """Versions of the pools before each change of a template."""
         self.now = 0.0
 
     def new_pool(self, name: str) -> Pool:
@@ -130,7 +133,7 @@ class World:
         missing = 25 if self.router_surge else 100
         router = self.router.want(self.router_surge, missing)
         pools = (p.want(self.surge, self.unavailable) for p in self.pools.values())
-        return FleetWant("f", (router, *pools), self.stopping)
+        return FleetWant("f", (router, *pools), self.stopping, self.paused)
 
     def seen(self) -> FleetSeen:
         found = tuple(
@@ -224,10 +227,22 @@ class World:
             self.scale,
             self.add_or_remove_a_pool,
             self.change_router,
+            self.undo,
+            self.pause_or_resume,
         )
         self.rng.choice(edits)()
 
+    def undo(self) -> None:
+        """All pools go back to what they were, whatever is under way."""
+        for name, version in self.earlier.pop().items() if self.earlier else ():
+            if name in self.pools:
+                self.pools[name].version = version
+
+    def pause_or_resume(self) -> None:
+        self.paused = not self.paused
+
     def change_templates(self) -> None:
+        self.earlier.append({name: pool.version for name, pool in self.pools.items()})
         for pool in self.rng.sample(
             list(self.pools.values()), self.rng.randint(1, len(self.pools))
         ):
@@ -275,14 +290,11 @@ class World:
 
     def settle(self) -> None:
         """Nobody interferes: everything that is wanted comes about, and then nothing more."""
-        for _ in range(100):
-            before = {key: replace(one) for key, one in self.running.items()}
-            busy = self.turn()
-            self.progress(all_of_it=True)
-            if not busy and self.running == before:
-                break
-        else:
-            raise AssertionError(f"no end: {self.seen()}")
+        if self.paused and not self.stopping:
+            self.come_to_rest()
+            self.check_paused()
+            self.paused = False
+        self.come_to_rest()
         if self.stopping:
             assert self.running == {}
             return
@@ -294,6 +306,27 @@ class World:
         assert found == {(p.name, p.revision): (sizes[p.name],) * 3 for p in want.pools}
         assert self.status is not None
         assert self.status.ready
+
+    def check_paused(self) -> None:
+        """Each pool is complete in the revisions that it has."""
+        want = self.want()
+        for pool, size in zip(want.pools, pools_wanted(want, self.sizes.values()), strict=True):
+            have = self.of(pool.name)
+            room = size.replicas + ceil(size.replicas * pool.surge_percent / 100)
+            assert size.replicas <= sum(one.workload.replicas for one in have) <= room
+            if not self.is_tight:
+                assert all(one.ready == one.alive == one.workload.replicas for one in have)
+
+    def come_to_rest(self) -> None:
+        """Until nothing moves."""
+        for _ in range(100):
+            before = {key: replace(one) for key, one in self.running.items()}
+            busy = self.turn()
+            self.progress(all_of_it=True)
+            if not busy and self.running == before:
+                break
+        else:
+            raise AssertionError(f"no end: {self.seen()}")
 
 
 def applied(seen: FleetSeen, actions: Sequence[object]) -> FleetSeen:
@@ -330,6 +363,11 @@ def check_step(want: FleetWant, seen: FleetSeen, before: dict[Key, Running], wor
         assert pool.least <= sizes[name] <= pool.most
         assert name == ROUTER or sizes[name] == world.expected[name]
         check_pool(want, pool, sizes[name], before, world)
+        if want.paused:
+            check_held(pool, sizes[name], before, world)
+    if want.paused:
+        for key, one in before.items():  # a pool that left the document stays
+            assert key[0] in wanted or world.running[key].workload == one.workload
     check_revisions_move_together(want, sizes, before, world)
     check_the_fleet_serves(want, sizes, before, world)
 
@@ -350,12 +388,24 @@ def check_pool(
         > (before[key].workload.replicas if (key := key_of(one)) in before else 0)
     ]
     for one in grown:
-        assert one.workload.revision == pool.revision
+        assert want.paused or one.workload.revision == pool.revision
         others = [other for other in new if other is not one]
         # Only what is free is taken: an instance that still drains has its device yet.
         assert one.workload.replicas + sum(other.alive for other in others) <= room or not others
     had, has = sum(one.ready for one in old), sum(one.ready for one in new)
     assert has >= min(had, size - unavailable(want, pool, size, before))
+
+
+def check_held(pool: PoolWant, size: int, before: dict[Key, Running], world: World) -> None:
+    """No revision begins beside an older one, and none gives way: sizes follow a scale alone."""
+    had = [one for one in before.values() if one.workload.pool == pool.name]
+    if not any(o.workload.replicas for o in had if o.workload.revision != pool.revision):
+        return
+    assert {key_of(one) for one in world.of(pool.name)} == {key_of(one) for one in had}
+    sizes = [one.workload.replicas for one in had]
+    room = size + (ceil(size * pool.surge_percent / 100) if sum(map(bool, sizes)) > 1 else 0)
+    if size <= sum(sizes) <= room:
+        assert [one.workload.replicas for one in world.of(pool.name)] == sizes
 
 
 def is_rolling(pool: PoolWant, before: dict[Key, Running]) -> bool:

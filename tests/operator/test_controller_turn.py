@@ -107,6 +107,7 @@ def test_a_new_fleet_is_created_in_stages_and_workloads_come_last() -> None:
         "PodDisruptionBudget",
         "NetworkPolicy",
         "ConfigMap",
+        "ControllerRevision",
         "InferenceFleetPool",
     }
     assert [w.obj["kind"] for w in second if isinstance(w, Apply)] == ["Deployment"] * 3
@@ -117,7 +118,7 @@ def test_a_fleet_that_is_there_needs_nothing() -> None:
     turn = decide(look(settled()))
     assert writes(turn) == []
     # Each was compared, and need not be again.
-    assert len(turn.compared) == 14
+    assert len(turn.compared) == 15
 
 
 def test_what_was_compared_is_not_compared_again_until_it_changes() -> None:
@@ -246,7 +247,7 @@ def test_objects_of_another_owner_are_neither_counted_nor_touched() -> None:
             obj["metadata"]["ownerReferences"][0] |= {"uid": "before", "name": "old"}
     turn = decide(look(children))
     assert writes(turn) == []
-    assert len(turn.problems) == 14
+    assert len(turn.problems) == 15
     assert {p.reason for p in turn.problems} == {"NameConflict"}
     assert "InferenceFleet old" in turn.problems[0].message
     assert look(children).seen.workloads == ()

@@ -84,6 +84,8 @@ EDITS = [
     ("rollout.pairing", "Compatible"),
     ("rollout", {"maxSurgePercent": 0, "maxUnavailablePercent": 1}),
     ("pools.0.rollout", {"maxSurgePercent": 0, "maxUnavailablePercent": 1}),
+    ("rollout", {"paused": True}), ("rollout", {"historyLimit": 0}),
+    ("rollout", {"restartedAt": "2026-01-31T12:00:00Z"}),
     ("pools.0.replicas", 3), ("pools.0.scaling", {"maxReplicas": 3}), ("router.replicas", 1),
     ("router.auth", {"secretRef": {"name": "clients"}}),
     ("router.auth", {"secretRef": {"name": "clients", "key": "b"}}),

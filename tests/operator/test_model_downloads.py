@@ -123,7 +123,7 @@ def test_a_new_fleets_engines_wait_for_the_job_that_downloads_their_model() -> N
     # Until it is complete, nothing more.
     assert applied(look(children, document(FIRST)), children) == []
     complete(job_in(children))
-    assert len(applied(look(children, document(FIRST)), children)) == 8
+    assert len(applied(look(children, document(FIRST)), children)) == 9
     assert len(children[DEPLOYMENT]) == 3
     assert conditions(look(children, document(FIRST)))["ModelReady"][:2] == ("True", "Downloaded")
 

@@ -36,6 +36,7 @@ from xpyd_operator.document.base import (
     transition,
 )
 from xpyd_operator.document.pod_template import POD_SPEC, without_nulls
+from xpyd_operator.document.rollout import PoolRollout
 
 
 def _drop_nulls(value: object) -> object:
@@ -330,30 +331,6 @@ class Scaling(ApiModel):
     )
     def _are_in_order(self) -> bool:
         return self.max_replicas is None or self.min_replicas <= self.max_replicas
-
-
-class PoolRollout(ApiModel):
-    """How far a pool may be from its replicas while a new revision replaces an old one.
-
-    Percents are of the pool's replicas and at least one instance: surge is rounded up, unavailable
-    down.
-    """
-
-    max_surge_percent: Annotated[int, Field(ge=0, le=100)] = 25
-    """Instances above the replicas; 0: an old instance goes before a new one comes."""
-    max_unavailable_percent: Annotated[int, Field(ge=0, le=100)] = 0
-    """Instances that may be missing, where a new one has no room otherwise: none above replicas is
-    allowed, or no node has a place for it."""
-
-    @rule(
-        # The API server tries it on the default {} of the whole, which has no defaults in it.
-        "!has(self.maxSurgePercent) || "
-        "self.maxSurgePercent != 0 || self.maxUnavailablePercent != 0",
-        "nothing could ever be replaced: set one of maxSurgePercent and maxUnavailablePercent",
-        field="maxSurgePercent",
-    )
-    def _can_move(self) -> bool:
-        return self.max_surge_percent != 0 or self.max_unavailable_percent != 0
 
 
 def _ranks(pool: Pool) -> tuple[int, ...]:

@@ -45,10 +45,10 @@ from xpyd_operator.document.engines import (
     Model,
     PodTemplate,
     Pool,
-    PoolRollout,
     ShapedLike,
 )
 from xpyd_operator.document.entry import HttpRoute, Ingress, Service
+from xpyd_operator.document.rollout import Rollout
 from xpyd_operator.document.transfer import KvTransfer
 
 Policy = Literal[
@@ -199,16 +199,6 @@ class Drain(ApiModel):
 
     timeout_seconds: Annotated[int, Field(ge=0, le=86400)] = 300
     """How long a leaving instance may take to finish its requests."""
-
-
-class Rollout(PoolRollout):
-    """How a new revision replaces an old one; P and D move together."""
-
-    progress_deadline_seconds: Annotated[int, Field(ge=60, le=604800)] = 3600
-    """In a cluster, how long no new instance may become ready before the fleet says Degraded."""
-    pairing: Literal["SameRevision", "Compatible"] = "SameRevision"
-    """SameRevision: a Prefill and a Decode instance of different revisions of what the pools have
-    in common serve no request together. Compatible: they do, where their KV is compatible."""
 
 
 class NetworkPolicy(ApiModel):

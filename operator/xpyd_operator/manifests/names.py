@@ -67,6 +67,8 @@ ANNOTATION_KEY_SLOT = "xpyd.dev/key-slot"
 ANNOTATION_KEY_ID = "xpyd.dev/key-id"
 ANNOTATION_KEY_SINCE = "xpyd.dev/key-since"
 """On that ConfigMap: how far a rotation is (status.rotation.KeyOrder)."""
+ANNOTATION_RESTARTED = "xpyd.dev/restarted-at"
+"""On a pod: spec.rollout.restartedAt of its revision."""
 ANNOTATION_APPLIED = "xpyd.dev/applied"
 """Hash of the object as the operator last applied it."""
 
@@ -127,6 +129,13 @@ def pool_labels(fleet: str, pool: str, role: str) -> dict[str, str]:
     """Labels of an object of one pool, or of the router."""
     app = ROUTER_APP if pool == ROUTER else ENGINE_APP
     return {**fleet_labels(fleet, app), LABEL_POOL: pool, LABEL_ROLE: role}
+
+
+def pod_annotations(fleet: InferenceFleet, container: str) -> dict[str, str]:
+    """Annotations of a pod whose program is in `container`."""
+    restarted = fleet.spec.rollout.restarted_at
+    found = {"kubectl.kubernetes.io/default-container": container}
+    return {**found, ANNOTATION_RESTARTED: restarted} if restarted else found
 
 
 def workload_labels(fleet: str, pool: str, role: str, revision: str) -> dict[str, str]:
@@ -196,6 +205,11 @@ def kv_secret_name(fleet: str, uid: str, slot: str = KV_KEY) -> str:
     its own: the operator reads no Secret, and Kubernetes deletes the old one soon.
     """
     return f"{fleet}-kv-{uid[:8]}{slot.removeprefix(KV_KEY)}"
+
+
+def revision_name(fleet: str, revision: str) -> str:
+    """Name of the ControllerRevision that records a revision of the document."""
+    return f"{fleet}-{revision}"
 
 
 def service_account_name(fleet: str) -> str:

@@ -341,7 +341,7 @@ def _pod(
     return {
         "metadata": {
             "labels": names.workload_labels(fleet.name, workload.pool, role, workload.revision),
-            "annotations": {"kubectl.kubernetes.io/default-container": name},
+            "annotations": names.pod_annotations(fleet, name),
         },
         "spec": spec,
     }

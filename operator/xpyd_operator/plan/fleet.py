@@ -14,6 +14,9 @@ Routers can call engines that ask less of them than they have (Template.tls), an
 where spec.engine.tls comes, engines wait until no router is without it; where it goes, routers wait
 until no engine has it. See docs/adr/0102.
 
+A fleet that is paused takes none of these steps: each pool keeps the revisions that it has, and
+grows or shrinks in them when it is scaled. What has no instance yet starts. See docs/adr/0095.
+
 What holds after every step: a pool declares at most `replicas + surge` instances; an instance that
 is ready goes only if the ready ones that remain are `replicas - unavailable`; a pool that left the
 document stays while it is all that makes the fleet serve and its successors are on their way.
@@ -56,17 +59,21 @@ def plan(want: FleetWant, seen: FleetSeen, now: float) -> Plan:
     pools = [] if want.stopping else _pools(want, seen)
     share = _rollout_share(pools)
     for pool in pools:
-        actions += _pool_actions(pool, Fraction(0) if pool.waits else share)
+        is_held = want.paused and pool.is_mixed
+        held_share = Fraction(0) if pool.waits else share
+        actions += (_held_actions if is_held else _pool_actions)(pool, held_share)
     names = {pool.want.name for pool in pools}
     leaving = [w for w in seen.workloads if w.workload.pool not in names]
     # Sorted, because shells list workloads in different orders.
     leaving.sort(key=lambda w: (w.workload.pool, w.workload.revision))
-    needed = not want.stopping and bool(leaving) and _is_needed(leaving, pools, share)
+    needed = not want.stopping and bool(leaving)
+    needed = needed and (want.paused or _is_needed(leaving, pools, share))
     if want.stopping:
         actions += _stop(leaving)
     elif not needed:
         actions += _leave(leaving)
     going = "leave when others serve" if needed else "leaving"
+    going = "stay while paused" if needed and want.paused else going
     waits = [f"{w.workload.pool} {w.alive} {going}" for w in leaving if w.alive]
     status = _status(want, pools, waits, seen.status, now)
     if status != seen.status:
@@ -150,9 +157,20 @@ class _Pool:
         return any(w.alive for w in self.old)
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether older revisions are asked for, or would be if the pool had replicas."""
+        is_idle = self.new is None and not self.replicas
+        return any(w.workload.replicas or is_idle for w in self.old)
+
+    @property
+    def most(self) -> int:
+        """Instances that may run where all have room."""
+        return self.replicas + ceil(self.replicas * self.want.surge_percent / 100)
+
+    @property
     def surge(self) -> int:
         """Instances above `replicas` that may run."""
-        return 0 if self.is_tight else ceil(self.replicas * self.want.surge_percent / 100)
+        return 0 if self.is_tight else self.most - self.replicas
 
     @property
     def unavailable(self) -> int:
@@ -255,6 +273,55 @@ def _pool_actions(pool: _Pool, share: Fraction) -> list[Action]:
     return actions
 
 
+def _held_actions(pool: _Pool, share: Fraction) -> list[Action]:
+    """A scale of what runs of a pool whose rollout is paused."""
+    workloads = _workloads(pool)
+    actions: list[Action] = []
+    for one, target in zip(workloads, _held_targets(pool, workloads, share), strict=True):
+        before = one.workload.replicas
+        if target != before:
+            text = f"pool {pool.want.name}: {before} -> {target} instances of a paused rollout"
+            put = PutWorkload(replace(one.workload, replicas=target))
+            actions += [put, Event("Scaled", text)]
+    return actions
+
+
+def _held_targets(pool: _Pool, workloads: Sequence[WorkloadSeen], share: Fraction) -> list[int]:
+    """Sizes of the revisions that are there; the newest is the last one where it has begun.
+
+    A surge that was begun stays, so a mixed pool may have more than its replicas. What is not ready
+    goes first, then what a rollout would have taken: see _old_targets.
+    """
+    targets = [one.workload.replicas for one in workloads]
+    over = sum(targets) - (pool.most if sum(map(bool, targets)) > 1 else pool.replicas)
+    floor = max(0, pool.replicas - int(pool.replicas * share))
+    olds = range(len(pool.old) - 1, -1, -1)
+    for index in (*range(len(pool.old), len(targets)), *olds):
+        idle = targets[index] - min(targets[index], workloads[index].ready)
+        taken = max(0, min(over, idle))
+        targets[index] -= taken
+        over -= taken
+    for least in (floor, 0):
+        for index in olds:
+            spare = sum(targets[i] for i in olds) - least
+            taken = max(0, min(over, targets[index], spare))
+            targets[index] -= taken
+            over -= taken
+        if pool.new is not None and least == floor:
+            taken = max(0, min(over, targets[-1]))
+            targets[-1] -= taken
+            over -= taken
+    if sum(map(bool, targets)) == 1:
+        targets = [min(target, pool.replicas) for target in targets]
+    missing = pool.replicas - sum(targets)
+    if missing > 0:
+        best = max(range(len(targets)), key=lambda i: (targets[i], workloads[i].ready, i))
+        others = (max(one.alive, t) for one, t in zip(workloads, targets, strict=True))
+        room = pool.most - sum(others) + max(workloads[best].alive, targets[best])
+        targets[best] = max(targets[best], min(targets[best] + missing, room))
+    return targets
+
+
 def _stop(leaving: Sequence[WorkloadSeen]) -> list[Action]:
     """Everything leaves, the router first: it finishes what it has while all engines serve, and a
     request that P has computed still finds its D. See docs/adr/0061."""
@@ -332,7 +399,8 @@ def _status(
     if want.stopping:
         reason = "Draining" if waits else "Stopped"
     else:
-        reason = "Progressing" if waits else "Ready"
+        is_held = want.paused and (leaving or any(pool.is_rolling for pool in pools))
+        reason = "Paused" if is_held else "Progressing" if waits else "Ready"
     ready = reason == "Ready"
     since = before.since if before and before.ready == ready else now
     return FleetProgress(ready, reason, ", ".join(waits), since, tuple(rows))

@@ -72,7 +72,7 @@ def fleet_want(
                 most=MOST_REPLICAS if bounds.max_replicas is None else bounds.max_replicas,
             )
         )
-    return FleetWant(fleet.name, tuple(pools), stopping)
+    return FleetWant(fleet.name, tuple(pools), stopping, in_cluster and of_all.paused)
 
 
 def revision_of(template: Template) -> str:
@@ -286,10 +286,12 @@ def _engine_pod(
 
 
 def _shared(fleet: InferenceFleet) -> dict[str, Any]:
-    """What the router and the engines share, to find and to trust each other."""
+    """What the router and the engines share: how they find and trust each other, when they were
+    restarted."""
     return {
         "router": _explicit(fleet.spec.router, only={"discovery_port"}),
         "keySecretRef": _explicit(fleet.spec.kv_transfer.key_secret_ref),
+        "restartedAt": fleet.spec.rollout.restarted_at,
     }
 
 

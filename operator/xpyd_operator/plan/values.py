@@ -75,11 +75,13 @@ class PoolWant:
 
 @dataclass(frozen=True)
 class FleetWant:
-    """One fleet. `stopping`: everything is to be drained and deleted, the router first."""
+    """One fleet. `stopping`: everything is to be drained and deleted, the router first. `paused`:
+    no instance takes the place of another one."""
 
     name: str
     pools: tuple[PoolWant, ...]
     stopping: bool = False
+    paused: bool = False
 
 
 # What is there

@@ -153,6 +153,12 @@ class _Fleet:
     notices: Sequence[str] = ()
     decode_alone: bool = False
     has_pair: bool | None = None
+    paused: bool = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the document pauses a rollout that is under way, or would begin."""
+        return self.paused and any(row.older or not row.revision for row in self.pools)
 
     @property
     def missing(self) -> list[PoolRow]:
@@ -186,6 +192,7 @@ def conditions(
     has_pair: bool | None = None,
     model: ModelState | None = None,
     key: KeyVerdict | None = None,
+    paused: bool = False,
 ) -> list[dict[str, Any]]:
     """`before`: the whole status before; a condition keeps its time while its status stays.
 
@@ -194,9 +201,9 @@ def conditions(
     is no Prefill instance. `kv`: what the routers' counts say of the KV (see `verified`).
     `has_pair`: whether a router has instances that can serve a request; None: none has said.
     `model`: the download of its model; None: no Job downloads it. `key`: how far the rotation of
-    the fleet's key is; None: nobody asked for one.
+    the fleet's key is; None: nobody asked for one. `paused`: no revision takes another's place.
     """
-    fleet = _Fleet(pools, problems, stopping, before, notices, decode_alone, has_pair)
+    fleet = _Fleet(pools, problems, stopping, before, notices, decode_alone, has_pair, paused)
     verdicts = {
         "Ready": _ready(fleet),
         "Available": _available(fleet),
@@ -287,6 +294,7 @@ def _ready(fleet: _Fleet) -> _Verdict:
     if causes:
         return _Verdict(False, causes[0].reason, _summary_of(_waits(fleet), causes))
     reason = "Rollout" if any(row.older for row in fleet.pools) else "PodsMissing"
+    reason = "Paused" if fleet.is_paused else reason
     return _Verdict(False, reason, _waits(fleet))
 
 
@@ -319,8 +327,18 @@ def _progressing(fleet: _Fleet) -> _Verdict:
         if leaving:
             return _Verdict(True, _DRAINING, drains)
         return _Verdict(False, "Settled", "every pool is as wanted")
+    if fleet.is_paused:
+        return _Verdict(False, "Paused", _paused(fleet))
     message = "; ".join(filter(None, [_waits(fleet) if fleet.missing else "", drains]))
     return _Verdict(True, _movement(fleet), message or "instances of older revisions leave")
+
+
+def _paused(fleet: _Fleet) -> str:
+    """What a pause keeps from going on."""
+    parts = [f"{row.progress} of the newest revision" for row in fleet.pools if row.older]
+    parts += [f"{row.name} stays" for row in fleet.pools if not row.revision]
+    how = "spec.rollout.paused, or `xpyd rollout resume`"
+    return f"the rollout is paused ({how}): {', '.join(parts)}"
 
 
 def _movement(fleet: _Fleet) -> str:
@@ -365,7 +383,8 @@ def _router_ready(fleet: _Fleet) -> _Verdict:
     if not router.missing:
         return _Verdict(True, "RouterReady", f"{router.progress} ready")
     causes = fleet.of_pools([ROUTER])
-    reason = causes[0].reason if causes else "Rollout" if router.older else "PodsMissing"
+    moves = "Paused" if fleet.is_paused else "Rollout"
+    reason = causes[0].reason if causes else moves if router.older else "PodsMissing"
     return _Verdict(False, reason, _summary_of(f"waits for {router.progress} ready", causes))
 
 

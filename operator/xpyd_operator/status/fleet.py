@@ -103,6 +103,7 @@ def fleet_status(
             has_pair=has_pair,
             model=model,
             key=key,
+            paused=want.paused,
             before=before or {},
             now=now,
             generation=generation,
@@ -341,6 +342,7 @@ def _stopping(before: Raw, after: Raw) -> list[EventText]:
 def _pools(before: Raw, after: Raw) -> list[EventText]:
     """One Event for each kind of change, however many pools changed."""
     old, new = _wanted(before), _wanted(after)
+    is_paused = _moves(after) == "Paused"
     lines: dict[str, list[str]] = {"Created": [], "Rollout": [], "Scaled": [], "Draining": []}
     for name, pool in new.items():
         replicas, earlier = count(pool, "replicas"), old.get(name)
@@ -348,7 +350,7 @@ def _pools(before: Raw, after: Raw) -> list[EventText]:
             lines["Created"].append(f"pool {name}: {_instances(replicas)}")
             continue
         revisions = text(earlier, "revision"), text(pool, "revision")
-        if revisions[0] != revisions[1]:
+        if revisions[0] != revisions[1] and not is_paused:
             change = f"revision {revisions[0]} -> {revisions[1]}"
             lines["Rollout"].append(f"pool {name}: {change}, {_instances(replicas)}")
         if count(earlier, "replicas") != replicas:
@@ -381,7 +383,7 @@ def _states(before: Raw, after: Raw) -> list[EventText]:
     if _status(after, kv) == "False" and _status(before, kv) != "False":
         words = f"{text(condition_of(after, kv), 'reason')}: {_message(after, kv)}"
         found.append(EventText("Warning", "KVNotVerified", words))
-    found += _rotation(before, after)
+    found += [*_rotation(before, after), *_pauses(before, after)]
     if _has_lost(before, after):
         found.append(EventText("Warning", "Recovering", _message(after, "Ready")))
     if _status(before, "Available") == "True" and _status(after, "Available") == "False":
@@ -400,6 +402,19 @@ def _rotation(before: Raw, after: Raw) -> list[EventText]:
     if reason in ("Adding", "Done"):
         return [EventText("Normal", f"KeyRotation{reason}", message)]
     return [EventText("Warning", "KeyRotationBlocked", message)]
+
+
+def _pauses(before: Raw, after: Raw) -> list[EventText]:
+    """A rollout that is kept from going on, and one that goes on."""
+    was, is_paused = _moves(before) == "Paused", _moves(after) == "Paused"
+    if was == is_paused:
+        return []
+    reason = "RolloutPaused" if is_paused else "RolloutResumed"
+    return [EventText("Normal", reason, _message(after, "Progressing"))]
+
+
+def _moves(status: Raw) -> str:
+    return text(condition_of(status, "Progressing"), "reason")
 
 
 def _has_lost(before: Raw, after: Raw) -> bool:

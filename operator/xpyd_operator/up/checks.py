@@ -52,6 +52,8 @@ CLUSTER_ONLY = frozenset(
         "spec.router.tls",
         "spec.router.template",
         "spec.rollout.progressDeadlineSeconds",
+        "spec.rollout.paused",
+        "spec.rollout.historyLimit",
         "spec.networkPolicy",
     }
 )

@@ -33,6 +33,7 @@ from xpyd_operator.controller.decision.kinds import (
     kind_of,
     merge_patch,
 )
+from xpyd_operator.controller.decision.revisions import forgotten, recorded, with_pause
 from xpyd_operator.controller.decision.state import (
     AppliedVersion,
     Apply,
@@ -224,14 +225,15 @@ class _Decision:
         made = plan(self._want, self._seen, 0.0)
         keys, order = state.key_changes
         support = (*support_objects(self._fleet, state.placement), *order)
-        first: list[Write] = list(
-            self._applied(filter(self._is_missing, support) if self._held else support)
-        )
-        first += self._pools()
+        # What runs needs the objects that it has, also where it is not the document's yet.
+        keeps, records = self._held or state.is_paused, recorded(state)
+        wanted = filter(self._is_missing, support) if keeps else support
+        first: list[Write] = [*self._applied((*wanted, *records)), *self._pools()]
         second: list[Write] = list(self._newest(made))
         scales, removals = _from_plan(made, self._rendered, self._workloads)
         leftovers = () if state.is_held else self._leftovers(support)
-        last: list[Write] = [*removals, *(w for w in leftovers if w.kind == JOB or not self._held)]
+        last: list[Write] = [*removals, *(w for w in leftovers if w.kind == JOB or not keeps)]
+        last += forgotten(state, records)
         second += self._additions_removed((*first, *second))
         stages, contested = _uncontested(state, (keys, first, (*second, *scales), last))
         recheck = None if made.recheck_after is None else _UNSETTLED_RECHECK_S
@@ -367,7 +369,7 @@ class _Decision:
             workload = puts.get((pool.name, pool.revision)) or self._as_it_is(pool)
             if workload is not None:
                 objects = workload_objects(self._fleet, workload, self._state.placement)
-                yield from self._applied(objects, pool.name)
+                yield from self._applied(with_pause(self._state, objects), pool.name)
 
     def _as_it_is(self, pool: PoolWant) -> Workload | None:
         found = self._workloads.get(pool.name, pool.revision)

@@ -65,6 +65,7 @@ class Kind:
 FLEET = Kind("xpyd.dev/v1alpha1", "InferenceFleet", "inferencefleets", labelled=False)
 POOL = Kind("xpyd.dev/v1alpha1", "InferenceFleetPool", "inferencefleetpools")
 DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
+CONTROLLER_REVISION = Kind("apps/v1", "ControllerRevision", "controllerrevisions")
 POD = Kind("v1", "Pod", "pods")
 SERVICE = Kind("v1", "Service", "services")
 SERVICE_ACCOUNT = Kind("v1", "ServiceAccount", "serviceaccounts")
@@ -94,7 +95,16 @@ SUPPORT = (
     CONFIG_MAP,
 )
 """Kinds of the support objects."""
-WATCHED = (FLEET, POOL, DEPLOYMENT, POD, *SUPPORT, LEADER_WORKER_SET, CLAIM_TEMPLATE)
+WATCHED = (
+    FLEET,
+    POOL,
+    DEPLOYMENT,
+    CONTROLLER_REVISION,
+    POD,
+    *SUPPORT,
+    LEADER_WORKER_SET,
+    CLAIM_TEMPLATE,
+)
 ALWAYS = tuple(kind for kind in WATCHED if not kind.optional)
 OPTIONAL = tuple(kind for kind in WATCHED if kind.optional)
 MISSING_APIS = {

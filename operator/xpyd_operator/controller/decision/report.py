@@ -92,7 +92,10 @@ def _obeyed(
     before = status_of(state.document)
     wrong = [Problem("Degraded", INVALID_TEMPLATE, "", line) for line in parsed.mistakes]
     deadline_s = parsed.fleet.spec.rollout.progress_deadline_seconds if parsed.fleet else math.inf
-    problems = (*wrong, *problems, *find_problems(children, state.ages, deadline_s))
+    seen_now = find_problems(children, state.ages, deadline_s)
+    if state.is_paused:  # nothing is to become ready by then
+        seen_now = tuple(one for one in seen_now if one.reason != "ProgressDeadlineExceeded")
+    problems = (*wrong, *problems, *seen_now)
     if state.model is not None and (found := state.model.problem) is not None:
         problems = (*problems, found)
     if parsed.fleet is None:

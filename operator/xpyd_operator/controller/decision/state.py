@@ -333,6 +333,19 @@ class FleetState:
         is_wrong = self.parsed.fleet is None or bool(self.parsed.mistakes)
         return self.parsed.fleet is None or (is_wrong and self.want != self.parsed.want)
 
+    @cached_property
+    def pools_paused(self) -> frozenset[str]:
+        """The pools of which another revision than the document's runs, where it says paused."""
+        wanted = {(pool.name, pool.revision) for pool in self.want.pools}
+        runs = (one for one in self.seen.workloads if one.workload.replicas or one.alive)
+        others = {(one.workload.pool, one.workload.revision) for one in runs} - wanted
+        return frozenset(pool for pool, _ in others) if self.want.paused else frozenset()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the document pauses a rollout that is under way, or would begin."""
+        return bool(self.pools_paused)
+
     @property
     def holds_back(self) -> bool:
         """Whether pods of the document wait: for its mistakes to be mended, or for its model."""
