@@ -108,11 +108,13 @@ def _version_command() -> Command:
     return Command("print the version", lambda _: None, run)
 
 
-def build_parser(only: str = "") -> argparse.ArgumentParser:
+def build_parser(
+    only: str = "", *, prog: str = "xpyd", offered: frozenset[str] = frozenset()
+) -> argparse.ArgumentParser:
     """The parser with every installed sub-command, or with the one that `only` names, where it is
-    one: the others need not be imported then."""
+    one: the others need not be imported then. `offered`: those that `prog` has, none: all."""
     parser = argparse.ArgumentParser(
-        prog="xpyd", description="LLM fleets with prefill and decode apart."
+        prog=prog, description="LLM fleets with prefill and decode apart."
     )
     parser.add_argument("--version", action="version", version=f"xpyd {__version__}")
     commands = parser.add_subparsers(
@@ -121,6 +123,7 @@ def build_parser(only: str = "") -> argparse.ArgumentParser:
     entries = entry_points(group=GROUP)
     if only in {*entries.names, _VERSION}:
         entries = entries.select(name=only)
+    entries = [entry for entry in entries if not offered or entry.name in offered]
     found = {entry.name: load_command(entry) for entry in entries}
     for name, command in sorted({**found, _VERSION: _version_command()}.items()):
         sub = commands.add_parser(
@@ -137,7 +140,12 @@ def build_parser(only: str = "") -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str = "xpyd",
+    offered: frozenset[str] = frozenset(),
+) -> int:
     """Run one sub-command; the exit status is its own, 2 for wrong input, 130 after Ctrl-C."""
     if os.getpid() == 1:
         # A container's first process gets only signals that it handles: this one ends it as it
@@ -145,7 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     try:
         words = sys.argv[1:] if argv is None else argv
-        args = build_parser(words[0] if words else "").parse_args(words)
+        only = words[0] if words else ""
+        args = build_parser(only, prog=prog, offered=offered).parse_args(words)
         return args.run_command(args)
     except UserError as error:
         sys.stderr.write(f"xpyd: {error}\n")

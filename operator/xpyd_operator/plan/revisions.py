@@ -20,7 +20,7 @@ from xpyd_operator.plan.template import fleet_want
 Json = dict[str, Any]
 
 _PARTS = ("model", "engine", "pools", "kvTransfer", "router", "heartbeat", "drain")
-_OF_NOW: Mapping[str, frozenset[str]] = {
+OF_NOW: Mapping[str, frozenset[str]] = {
     "router": frozenset({"replicas", "service", "ingress", "httpRoute"}),
     "pools": frozenset({"replicas", "scaling", "rollout"}),
 }
@@ -39,9 +39,9 @@ def record_of(spec: Mapping[str, Any]) -> Json:
     """What of a document's spec makes pods."""
     found: Json = {name: spec[name] for name in _PARTS if name in spec}
     if "router" in found:
-        found["router"] = _without(found["router"], _OF_NOW["router"])
+        found["router"] = _without(found["router"], OF_NOW["router"])
     if "pools" in found:
-        found["pools"] = [_without(pool, _OF_NOW["pools"]) for pool in found["pools"]]
+        found["pools"] = [_without(pool, OF_NOW["pools"]) for pool in found["pools"]]
     rollout: Mapping[str, Any] = spec.get("rollout") or {}
     if rollout.get(_RESTARTED):
         found["rollout"] = {_RESTARTED: rollout[_RESTARTED]}
@@ -55,10 +55,10 @@ def restored(spec: Mapping[str, Any], record: Mapping[str, Any]) -> Json:
     found |= {name: record[name] for name in _PARTS if name in record}
     if "router" in record or "router" in spec:
         router: Json = spec.get("router") or {}
-        found["router"] = {**record.get("router", {}), **_only(router, _OF_NOW["router"])}
+        found["router"] = {**record.get("router", {}), **_only(router, OF_NOW["router"])}
     now = {pool.get("name"): pool for pool in cast("list[Json]", spec.get("pools") or [])}
     found["pools"] = [
-        {**pool, **_only(now.get(pool.get("name"), {}), _OF_NOW["pools"])}
+        {**pool, **_only(now.get(pool.get("name"), {}), OF_NOW["pools"])}
         for pool in cast("list[Json]", record.get("pools") or [])
     ]
     rollout = _without(spec.get("rollout") or {}, {_RESTARTED})
@@ -72,7 +72,9 @@ def differences(before: object, after: object, path: str = "") -> list[tuple[str
     """Paths at which two JSON values differ, with both values; None: not there. Items of lists go
     by their name where they have one."""
     old, new = _members(before), _members(after)
-    if not old or not new or isinstance(before, dict) != isinstance(after, dict):
+    is_map = {isinstance(one, dict) for one in (before, after) if one is not None} == {True}
+    is_item = path.endswith("]") and None in (before, after)
+    if is_item or not (is_map or (old and new)):
         return [] if before == after else [(path, before, after)]
     found: list[tuple[str, object, object]] = []
     for key in dict.fromkeys((*old, *new)):

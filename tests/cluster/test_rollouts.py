@@ -1,0 +1,96 @@
+"""`xpyd rollout` on a real API server with its controllers; pods run on fake nodes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.fleetkit import FleetClient, delete_fleets, fake_fleet
+from tests.cluster.harness import Cluster, wait_for
+from tests.cluster.operator_process import OperatorProcess, running_operator
+
+WAIT_S = 60
+
+
+@pytest.fixture
+def operator(plane: Cluster, namespace: str) -> Iterator[OperatorProcess]:
+    with running_operator(plane, namespace) as found:
+        yield found
+        delete_fleets(plane, namespace)
+
+
+def xpyd(chat: FleetClient, *words: str, program: str = "xpyd", code: int = 0) -> str:
+    """What `xpyd rollout` prints."""
+    environment = chat.cluster.client_environment()
+    argv = [str(Path(sys.executable).with_name(program)), "rollout", *words, "-n", chat.namespace]
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == code, f"{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def history(chat: FleetClient) -> list[tuple[int, str]]:
+    found = json.loads(xpyd(chat, "history", "chat", "-o", "json"))
+    return [(row["revision"], row["spec"]["engine"].get("image", "")) for row in found]
+
+
+def images(chat: FleetClient, pool: str = "decode") -> set[str]:
+    found = chat.find("deployments", labels=f"xpyd.dev/fleet=chat,xpyd.dev/pool={pool}")
+    return {d["spec"]["template"]["spec"]["containers"][0]["image"] for d in found}
+
+
+def test_a_rollout_is_paused_resumed_taken_back_and_restarted_by_the_command(
+    plane: Cluster, namespace: str, operator: OperatorProcess, tmp_path: Path
+) -> None:
+    chat = FleetClient(plane, namespace)
+    first = fake_fleet(decode=2, engine={"image": "engine:1"})
+    chat.apply(first)
+    chat.wait_ready()
+    assert "Complete" in xpyd(chat, "status", "chat", "--wait", f"--timeout={WAIT_S}")
+    assert history(chat) == [(1, "engine:1")]
+
+    second = fake_fleet(decode=2, engine={"image": "engine:2"})
+    file = tmp_path / "fleet.yaml"
+    file.write_text(json.dumps(second))
+    edit = json.loads(xpyd(chat, "plan", "-f", str(file), "-o", "json"))
+    assert [(p["pool"], p["change"], p["why"]) for p in edit["pools"]] == [
+        ("router", "unchanged", []),
+        ("prefill", "new revision", ["engine.image"]),
+        ("decode", "new revision", ["engine.image"]),
+    ]
+    assert chat.document()["metadata"]["generation"] == 1, "nothing was written"
+
+    # Paused: the edit does not begin, and a scale counts for what runs.
+    xpyd(chat, "pause", "chat")
+    chat.apply(second)
+    wait_for(lambda: chat.condition("Progressing").get("reason") == "Paused", 30, "Paused")
+    assert "of the newest revision" in xpyd(chat, "status", "chat", "--wait", code=4)
+    chat.scale("decode", 3)
+    chat.wait_pool("decode", 3)
+    assert images(chat) == {"engine:1"}
+    assert history(chat) == [(1, "engine:1")]
+
+    xpyd(chat, "resume", "chat")
+    xpyd(chat, "status", "chat", "--wait", f"--timeout={WAIT_S}")
+    assert images(chat) == {"engine:2"}
+    assert history(chat) == [(1, "engine:1"), (2, "engine:2")]
+    assert len(chat.pods("decode")) == 3
+
+    xpyd(chat, "undo", "chat", program="kubectl-xpyd")
+    xpyd(chat, "status", "chat", "--wait", f"--timeout={WAIT_S}")
+    assert images(chat) == {"engine:1"}
+    assert history(chat) == [(2, "engine:2"), (3, "engine:1")]
+    assert len(chat.pods("decode")) == 3, "sizes stay"
+
+    before = {pod["metadata"]["uid"] for pool in ("decode", "router") for pod in chat.pods(pool)}
+    xpyd(chat, "restart", "chat")
+    xpyd(chat, "status", "chat", "--wait", f"--timeout={WAIT_S}")
+    after: set[Any] = {p["metadata"]["uid"] for n in ("decode", "router") for p in chat.pods(n)}
+    assert not before & after
+    told = {event["reason"] for event in chat.events()}
+    assert {"RolloutPaused", "RolloutResumed", "Rollout"} <= told
