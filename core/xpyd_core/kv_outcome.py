@@ -25,7 +25,7 @@ LostCause = Literal[
 """Why KV did not come: see docs/kv-transfer.md."""
 AloneCause = Literal[
     "one_token", "echo", "first_token", "short_prompt", "several", "no_prefill",
-    "aggregated",
+    "no_decode", "aggregated",
 ]  # fmt: skip
 """Why one instance served a request: see docs/router.md."""
 Cause = LostCause | AloneCause | Literal[""]

@@ -15,9 +15,12 @@ import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import lru_cache
+from typing import Literal
 
 import msgspec
 import orjson
+
+from xpyd_core.kv_outcome import AloneCause
 
 
 class Trace(msgspec.Struct):
@@ -59,6 +62,8 @@ class Trace(msgspec.Struct):
     """What became of the KV (xpyd_core.kv_outcome.Outcome); '' before an engine answered."""
     kv_cause: str = ""
     """Why it was not moved."""
+    stands_in: AloneCause | Literal[""] = ""
+    """Why one instance serves the try, where no pair was there."""
     failures: list[str] = []
     """Why tries failed, in order: `prefill:reset`."""
 

@@ -29,7 +29,7 @@ from xpyd_router.fleet.health import HealthRules
 from xpyd_router.fleet.listed import parse_listed
 from xpyd_router.keys.lines import MAX_KEY_BYTES
 from xpyd_router.keys.watch import read_proxies
-from xpyd_router.policy.base import ON_NO_PREFILL, PAIRINGS, Slo
+from xpyd_router.policy.base import ON_NO_DECODE, ON_NO_PREFILL, PAIRINGS, Slo
 from xpyd_router.request.client_request import MAX_SLO_MS, check_forwarded_names
 
 _EPILOG = """examples:
@@ -89,11 +89,8 @@ def _add_fleet(flags: _Flags, default: RouterConfig) -> None:
     )
     number("--listen-fd", None, "serve on this inherited socket, not --host and --port", "FD")
     number("--admin-listen-fd", None, "the same in place of --host and --admin-port", "FD")
-    number(
-        "--processes",
-        default.processes,
-        f"processes that serve HTTP; with more than 1, one more owns discovery {_DEFAULT}",
-    )
+    text = f"processes that serve HTTP; with more than 1, one more owns discovery {_DEFAULT}"
+    number("--processes", default.processes, text)
     add("--discovery-host", help="address that engines beat to (default: --host)")
     number("--discovery-port", DISCOVERY_PORT, f"port that engines beat to {_DEFAULT}", None)
     add("--kv-key-file", type=Path, help="the fleet's secret (default: XPYD_KV_KEY_FILE)")
@@ -201,11 +198,7 @@ def _add_policy(flags: _Flags, default: RouterConfig) -> None:
     )
     add("--prefill-policy", metavar="NAME", help="for prefill instances (default: --policy)")
     add("--decode-policy", metavar="NAME", help="for decode instances (default: --policy)")
-    number(
-        "--slo-ttft-ms",
-        None,
-        "time to the first token that a request may take (default: no objective)",
-    )
+    number("--slo-ttft-ms", None, "time that a first token may take (default: no objective)")
     number("--slo-itl-ms", None, "mean time between its tokens (default: no objective)")
     number(
         "--local-prefill-tokens",
@@ -306,6 +299,12 @@ def _add_limits(flags: _Flags, limits: AdmissionLimits) -> None:
         help="a request that finds no pair waits, or D computes its prompt, too, or it gets 503 "
         f"{_DEFAULT}",
     )
+    flags.add(
+        "--on-no-decode",
+        choices=ON_NO_DECODE,
+        help="without a D it waits, or P makes the whole answer, or it gets 503 (default: Reject "
+        "with --on-no-prefill Reject, else Queue)",
+    )
 
 
 def read_config(args: argparse.Namespace) -> RouterConfig:
@@ -364,6 +363,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         ),
         pair_wait_s=args.queue_timeout_seconds,
         on_no_prefill=args.on_no_prefill,
+        on_no_decode=args.on_no_decode,
         pairing=args.pairing,
         responses_store_bytes=args.responses_store_mib * _MIB,
         drain_s=args.drain_seconds,

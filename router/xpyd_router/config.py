@@ -12,7 +12,14 @@ from xpyd_router.admission import AdmissionLimits
 from xpyd_router.cross_site import CrossSite
 from xpyd_router.fleet.health import HealthRules
 from xpyd_router.fleet.listed import ListedInstance
-from xpyd_router.policy.base import NO_SLO, OnNoPrefill, Pairing, Slo
+from xpyd_router.policy.base import (
+    NO_SLO,
+    OnNoDecode,
+    OnNoPrefill,
+    Pairing,
+    Slo,
+    WithoutPair,
+)
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,8 @@ class RouterConfig:
     """How long a request waits for a pair; one flag sets this and the queue's deadline."""
     on_no_prefill: OnNoPrefill = "Queue"
     """What a request does that finds no pair."""
+    on_no_decode: OnNoDecode | None = None
+    """The same where no D is there; None: as `on_no_prefill` has it, without a P that answers."""
     pairing: Pairing = "SameRevision"
     """Whether a P and a D whose beats name different fleet revisions may be a pair."""
     drain_s: float = 5.0
@@ -114,6 +123,12 @@ class RouterConfig:
     """Whether each request has a log line."""
     logs_json: bool = False
     """Whether the access log is JSON lines."""
+
+    @property
+    def without_pair(self) -> WithoutPair:
+        """What a request does that finds no pair."""
+        usual: OnNoDecode = "Reject" if self.on_no_prefill == "Reject" else "Queue"
+        return WithoutPair(self.on_no_prefill, self.on_no_decode or usual)
 
     @property
     def needs_keys(self) -> bool:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from xpyd_core.kv_outcome import AloneCause
 from xpyd_core.tls import WatchedContext
 from xpyd_router.errors import FailureCause
-from xpyd_router.fleet.instances import Instance, ShownState, Standing
+from xpyd_router.fleet.instances import Instance, Lost, ShownState, Standing
 from xpyd_router.key_metrics import KeyTable
 from xpyd_router.request_metrics import (
     PHASES,
@@ -49,6 +50,12 @@ class RouterMetrics:
         self.waiting = self._gauge("waiting", "Requests waiting for a pair")
         self.prefill_on_decode = self._counter(
             "prefill_on_decode", "Tries whose prompt D computed because no P was there"
+        )
+        self.no_pair = self._counter(
+            "no_pair",
+            "Tries that found no pair, by what was missing and what was done",
+            "lost",
+            "then",
         )
         self.queue_length = self._gauge("queue_length", "Requests that wait for a place")
         self.queue_seconds = Histogram(
@@ -124,6 +131,14 @@ class RouterMetrics:
         """A call to `instance` failed."""
         self.errors.labels(PHASES[instance.beat.type], cause).inc()
         self.instances.of(instance).errors[cause] += 1
+
+    def stands_in(self, instance: Instance, lost: Lost) -> AloneCause:
+        """`instance` serves a request alone, as there is no pair; why."""
+        self.no_pair.labels(lost, "alone").inc()
+        if instance.beat.type == "P":
+            return "no_decode"
+        self.prefill_on_decode.inc()
+        return "no_prefill"
 
     def retried(self, instance: Instance) -> None:
         """A request is tried again because `instance` failed."""

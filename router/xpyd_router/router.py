@@ -79,7 +79,8 @@ def make_registry(config: RouterConfig) -> Registry:
     return Registry(
         period_s=config.heartbeat_interval_s,
         missed_beats=config.missed_beats,
-        decode_alone=config.on_no_prefill == "PrefillOnDecode",
+        decode_alone=config.without_pair.on_no_prefill == "PrefillOnDecode",
+        prefill_alone=config.without_pair.on_no_decode == "DecodeOnPrefill",
         same_revision=config.pairing == "SameRevision",
     )
 

@@ -128,8 +128,9 @@ def test_all_mistakes_are_reported_at_once():
         "spec.pools",
         "spec.kvTransfer.transport",
         'unknown field "spec.router.color"; spec.router has replicas, processes, policy, '
-        "prefillPolicy, decodePolicy, slo, localPrefillTokens, onNoPrefill, limits, queue, "
-        "discoveryPort, service, auth, tls, ingress, httpRoute, args, adminKeySecretRef, template",
+        "prefillPolicy, decodePolicy, slo, localPrefillTokens, onNoPrefill, onNoDecode, limits, "
+        "queue, discoveryPort, service, auth, tls, ingress, httpRoute, args, adminKeySecretRef, "
+        "template",
     ]
     assert lines[-2].endswith("; NIXL is not supported by this version")
 

@@ -24,18 +24,18 @@ from xpyd_router.config import RouterConfig
 from xpyd_router.policy.base import Slo
 
 
-def args_of(router: dict[str, Any]) -> list[str]:
+def args_of(router: dict[str, Any], **spec: Any) -> list[str]:
     """The router's arguments by a document with these settings."""
     pools = [cpu_pool("a", "Aggregated")]
-    fleet = parsed(pools=pools, router=router, kvTransfer={"insecure": True})
+    fleet = parsed(pools=pools, router=router, kvTransfer={"insecure": True}, **spec)
     (found,) = [pool for pool in fleet_want(fleet, model="/m").pools if pool.name == ROUTER]
     return list(found.template.args)
 
 
-def config_of(router: dict[str, Any]) -> RouterConfig:
+def config_of(router: dict[str, Any], **spec: Any) -> RouterConfig:
     parser = argparse.ArgumentParser(exit_on_error=False)
     command.configure(parser)
-    return read_config(parser.parse_args(args_of(router)))
+    return read_config(parser.parse_args(args_of(router, **spec)))
 
 
 def test_limits_queue_and_an_empty_side_reach_the_router() -> None:
@@ -74,6 +74,17 @@ def test_how_long_a_prompt_stays_on_d_reaches_the_router() -> None:
 @pytest.mark.parametrize("word", ["Queue", "PrefillOnDecode", "Reject"])
 def test_the_router_knows_each_word_of_the_document(word: str) -> None:
     assert config_of({"onNoPrefill": word}).on_no_prefill == word
+
+
+@pytest.mark.parametrize("word", ["Queue", "DecodeOnPrefill", "Reject", None])
+def test_what_happens_without_a_d_reaches_the_router(word: str | None) -> None:
+    assert config_of({"onNoDecode": word}).on_no_decode == word
+
+
+@pytest.mark.parametrize("word", ["SameRevision", "Compatible"])
+def test_who_may_be_a_pair_reaches_the_router(word: str) -> None:
+    assert config_of({}, rollout={"pairing": word}).pairing == word
+    assert config_of({}).pairing == "SameRevision"
 
 
 def test_the_documents_defaults_are_the_routers() -> None:

@@ -29,7 +29,7 @@ from xpyd_operator.status.verified import KvVerdict
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fleet.yaml"
 TYPES = [
     *("Ready", "Available", "Progressing", "Degraded"),
-    *("RouterReady", "CapacityAvailable", "Drifted", "KVTransferVerified"),
+    *("RouterReady", "CapacityAvailable", "Drifted", "KVTransferVerified", "RolesReady"),
 ]
 Obj = dict[str, Any]
 
@@ -169,7 +169,7 @@ def test_a_conditions_time_changes_with_its_status_and_not_with_its_message() ->
     cluster.turn()
     after = times(cluster)
     changed = {kind for kind in TYPES if after[kind] != before[kind]}
-    assert changed == {"Ready", "Progressing"}
+    assert changed == {"Ready", "Progressing", "RolesReady"}
     assert after["Ready"] == cluster.time
 
 
@@ -441,6 +441,7 @@ def test_a_fleet_that_was_never_valid_has_unknown_conditions_and_is_created_late
         "CapacityAvailable": "Unknown",
         "Drifted": "Unknown",
         "KVTransferVerified": "Unknown",
+        "RolesReady": "Unknown",
     }
     assert after["conditions"][0]["message"].endswith("; and 40 more")
     cluster = Cluster(fleet_of())

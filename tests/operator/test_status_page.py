@@ -28,7 +28,7 @@ KINDS = {
     "Progressing",
     "Available",
 }
-KINDS |= {"CapacityAvailable", "KeyRotated"}
+KINDS |= {"CapacityAvailable", "KeyRotated", "RolesReady"}
 PULLS = {"RegistryUnavailable", "SignatureValidationFailed"}
 """Kubelet's names of what is told as ImagePullBackOff."""
 
@@ -55,7 +55,15 @@ def _of_code() -> set[str]:
             names = _assigned(node)
             if names & {"reason", "_CANNOT_START", "MISSING_APIS", "INVALID", "INVALID_TEMPLATE"}:
                 found |= set(_words(node))
-            if names & {"_REASONS", "_LOOP", "RECREATED", "_OUT_OF_MEMORY", "_DRAINING"}:
+            if names & {
+                "_REASONS",
+                "_LOOP",
+                "RECREATED",
+                "_OUT_OF_MEMORY",
+                "_DRAINING",
+                "LOST_ROLES",
+                "_STAND_INS",
+            }:
                 found |= set(_words(node))
             if isinstance(node, ast.FunctionDef) and node.name == "_movement":
                 found |= set(_words(node))

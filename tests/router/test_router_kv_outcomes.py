@@ -138,6 +138,9 @@ async def test_a_request_without_a_p_or_for_an_aggregated_instance_shows_it() ->
         assert await alone(made, engines) == ("", "D", "alone", "no_prefill")
         engines["A"] = await made.engine("A")
         assert await alone(made, engines) == ("", "A", "alone", "aggregated")
+    async with fleet(on_no_decode="DecodeOnPrefill") as made:
+        engines = {"P": await made.engine("P")}
+        assert await alone(made, engines) == ("P", "", "alone", "no_decode")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,4 +1,4 @@
-"""No P, or no D: what requests do then, by --on-no-prefill."""
+"""No P, or no D: what requests do then, by --on-no-prefill and --on-no-decode."""
 
 from __future__ import annotations
 
@@ -23,8 +23,15 @@ from tests.router.fakes import (
 from tests.router.several import Client, process, when
 from xpyd_core.messages import InstanceType
 from xpyd_router.admission import AdmissionLimits
-from xpyd_router.policy.base import OnNoPrefill, Want
-from xpyd_router.request.attempt import pair_deadline_s, second_wish
+from xpyd_router.config import RouterConfig
+from xpyd_router.fleet.instances import Lost
+from xpyd_router.policy.base import (
+    OnNoDecode,
+    OnNoPrefill,
+    Want,
+    WithoutPair,
+)
+from xpyd_router.request.attempt import pair_deadline_s
 
 TEXT = "t0.0 t0.1 t0.2 t0.3 "
 READY = "/readiness?pairs=true"
@@ -42,19 +49,127 @@ async def gone(fleet_: Fleet, engine: HttpEngine) -> None:
 @pytest.mark.parametrize(
     ("want", "on", "expected"),
     [
-        (Want("m"), "PrefillOnDecode", "D"),
-        (Want("m", alone="P"), "PrefillOnDecode", "D"),
-        (Want("m", alone="D"), "PrefillOnDecode", None),
-        (Want("m", continue_at="k"), "PrefillOnDecode", "D"),
-        (Want("m"), "Queue", None),
-        (Want("m"), "Reject", None),
+        (Want("m"), "PrefillOnDecode", ["D"]),
+        (Want("m", alone="P"), "PrefillOnDecode", ["D"]),
+        (Want("m", alone="D"), "PrefillOnDecode", []),
+        (Want("m", continue_at="k"), "PrefillOnDecode", ["D"]),
+        (Want("m"), "Queue", []),
+        (Want("m"), "Reject", []),
     ],
 )
 def test_only_prefill_on_decode_has_a_second_wish(
-    want: Want, on: OnNoPrefill, expected: str | None
+    want: Want, on: OnNoPrefill, expected: list[str]
 ) -> None:
-    second = second_wish(want, on)
-    assert (second and second.alone) == expected
+    assert [one.alone for one in WithoutPair(on).wishes(want)] == expected
+
+
+@pytest.mark.parametrize(
+    ("want", "on", "expected"),
+    [
+        (Want("m"), WithoutPair("Queue", "DecodeOnPrefill"), ["P"]),
+        (Want("m", alone="P"), WithoutPair("Queue", "DecodeOnPrefill"), []),
+        (Want("m"), WithoutPair("PrefillOnDecode", "DecodeOnPrefill"), ["D", "P"]),
+        (Want("m"), WithoutPair("PrefillOnDecode", "Reject"), ["D"]),
+    ],
+)
+def test_a_p_is_asked_behind_the_ds(want: Want, on: WithoutPair, expected: list[str]) -> None:
+    assert [one.alone for one in on.wishes(want)] == expected
+
+
+REJECTING: list[tuple[OnNoPrefill, OnNoDecode | None, set[Lost]]] = [
+    ("Queue", None, set()),
+    ("PrefillOnDecode", None, set()),
+    ("Reject", None, {"prefill", "decode", "both", "pair"}),
+    ("Reject", "Queue", {"prefill", "both", "pair"}),
+    ("Reject", "DecodeOnPrefill", {"prefill", "both", "pair"}),
+    ("Queue", "Reject", {"decode", "both"}),
+]
+
+
+@pytest.mark.parametrize(("on_no_prefill", "on_no_decode", "rejected"), REJECTING)
+def test_who_is_not_to_wait_goes_by_the_side_that_is_missing(
+    on_no_prefill: OnNoPrefill, on_no_decode: OnNoDecode | None, rejected: set[Lost]
+) -> None:
+    on = RouterConfig(on_no_prefill=on_no_prefill, on_no_decode=on_no_decode).without_pair
+    everything: tuple[Lost, ...] = ("prefill", "decode", "both", "pair")
+    assert {lost for lost in everything if on.rejects(lost)} == rejected
+
+
+def no_pair(fleet_: Fleet) -> dict[tuple[str, str], float]:
+    """The router's counts of tries without a pair, those above 0."""
+    found = {
+        (lost, then): fleet_.metric("xpyd_router_no_pair_total", lost=lost, then=then)
+        for lost in ("prefill", "decode", "both", "pair")
+        for then in ("waited", "alone", "rejected")
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_p_makes_the_whole_answer_where_there_is_no_d_and_only_then(stream: bool) -> None:
+    async with fleet(on_no_decode="DecodeOnPrefill") as fleet_:
+        p = await fleet_.engine("P")
+        assert await status_of(fleet_, READY) == 200
+        if stream:
+            events = await fleet_.events()
+            assert text_of(events) == TEXT
+            assert events[-1] == "[DONE]"
+        else:
+            assert (await fleet_.json())["choices"][0]["text"] == TEXT
+        (call,) = p.calls
+        assert len(call.request_id) == 32, "alone: an id without addresses"
+        assert no_pair(fleet_) == {("decode", "alone"): 1}
+        d = await fleet_.engine("D")
+        await fleet_.json()
+        assert d.served == 1, "it goes back with the next request"
+        assert no_pair(fleet_) == {("decode", "alone"): 1}
+
+
+async def test_p_takes_over_a_stream_whose_only_d_died() -> None:
+    async with fleet(on_no_decode="DecodeOnPrefill") as fleet_:
+        p, d = await fleet_.engine("P"), await fleet_.engine("D")
+        d.script = begin_and_die
+        events = await fleet_.events()
+        assert text_of(events) == TEXT
+        assert events[-1] == "[DONE]"
+        assert (p.served, d.served) == (2, 1)
+
+
+async def test_a_p_of_another_key_does_not_go_on_behind_tokens() -> None:
+    async with fleet(on_no_decode="DecodeOnPrefill", pair_wait_s=0.05) as fleet_:
+        p, d = await fleet_.engine("P"), await fleet_.engine("D")
+
+        async def lose_p_and_die(engine: HttpEngine, call: Call, request: Any) -> Any:
+            await gone(fleet_, p)
+            await fleet_.engine("P", compatibility="other")
+            return await begin_and_die(engine, call, request)
+
+        d.script = lose_p_and_die
+        assert "error" in (await fleet_.events())[-1]
+
+
+async def test_a_p_that_cannot_serve_alone_does_not_stand_in() -> None:
+    async with fleet(on_no_decode="DecodeOnPrefill", pair_wait_s=0.05) as fleet_:
+        await fleet_.engine("P", is_ours=False)
+        assert await status_of(fleet_, READY) == 503
+        async with await fleet_.post() as response:
+            assert response.status == 503
+
+
+@pytest.mark.parametrize(("lost", "word"), [("P", "prefill"), ("D", "decode")])
+@pytest.mark.parametrize("then", ["waited", "rejected"])
+async def test_what_a_request_without_a_pair_lacks_is_counted(
+    lost: str, word: str, then: str
+) -> None:
+    on: Any = "Reject" if then == "rejected" else "Queue"
+    async with fleet(on_no_prefill=on, on_no_decode=on, pair_wait_s=0.05) as fleet_:
+        engines = {kind: await fleet_.engine(kind) for kind in "PD"}
+        await fleet_.json()
+        assert no_pair(fleet_) == {}
+        await gone(fleet_, engines[lost])
+        async with await fleet_.post() as response:
+            assert response.status == 503
+        assert no_pair(fleet_) == {(word, then): 1}
 
 
 @pytest.mark.parametrize("max_tokens", [4, 1])

@@ -1,4 +1,5 @@
-"""spec.router.service, ingress and httpRoute: how clients reach a fleet's routers in a cluster.
+"""spec.router.service, ingress, httpRoute, auth and tls: how clients reach a fleet's routers in a
+cluster, and what they need.
 
 They change no pod. What only the cluster can judge (a class that exists, a certificate, a gateway
 that admits the route) it says at the objects that are made of them. See docs/adr/0078.
@@ -11,7 +12,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from xpyd_core.pod_env import ROUTER_HTTP_PORT
-from xpyd_operator.document.base import ApiModel, Check, DnsName, Unique, matching, rule
+from xpyd_operator.document.base import (
+    ApiModel,
+    Check,
+    DnsName,
+    KeyName,
+    Unique,
+    matching,
+    rule,
+)
 from xpyd_operator.document.engines import Annotations, Labels
 
 OUR_PREFIX = "xpyd.dev/"
@@ -171,3 +180,40 @@ class HttpRoute(ApiModel):
     """Labels of the HTTPRoute, in addition to the operator's."""
     annotations: ObjectAnnotations = Field(default_factory=dict[str, str])
     """Annotations of the HTTPRoute."""
+
+
+class ClientKeysRef(ApiModel):
+    """A Secret's key that holds the file of client keys."""
+
+    name: DnsName
+    """Name of a Secret in the fleet's namespace."""
+    key: KeyName = "keys"
+    """Key in the Secret."""
+
+
+class Auth(ApiModel):
+    """What clients need."""
+
+    secret_ref: ClientKeysRef
+    """Secret with the keys' hashes and limits, one key per line, as `xpyd key new` makes them
+    (docs/keys.md). Routers read it again when it changes."""
+
+
+class AdminKeyRef(ApiModel):
+    """A Secret's key that holds keys of the admin API: one to four, one a line."""
+
+    name: DnsName
+    """Name of a Secret in the fleet's namespace."""
+    key: KeyName = "key"
+    """Key in the Secret."""
+
+
+class RouterTls(ApiModel):
+    """HTTPS on the routers' port of clients, in a cluster."""
+
+    secret_name: DnsName
+    """Secret of type kubernetes.io/tls with tls.crt and tls.key; a new certificate in it is loaded
+    without a restart."""
+    client_ca_secret_name: DnsName = ""
+    """Secret with the authorities of clients' certificates in ca.crt: clients must then show one;
+    none: they are asked for none."""

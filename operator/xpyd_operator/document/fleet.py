@@ -26,8 +26,6 @@ from xpyd_operator.document.base import (
     DNS_LABEL,
     ApiModel,
     Check,
-    DnsName,
-    KeyName,
     Numbers,
     Plain,
     Rule,
@@ -47,7 +45,14 @@ from xpyd_operator.document.engines import (
     Pool,
     ShapedLike,
 )
-from xpyd_operator.document.entry import HttpRoute, Ingress, Service
+from xpyd_operator.document.entry import (
+    AdminKeyRef,
+    Auth,
+    HttpRoute,
+    Ingress,
+    RouterTls,
+    Service,
+)
 from xpyd_operator.document.rollout import Rollout
 from xpyd_operator.document.transfer import KvTransfer
 
@@ -92,43 +97,6 @@ class Queue(ApiModel):
     """How long a request waits for its turn and for a pair; then it gets status 503."""
 
 
-class ClientKeysRef(ApiModel):
-    """A Secret's key that holds the file of client keys."""
-
-    name: DnsName
-    """Name of a Secret in the fleet's namespace."""
-    key: KeyName = "keys"
-    """Key in the Secret."""
-
-
-class Auth(ApiModel):
-    """What clients need."""
-
-    secret_ref: ClientKeysRef
-    """Secret with the keys' hashes and limits, one key per line, as `xpyd key new` makes them
-    (docs/keys.md). Routers read it again when it changes."""
-
-
-class AdminKeyRef(ApiModel):
-    """A Secret's key that holds keys of the admin API: one to four, one a line."""
-
-    name: DnsName
-    """Name of a Secret in the fleet's namespace."""
-    key: KeyName = "key"
-    """Key in the Secret."""
-
-
-class RouterTls(ApiModel):
-    """HTTPS on the routers' port of clients, in a cluster."""
-
-    secret_name: DnsName
-    """Secret of type kubernetes.io/tls with tls.crt and tls.key; a new certificate in it is loaded
-    without a restart."""
-    client_ca_secret_name: DnsName = ""
-    """Secret with the authorities of clients' certificates in ca.crt: clients must then show one;
-    none: they are asked for none."""
-
-
 class Router(ApiModel):
     """The HTTP entry."""
 
@@ -150,6 +118,9 @@ class Router(ApiModel):
     """What happens to a request that finds neither a pair nor an Aggregated instance: it waits for
     one; a Decode instance computes it alone; it gets status 503 at once. Without a Decode instance,
     PrefillOnDecode waits, too."""
+    on_no_decode: Literal["Queue", "DecodeOnPrefill", "Reject"] | None = None
+    """The same where it is a Decode instance that is missing; DecodeOnPrefill: a Prefill instance
+    makes the whole answer. None: Reject where onNoPrefill is Reject, else Queue."""
     limits: Limits = Limits()
     """How much each router works on at once."""
     queue: Queue = Queue()

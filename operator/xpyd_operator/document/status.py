@@ -29,7 +29,7 @@ class Condition(ApiModel):
 
     type: Annotated[str, Field(max_length=316)]
     """Ready, Available, Progressing, Degraded, RouterReady, CapacityAvailable, Drifted,
-    KVTransferVerified, ModelReady or
+    KVTransferVerified, RolesReady, ModelReady or
     KeyRotated."""
     status: Literal["True", "False", "Unknown"]
     """Whether the condition holds."""
@@ -105,7 +105,7 @@ class FleetStatus(ApiModel):
         tuple[Condition, ...], Field(strict=False, max_length=16), Unique("type")
     ] = ()
     """Ready, Available, Progressing, Degraded, RouterReady, CapacityAvailable, Drifted,
-    KVTransferVerified; ModelReady where a Job downloads the model, KeyRotated where
+    KVTransferVerified, RolesReady; ModelReady where a Job downloads the model, KeyRotated where
     somebody asked to rotate the key."""
     pools: Annotated[
         tuple[FleetPoolStatus, ...], Field(strict=False, max_length=MAX_POOLS), Unique("name")

@@ -66,6 +66,7 @@ FLAGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "--queue-bytes": ("size", ()),
     "--queue-timeout-seconds": ("float", ()),
     "--on-no-prefill": ("text", ("Queue", "PrefillOnDecode", "Reject")),
+    "--on-no-decode": ("text", ("Queue", "DecodeOnPrefill", "Reject")),
     "--log-level": ("text", ("debug", "info", "warning", "error")),
     "--log-format": ("text", ("text", "json")),
 }

@@ -223,6 +223,7 @@ def _serving_args(router: Router) -> list[str]:
         "--slo-itl-ms": (slo.itl_milliseconds, None),
         "--local-prefill-tokens": (router.local_prefill_tokens, default.local_prefill_tokens),
         "--on-no-prefill": (router.on_no_prefill, default.on_no_prefill),
+        "--on-no-decode": (router.on_no_decode, None),
         "--max-concurrent-requests": (limits.requests, None),
         "--max-concurrent-tokens": (limits.tokens, None),
         "--queue-size": (queue.size, default.queue.size),

@@ -10,7 +10,8 @@ moves since the fleet was last settled, and is carried from status to status. De
 wrong that waiting does not mend. That an instance of several pods fails again and again is carried
 over, too, until all is ready. Drifted: other clients added fields to the fleet's objects that the
 operator leaves or cannot get rid of. RouterReady and CapacityAvailable: parts of Ready, each on its
-own. A reason is one of Kubernetes' own words where it has one.
+own. RolesReady: no role of the document is lost, nor half of it. A reason is one of Kubernetes' own
+words where it has one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from xpyd_operator.plan.fleet import pools_wanted
 from xpyd_operator.plan.values import ROUTER, FleetSeen, FleetWant, PoolRole
@@ -40,6 +41,39 @@ from xpyd_operator.status.rotation import KeyVerdict
 from xpyd_operator.status.verified import NO_PAIRS, NOT_LOOKED, KvVerdict
 
 ROLES = ("Prefill", "Decode", "Aggregated")
+
+
+class RoleChoice(NamedTuple):
+    """What the document wants of requests where the fleet has no Prefill, or no Decode instance."""
+
+    on_no_prefill: str = "Queue"
+    on_no_decode: str | None = None
+
+    def of(self, role: str) -> str:
+        """The word for a fleet without this role."""
+        usual = "Reject" if self.on_no_prefill == "Reject" else "Queue"
+        return self.on_no_prefill if role == "Prefill" else self.on_no_decode or usual
+
+    def stands_in(self, ready: Mapping[str, int]) -> str:
+        """The word by which instances of the other role serve alone; "" where none does."""
+        for role, other in (("Prefill", "Decode"), ("Decode", "Prefill")):
+            if not ready.get(role, 0) and ready.get(other, 0):
+                return self.of(role) if self.of(role) in _STAND_INS else ""
+        return ""
+
+
+_STAND_INS = ("PrefillOnDecode", "DecodeOnPrefill")
+_DONE = {
+    "PrefillOnDecode": "Decode instances compute the prompts",
+    "DecodeOnPrefill": "Prefill instances make the whole answers",
+    "Queue": "requests wait",
+    "Reject": "requests get status 503",
+}
+"""What requests do where a role is lost."""
+
+
+USUAL_CHOICE = RoleChoice()
+"""Of a document that says nothing."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +185,7 @@ class _Fleet:
     stopping: bool
     before: Raw
     notices: Sequence[str] = ()
-    decode_alone: bool = False
+    choice: RoleChoice = USUAL_CHOICE
     has_pair: bool | None = None
     paused: bool = False
 
@@ -187,7 +221,7 @@ def conditions(
     now: str,
     generation: int,
     notices: Sequence[str] = (),
-    decode_alone: bool = False,
+    choice: RoleChoice = USUAL_CHOICE,
     kv: KvVerdict = NOT_LOOKED,
     has_pair: bool | None = None,
     model: ModelState | None = None,
@@ -197,13 +231,13 @@ def conditions(
     """`before`: the whole status before; a condition keeps its time while its status stays.
 
     `notices`: what the document asks for that an administrator should know; Degraded's message
-    shows them where nothing is wrong. `decode_alone`: Decode instances serve alone where there
-    is no Prefill instance. `kv`: what the routers' counts say of the KV (see `verified`).
-    `has_pair`: whether a router has instances that can serve a request; None: none has said.
-    `model`: the download of its model; None: no Job downloads it. `key`: how far the rotation of
-    the fleet's key is; None: nobody asked for one. `paused`: no revision takes another's place.
+    shows them where nothing is wrong. `choice`: what requests do where a role is lost. `kv`: what
+    the routers' counts say of the KV (see `verified`). `has_pair`: whether a router has instances
+    that can serve a request; None: none has said. `model`: the download of its model; None: no Job
+    downloads it. `key`: how far the rotation of the fleet's key is; None: nobody asked for one.
+    `paused`: no revision takes another's place.
     """
-    fleet = _Fleet(pools, problems, stopping, before, notices, decode_alone, has_pair, paused)
+    fleet = _Fleet(pools, problems, stopping, before, notices, choice, has_pair, paused)
     verdicts = {
         "Ready": _ready(fleet),
         "Available": _available(fleet),
@@ -213,6 +247,7 @@ def conditions(
         "CapacityAvailable": _capacity(fleet),
         "Drifted": _drifted(fleet),
         "KVTransferVerified": _verified(fleet, kv),
+        "RolesReady": _roles(fleet),
     }
     if model is not None:
         verdicts["ModelReady"] = _Verdict(model.is_ready, model.reason, model.message)
@@ -244,6 +279,7 @@ def conditions_of_invalid(
         "CapacityAvailable": unknown,
         "Drifted": unknown,
         "KVTransferVerified": unknown,
+        "RolesReady": unknown,
     }
     return _written(verdicts, before, now, generation)
 
@@ -303,15 +339,17 @@ def _available(fleet: _Fleet) -> _Verdict:
     if not ready[ROUTER]:
         router = next((row.progress for row in fleet.pools if row.name == ROUTER), ROUTER)
         return _Verdict(False, "NoRouter", f"no router is ready ({router})")
-    if fleet.has_pair is False and (serves(ready) or (fleet.decode_alone and ready["Decode"])):
+    stands_in = fleet.choice.stands_in(ready)
+    if fleet.has_pair is False and (serves(ready) or stands_in):
         what = f"{_counts(fleet.pools)} ready, but no router has a pair of them: requests wait"
         return _Verdict(False, "NoPair", what)
     if serves(ready):
         parts = [f"{ready[role]} {role}" for role in ROLES if ready[role]]
         return _Verdict(True, "Serving", f"{', '.join(parts)} and {ready[ROUTER]} router ready")
-    if fleet.decode_alone and ready["Decode"]:
-        what = f"no Prefill, {ready['Decode']} Decode and {ready[ROUTER]} router ready"
-        return _Verdict(True, "PrefillOnDecode", f"{what}: Decode instances compute the prompts")
+    if stands_in:
+        parts = [f"{ready[role] or 'no'} {role}" for role in ("Prefill", "Decode")]
+        what = f"{', '.join(parts)} and {ready[ROUTER]} router ready"
+        return _Verdict(True, stands_in, f"{what}: {_DONE[stands_in]}")
     roles = {row.role for row in fleet.pools}
     none = [role for role in ROLES if role in roles and not ready[role]]
     rows_of = ", ".join(row.progress for row in fleet.pools if row.role in none)
@@ -393,6 +431,34 @@ def _verified(fleet: _Fleet, kv: KvVerdict) -> _Verdict:
     if fleet.stopping:
         return _Verdict(*NOT_LOOKED)
     return _Verdict(*kv) if {"Prefill", "Decode"} <= roles else _Verdict(*NO_PAIRS)
+
+
+HAD_ROLES = ("AllRoles", "HalfLost")
+LOST_ROLES = ("NoPrefill", "NoDecode", "NoAggregated", "NoEngines")
+"""Reasons of RolesReady: instances of every role, and none of one."""
+
+
+def _roles(fleet: _Fleet) -> _Verdict:
+    """Whether each role that the document wants has instances: its loss stops or slows all
+    requests, while that of a few instances is only a part of Ready."""
+    if fleet.stopping:
+        return _Verdict(None, _DRAINING, "the fleet is being deleted")
+    wanted, ready = by_role(fleet.pools)
+    roles = [role for role in ROLES if wanted[role]]
+    lost = [role for role in roles if not ready[role]]
+    if len(lost) == len(roles):
+        what = f"no {' and no '.join(lost)} instance is ready" if lost else "none is wanted"
+        return _Verdict(not lost, "NoEngines" if lost else "ScaledToZero", what)
+    for role in lost:
+        what = f"no {role} instance is ready (0/{wanted[role]})"
+        choice = f"{_DONE[fleet.choice.of(role)]} (router.onNo{role})"
+        return _Verdict(False, f"No{role}", f"{what}: {choice}")
+    half = [role for role in roles if ready[role] * 2 <= wanted[role]]
+    if half and _movement(fleet) == "Recovering":  # not while it grows
+        parts = ", ".join(f"{ready[role]}/{wanted[role]} {role}" for role in half)
+        what = f"half or more of a role is missing, {parts} ready: the others serve, and"
+        return _Verdict(False, "HalfLost", f"{what} what is above router.limits waits in the queue")
+    return _Verdict(True, "AllRoles", ", ".join(f"{ready[r]}/{wanted[r]} {r}" for r in roles))
 
 
 def _capacity(fleet: _Fleet) -> _Verdict:

@@ -36,9 +36,12 @@ from xpyd_operator.status.children import (
     text,
 )
 from xpyd_operator.status.conditions import (
+    HAD_ROLES,
     INVALID,
+    LOST_ROLES,
     ROLES,
     PoolRow,
+    RoleChoice,
     by_role,
     condition_of,
     conditions,
@@ -98,7 +101,7 @@ def fleet_status(
             in_order(problems),
             stopping=want.stopping,
             notices=_notices(fleet),
-            decode_alone=fleet.spec.router.on_no_prefill == "PrefillOnDecode",
+            choice=RoleChoice(fleet.spec.router.on_no_prefill, fleet.spec.router.on_no_decode),
             kv=kv,
             has_pair=has_pair,
             model=model,
@@ -384,6 +387,9 @@ def _states(before: Raw, after: Raw) -> list[EventText]:
         words = f"{text(condition_of(after, kv), 'reason')}: {_message(after, kv)}"
         found.append(EventText("Warning", "KVNotVerified", words))
     found += [*_rotation(before, after), *_pauses(before, after)]
+    roles = text(condition_of(after, "RolesReady"), "reason")
+    if roles in LOST_ROLES and text(condition_of(before, "RolesReady"), "reason") in HAD_ROLES:
+        found.append(EventText("Warning", "RoleLost", _message(after, "RolesReady")))
     if _has_lost(before, after):
         found.append(EventText("Warning", "Recovering", _message(after, "Ready")))
     if _status(before, "Available") == "True" and _status(after, "Available") == "False":

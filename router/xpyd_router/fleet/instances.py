@@ -47,6 +47,10 @@ def kind_of(beat: Heartbeat) -> Kind:
     return beat.type, pairing_of(beat), beat.models
 
 
+Lost = Literal["prefill", "decode", "both", "pair"]
+"""The side of which a model has no instance to pick; pair: it has of both, and none fit."""
+
+
 class InstanceKey(NamedTuple):
     """One process start at one HTTP address."""
 
@@ -174,8 +178,8 @@ class ModelInstances:
 
     groups: tuple[Group, ...] = ()
     aggregated: tuple[Instance, ...] = ()
-    takes_decode_alone: bool = False
-    """Whether a D serves whole requests where there is no pair."""
+    alone: frozenset[str] = frozenset()
+    """Types of which one instance serves whole requests where there is no pair."""
 
     @property
     def everyone(self) -> tuple[Instance, ...]:
@@ -194,9 +198,20 @@ class ModelInstances:
         """Whether a request can be served at all."""
         if self.aggregated or any(g.prefill and g.decode for g in self.groups):
             return True
-        return self.takes_decode_alone and any(
-            d.serves_alone for g in self.groups for d in g.decode
+        return any(
+            one.serves_alone and one.beat.type in self.alone
+            for group in self.groups
+            for one in (*group.decode, *group.prefill)
         )
+
+    @property
+    def lost(self) -> Lost:
+        """What a request lacks that finds no pair."""
+        has_p = any(group.prefill for group in self.groups)
+        has_d = any(group.decode for group in self.groups)
+        if has_p:
+            return "pair" if has_d else "decode"
+        return "prefill" if has_d else "both"
 
 
 @dataclass(frozen=True)
@@ -280,7 +295,7 @@ def _groups(
 
 
 def _model_instances(
-    instances: Iterable[Instance], met: Met, *, decode_alone: bool
+    instances: Iterable[Instance], met: Met, *, alone: frozenset[str]
 ) -> ModelInstances:
     prefill: dict[str, list[Instance]] = {}
     decode: dict[str, list[Instance]] = {}
@@ -293,7 +308,7 @@ def _model_instances(
         side.setdefault(instance.pairing, []).append(instance)
     keys = sorted(prefill.keys() | decode.keys())
     groups = (g for k in keys for g in _groups(k, prefill.get(k, ()), decode.get(k, ()), met))
-    return ModelInstances(tuple(groups), tuple(aggregated), decode_alone)
+    return ModelInstances(tuple(groups), tuple(aggregated), alone)
 
 
 def _has_pair(among: Sequence[Instance], model: str, met: Met) -> bool:
@@ -349,16 +364,17 @@ def _routable(everyone: Iterable[Instance], met: Met) -> list[Instance]:
 
 
 def build_snapshot(
-    instances: Iterable[Instance], *, decode_alone: bool = False, met: Met = _NOBODY_MET
+    instances: Iterable[Instance], *, alone: frozenset[str] = frozenset(), met: Met = _NOBODY_MET
 ) -> Snapshot:
     """The snapshot of `instances`, in the order of their addresses so that turns are stable.
 
-    `decode_alone`: a D serves whole requests where there is no pair (onNoPrefill). `met`: a P and a
-    D of different engines are a pair only where it says so (docs/adr/0055).
+    `alone`: instances of these types serve whole requests where there is no pair (onNoPrefill,
+    onNoDecode). `met`: a P and a D of different engines are a pair only where it says so
+    (docs/adr/0055).
     """
 
     def serving(among: Iterable[Instance]) -> ModelInstances:
-        return _model_instances(among, met, decode_alone=decode_alone)
+        return _model_instances(among, met, alone=alone)
 
     everyone = sorted(instances, key=lambda instance: instance.key)
     routable = _routable(everyone, met)

@@ -194,6 +194,7 @@ class Registry:
         period_s: float,
         missed_beats: int,
         decode_alone: bool = False,
+        prefill_alone: bool = False,
         same_revision: bool = True,
     ) -> None:
         self._period_s = period_s
@@ -203,7 +204,9 @@ class Registry:
         self._past = Departed()
         self.verdicts = Verdicts()
         """What Ds say of the KV of other engines; to be read only."""
-        self._decode_alone = decode_alone
+        self._alone: frozenset[str] = frozenset(
+            kind for kind, serves in (("D", decode_alone), ("P", prefill_alone)) if serves
+        )
         self._same_revision = same_revision
         self.built: Snapshot | None = build_snapshot(())
         """The present snapshot, where it is built; else `snapshot` builds it."""
@@ -218,9 +221,7 @@ class Registry:
         """
         if self.built is None:
             everyone = self._instances.values()
-            self.built = build_snapshot(
-                everyone, decode_alone=self._decode_alone, met=self.verdicts.met
-            )
+            self.built = build_snapshot(everyone, alone=self._alone, met=self.verdicts.met)
         return self.built
 
     @property

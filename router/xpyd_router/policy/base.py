@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
-from xpyd_router.fleet.instances import Instance, InstanceKey
+from xpyd_router.fleet.instances import Instance, InstanceKey, Lost
 from xpyd_router.fleet.loads import Load, LoadTable
 
 SideKind = Literal["P", "D", "A"]
@@ -151,6 +152,32 @@ class Sides(NamedTuple):
 OnNoPrefill = Literal["Queue", "PrefillOnDecode", "Reject"]
 ON_NO_PREFILL: tuple[OnNoPrefill, ...] = ("Queue", "PrefillOnDecode", "Reject")
 """Wait for instances; let D compute the prompt, and wait where there is no D; do not wait."""
+OnNoDecode = Literal["Queue", "DecodeOnPrefill", "Reject"]
+ON_NO_DECODE: tuple[OnNoDecode, ...] = ("Queue", "DecodeOnPrefill", "Reject")
+"""The same, with P that makes the whole answer."""
+
+
+class WithoutPair(NamedTuple):
+    """What a request does that finds no pair."""
+
+    on_no_prefill: OnNoPrefill = "Queue"
+    on_no_decode: OnNoDecode = "Queue"
+
+    def wishes(self, want: Want) -> tuple[Want, ...]:
+        """What to ask the policy for where `want` found nothing, one after the other."""
+        sides: list[Literal["P", "D"]] = []
+        if self.on_no_prefill == "PrefillOnDecode":
+            sides.append("D")
+        if self.on_no_decode == "DecodeOnPrefill":
+            sides.append("P")
+        return tuple(replace(want, alone=side) for side in sides if side != want.alone)
+
+    def rejects(self, lost: Lost) -> bool:
+        """Whether a request is not to wait where this side is missing."""
+        if lost == "decode":
+            return self.on_no_decode == "Reject"
+        return self.on_no_prefill == "Reject" or (lost == "both" and self.on_no_decode == "Reject")
+
 
 Pairing = Literal["SameRevision", "Compatible"]
 PAIRINGS: tuple[Pairing, ...] = ("SameRevision", "Compatible")

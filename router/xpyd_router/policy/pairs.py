@@ -101,7 +101,7 @@ def build_sides(found: ModelInstances, loads: LoadTable, want: Want | None = Non
             sides = (_side("P", ps, attempt, group.name), _side("D", ds, attempt, group.name))
             groups.append(PairGroup(group.name, *sides))
     all_ps = each_once(one for g in found.groups for one in g.prefill)
-    ps = seats(all_ps, lambda one: one.serves_alone)
+    ps = seats(all_ps, may_go_on_alone)
     ds = seats((one for g in found.groups for one in g.decode), may_go_on_alone)
     by_decode: dict[InstanceKey, PairGroup] = {}
     if len(groups) > 1:

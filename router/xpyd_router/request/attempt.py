@@ -37,7 +37,7 @@ from xpyd_router.errors import (
 from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot
 from xpyd_router.fleet.loads import Load, LoadTable
 from xpyd_router.fleet.view import FleetView
-from xpyd_router.policy.base import NO_SLO, OnNoPrefill, Want
+from xpyd_router.policy.base import NO_SLO, Want
 from xpyd_router.policy.pairs import Alone, Pair
 from xpyd_router.request.answers import scrub
 from xpyd_router.request.client_request import InferenceRequest
@@ -48,13 +48,6 @@ from xpyd_router.request.state import Prefilled, RequestState, gave_up, pair_out
 from xpyd_router.request_metrics import CallMetrics, InstanceTable
 from xpyd_router.upstream.client import UpstreamClient
 from xpyd_router.upstream.connection import Exchange
-
-
-def second_wish(want: Want, on_no_prefill: OnNoPrefill) -> Want | None:
-    """What to ask the policy for where `want` found no instance; None for nothing."""
-    if on_no_prefill != "PrefillOnDecode" or want.alone == "D":
-        return None
-    return replace(want, alone="D")
 
 
 def pair_deadline_s(
@@ -265,6 +258,7 @@ class Attempts:
     ) -> None:
         self._app_state = app_state
         self._config = app_state.config
+        self._without_pair = self._config.without_pair
         self._keys = app_state.keys
         self._fleet = app_state.fleet
         self._loads = app_state.loads
@@ -295,7 +289,7 @@ class Attempts:
             slo=self._objectives.left(state) if self._objectives else NO_SLO,
         )
         trace = state.trace
-        trace.kv = trace.kv_cause = ""
+        trace.kv = trace.kv_cause = trace.stands_in = ""
         choice = None if state.shunned else self._pick_at_once(want)
         if choice is None:
             give_up = None if state.last_cause == "refused" else lambda: gave_up(state)
@@ -351,7 +345,7 @@ class Attempts:
         choice, prefilled, trace = attempt.choice, attempt.prefilled, state.trace
         if isinstance(choice, Alone):
             outcome: Outcome = "alone"
-            cause: Cause = "no_prefill" if trace.kv_cause else why_alone(choice, state)
+            cause: Cause = trace.stands_in or why_alone(choice, state)
             instances = attempt.instances
         elif prefilled is not None and prefilled.is_over:
             outcome, cause, instances = "alone", "first_token", attempt.instances[:1]
@@ -406,14 +400,15 @@ class Attempts:
             fewer = replace(want, exclude=want.exclude | some)
             if choice := self._policy.pick(self._fleet.snapshot, fewer):
                 return choice
+        has_waited = False
         while True:
             snapshot = self._fleet.snapshot
             if choice := self._policy.pick(snapshot, want):
                 self._remember(want.model)
                 return choice
+            lost = snapshot.of_model(want.model).lost
             if choice := self._second_choice(snapshot, want):
-                self._metrics.prefill_on_decode.inc()
-                trace.kv_cause = "no_prefill"
+                trace.stands_in = self._metrics.stands_in(choice[-1], lost)
                 self._remember(want.model)
                 return choice
             everyone = replace(want, exclude=frozenset())
@@ -424,11 +419,17 @@ class Attempts:
             if only_tried and give_up:
                 raise give_up()
             left_s = deadline_s - self._clock()
-            if self._config.on_no_prefill == "Reject" and not only_tried:
+            rejects = self._without_pair.rejects(lost) and not only_tried
+            if rejects:
                 left_s = min(left_s, self._app_state.new_until_s - self._clock())
             may_come = self._may_come(snapshot, want.model)
             if left_s <= 0 or not may_come or not self._may_wait(body_bytes):
+                if rejects:
+                    self._metrics.no_pair.labels(lost, "rejected").inc()
                 raise self._unavailable(want.model)
+            if not only_tried and not has_waited:
+                has_waited = True
+                self._metrics.no_pair.labels(lost, "waited").inc()
             # An instance that refused may be full, not leaving: no beat says when it has room
             # again.
             await self._wait(min(left_s, _ASK_AGAIN_S) if only_tried else left_s, body_bytes)
@@ -436,8 +437,8 @@ class Attempts:
             want = everyone
 
     def _second_choice(self, snapshot: Snapshot, want: Want) -> Pair | Alone | None:
-        second = second_wish(want, self._config.on_no_prefill)
-        return None if second is None else self._policy.pick(snapshot, second)
+        picks = (self._policy.pick(snapshot, one) for one in self._without_pair.wishes(want))
+        return next(filter(None, picks), None)
 
     def _has_any(self, snapshot: Snapshot, want: Want) -> bool:
         return bool(self._policy.pick(snapshot, want) or self._second_choice(snapshot, want))
