@@ -112,3 +112,24 @@ def test_a_request_without_a_p_shows_that_it_was_alone(lossy: Lossy, cases: list
     for case in cases[:3]:
         assert lossy.fleet.answer(case) == case.ids
     assert lossy.counted(lossy.good) == {**before, ("", "alone", "no_prefill"): 1}
+
+
+def test_a_p_makes_the_whole_answers_while_no_d_is_there(tmp_path: Path, cases: list[Case]) -> None:
+    """As before the first D, and behind the last one."""
+    with empty_fleet(tmp_path) as running:
+        running.start_router("--on-no-decode", "DecodeOnPrefill")
+        p = running.start_engine("Prefill")
+        running.wait_ready(p)
+        for case in cases[:4]:
+            assert running.answer(case) == case.ids
+        d = running.start_engine("Decode")
+        running.wait_ready(p, d)
+        assert d.metric("xpyd_kv_received_bytes_total") == 0
+        for case in cases[:4]:
+            assert running.answer(case) == case.ids
+        assert d.metric("xpyd_kv_received_bytes_total") > 0
+        d.kill()
+        for case in cases[:4]:
+            assert running.answer(case) == case.ids
+        alone = running.router.metric("xpyd_router_no_pair_total{lost=decode,then=alone}")
+        assert alone >= 8

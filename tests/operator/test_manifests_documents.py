@@ -146,13 +146,16 @@ def test_every_field_of_the_document_has_an_edit():
     assert fields - with_edits == {"spec.pools.name", "spec.pools.role"}
 
 
-@pytest.mark.parametrize(
+EACH_EDIT = pytest.mark.parametrize(
     ("base", "path", "value"),
     [
         *(pytest.param(DOCUMENT, p, v, id=f"{p}={v}"[:60]) for p, v in EDITS),
         *(pytest.param(VLLM, p, v, id=f"VLLM {p}={v}"[:60]) for p, v in VLLM_EDITS),
     ],
 )
+
+
+@EACH_EDIT
 def test_a_pool_has_a_new_revision_just_when_its_pods_are_others(base, path, value):
     """Otherwise pods would change in place, pool by pool as it comes, or for nothing."""
     before, after = changed(base=base), changed((f"spec.{path}", value), base=base)
@@ -161,6 +164,26 @@ def test_a_pool_has_a_new_revision_just_when_its_pods_are_others(base, path, val
     new_revisions = {w.pool: w.revision for w in workloads_of(after)}
     others = {pool for pool in pods if pods[pool] != new_pods[pool]}
     assert others == {pool for pool in revisions if revisions[pool] != new_revisions[pool]}
+
+
+def marks_of(fleet):
+    """The fleet revisions of its Prefill and Decode pools, and the pools' own."""
+    pools = [w for w in workloads_of(fleet) if w.template.role in ("Prefill", "Decode")]
+    return {w.template.fleet_revision for w in pools}, {w.pool: w.revision for w in pools}
+
+
+@EACH_EDIT
+def test_pools_have_one_fleet_revision_which_changes_only_where_all_pools_do(base, path, value):
+    """Else a pool that stays as it is would find no partner."""
+    (marks, own), (new_marks, new_own) = (
+        marks_of(changed(*edit, base=base)) for edit in ((), [(f"spec.{path}", value)])
+    )
+    assert len(marks) == len(new_marks) == 1
+    moved = {pool for pool in own if own[pool] != new_own[pool]}
+    if marks != new_marks:
+        assert moved == set(own)
+    else:
+        assert moved != set(own) or (base is VLLM and path.startswith("kvTransfer"))
 
 
 def test_what_a_document_says_by_default_makes_no_other_revision():

@@ -97,8 +97,11 @@ def fleet_revision_of(fleet: InferenceFleet, *, model: str, image: str = "") -> 
     args = tuple(arg for arg in template.args if not arg.startswith(_OF_ONE_ROLE))
     if spec.engine.type == "VLLM":  # whose transfer is one flag, with the role in it
         kv = spec.kv_transfer
-        known = () if spec.engine.is_nixl else (kv.wait_seconds, kv.encryption, kv.insecure)
-        args += tuple(map(str, (kv.on_failure, kv.lease_seconds, *known)))
+        known: tuple[object, ...] = (kv.on_failure, kv.lease_seconds)
+        if not spec.engine.is_nixl:
+            beats_ms = spec.heartbeat.interval_milliseconds
+            known += (kv.wait_seconds, kv.encryption, kv.insecure, beats_ms)
+        args += tuple(map(str, known))
     return revision_of(replace(template, args=args))
 
 
