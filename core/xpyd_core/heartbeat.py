@@ -4,9 +4,10 @@ signature in a second frame, which routers that know no signatures do not read.
 A name with several addresses means all routers behind it and is looked up again at each beat, so
 that a replica that moved is found. Nothing here waits for a router: each socket keeps a few beats,
 the newest among them, until its router can be reached. `part` alone waits: an instance that leaves
-asks each router whether it has taken that in, and what it still has there.
+asks each router whether it has taken that in, and what it still has there. What routers say of
+others that died is read four times a second.
 
-See docs/adr/0009 and docs/adr/0098.
+See docs/adr/0009, docs/adr/0098 and docs/adr/0099.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ import msgspec
 import zmq
 
 from xpyd_core.errors import ProtocolError
-from xpyd_core.keys import Keys, beat_mac, is_ack_mac, key_ids
+from xpyd_core.keys import Keys, beat_mac, is_word_mac, key_ids
 from xpyd_core.messages import (
     MISSED_BEATS,
     DrainAck,
     Heartbeat,
-    decode_ack,
+    decode_word,
     encode_heartbeat,
 )
 from xpyd_core.request_id import Address
@@ -45,6 +46,9 @@ _MAX_ROUTERS = 64
 _QUEUED_BEATS = 4
 # Between two beats of an instance that waits for its routers: what a drain takes longer at most.
 _PARTING_S = 0.25
+_READ_S = 0.25
+# As old as a word of another clock may be: a recorded one must not count for ever.
+_MAX_SKEW_US = 120_000_000
 _READS_PER_TURN = 64
 _DIAL_S = 1.0
 
@@ -70,9 +74,11 @@ class HeartbeatSender:
         period_s: float,
         make: Callable[[], Heartbeat],
         keys: Keys,
+        on_gone: Callable[[Address], None] = lambda _: None,
         wall_clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """`identity` is unique per process start; each socket adds its number (see `_connect`).
+        `on_gone` gets the KV address of another instance that a router says is dead.
 
         The first of `keys` signs; none: an instance without a key, whose beats only some routers
         take.
@@ -84,6 +90,7 @@ class HeartbeatSender:
         self._period_s = period_s
         self._make = make
         self._keys = keys
+        self._on_gone = on_gone
         self._wall_clock_ns = wall_clock_ns
         self._sent_us = 0
         self._context = zmq.Context(io_threads=1)
@@ -109,7 +116,10 @@ class HeartbeatSender:
                 self.beat_now()
             except Exception:  # the task's edge: a lost beat must not end all later ones
                 _log.exception("heartbeat failed")
-            await asyncio.sleep(self._period_s)
+            due_s = asyncio.get_running_loop().time() + self._period_s
+            while (left_s := due_s - asyncio.get_running_loop().time()) > 0:
+                await asyncio.sleep(min(left_s, _READ_S))
+                self._read()
 
     def beat_now(self) -> None:
         """Send one beat to every known router; never waits."""
@@ -169,13 +179,7 @@ class HeartbeatSender:
 
     def _hear(self, now_s: float, patience_s: float) -> Parting:
         """Read what routers answer; how they stand now."""
-        for address, sock in self._sockets.items():
-            for _ in range(_READS_PER_TURN):
-                try:
-                    frames = sock.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                self._take(address, frames, now_s)
+        self._read()
         acks = {
             address: ack
             for address, (ack, at_s) in self._acks.items()
@@ -184,20 +188,39 @@ class HeartbeatSender:
         silent = sorted(self._sockets.keys() - acks.keys() - self._absent)
         return Parting(tuple(silent), sum(ack.in_flight for ack in acks.values()))
 
-    def _take(self, address: Address, frames: Sequence[bytes], now_s: float) -> None:
+    def _read(self) -> None:
+        for address, sock in self._sockets.items():
+            for _ in range(_READS_PER_TURN):
+                try:
+                    frames = sock.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._take(address, frames)
+
+    def _take(self, address: Address, frames: Sequence[bytes]) -> None:
         keys = tuple(self._keys)
         try:
-            ack = decode_ack(frames[0])
+            word = decode_word(frames[0])
         except ProtocolError as error:
             _log.debug("router %s: %s", address, error)
             return
-        is_signed = not keys or (len(frames) > 1 and is_ack_mac(keys, *frames[:2]))
+        if keys and not (len(frames) > 1 and is_word_mac(keys, *frames[:2])):
+            _log.debug("router %s: a word without the fleet's key", address)
+        elif isinstance(word, DrainAck):
+            self._take_ack(address, word)
+        elif (
+            word.incarnation != self._incarnation
+            and abs(word.sent_us - self._wall_clock_ns() // 1000) <= _MAX_SKEW_US
+        ):
+            self._on_gone(word.kv)
+
+    def _take_ack(self, address: Address, ack: DrainAck) -> None:
         is_ours = ack.incarnation == self._incarnation
         # An answer to an earlier state, or one that was recorded, proves nothing.
         is_new = self._parting_us is not None and ack.sent_us > self._parting_us
         known = self._acks.get(address)
-        if is_signed and is_ours and is_new and (known is None or ack.sent_us > known[0].sent_us):
-            self._acks[address] = ack, now_s
+        if is_ours and is_new and (known is None or ack.sent_us > known[0].sent_us):
+            self._acks[address] = ack, asyncio.get_running_loop().time()
 
     async def _dial(self) -> None:
         """Look where nobody listens: a router that starts there later knows of the instance by its

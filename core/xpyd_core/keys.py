@@ -236,11 +236,11 @@ def is_beat_mac(keys: Keys, frame: bytes, mac: bytes) -> bool:
     return any(hmac.compare_digest(beat_mac(key, frame), mac) for key in keys)
 
 
-def ack_mac(key: bytes, frame: bytes) -> bytes:
-    """The frame behind a DrainAck's: HMAC-SHA256(key, "drain-ack" + the DrainAck's frame)."""
-    return hmac.digest(key, b"drain-ack" + frame, "sha256")
+def word_mac(key: bytes, frame: bytes) -> bytes:
+    """The frame behind a router's word: HMAC-SHA256(key, "router-word" + the word's frame)."""
+    return hmac.digest(key, b"router-word" + frame, "sha256")
 
 
-def is_ack_mac(keys: Keys, frame: bytes, mac: bytes) -> bool:
+def is_word_mac(keys: Keys, frame: bytes, mac: bytes) -> bool:
     """Whether `mac` was made with one of the keys; in constant time for each."""
-    return any(hmac.compare_digest(ack_mac(key, frame), mac) for key in keys)
+    return any(hmac.compare_digest(word_mac(key, frame), mac) for key in keys)

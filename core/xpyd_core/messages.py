@@ -5,8 +5,9 @@ and behind it, where the fleet has a key, the map's MAC in a frame of its own (`
 The three fields without default are the base that vLLM <= 0.22 sends and vllm-router reads; the
 rest is ours and optional. Unknown fields are ignored, so that either side may be newer.
 
-DrainAck: what a router answers on the same connection to each beat that says Draining, one msgpack
-map and its MAC (`keys.ack_mac`). Routers before it answer nothing (docs/adr/0098).
+A router's words go back on the connections of the beats, each one msgpack map and its MAC
+(`keys.word_mac`): a DrainAck to each beat that says Draining (docs/adr/0098), and a PeerGone to all
+when an instance is dead (docs/adr/0099). Older routers say nothing, older engines do not read it.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return parse_address(self.zmq_address.removeprefix("tcp://"))
 
 
-class DrainAck(msgspec.Struct, frozen=True, kw_only=True):
+class DrainAck(msgspec.Struct, frozen=True, kw_only=True, tag="drain-ack"):
     """A router picks the instance no more, in none of its processes.
 
     `incarnation` and `sent_us` are those of the beat that it answers. `in_flight`: requests of this
@@ -113,10 +114,28 @@ class DrainAck(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: _Count
 
 
+class PeerGone(msgspec.Struct, frozen=True, kw_only=True, tag="peer-gone"):
+    """An instance died, was replaced at its address, or misses its beats: no KV that it has not
+    offered yet will come, and none that it was to get is taken.
+
+    `zmq_address` and `incarnation` are those of its beats, `sent_us` the Unix time of the word.
+    """
+
+    zmq_address: _AddressText
+    incarnation: _Text
+    sent_us: _Count
+
+    @property
+    def kv(self) -> Address:
+        """Its KV control address."""
+        return parse_address(self.zmq_address.removeprefix("tcp://"))
+
+
+RouterWord = DrainAck | PeerGone
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Heartbeat)
-_ack_decoder = msgspec.msgpack.Decoder(DrainAck)
-MAX_ACK_BYTES = 1024
+_word_decoder: msgspec.msgpack.Decoder[RouterWord] = msgspec.msgpack.Decoder(RouterWord)
+MAX_WORD_BYTES = 1024
 
 
 def encode_heartbeat(beat: Heartbeat) -> bytes:
@@ -136,16 +155,19 @@ def decode_heartbeat(frame: bytes) -> Heartbeat:
     return beat
 
 
-def encode_ack(ack: DrainAck) -> bytes:
-    """The acknowledgement as one msgpack map."""
-    return _encoder.encode(ack)
+def encode_word(word: RouterWord) -> bytes:
+    """The word as one msgpack map."""
+    return _encoder.encode(word)
 
 
-def decode_ack(frame: bytes) -> DrainAck:
-    """The acknowledgement in `frame`; ProtocolError when too long or malformed."""
-    if len(frame) > MAX_ACK_BYTES:
-        raise ProtocolError(f"acknowledgement of {len(frame)} bytes, more than {MAX_ACK_BYTES}")
+def decode_word(frame: bytes) -> RouterWord:
+    """The word in `frame`; ProtocolError when too long, malformed or not known here."""
+    if len(frame) > MAX_WORD_BYTES:
+        raise ProtocolError(f"a router's word of {len(frame)} bytes, more than {MAX_WORD_BYTES}")
     try:
-        return _ack_decoder.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"acknowledgement: {error}") from error
+        word = _word_decoder.decode(frame)
+        if isinstance(word, PeerGone):
+            _ = word.kv
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UserError) as error:
+        raise ProtocolError(f"a router's word: {error}") from error
+    return word

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.kv.kvfakes import BLOCK_SIZE, LAYOUT
-from tests.kv.kvsim import World
+from tests.kv.kvsim import D_ADDRESS, World
+from xpyd_core.request_id import Address
 from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.session.settings import KvSettings
@@ -238,6 +239,43 @@ def test_landed_is_given_once() -> None:
     world.settle()
     world.take_over(sent, world.admit(sent))
     assert isinstance(world.admit(sent), NoKv)
+
+
+P_ADDRESS, OTHER_P = Address("127.0.0.1", 21001), Address("127.0.0.2", 21001)
+
+
+def test_who_waits_for_an_offer_of_a_p_that_is_dead_computes_at_once() -> None:
+    world = World()
+    waiting, of_another, offered = (world.prompt(9) for _ in range(3))
+    for sent, source in ((waiting, P_ADDRESS), (of_another, OTHER_P), (offered, P_ADDRESS)):
+        world.consumer.expect(sent.key, wait_s=10, now=world.clock.now, source=source)
+    world.send(offered)
+    world.settle()
+    world.consumer.peer_gone(P_ADDRESS)
+    assert world.admit(waiting) == NoKv("peer_lost")
+    assert world.admit(of_another) == Wait()
+    world.take_over(offered, world.admit(offered))
+
+
+def test_a_request_behind_the_word_waits_for_the_next_p_at_that_address() -> None:
+    world = World()
+    sent = world.prompt(9)
+    world.consumer.peer_gone(P_ADDRESS)
+    world.consumer.poll(world.clock.now)
+    world.consumer.expect(sent.key, wait_s=10, now=world.clock.now, source=P_ADDRESS)
+    assert world.admit(sent) == Wait()
+
+
+def test_p_gives_up_at_once_what_waits_for_a_connection_with_a_dead_d() -> None:
+    world = World()
+    sent = world.prompt(12)
+    world.offer(sent)
+    world.producer.peer_gone(D_ADDRESS)
+    world.endpoints["P"].run_calls()
+    world.producer.poll(world.clock.now)
+    assert world.producer.status(sent.key).state == "none"
+    world.finish_request(sent)
+    assert not world.producer.has_work()
 
 
 def test_a_late_offer_finds_that_its_request_has_gone_on() -> None:

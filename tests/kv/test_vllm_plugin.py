@@ -30,8 +30,8 @@ from tests.kv.test_vllm_connector import POOL, prefill, prompt, serve
 from tests.kv.vllm_engine import FakeVllm, pair
 from tests.kv.vllm_fakes import HOST, MODEL, FakeRequest, ids
 from xpyd_core.errors import UserError
-from xpyd_core.keys import ack_mac, call_mac, is_beat_mac
-from xpyd_core.messages import DrainAck, Heartbeat, decode_heartbeat, encode_ack
+from xpyd_core.keys import call_mac, is_beat_mac, word_mac
+from xpyd_core.messages import DrainAck, Heartbeat, decode_heartbeat, encode_word
 from xpyd_core.tokenizer_files import decode_tokenizer_files
 from xpyd_kv.vllm import instance, link
 from xpyd_kv.vllm.api_server import XpydPlugin
@@ -105,8 +105,8 @@ class ApiServer:
         """As a router that has taken the last beat, which says Draining."""
         last = self.last
         ack = DrainAck(incarnation=last.incarnation, sent_us=last.sent_us, in_flight=in_flight)
-        frame = encode_ack(ack)
-        await self.routers.send_multipart([self.sender, frame, ack_mac(KEY, frame)])
+        frame = encode_word(ack)
+        await self.routers.send_multipart([self.sender, frame, word_mac(KEY, frame)])
 
     async def call(
         self, path: str, body: Any = None, mac: str = "", etag: str = "", name: str = ""

@@ -86,6 +86,16 @@ def test_an_instance_that_does_not_answer_its_probe_so_often_is_restarted(instan
     assert decide(wanted, [instance], now=2.0).actions == actions
 
 
+def test_those_that_lose_least_go_first():
+    busy = [InstanceSeen(n, 0.0, lived_at=1.0, load=load) for n, load in enumerate((2, 7, 0, 5))]
+    starting, gone = InstanceSeen(4, 0.0, load=9), InstanceSeen(5, 0.0, exited_at=1.0, lived_at=0.5)
+    order = [gone, starting, busy[2], busy[0], busy[3], busy[1]]
+    for wanted in range(6):
+        found = decide(wanted, [*busy, starting, gone], now=1.5).actions
+        victims = {a.ordinal for a in found if isinstance(a, DrainInstance | ForgetInstance)}
+        assert victims == {one.ordinal for one in order[: 6 - wanted]}
+
+
 def test_a_draining_instance_is_already_a_victim():
     leaving = InstanceSeen(0, 0.0, draining_since=1.0)
     assert decide(2, [leaving, *running(1, 2)], now=2.0).actions == ()

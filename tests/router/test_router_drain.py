@@ -7,8 +7,9 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import zmq
@@ -16,13 +17,14 @@ import zmq.asyncio
 
 from tests.router.fakes import until
 from xpyd_core.heartbeat import HeartbeatSender, Parting
-from xpyd_core.keys import INSECURE_KEYS, ack_mac
+from xpyd_core.keys import INSECURE_KEYS, word_mac
 from xpyd_core.messages import (
     DrainAck,
     Heartbeat,
     InstanceState,
     decode_heartbeat,
-    encode_ack,
+    encode_heartbeat,
+    encode_word,
 )
 from xpyd_core.request_id import Address
 from xpyd_router.discovery.discovery import Discovery
@@ -43,6 +45,8 @@ class Engine:
     """What beats. A test sets its state."""
 
     beats: HeartbeatSender
+    gone: list[str]
+    """KV addresses of others that a router said are dead."""
     state: InstanceState = "Ready"
 
     def part(self, timeout_s: float = LONG_S) -> asyncio.Task[Parting]:
@@ -53,6 +57,7 @@ class Engine:
 @contextlib.asynccontextmanager
 async def engine(*ports: int, key: bytes = KEY, period_s: float = LONG_S) -> AsyncGenerator[Engine]:
     made: Engine
+    gone: list[str] = []
 
     def beat() -> Heartbeat:
         return Heartbeat(
@@ -71,8 +76,9 @@ async def engine(*ports: int, key: bytes = KEY, period_s: float = LONG_S) -> Asy
         period_s=period_s,
         make=beat,
         keys=(key,),
+        on_gone=lambda address: gone.append(str(address)),
     )
-    made = Engine(sender)
+    made = Engine(sender, gone)
     sender.start()
     try:
         yield made
@@ -97,8 +103,10 @@ class Router:
 
 
 @contextlib.asynccontextmanager
-async def router(key: bytes = KEY) -> AsyncGenerator[Router]:
-    fleet = FleetView(Registry(period_s=3.0, missed_beats=3), time.monotonic)
+async def router(
+    key: bytes = KEY, clock: Callable[[], float] = time.monotonic
+) -> AsyncGenerator[Router]:
+    fleet = FleetView(Registry(period_s=3.0, missed_beats=3), clock)
     discovery = Discovery(fleet, RouterMetrics(), host="127.0.0.1", port=0, keys=(key,))
     task = asyncio.create_task(discovery.run())
     try:
@@ -173,9 +181,56 @@ async def test_only_a_router_of_the_fleet_lets_this_start_of_an_instance_go(lie:
                 sent_us=before if lie == "before" else beat.sent_us,
                 in_flight=0,
             )
-            answer = b"\xc1" if lie == "junk" else encode_ack(ack)
-            mac = ack_mac(OTHER_KEY if lie == "key" else KEY, answer)
+            answer = b"\xc1" if lie == "junk" else encode_word(ack)
+            mac = word_mac(OTHER_KEY if lie == "key" else KEY, answer)
             await sock.send_multipart([sender, answer, mac])  # pyright: ignore[reportUnknownMemberType] - pyzmq
             await asyncio.wait({leaving}, timeout=0.1)
         silent = (await leaving).silent
         assert silent == (() if lie == "none" else (Address("127.0.0.1", port),))
+
+
+def other(incarnation: str, **fields: Any) -> Heartbeat:
+    """A beat of another instance."""
+    base = {"http_address": "127.0.0.2:20001", "zmq_address": "127.0.0.2:21001"}
+    return Heartbeat(type="P", incarnation=incarnation, **{**base, **fields})
+
+
+class Passing:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.mark.parametrize("how", ["replaced", "silent"])
+async def test_an_engine_hears_at_once_which_other_one_is_dead(how: str) -> None:
+    clock = Passing()
+    async with router(clock=clock) as one, engine(one.port) as d:
+        await until(lambda: one.picks)
+        hear(one, other("first"))
+        if how == "replaced":
+            hear(one, other("second"))
+        else:
+            clock.ahead_s = 20.0
+            one.fleet.expire()
+        await until(lambda: d.gone == ["127.0.0.2:21001"])
+
+
+async def test_an_engine_that_says_goodbye_is_dead_to_nobody() -> None:
+    async with router() as one, engine(one.port) as d:
+        await until(lambda: one.picks)
+        hear(one, other("first"))
+        hear(one, other("first", state="Gone", sent_us=2))
+        hear(one, other("second", http_address="127.0.0.3:20001"))
+        hear(one, other("third", http_address="127.0.0.3:20001"))
+        await until(lambda: d.gone)
+        assert d.gone == ["127.0.0.2:21001"], "of the second alone"
+
+
+def hear(one: Router, beat: Heartbeat) -> None:
+    """As if it came by another connection."""
+    frame = encode_heartbeat(beat)
+    assert one.discovery.beats.take((frame,), "127.0.0.2", lambda _: None)

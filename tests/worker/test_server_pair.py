@@ -152,7 +152,8 @@ async def test_p_checks_the_clients_own_limit_before_it_computes() -> None:
 async def test_d_waits_for_the_kv_and_answers_all_of_it() -> None:
     async with serving(role="Decode") as server:
         answer = await ask(server, to_d([[ord("h")]]))
-        assert server.engine.requests[0].transfer == ReceiveFrom(TransferKey(UUID, 0), 1.5)
+        key, peer = TransferKey(UUID, 0), Address("10.0.1.2", 21001)
+        assert server.engine.requests[0].transfer == ReceiveFrom(key, 1.5, peer)
         assert answer["choices"][0]["text"] == "hello world"
         assert (answer["id"], answer["created"]) == ("cmpl-router", 5)
         assert answer["usage"]["completion_tokens"] == 12

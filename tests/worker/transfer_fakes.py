@@ -212,7 +212,9 @@ class FakeConsumer:
         arrival = self.arrivals.get(key)
         return OfferedPrompt(arrival.token_ids, len(arrival.token_ids)) if arrival else None
 
-    def expect(self, key: TransferKey, *, wait_s: float, now: float) -> None:
+    def expect(
+        self, key: TransferKey, *, wait_s: float, now: float, source: Address | None = None
+    ) -> None:
         assert key not in self.expected
         self.calls.append(("expect", key))
         self.expected[key] = now + wait_s

@@ -242,6 +242,7 @@ class _Worker:
             period_s=config.heartbeat_period_s,
             make=lambda: self._beat(loaded, port),
             keys=self._keys,
+            on_gone=loaded.kv.peer_gone,
         )
         try:
             info = InstanceInfo(config.role, self._incarnation, self._keys, config.kv_wait_s)

@@ -58,6 +58,13 @@ class Connector:
             raise XpydError("only a P probes")
         self.endpoint.call(partial(self.probes.ask, address, done))
 
+    def peer_gone(self, address: Address) -> None:
+        """Any thread: the instance at this KV address is dead; nothing here waits for it."""
+        if self.consumer is not None:
+            self.consumer.peer_gone(address)
+        if self.producer is not None:
+            self.producer.peer_gone(address)
+
     def drain(self) -> None:
         """Any thread: refuse new OFFERs; what is under way finishes (`has_work` says when)."""
         if self.consumer is not None:

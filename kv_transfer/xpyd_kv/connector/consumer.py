@@ -11,13 +11,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
 
 from xpyd_core.blocks import blocks_for
-from xpyd_core.request_id import TransferKey
+from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.contact import MAX_TOKENS, UNVERIFIED, Contacts
+from xpyd_kv.connector.offers import Expectation, Held, OfferState, OpenOffer
 from xpyd_kv.memory.api import Landing
 from xpyd_kv.memory.store import LandingStore, StagedLanding
 from xpyd_kv.ranks.build import Parts
@@ -32,63 +31,6 @@ from xpyd_kv.session.events import (
 )
 from xpyd_kv.session.receiving import ReceiveSession
 from xpyd_kv.values import Admission, BlockPool, Landed, NoKv, OfferedPrompt, Wait
-
-
-class OfferState(StrEnum):
-    """The state of an offered prompt for the engine."""
-
-    DEFERRED = "no room yet, or no request to make room for"
-    GRANTED = "on its way"
-    LANDED = "all there"
-
-
-@dataclass
-class Expectation:
-    """A request in the queue that waits for KV at most `wait_s` from `since_s` or from GRANT."""
-
-    wait_s: float
-    since_s: float
-    # The offered ids were compared with the request's own.
-    is_verified: bool = False
-
-
-@dataclass
-class OpenOffer:
-    """An offered prompt that no request has adopted yet."""
-
-    key: TransferKey
-    epoch: int
-    prompt: OfferedPrompt
-    salt: bytes
-    # D's own prefix is used up to a multiple of this.
-    alignment_tokens: int
-    # Mode get: room is taken when the request runs, not before.
-    is_pulled: bool = False
-    # Of another engine's P that is not known yet: to be compared, not to be used.
-    is_contact: bool = False
-    state: OfferState = OfferState.DEFERRED
-    granted_at_s: float = 0.0
-    token_ids: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.token_ids = self.prompt.token_ids
-
-
-@dataclass
-class Held:
-    """A landing, and the blocks of D's own prefix cache that come before it.
-
-    `prefix` is None when its references were given back because others needed the blocks: then the
-    `skip_tokens` tokens, behind which the landing begins, must be found in the cache again. It is
-    of these tokens; or of more, where the request is to run and the landing lies beside the cache.
-    """
-
-    landing: Landing
-    prefix: list[int] | None
-    skip_tokens: int
-    # The cache was asked again when the request was to run.
-    is_matched: bool = False
-
 
 _log = logging.getLogger(__name__)
 _Ref = tuple[TransferKey, int]
@@ -114,7 +56,7 @@ class KvConsumer:
         self._wake = wake
         self._call = context.endpoint.call
         # What the I/O thread reported, in order.
-        self._events: deque[ReceiveEvent] = deque()
+        self._events: deque[ReceiveEvent | Address] = deque()
         # Written by the I/O thread as OFFERs come, so that the server finds one at once.
         self._prompts: dict[TransferKey, OfferedPrompt] = {}
         self._store = store
@@ -150,6 +92,8 @@ class KvConsumer:
                     self._on_ended(event, now)
                 case ReceiveQuiet():
                     self._free_held(event.key, event.epoch)
+                case Address():
+                    self._on_gone(event, now)
         self._polled_s = now
         self._contacts.poll(now)
         self._store.poll()
@@ -160,9 +104,12 @@ class KvConsumer:
         """Return the prompt that P offered under `key`. Callable from any thread."""
         return self._prompts.get(key)
 
-    def expect(self, key: TransferKey, *, wait_s: float, now: float) -> None:
-        """A request for `key` is in the queue: its KV does not expire while it waits."""
-        self._expected[key] = Expectation(wait_s, now)
+    def expect(
+        self, key: TransferKey, *, wait_s: float, now: float, source: Address | None = None
+    ) -> None:
+        """A request for `key` is in the queue: its KV, of the P at the KV address `source`, does
+        not expire while it waits."""
+        self._expected[key] = Expectation(wait_s, now, source=source)
         self._call(partial(self.session.expect, key))
 
     def admit(
@@ -270,6 +217,12 @@ class KvConsumer:
         """Refuse OFFERs from now on; what is under way finishes."""
         self._call(self.session.drain)
 
+    def peer_gone(self, address: Address) -> None:
+        """The P at this KV address is dead: who waits for what it has not offered computes. Any
+        thread."""
+        self._events.append(address)
+        self._wake()
+
     # --- what the session reports
 
     def _on_event(self, event: ReceiveEvent) -> None:
@@ -360,6 +313,12 @@ class KvConsumer:
         self._drop_offer(key)
         self._lost.set(key, event.reason, now)
         _log.info("KV of %s is lost: %s", key, event.reason, extra={"request": key.uuid})
+
+    def _on_gone(self, address: Address, now: float) -> None:
+        """What it has offered ends with its connection."""
+        for key, expectation in self._expected.items():
+            if expectation.source == address and key not in self._offers:
+                self._lost.set(key, "peer_lost", now)
 
     # --- reserve and adopt
 

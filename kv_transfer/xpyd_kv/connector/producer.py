@@ -247,6 +247,11 @@ class KvProducer:
             self._settled.purge(now)
         self._pressure.relieve(self._prompts.values(), self.cancel)
 
+    def peer_gone(self, address: Address) -> None:
+        """The D at this KV address is dead: nothing waits for a connection with it. What has one
+        ends with that. Any thread."""
+        self._call(partial(self.session.dial_failed, address, "unreachable"))
+
     @property
     def leases(self) -> int:
         """Prompts whose KV is held for another instance, or on its way."""

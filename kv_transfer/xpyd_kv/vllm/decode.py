@@ -191,7 +191,8 @@ class DecodeHalf(SchedulerHalf):
             self._count_lost(loading)
             return
         with self._lock:
-            self._consumer.expect(key, wait_s=self._options.wait_s, now=time.monotonic())
+            now, wait_s = time.monotonic(), self._options.wait_s
+            self._consumer.expect(key, wait_s=wait_s, now=now, source=pair.prefill)
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Whether the KV of what vLLM has not computed was offered; None: it may yet be."""

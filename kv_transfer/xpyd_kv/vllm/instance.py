@@ -96,6 +96,7 @@ class Instance:
         """vLLM's own, by signal: what the first signal does when no router sends more."""
         self._parting: asyncio.Task[None] | None = None
         self._was_signalled = False
+        self._gone: set[asyncio.Task[None]] = set()
         self._curious: dict[str, asyncio.Future[str]] = {}
         """Answers that wait for the word of their KV, by uuid."""
         self._asking: asyncio.Task[None] | None = None
@@ -121,6 +122,7 @@ class Instance:
             period_s=self._options.heartbeat_period_s,
             make=self._beat,
             keys=self.keys,
+            on_gone=self._on_gone,
         )
         try:
             self._beats.start()
@@ -228,6 +230,17 @@ class Instance:
             await self._ask("drain")
         except OSError as error:
             _log.warning("the engine does not hear that it drains: %s", error)
+
+    def _on_gone(self, address: Address) -> None:
+        task = asyncio.get_running_loop().create_task(self._say_gone(address))
+        self._gone.add(task)
+        task.add_done_callback(self._gone.discard)
+
+    async def _say_gone(self, address: Address) -> None:
+        try:
+            await self._ask("gone", str(address))
+        except OSError as error:
+            _log.warning("the engine does not hear that %s is gone: %s", address, error)
 
     # --- what the routes answer
 

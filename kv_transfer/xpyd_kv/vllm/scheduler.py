@@ -146,6 +146,7 @@ class SchedulerHalf:
                 "release": self._release,
                 "probe": self._probe,
                 "drain": self._drain,
+                "gone": self._gone,
                 "outcomes": self._outcomes,
             },
         )
@@ -192,6 +193,10 @@ class SchedulerHalf:
             return results.get(timeout=PROBE_S).document()
         except queue.Empty:
             raise XpydError("the KV thread does not answer") from None
+
+    def _gone(self, address: str) -> None:
+        assert self.connector is not None
+        self.connector.peer_gone(parse_address(address))
 
     def _drain(self, _: str) -> None:
         assert self.connector is not None

@@ -1,7 +1,7 @@
 """keep(): the processes that one workload should have, as a Deployment's controller would decide.
 
 Ordinals are stable: an instance keeps its number, and with it its address, through restarts. A new
-one takes the lowest free number, a victim of a scale-down is the highest.
+one takes the lowest free number. Of a scale-down those are the victims that lose least.
 """
 
 from __future__ import annotations
@@ -51,16 +51,24 @@ def keep(
     staying = sorted((i for i in seen if i.draining_since is None), key=lambda i: i.ordinal)
     for instance in leaving:
         _end(instance, now, drain_timeout_s, actions, waits)
-    for victim in reversed(staying[workload.replicas :]):
+    victims = sorted(staying, key=_loss)[: max(0, len(staying) - workload.replicas)]
+    for victim in victims:
         gone = victim.exited_at is not None
         actions.append(ForgetInstance(victim.ordinal) if gone else DrainInstance(victim.ordinal))
-    staying = staying[: workload.replicas]
+    staying = [instance for instance in staying if instance not in victims]
     for instance in staying:
         _restart(instance, now, probes, actions, waits)
     missing = workload.replicas - len(staying)
     used = {i.ordinal for i in seen} | set(taken)
     actions.extend(StartInstance(ordinal) for ordinal in _lowest_free(used, missing))
     return KeepPlan(tuple(actions), min(waits, default=None))
+
+
+def _loss(instance: InstanceSeen) -> tuple[bool, bool, int, int]:
+    """What it costs to lose the instance, for an order: one that does not live costs nothing, then
+    its load counts, then a high number goes before a low one."""
+    has_lived = instance.lived_at is not None
+    return instance.exited_at is None, has_lived, instance.load, -instance.ordinal
 
 
 def backoff_s(instance: InstanceSeen) -> tuple[float, int]:

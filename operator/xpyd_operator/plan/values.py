@@ -253,6 +253,7 @@ class InstanceSeen:
     `failures`: exits in a row before this start. `exited_at` None: it runs. `draining_since` None:
     it was not asked to leave. `killed`: SIGKILL was sent. `lived_at`: when its startup probe
     succeeded, None before; `failed_probes`: failures in a row of the probe that is asked now.
+    `load`: requests that are there, and prompts whose KV it has for others, as routers say.
     """
 
     ordinal: int
@@ -263,6 +264,7 @@ class InstanceSeen:
     killed: bool = False
     lived_at: float | None = None
     failed_probes: int = 0
+    load: int = 0
 
 
 @dataclass(frozen=True)

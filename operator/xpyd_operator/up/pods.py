@@ -74,6 +74,8 @@ class PodProcess:
         """Requests can reach it."""
         self.was_ready = False
         """Whether the pod was ready once since this process started."""
+        self.requests = self.kv_leases = 0
+        """As the router said last."""
         self.seen = InstanceSeen(ordinal, 0.0)
         self.identity: ProcessId | None = None
         self._process: Child | None = None
@@ -170,6 +172,11 @@ class PodProcess:
     def _live(self, now: float) -> None:
         if self.seen.lived_at is None:
             self.seen = replace(self.seen, lived_at=now, failed_probes=0)
+
+    def is_loaded(self, requests: int, kv_leases: int) -> None:
+        """Take what the router says of it: requests, and prompts whose KV it has for others."""
+        self.requests, self.kv_leases = requests, kv_leases
+        self.seen = replace(self.seen, load=requests + kv_leases)
 
     def drain(self, now: float) -> None:
         """Ask the process to finish and exit."""

@@ -11,15 +11,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import http.client
-import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import NamedTuple
+
+import msgspec
 
 from xpyd_core.errors import UserError
 from xpyd_core.pod_env import HTTP_PORT
@@ -88,24 +89,48 @@ def answers_health(host: str, port: int) -> bool:
     return get(host, port, "/health") is not None
 
 
-def read_routable(host: str, port: int) -> frozenset[str] | None:
-    """HTTP addresses of the instances that the router has as Ready; None: no router there."""
+class InstanceSaid(NamedTuple):
+    """What the router says of an instance."""
+
+    is_ready: bool
+    requests: int
+    kv_leases: int
+
+
+def read_said(host: str, port: int) -> Mapping[str, InstanceSaid] | None:
+    """The instances that the router has, by HTTP address; None: no router there."""
     body = get(host, port, "/instances")
     if body is None:
         return None
     try:
-        return frozenset(_ready(json.loads(body)))
-    except ValueError:
+        answer = msgspec.json.decode(body, type=_Answer)
+    except msgspec.MsgspecError:
         return None
+    return {
+        one.http_address: InstanceSaid(
+            one.state == "Ready",
+            max(one.in_flight, one.load.running + one.load.waiting),
+            one.load.kv_leases,
+        )
+        for one in answer.instances
+    }
 
 
-def _ready(answer: object) -> Iterator[str]:
-    rows = cast("dict[str, Any]", answer).get("instances") if isinstance(answer, dict) else answer
-    for row in cast("list[Any]", rows) if isinstance(rows, list) else []:
-        if isinstance(row, dict):
-            instance = cast("dict[str, Any]", row)
-            if instance.get("state") == "Ready":
-                yield str(instance.get("http_address"))
+class _Load(msgspec.Struct, frozen=True):
+    running: int = 0
+    waiting: int = 0
+    kv_leases: int = 0
+
+
+class _Row(msgspec.Struct, frozen=True):
+    http_address: str
+    state: str
+    load: _Load = _Load()
+    in_flight: int = 0
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    instances: list[_Row]
 
 
 def plan_engines(
@@ -118,6 +143,7 @@ def plan_engines(
     return plan_memory(fleet, replicas, machine, weights_bytes=weights)
 
 
+_NOTHING = InstanceSaid(is_ready=False, requests=0, kv_leases=0)
 _log = logging.getLogger("xpyd.up")
 _TURN_AT_LEAST_S = 1.0
 _PROBE_STARTING_S = 0.2
@@ -429,9 +455,7 @@ class Supervisor:
         """An engine is ready when it is healthy and the router picks it."""
         pods = [pod for pod in self.pods if pod.identity is not None]
         before = {pod: pod.identity for pod in pods}
-        routable = await asyncio.to_thread(
-            read_routable, ROUTER_HOST, self.pods.settings.admin_port
-        )
+        said = await asyncio.to_thread(read_said, ROUTER_HOST, self.pods.settings.admin_port)
         unknown = [pod for pod in pods if not pod.is_healthy]
         healthy = await asyncio.gather(*(self._is_healthy(pod) for pod in unknown))
         now = time.monotonic()
@@ -440,10 +464,12 @@ class Supervisor:
                 pod.lives(now)
         for pod in pods:
             if pod.pod.pool == ROUTER:
-                ready = pod.is_healthy and routable is not None
+                ready = pod.is_healthy and said is not None
             else:
                 address = f"{self.pods.settings.address(pod.pod.number)}:{HTTP_PORT}"
-                ready = pod.is_healthy and routable is not None and address in routable
+                found = (said or {}).get(address, _NOTHING)
+                pod.is_loaded(found.requests, found.kv_leases)
+                ready = pod.is_healthy and found.is_ready
             self._set_ready(pod, ready and pod.seen.draining_since is None)
 
     async def _is_healthy(self, pod: PodProcess) -> bool:

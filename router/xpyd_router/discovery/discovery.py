@@ -1,8 +1,8 @@
 """The discovery port: connections of engines, and their heartbeats into the fleet's view.
 
-It replies to those that drain only (`messages.DrainAck`). What is not a heartbeat, or not one of
-this fleet's, is counted and dropped; junk costs only its sender (ADR 0025, ADR 0026). `BeatPort`
-has the connections, `zmtp` their wire, `fleet.registry` decides what follows from a beat.
+It replies to those that drain, and says who died (`messages.RouterWord`). What is not a heartbeat,
+or not one of this fleet's, is counted and dropped; junk costs only its sender (ADR 0025, ADR 0026).
+`BeatPort` has the connections, `zmtp` their wire, `fleet.registry` decides what follows from beats.
 """
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ import logging
 import resource
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import cast
 
 from xpyd_core.errors import ProtocolError, UserError
-from xpyd_core.keys import BEAT_MAC_BYTES, INSECURE_KEYS, Keys, ack_mac, is_beat_mac
+from xpyd_core.keys import BEAT_MAC_BYTES, INSECURE_KEYS, Keys, is_beat_mac, word_mac
 from xpyd_core.messages import (
     MAX_HEARTBEAT_BYTES,
     DrainAck,
     Heartbeat,
+    PeerGone,
+    RouterWord,
     decode_heartbeat,
-    encode_ack,
+    encode_word,
 )
 from xpyd_router.discovery.zmtp import Message, Receiver, message
-from xpyd_router.fleet.instances import MAX_INSTANCES
+from xpyd_router.fleet.instances import MAX_INSTANCES, InstanceKey
 from xpyd_router.fleet.registry import key_of
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
@@ -36,7 +38,7 @@ _MIN_CONNECTIONS = 64
 _SWEEP_S = 0.25
 _PAUSE_S = 0.25
 _MAX_UNSENT_BYTES = 4096
-_MAX_ACK_BYTES = 255
+_MAX_WORD_BYTES = 255
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,12 @@ class BeatPort:
     def proven(self, connection: BeatConnection) -> None:
         """`connection` sent a good beat: no stranger's connection replaces it any more."""
         self._strangers.pop(connection, None)
+
+    def tell(self, data: bytes) -> None:
+        """Say `data` to everybody who has sent a good beat."""
+        for connection in list(self._open):
+            if connection not in self._strangers:
+                connection.say(data)
 
     def closed(self, connection: BeatConnection) -> None:
         """Forget it."""
@@ -184,7 +192,7 @@ class BeatConnection(asyncio.Protocol):
                 if isinstance(event, Message):
                     self._take(event, now_s)
                 elif event.answer:
-                    self._say(event.answer)
+                    self.say(event.answer)
         except ProtocolError as error:
             self.drop(str(error))
             return
@@ -197,7 +205,7 @@ class BeatConnection(asyncio.Protocol):
             self._begun_s = now_s
 
     def _take(self, message: Message, now_s: float) -> None:
-        is_good = self._port.take(message.frames, self._peer, self._say)
+        is_good = self._port.take(message.frames, self._peer, self.say)
         if is_good:
             self._good_s, self._bad = now_s, 0
             self._port.proven(self)
@@ -207,7 +215,8 @@ class BeatConnection(asyncio.Protocol):
         if self._bad >= self._limits.bad:
             self.drop(f"{self._bad} messages in a row that are no good beats")
 
-    def _say(self, data: bytes) -> None:
+    def say(self, data: bytes) -> None:
+        """Write, to one that reads."""
         if self._transport is None:
             return
         if self._transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
@@ -294,6 +303,8 @@ class Discovery:
         self._accepts_unsigned = accepts_unsigned
         self._wall_clock = wall_clock
         self._metrics = metrics
+        self._kv: dict[InstanceKey, str] = {}
+        """The KV address of each instance."""
         self._quiet_until_s = 0.0
         self._dropped = 0
         self.beats = BeatPort(self._take, self._end, limits or port_limits())
@@ -306,6 +317,8 @@ class Discovery:
             reason = error.strerror or error
             raise UserError(f"discovery on {where}:{port}: {reason}") from error
         self._listener.setblocking(False)
+        fleet.on_lost(self._tell_gone)
+        fleet.on_gone(self._forget)
         self.port: int = self._listener.getsockname()[1]
 
     def close(self) -> None:
@@ -353,6 +366,8 @@ class Discovery:
         self._count(outcome)
         if beat is not None and beat.state == "Draining" and outcome in _GOOD:
             self._acknowledge(beat, say)
+        if beat is not None and outcome in ("new", "replaced"):
+            self._kv[key_of(beat)] = beat.zmq_address
         if beat is not None and outcome in _TOLD:
             logger.info("instance %s: %s", name, outcome, extra={"type": beat.type})
         elif outcome not in _GOOD:
@@ -373,12 +388,25 @@ class Discovery:
         in_flight = self._fleet.in_flight(key_of(beat))
         if in_flight is None:
             return
-        frame = encode_ack(
-            DrainAck(incarnation=beat.incarnation, sent_us=beat.sent_us, in_flight=in_flight)
-        )
-        if len(frame) <= _MAX_ACK_BYTES:  # an incarnation of ours is far shorter
+        ack = DrainAck(incarnation=beat.incarnation, sent_us=beat.sent_us, in_flight=in_flight)
+        self._say(ack, say)
+
+    def _tell_gone(self, keys: Iterable[InstanceKey]) -> None:
+        """Others need not wait for what these would have sent or taken."""
+        for key in keys:
+            if (kv := self._kv.get(key)) is not None:
+                now_us = int(self._wall_clock() * 1e6)
+                gone = PeerGone(zmq_address=kv, incarnation=key.incarnation, sent_us=now_us)
+                self._say(gone, self.beats.tell)
+
+    def _say(self, word: RouterWord, say: Say) -> None:
+        frame = encode_word(word)
+        if len(frame) <= _MAX_WORD_BYTES:  # names of ours are far shorter
             keys = tuple(self._keys)
-            say(message([frame, ack_mac(keys[0], frame)] if keys else [frame]))
+            say(message([frame, word_mac(keys[0], frame)] if keys else [frame]))
+
+    def _forget(self, key: InstanceKey) -> None:
+        self._kv.pop(key, None)
 
     def _count(self, result: str) -> None:
         self._metrics.heartbeats.labels(result).inc()

@@ -98,6 +98,8 @@ class ReceiveFrom:
 
     key: TransferKey
     wait_s: float
+    # P's KV address.
+    peer: Address | None = None
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class Scheduler:
             state.priority = request.priority
         receive = state.receive
         if self._consumer is not None and receive is not None:
-            self._consumer.expect(receive.key, wait_s=receive.wait_s, now=now)
+            self._consumer.expect(receive.key, wait_s=receive.wait_s, now=now, source=receive.peer)
             state.expects_kv = True
         self._requests.states[request.request_id] = state
         refusal = self._admission.refusal(state, waiting=len(self._waiting))

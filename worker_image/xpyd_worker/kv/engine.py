@@ -83,6 +83,11 @@ class Kv:
         if self.connector is not None:
             self.connector.endpoint.start()
 
+    def peer_gone(self, address: Address) -> None:
+        """A router says that the instance at this KV address is dead."""
+        if self.connector is not None:
+            self.connector.peer_gone(address)
+
     def drain(self) -> None:
         """Refuse new OFFERs."""
         if self.connector is not None:

@@ -214,7 +214,7 @@ def _transfer(
         return SendTo(key, pair.decode, prompt_tokens, cancel_when_done=kv.from_router)
     if _kv_missing(service, request_id, options, index) or sampling.prompt_logprobs is not None:
         return None
-    return ReceiveFrom(key, instance.kv_wait_s)
+    return ReceiveFrom(key, instance.kv_wait_s, pair.prefill)
 
 
 def _kv_missing(service: Service, request_id: RequestId, options: Options, index: int) -> str:
