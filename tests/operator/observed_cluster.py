@@ -24,6 +24,7 @@ from xpyd_operator.plan.fleet import plan, pools_wanted
 from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.plan.values import DeleteWorkload, DrainPool, FleetWant, PutWorkload, Workload
 from xpyd_operator.status.children import MOST_TEXT, Children, fleet_seen
+from xpyd_operator.status.drains import InstanceLoad
 from xpyd_operator.status.fleet import EventText, events, fleet_status
 from xpyd_operator.status.problems import Problem, find_problems
 
@@ -50,6 +51,8 @@ class Cluster:
         self.pools: dict[str, Obj] = {}
         self.status: Obj | None = None
         self.has_pair: bool | None = None
+        self.loads: dict[str, InstanceLoad] = {}
+        """What routers say that pods have."""
         self.generation = 1
         self.stopping = False
         self.others: tuple[Problem, ...] = ()
@@ -132,6 +135,7 @@ class Cluster:
             key_secret="chat-kv-5bd2bd5e",
             namespace="team",
             has_pair=self.has_pair,
+            loads=self.loads,
         )
         return events(before, self.status)
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 
 from tests.operator.fleets import document
@@ -15,6 +16,7 @@ from xpyd_operator.controller.decision.cache import Cache, FleetKey
 from xpyd_operator.controller.decision.kinds import CONFIG_MAP, DEPLOYMENT, FLEET, POD, trim
 from xpyd_operator.controller.routers import PERIOD_S, RouterReader
 from xpyd_operator.manifests.names import ANNOTATION_KEY_PHASE, kv_secret_name
+from xpyd_operator.status.drains import InstanceLoad, drains_text, read_loads
 from xpyd_operator.status.rotation import RouterKeys
 from xpyd_operator.status.verified import METRIC
 
@@ -33,10 +35,13 @@ class Router:
         self.asked: list[list[str]] = []
         self.port = 0
         self.key_ids: list[str] = []
+        self.in_flight = self.running = self.kv_leases = 0
 
     async def instances_of(self, request: web.Request) -> web.Response:
         self.asked.append([request.path])
-        instances = [{"instance": "d-0", "key_ids": self.key_ids}]
+        load = {"running": self.running, "waiting": 0, "kv_leases": self.kv_leases}
+        one = {"instance": "d-0", "key_ids": self.key_ids, "in_flight": self.in_flight}
+        instances = [{**one, "load": load}]
         return web.json_response(
             {"key_ids": self.key_ids, "instances": instances}, status=self.status
         )
@@ -204,6 +209,57 @@ async def test_keys_are_asked_for_while_a_rotation_is_under_way_and_only_then() 
         world.cache.put(CONFIG_MAP, config_map("Done"))
         await world.reader.look_at_keys(session)
         assert router.asked == []
+
+
+async def test_what_leaving_instances_have_is_asked_of_all_routers_while_some_leave() -> None:
+    router = Router()
+    async with listening(router), aiohttp.ClientSession() as session:
+        owner = f"chat-decode-{REVISION}-5d9c7b8f4d"
+        engines = [pod(f"d-{n}", role="Decode", owner=owner) for n in range(2)]
+        world = World(router, pod("r-0"), pod("r-1"), *engines)
+        await world.look()
+        router.asked.clear()
+        world.woken.clear()
+        await world.reader.look_at_loads(session)
+        assert (router.asked, world.reader.loads(KEY), world.woken) == ([], {}, [])
+        leaves = {"deletionTimestamp": "2026-01-01T00:05:00Z", "resourceVersion": "2"}
+        world.cache.put(POD, {**engines[0], "metadata": {**engines[0]["metadata"], **leaves}})
+        router.in_flight, router.running, router.kv_leases = 2, 3, 1
+        for _ in range(2):
+            await world.reader.look_at_loads(session)
+        # Each router's own requests add up; what the engine says is the same at each.
+        assert world.reader.loads(KEY) == {"d-0": InstanceLoad(4, 1)}
+        assert world.woken == [KEY]
+        router.status = 503
+        await world.reader.look_at_loads(session)
+        assert world.reader.loads(KEY) == {}
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"instances": [{}]}', b"\xff", b'{"instances": 7}'])
+def test_what_is_no_answer_of_a_router_says_nothing_of_loads(body: bytes) -> None:
+    assert read_loads([body]) == {}
+
+
+def leaving_pod(name: str, pool: str, deadline: str) -> Obj:
+    owner = f"chat-{pool}-{REVISION}-5d9c7b8f4d"
+    made = pod(name, role=pool.title(), owner=owner)
+    grace = {"deletionTimestamp": deadline, "deletionGracePeriodSeconds": 330}
+    return {**made, "metadata": {**made["metadata"], **grace}}
+
+
+def test_the_pools_of_leaving_instances_are_said_with_the_oldest() -> None:
+    pods = [
+        leaving_pod("d-0", "decode", "2026-01-01T12:05:30Z"),
+        leaving_pod("d-1", "decode", "2026-01-01T12:07:30Z"),
+        leaving_pod("p-0", "prefill", "2026-01-01T12:06:30Z"),
+        pod("p-1", role="Prefill", owner=f"chat-prefill-{REVISION}-5d9c7b8f4d"),
+    ]
+    loads = {"d-0": InstanceLoad(3, 0), "d-1": InstanceLoad(2, 1), "p-0": InstanceLoad(0, 4)}
+    assert drains_text(pods, {**loads, "p-1": InstanceLoad(9, 9)}) == (
+        "decode: 5 requests, 1 KV leases, the oldest since 12:00:00Z; "
+        "prefill: 0 requests, 4 KV leases, the oldest since 12:01:00Z"
+    )
+    assert drains_text(pods, {}) == ""
 
 
 async def test_a_fleet_has_a_pair_while_one_of_its_ready_routers_says_so() -> None:

@@ -215,6 +215,7 @@ class Operator:
             has_pair=self._routers.has_pair,
             progress=self._downloads.progress,
             keys=self._routers.keys,
+            loads=self._routers.loads,
         )
         self._feed = Feed(self._cache, lambda key, urgent: self._queue.wake(key, urgent=urgent))
         self._inbox = Inbox(self._receive)

@@ -61,6 +61,7 @@ from xpyd_operator.controller.decision.state import (
 )
 from xpyd_operator.manifests.names import FINALIZER, Settings, kv_secret_name
 from xpyd_operator.manifests.objects import kv_secret
+from xpyd_operator.status.drains import InstanceLoad
 from xpyd_operator.status.fleet import EventText, events
 from xpyd_operator.status.models import DownloadProgress
 from xpyd_operator.status.problems import Problem
@@ -147,8 +148,7 @@ class Outcome:
     failed: KubeError | None = None
     """A failure that no write caused; the turn was given up."""
     unsure: bool = False
-    """A pool's object changed since the turn read it, so its replicas are unknown; no further stage
-    was done."""
+    """A pool's object changed since the turn read it: replicas are unknown, no stage followed."""
     moved: list[tuple[Write, KubeError]] = field(default_factory=list[tuple[Write, KubeError]])
     """Writes that found another state than the turn saw; the next turn reads it again."""
     taken: dict[ObjectRef, str] = field(default_factory=dict[ObjectRef, str])
@@ -252,10 +252,8 @@ class WriteExecutor:
         self._keep(kind, after)
 
     async def _find_holder(self, state: FleetState, kind: Kind, name: str, outcome: Outcome) -> str:
-        """Find the holder of a name that exists and is not among the fleet's objects.
-
-        Returns the object's version where it is the fleet's and has lost its label; else "".
-        """
+        """Find the holder of a name that exists and is not among the fleet's objects. Returns the
+        object's version where it is the fleet's and has lost its label; else ""."""
         namespace = state.document["metadata"]["namespace"]
         found = await self._api.get(kind, namespace, name)
         labels = cast("dict[str, str]", found["metadata"].get("labels") or {})
@@ -324,11 +322,13 @@ class Reconciler:
         has_pair: Callable[[FleetKey], bool | None] = lambda _: None,
         progress: Callable[[FleetKey], DownloadProgress | None] = lambda _: None,
         keys: Callable[[FleetKey], Mapping[str, RouterKeys]] = lambda _: {},
+        loads: Callable[[FleetKey], Mapping[str, InstanceLoad]] = lambda _: {},
     ) -> None:
         """`verdict`: what the routers' counts say of a fleet's KV; `has_pair`: whether a router has
         instances that can serve a request, None where none has said; `progress`: how far the
-        download of its model is; `keys`: what the routers say of keys."""
+        download of its model is; `keys`, `loads`: what they say of keys, and of who leaves."""
         self._keys = keys
+        self._loads = loads
         self._progress = progress
         self._verdict = verdict
         self._has_pair = has_pair
@@ -408,6 +408,7 @@ class Reconciler:
             has_pair=self._has_pair(key),
             progress=self._progress(key),
             keys=self._keys(key),
+            loads=self._loads(key),
             made_keys=history.made_keys,
             deleted_key=history.deleted_key,
         )
@@ -465,8 +466,7 @@ class Reconciler:
             return wait_s
         history.pace.wrote(time)
         # With the uid: another fleet may have the name by now.
-        uid = {"metadata": {"uid": state.uid}}
-        patch = {**uid, "status": merge_patch(found.before, found.after)}
+        patch = {"metadata": {"uid": state.uid}, "status": merge_patch(found.before, found.after)}
         after = await self._api.patch(FLEET, key.namespace, key.name, patch, sub="status")
         after = trim(FLEET, after)
         self._cache.put(FLEET, after)
@@ -494,7 +494,5 @@ class Reconciler:
 
 def _has_released(outcome: Outcome) -> bool:
     """Whether the fleet's finalizer was removed: nothing is left to report."""
-    return any(
-        isinstance(write, SetFinalizers) and FINALIZER not in write.finalizers
-        for write in outcome.done
-    )
+    lists = (write.finalizers for write in outcome.done if isinstance(write, SetFinalizers))
+    return any(FINALIZER not in finalizers for finalizers in lists)

@@ -3,7 +3,8 @@
 Every 15 s one GET of each ready router's HTTP port, which is open to the cluster as clients need it
 (ADR 0043). A router that does not answer is asked more and more rarely, down to every 4 minutes. A
 fleet whose verdict changed is woken; its turn takes the verdict from here. While a fleet's key is
-rotated, its routers are asked every 3 s which keys they and the engines have.
+rotated, its routers are asked every 3 s which keys they and the engines have; while instances of
+it leave, what those still have.
 
 A router's pod is ready while it takes requests (ADR 0041), an engine's while it serves: whether
 heartbeats reach a router, and whether P and D fit together, no pod's readiness says. So the
@@ -38,6 +39,7 @@ from xpyd_operator.status.children import (
     key_of,
     text,
 )
+from xpyd_operator.status.drains import InstanceLoad, read_loads
 from xpyd_operator.status.rotation import RouterKeys, read_keys
 from xpyd_operator.status.verified import (
     NOT_LOOKED,
@@ -84,6 +86,8 @@ class _Fleet:
     rests: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     keys: dict[str, RouterKeys] = field(default_factory=dict[str, RouterKeys])
     """What each router says of keys, while a rotation is under way."""
+    loads: dict[str, InstanceLoad] = field(default_factory=dict[str, InstanceLoad])
+    """What instances have, by their pods, while some of them leave."""
 
 
 class RouterReader:
@@ -121,6 +125,11 @@ class RouterReader:
         found = self._fleets.get(key)
         return {} if found is None else found.keys
 
+    def loads(self, key: FleetKey) -> Mapping[str, InstanceLoad]:
+        """What the instances that leave have, by their pods, as the fleet's routers say."""
+        found = self._fleets.get(key)
+        return {} if found is None else found.loads
+
     async def run(self) -> None:
         """Read at intervals, until cancelled."""
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
@@ -131,7 +140,7 @@ class RouterReader:
                 while (left_s := begun_s + PERIOD_S - self._clock()) > _SOON_S:
                     await asyncio.sleep(_SOON_S)
                     await self._look_safely(session, only_without_pair=True)
-                    await self._look_safely(session, at_keys=True)
+                    await self._look_safely(session, at_instances=True)
                 await asyncio.sleep(max(1.0, left_s))
 
     async def _look_safely(
@@ -139,11 +148,12 @@ class RouterReader:
         session: aiohttp.ClientSession,
         *,
         only_without_pair: bool = False,
-        at_keys: bool = False,
+        at_instances: bool = False,
     ) -> None:
         try:
-            if at_keys:
+            if at_instances:
                 await self.look_at_keys(session)
+                await self.look_at_loads(session)
             else:
                 await self.look(session, only_without_pair=only_without_pair)
         except Exception:  # a task's edge: a round that broke must not end all later ones
@@ -217,6 +227,29 @@ class RouterReader:
         keys = {name: found for name, found in said.items() if found is not None}
         if keys != fleet.keys:
             fleet.keys = keys
+            self._wake(key)
+
+    async def look_at_loads(self, session: aiohttp.ClientSession) -> None:
+        """Ask the routers of fleets of which instances leave what those have."""
+        await asyncio.gather(
+            *(self._look_at_loads(session, key, fleet) for key, fleet in self._fleets.items())
+        )
+
+    async def _look_at_loads(
+        self, session: aiohttp.ClientSession, key: FleetKey, fleet: _Fleet
+    ) -> None:
+        pods = self._cache.children(key).get(POD, {})
+        leaving = {
+            name
+            for name, pod in pods.items()
+            if is_leaving(pod) and text(pod, "metadata", "labels", LABEL_ROLE) != ROUTER
+        }
+        routers = [address for _, address, _ in self._routers(key)] if leaving else []
+        bodies = await asyncio.gather(*(self._get(session, one, "/instances") for one in routers))
+        loads = read_loads(body for body in bodies if body is not None)
+        loads = {name: load for name, load in loads.items() if name in leaving}
+        if loads != fleet.loads:
+            fleet.loads = loads
             self._wake(key)
 
     def _routers(self, key: FleetKey) -> Iterator[tuple[str, str, bool]]:

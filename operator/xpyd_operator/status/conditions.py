@@ -187,6 +187,7 @@ class _Fleet:
     notices: Sequence[str] = ()
     choice: RoleChoice = USUAL_CHOICE
     has_pair: bool | None = None
+    leaving: str = ""
     paused: bool = False
 
     @property
@@ -224,6 +225,7 @@ def conditions(
     choice: RoleChoice = USUAL_CHOICE,
     kv: KvVerdict = NOT_LOOKED,
     has_pair: bool | None = None,
+    leaving: str = "",
     model: ModelState | None = None,
     key: KeyVerdict | None = None,
     paused: bool = False,
@@ -233,11 +235,12 @@ def conditions(
     `notices`: what the document asks for that an administrator should know; Degraded's message
     shows them where nothing is wrong. `choice`: what requests do where a role is lost. `kv`: what
     the routers' counts say of the KV (see `verified`). `has_pair`: whether a router has instances
-    that can serve a request; None: none has said. `model`: the download of its model; None: no Job
-    downloads it. `key`: how far the rotation of the fleet's key is; None: nobody asked for one.
-    `paused`: no revision takes another's place.
+    that can serve a request; None: none has said. `leaving`: what instances that leave still have
+    (see `drains`). `model`: the download of its model; None: no Job downloads it. `key`: how far
+    the rotation of the fleet's key is; None: nobody asked for one. `paused`: no revision takes
+    another's place.
     """
-    fleet = _Fleet(pools, problems, stopping, before, notices, choice, has_pair, paused)
+    fleet = _Fleet(pools, problems, stopping, before, notices, choice, has_pair, leaving, paused)
     verdicts = {
         "Ready": _ready(fleet),
         "Available": _available(fleet),
@@ -359,6 +362,7 @@ def _available(fleet: _Fleet) -> _Verdict:
 def _progressing(fleet: _Fleet) -> _Verdict:
     leaving = [row for row in fleet.pools if row.draining or (not row.revision and row.alive)]
     drains = f"{_alive(leaving, draining=not fleet.stopping)} to leave" if leaving else ""
+    drains += f" ({fleet.leaving})" if leaving and fleet.leaving else ""
     if fleet.stopping:
         return _Verdict(True, _DRAINING, drains or "no instance is left")
     if not fleet.missing and not any(row.older for row in fleet.pools):

@@ -49,6 +49,7 @@ from xpyd_operator.status.conditions import (
     pool_rows,
 )
 from xpyd_operator.status.crashes import RECREATED
+from xpyd_operator.status.drains import InstanceLoad, drains_text
 from xpyd_operator.status.models import ModelState
 from xpyd_operator.status.problems import Problem, in_order
 from xpyd_operator.status.rotation import KeyVerdict
@@ -78,6 +79,7 @@ def fleet_status(
     namespace: str,
     kv: KvVerdict = NOT_LOOKED,
     has_pair: bool | None = None,
+    loads: Mapping[str, InstanceLoad] | None = None,
     model: ModelState | None = None,
     key: KeyVerdict | None = None,
 ) -> dict[str, Any]:
@@ -87,6 +89,7 @@ def fleet_status(
     has, a missing API). `before`: the status that the fleet has. `now`: RFC 3339. `generation`: of
     the document. `key_secret`: "" while there is none. `kv`: what routers' counts say of the KV.
     `has_pair`: whether a router has instances that can serve a request; None: none has said.
+    `loads`: what routers say that instances which leave still have, by pod.
     `model`: the download of its model; None: no Job downloads it. `key`: how far the rotation of
     the fleet's key is; None: nobody asked for one.
     """
@@ -104,6 +107,7 @@ def fleet_status(
             choice=RoleChoice(fleet.spec.router.on_no_prefill, fleet.spec.router.on_no_decode),
             kv=kv,
             has_pair=has_pair,
+            leaving=drains_text(children.pods, loads or {}),
             model=model,
             key=key,
             paused=want.paused,

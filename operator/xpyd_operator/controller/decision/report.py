@@ -125,6 +125,7 @@ def _obeyed(
         namespace=state.document["metadata"]["namespace"],
         kv=state.kv,
         has_pair=state.has_pair,
+        loads=state.loads,
         model=state.model,
         key=None if state.rotation is None else state.rotation.verdict,
     )

@@ -61,6 +61,7 @@ from xpyd_operator.status.children import (
     short,
     text,
 )
+from xpyd_operator.status.drains import InstanceLoad
 from xpyd_operator.status.models import DownloadProgress, ModelState, model_state
 from xpyd_operator.status.problems import is_overdue
 from xpyd_operator.status.rotation import (
@@ -259,6 +260,8 @@ class FleetState:
     """Whether a router has instances that can serve a request; None: none has said."""
     keys: Mapping[str, RouterKeys] = field(default_factory=dict[str, RouterKeys])
     """What each router says of keys, by its pod."""
+    loads: Mapping[str, InstanceLoad] = field(default_factory=dict[str, InstanceLoad])
+    """What instances that leave still have, by pod, as routers say."""
     made_keys: Mapping[str, str] = field(default_factory=dict[str, str])
     """The ids of keys that this process made, by slot."""
     deleted_key: str = ""
