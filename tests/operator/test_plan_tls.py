@@ -7,9 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.operator.fleets import parsed
+from tests.operator.observed_cluster import Cluster as Observed
+from tests.operator.observed_cluster import settled
 from tests.operator.test_plan import Cluster, pool
 from xpyd_operator.plan.template import revision_of
 from xpyd_operator.plan.values import ROUTER, FleetWant, PoolWant
+from xpyd_operator.status.children import condition, text
 
 
 def with_tls(of: PoolWant, tls: int) -> PoolWant:
@@ -54,7 +58,9 @@ def test_where_engines_wait_for_routers_they_stay_as_they_are_and_the_status_say
     (old,) = (w for w in cluster.of("d").values() if w.workload.revision == before[1].revision)
     assert (old.workload.replicas, old.ready) == (4, 4)
     assert cluster.seen.status is not None
-    assert "d 0/4 ready (waits for routers that can call it)" in cluster.seen.status.message
+    assert (
+        "d 0/4 ready (waits for routers that can call its engines)" in cluster.seen.status.message
+    )
 
 
 def test_what_was_left_half_way_by_an_older_operator_comes_to_its_end():
@@ -64,3 +70,43 @@ def test_what_was_left_half_way_by_an_older_operator_comes_to_its_end():
     cluster.settle(FleetWant("f", tuple(with_tls(one, 1) for one in pools)), rng)
     assert cluster.seen.status is not None
     assert cluster.seen.status.ready
+
+
+def revisions(cluster: Observed, *pools: str) -> set[str]:
+    """The revisions of these pools' living pods, old or new."""
+    new = {(p.name, p.revision) for p in cluster.want.pools}
+    return {
+        "new" if (pool, pod["metadata"]["labels"]["xpyd.dev/revision"]) in new else "old"
+        for pool in pools
+        for pod in cluster.pods_of(pool)
+    }
+
+
+def until_quiet(cluster: Observed) -> list[tuple[set[str], set[str], str]]:
+    """What routers and engines are, and what Progressing says, turn by turn."""
+    found: list[tuple[set[str], set[str], str]] = []
+    for _ in range(20):
+        cluster.turn()
+        said = text(condition({"status": cluster.status}, "Progressing"), "message")
+        engines = revisions(cluster, "prefill", "decode")
+        found.append((revisions(cluster, ROUTER), engines, said))
+        cluster.wait(5)
+        cluster.running(cluster.pods.values(), ready=True)
+        cluster.end_leaving()
+    return found
+
+
+def test_the_objects_of_a_cluster_are_replaced_in_this_order_and_the_status_says_why() -> None:
+    cluster = settled(parsed(router={"replicas": 2}))
+    tls = {"tls": {"secretName": "e", "routerSecretName": "r"}}
+    cluster.edit(parsed(router={"replicas": 2}, engine=tls))
+    seen = until_quiet(cluster)
+    assert all(engines == {"old"} for routers, engines, _ in seen if "old" in routers)
+    assert seen[-1][:2] == ({"new"}, {"new"})
+    assert "prefill waits for routers that can call its engines" in seen[0][2]
+    cluster.edit(parsed(router={"replicas": 2}))
+    seen = until_quiet(cluster)
+    assert all(routers == {"old"} for routers, engines, _ in seen if "old" in engines)
+    assert seen[-1][:2] == ({"new"}, {"new"})
+    assert "router waits for engines that it could not call to leave" in seen[0][2]
+    assert seen[-1][2] == "every pool is as wanted"

@@ -129,6 +129,12 @@ def pools_wanted(want: FleetWant, seen: Iterable[PoolSeen]) -> tuple[PoolSeen, .
     )
 
 
+def pools_waiting(want: FleetWant, seen: FleetSeen) -> dict[str, str]:
+    """The pools whose new revision waits for other pools, with what it waits for."""
+    pools = [] if want.stopping else _pools(want, seen)
+    return {pool.want.name: pool.waits for pool in pools if pool.waits}
+
+
 def pool_replicas(pool: PoolWant, seen: PoolSeen | None) -> int:
     """The pool's replicas: the last declared value wins once, then `scale` does, within bounds."""
     if pool.replicas is not None and (seen is None or pool.replicas != seen.declared):
@@ -204,9 +210,9 @@ def _ordered_by_tls(pools: Sequence[_Pool], seen: Sequence[WorkloadSeen]) -> lis
     for pool in pools:
         tls, waits = pool.want.template.tls, ""
         if pool.want.name != ROUTER and tls > able:
-            waits = "routers that can call it"
+            waits = "routers that can call its engines"
         elif pool.want.name == ROUTER and tls < asked and not engines_wait:
-            waits = "engines that it could not call"
+            waits = "engines that it could not call to leave"
         found.append(replace(pool, waits=waits))
     return found
 

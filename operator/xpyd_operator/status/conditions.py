@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from xpyd_operator.plan.fleet import pools_wanted
+from xpyd_operator.plan.fleet import pools_waiting, pools_wanted
 from xpyd_operator.plan.values import ROUTER, FleetSeen, FleetWant, PoolRole
 from xpyd_operator.status.children import (
     NOTHING,
@@ -82,7 +82,7 @@ class PoolRow:
 
     `revision`: the newest; "": the pool left the document or the fleet is being deleted, and it
     only ends. `updated`: ready ones of the newest revision. `staying`: not asked to leave.
-    `older`: workloads of other revisions are still there.
+    `older`: workloads of other revisions are still there. `waits`: for whom the newest one waits.
     """
 
     name: str
@@ -95,6 +95,7 @@ class PoolRow:
     staying: int = 0
     draining: int = 0
     older: bool = False
+    waits: str = ""
 
     @property
     def missing(self) -> int:
@@ -122,6 +123,7 @@ def pool_rows(want: FleetWant, seen: FleetSeen, children: Children) -> tuple[Poo
         revisions.setdefault(workload.workload.pool, set()).add(workload.workload.revision)
     rows: dict[str, PoolRow] = {}
     sizes = {size.name: size for size in pools_wanted(want, seen.pools)}
+    waiting = pools_waiting(want, seen)
     for pool in want.pools:
         found, role = counts.get(pool.name, {}), pool.template.role
         if want.stopping:
@@ -132,6 +134,7 @@ def pool_rows(want: FleetWant, seen: FleetSeen, children: Children) -> tuple[Poo
             replicas=sizes[pool.name].replicas,
             declared=None if pool.name == ROUTER else sizes[pool.name].declared,
             older=bool(revisions.get(pool.name, set()) - {pool.revision}),
+            waits=waiting.get(pool.name, ""),
         )
     for workload in seen.workloads:
         name, role = workload.workload.pool, workload.workload.template.role
@@ -371,7 +374,8 @@ def _progressing(fleet: _Fleet) -> _Verdict:
         return _Verdict(False, "Settled", "every pool is as wanted")
     if fleet.is_paused:
         return _Verdict(False, "Paused", _paused(fleet))
-    message = "; ".join(filter(None, [_waits(fleet) if fleet.missing else "", drains]))
+    held = [f"{row.name} waits for {row.waits}" for row in fleet.missing if row.waits]
+    message = "; ".join(filter(None, [_waits(fleet) if fleet.missing else "", *held, drains]))
     return _Verdict(True, _movement(fleet), message or "instances of older revisions leave")
 
 
