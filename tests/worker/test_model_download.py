@@ -378,16 +378,15 @@ def test_verify_reads_all_bytes_and_mends_what_changed(
     assert files_in(done.folder) == {name: files[name] for name in SERVED}
 
 
-def test_a_folder_of_something_else_is_left_alone(
-    store: Store, bucket: str, tmp_path: Path
-) -> None:
+def test_a_folder_of_another_is_left_alone(store: Store, bucket: str, tmp_path: Path) -> None:
     store.put(bucket, under("m", checkpoint()))
-    (tmp_path / "mine").mkdir()
+    (mine := tmp_path / "mine").mkdir()
     with pytest.raises(DownloadError, match="it exists and is no download's: name another folder"):
-        download(want(store, bucket, tmp_path / "mine"))
+        download(want(store, bucket, mine))
     download(want(store, bucket, tmp_path / "m"))
-    with pytest.raises(DownloadError, match=f"it holds s3://{bucket}/m: name another folder"):
-        download(want(store, bucket, tmp_path / "m", revision="2"))
+    for other in ({"revision": "2"}, {"endpoint": "http://127.0.0.1:9"}):
+        with pytest.raises(DownloadError, match=f"it holds s3://{bucket}/m http.*: name another"):
+            download(want(store, bucket, tmp_path / "m", **other))
 
 
 @pytest.mark.slow  # programs start

@@ -149,8 +149,9 @@ def _whole(want: Want, folder: Path, progress: Progress) -> Downloaded | None:
                 "InvalidModel", f"{folder}: it exists and is no download's: name another folder"
             )
         return None
-    if (manifest.uri, manifest.revision) != (want.uri, want.revision):
-        held = " ".join(filter(None, (manifest.uri, manifest.revision)))
+    has = manifest.uri, manifest.revision, manifest.endpoint
+    if has != (want.uri, want.revision, want.endpoint):
+        held = " ".join(filter(None, has))
         raise DownloadError("InvalidModel", f"{folder}: it holds {held}: name another folder")
     if damaged(folder, manifest):
         return None
