@@ -168,6 +168,10 @@ ENDINGS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "end": ({}, ["end_turn", None]),
     "token": ({"stop_reason": 17}, ["end_turn", None]),
     "stop sequence": ({"stop_reason": "END"}, ["stop_sequence", "END"]),
+    "stop sequence in a call": (
+        {"message": {"tool_calls": [call('{"a')]}, "stop_reason": "END"},
+        ["stop_sequence", "END"],
+    ),
     "limit": ({"finish": "length"}, ["max_tokens", None]),
     "filter": ({"finish": "content_filter"}, ["refusal", None]),
 }
@@ -176,7 +180,7 @@ ENDINGS: dict[str, tuple[dict[str, Any], list[Any]]] = {
 @pytest.mark.parametrize("case", ENDINGS)
 def test_each_end_has_its_stop_reason(case: str) -> None:
     given, wanted = ENDINGS[case]
-    found = whole({"content": "x"}, **given)
+    found = whole(**{"message": {"content": "x"}, **given})
     assert [found["stop_reason"], found["stop_sequence"]] == wanted
 
 
@@ -251,6 +255,11 @@ def test_each_status_has_anthropics_type_of_error(status: int, kind: str) -> Non
             "messages[1].content[0].type",
             "messages[1].content[0].type: expected one of text, got 'image_url'",
             "messages: expected one of text, got 'image'",
+        ),
+        (
+            "messages[1].tool_calls[0].function.name",
+            "messages[1].tool_calls[0].function.name: no",
+            "messages: name of a tool_use: no",
         ),
         ("continue_final_message", "continue_final_message: no", "messages: no"),
         ("stop_token_ids", "stop_token_ids: no", "stop_token_ids: no"),

@@ -433,6 +433,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "'web_search_20250305'",
     ),
     "tool without schema": ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "object"),
+    "tool twice": ({"tools": [WEATHER, WEATHER]}, "tools[1].name", "another tool"),
     "tool without name": ({"tools": [{"input_schema": {}}]}, "tools[0].name", "string"),
     "any of no tools": ({"tool_choice": {"type": "any"}}, "tool_choice", "needs tools"),
     "unknown tool": (

@@ -225,6 +225,21 @@ def test_an_answer_that_was_cut_off_is_incomplete(finish: str, reason: str) -> N
     assert whole == response
 
 
+def test_a_call_that_a_stop_string_cut_is_incomplete() -> None:
+    """With another status an agent would run it."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a'}}
+    chat = whole_chat("stop", content="t", tool_calls=[call])
+    for stop, status in (("END", "incomplete"), (None, "completed"), (17, "completed")):
+        chat["choices"][0]["stop_reason"] = stop
+        whole = orjson.loads(read().whole(chat))
+        assert [one["status"] for one in whole["output"]] == ["completed", status]
+        chunks = (ROLE, chunk({"content": "t"}), call_chunk(0, '{"a', id="c", name="f"))
+        data = b"".join((*chunks, chunk({}, "stop", stop_reason=stop)))
+        events = streamed(data + ENDING + DONE)
+        assert events[-2]["item"]["status"] == status
+        assert [one["status"] for one in events[-1]["response"]["output"]] == ["completed", status]
+
+
 def test_an_answer_without_text_is_an_empty_message() -> None:
     events = streamed(b"".join([ROLE, chunk({}, "stop"), ENDING, DONE]))
     response = events[-1]["response"]

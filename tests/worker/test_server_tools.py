@@ -428,7 +428,10 @@ async def test_a_call_that_a_stop_string_cuts_is_no_reason_to_run_it() -> None:
     """With tool_calls an agent would."""
     async with replaying(ONE_CALL, parsers=parsers(reasoning=None)) as server:
         for choice in ("auto", NAMED):
-            for stop, arguments in (('"f"', ""), (": {", ""), ('yon"', '{"city": "L')):
+            for stop, arguments in (
+                *(("<tool_call>", ""), ('"f"', ""), (": {", "")),
+                ('yon"', '{"city": "L'),
+            ):
                 asked = {"tools": [TOOL], "tool_choice": choice, "stop": [stop]}
                 whole = await choice_of(server, **asked)
                 assert whole["finish_reason"] == "stop", stop

@@ -27,6 +27,7 @@ _NAMES: Sequence[tuple[str, str]] = (
     (r"response_format(\.json_schema)?", "output_config.format"),
     (r"tools\[(\d+)\]\.function\.parameters", r"tools[\1].input_schema"),
     (r"tools\[(\d+)\]\.function", r"tools[\1]"),
+    (r"messages\[\d+\]\.tool_calls\[\d+\]\.function\.name", "messages: name of a tool_use"),
     # A chat has other messages: one for each tool result, and one for `system`.
     (r"messages\[\d+\]\S*", "messages"),
     (r"continue_final_message", "messages"),
@@ -100,8 +101,9 @@ _UNUSED: Json = {"stop_details": None, "container": None}
 
 
 def stop_of(reason: object, stop_reason: object, *, has_tools: bool) -> Json:
-    """stop_reason and stop_sequence. `stop_reason`: the text, or the token, that ended it."""
-    if reason == "stop" and isinstance(stop_reason, str) and not has_tools:
+    """stop_reason and stop_sequence. `stop_reason`: the text, or the token, that ended it. A text
+    that ends a tool_use leaves half of it, which nobody may run."""
+    if reason == "stop" and isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     ending = _STOPS.get(str(reason), "end_turn")
     if has_tools and ending == "end_turn":  # where the tool was forced, some engines say stop

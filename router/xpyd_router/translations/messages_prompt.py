@@ -108,7 +108,7 @@ def tools_of(raw: msgspec.Raw) -> list[tuple[str, bytes]]:
     if is_absent(raw):
         return []
     _check_count(raw, b'"input_schema"', MAX_TOOLS, "tools", "tools")
-    made: list[tuple[str, bytes]] = []
+    made: dict[str, bytes] = {}
     for index, tool in enumerate(read(list[_Tool], raw, "tools")):
         place = f"tools[{index}]"
         if tool.type not in (None, "custom"):
@@ -121,8 +121,11 @@ def tools_of(raw: msgspec.Raw) -> list[tuple[str, bytes]]:
         if tool.strict is not None:
             function.append(("strict", b"true" if tool.strict else b"false"))
         text = json_object([("type", b'"function"'), ("function", json_object(function))])
-        made.append((msgspec.json.decode(tool.name, type=str), text))
-    return made
+        name = msgspec.json.decode(tool.name, type=str)
+        if name in made:
+            raise refuse(f"{place}.name", f"another tool has the name {name[:64]!r}")
+        made[name] = text
+    return list(made.items())
 
 
 def _parameters(tool: _Tool, place: str) -> bytes:

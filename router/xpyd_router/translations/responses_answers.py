@@ -180,6 +180,8 @@ class Response:
         self.items: list[Item] = []
         self.reason = "stop"
         """The chat's finish_reason."""
+        self.stop: object = None
+        """The chat's stop_reason."""
         self.usage: Json = {}
 
     def add(self, kind: str, prefix: str, call_id: str = "", name: str = "") -> Item:
@@ -196,8 +198,12 @@ class Response:
         return "incomplete" if self.reason in _INCOMPLETE else "completed"
 
     def status_of(self, item: Item) -> str:
-        """Of an item of the response that has ended: only the last can have been cut off."""
-        return self.status if item is self.items[-1] else "completed"
+        """Of an item of the response that has ended: only the last can have been cut off. A stop
+        string leaves half of a call, which nobody may run."""
+        if item is not self.items[-1]:
+            return "completed"
+        is_stopped = self.reason == "stop" and isinstance(self.stop, str)
+        return "incomplete" if is_stopped and item.kind == "function_call" else self.status
 
     def shown(self, status: str, error: Json | None = None) -> bytes:
         """The response object. `error`: why it failed."""
@@ -269,6 +275,7 @@ def response_of(asked: Asked, answer: Json) -> bytes:
         item = made.add("function_call", "fc", str(call.get("id") or ""), name)
         item.pieces.append(_text_in(function, "arguments"))
     made.reason = str(choice.get("finish_reason") or "stop")
+    made.stop = choice.get("stop_reason")
     made.usage = cast(Json, answer.get("usage") or {})
     return made.end()
 
@@ -362,9 +369,9 @@ class ResponseEvents:
 
     def finish(self, reason: str, stop_reason: object) -> bytes:
         """See seam.Events."""
-        self._made.reason = reason
+        self._made.reason, self._made.stop = reason, stop_reason
         begun = b"" if self._made.items else self._begin("message", "msg")
-        return begun + self._close(self._made.status)
+        return begun + self._close(self._made.status_of(self._made.items[-1]))
 
     def usage(self, usage: Json) -> bytes:
         """See seam.Events."""
