@@ -211,6 +211,10 @@ def nested(depth: int) -> dict[str, Any]:
         ("[" * 100_000, "s"),
         (None, "s"),
         (False, "s"),
+        ({"const": 2**53 + 1}, "s.const"),
+        ({"enum": [1, {"a": [-1e20]}]}, "s.enum"),
+        ({"minimum": 2**63}, "s.minimum"),
+        ({"exclusiveMaximum": -1e19}, "s.exclusiveMaximum"),
         ({"multipleOf": 0}, "s.multipleOf"),
         ({"multipleOf": 10_001}, "s.multipleOf"),
         ({"multipleOf": 9999.9999}, "s.multipleOf"),
@@ -251,6 +255,15 @@ def test_a_schema_that_cannot_be_followed_is_refused_with_the_place(
 )
 def test_what_is_within_the_bounds_is_not_refused(schema: object) -> None:
     assert json.loads(checked_schema(schema, "s")) == schema
+
+
+def test_bounds_that_floating_point_has_not_are_narrowed() -> None:
+    """The compiler reads numbers as such: it would let the next number outside be an answer."""
+    most, odd = 2**63 - 1, 2**53 + 1
+    made = json.loads(checked_schema({"minimum": odd, "exclusiveMaximum": odd}, "s"))
+    assert made == {"minimum": odd + 1, "exclusiveMaximum": odd - 1}
+    made = json.loads(checked_schema({"minimum": -most - 1, "maximum": most}, "s"))
+    assert made == {"minimum": 1024 - 2**63, "maximum": 2**63 - 1024}
 
 
 CLOSED = {"additionalProperties": False}

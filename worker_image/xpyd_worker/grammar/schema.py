@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from math import lcm
+from math import inf, lcm, nextafter
 from typing import Any, cast
 
 import msgspec
@@ -33,6 +33,11 @@ MAX_MULTIPLE = 10_000
 many states."""
 MAX_REPEATS = 20_000
 """Of one place in a pattern: each is an expression of the compiler's."""
+MAX_EXACT = 2**53
+"""Of a number in const and enum: the compiler reads numbers as floating point, which has not all
+whole numbers above."""
+_MOST_BITS = 2.0**63
+"""Of a bound that whole numbers must reach: the compiler counts them in 64 bits."""
 _SHOWN_PLACE = 200
 _PIECES = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]|\{([0-9]+(?:,[0-9]*)?)\}|.", re.DOTALL)
 """Of a regular expression: an escape, a class, a count, any other character."""
@@ -46,6 +51,7 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _OF_OBJECTS = frozenset(("properties", "patternProperties", "additionalProperties", "required"))
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_LOWER = ("minimum", "exclusiveMinimum")
 _TEXTS = ("$ref", "pattern", "format")
 _IDS = ("$id", "id")
 """Where a schema inside another has one, its references are to itself."""
@@ -168,6 +174,7 @@ def _check_node(node: Mapping[str, Any], place: str) -> None:
         for keyword in names:
             if keyword in node and not is_right(node[keyword]):
                 raise refuse(f"{place}.{keyword}", f"expected {what}")
+    _check_sizes(node, place)
     most = len(set(cast("list[str]", node.get("required", [])))) + 1
     if node.get("minProperties", 0) > most:
         what = f"at most {most}, one more than `required` names: others may come twice"
@@ -183,6 +190,31 @@ def _check_node(node: Mapping[str, Any], place: str) -> None:
             check_pattern(pattern, f"{place}.{keyword}")
     if node.get("format") in _UNSUPPORTED_FORMATS:
         raise refuse(f"{place}.format", f"{node['format']!r} is not supported")
+
+
+def _check_sizes(node: Mapping[str, Any], place: str) -> None:
+    """ApiError 400 for a number that the compiler would take for another one."""
+    for keyword in ("const", "enum"):
+        if any(abs(one) > MAX_EXACT for one in _numbers_in(node.get(keyword))):
+            what = "numbers beyond 2**53 are not supported: they would be rounded"
+            raise refuse(f"{place}.{keyword}", what)
+    for keyword in _NUMBERS:
+        value = node.get(keyword, 0)
+        if (value if keyword in _LOWER else -value) >= _MOST_BITS:
+            raise refuse(f"{place}.{keyword}", "numbers of more than 63 bits are not supported")
+
+
+def _numbers_in(value: object) -> Iterator[float]:
+    """All numbers in a JSON value."""
+    todo = [value]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, list):
+            todo += cast("list[object]", one)
+        elif isinstance(one, dict):
+            todo += cast("dict[str, object]", one).values()
+        elif _is_number(one):
+            yield cast("float", one)
 
 
 def _is_count(value: object) -> bool:
@@ -401,11 +433,24 @@ def _plain(schema: Mapping[str, Any]) -> dict[str, Any]:
     for keyword in _COUNTS:
         if keyword in node:
             node[keyword] = int(node[keyword])  # the compiler knows no 2.0
+    for keyword in _NUMBERS:
+        if keyword in node:
+            node[keyword] = _narrowed(node[keyword], inf if keyword in _LOWER else -inf)
     if "format" in node and node["format"] not in _FORMATS:
         del node["format"]
     if node.get("format") in _NARROWED:
         node.setdefault("pattern", _NARROWED[node["format"]])
     return node
+
+
+def _narrowed(bound: float, toward: float) -> float:
+    """The bound, or the next one in that direction which floating point has."""
+    if abs(bound) <= MAX_EXACT or isinstance(bound, float):
+        return bound
+    # Of the lowest of 64 bits it takes the magnitude, which has more.
+    near = float(max(bound, 1024 - 2**63))
+    is_wider = near < bound if toward > 0 else near > bound
+    return nextafter(near, toward) if is_wider else near
 
 
 def _is_open(node: Mapping[str, Any]) -> bool:
