@@ -156,6 +156,38 @@ def test_a_grammar_takes_these_texts_only(grammar: Any, text: list[str], is_like
     assert outcome(grammar, *text) == is_like
 
 
+@pytest.mark.parametrize(
+    ("pattern", "forbidden", "allowed"),
+    [
+        (r"^[^\"\\]{2}$", [r'"a\""', r'"\\a"'], ['"ab"', r'"\n\t"', '"-]"']),
+        (r"^--[^/\\:*?\"<>|]$", [r'"--\""', r'"--\\"'], ['"--a"', r'"--\n"']),
+        (r"^[^-\"]$", [r'"\""', '"-"'], ['"a"', r'"\\"']),
+        (r"^[^]\"]$", [r'"\""', '"]"'], ['"a"', r'"\\"']),
+        (r"^[^ -~]$", [r'"\""', r'"\\"', '"a"'], [r'"\n"', '"é"']),
+        (r"^[\x00-\x1f]$", [r'"\""', r'"\\"'], [r'"\n"', r'"\u001f"']),
+        (r"^[\u0000-!]$", [r'"\""', r'"\\"'], ['"!"', r'"\r"']),
+        (r"^[a-z&&[^b]]$", ['"b"'], ['"a"']),
+        (r"^[\w--[^b]]$", ['"a"'], ['"b"']),
+    ],
+)
+def test_a_pattern_takes_no_quote_or_backslash_that_it_excludes(
+    pattern: str, forbidden: list[str], allowed: list[str]
+) -> None:
+    """The library takes a class with all control characters for one that has these, too."""
+    for schema in (
+        {"type": "string", "pattern": pattern},
+        {"patternProperties": {pattern: {}}, "type": "object", "additionalProperties": False},
+    ):
+        part = json_schema_part(schema, "x")
+        head, end = ("{", ": 1}") if "patternProperties" in schema else ("", "")
+        for text in forbidden:
+            said = f"{head}{text}{end}".encode().decode("latin-1")
+            assert outcome(part, said) == "no", text
+        for text in allowed:
+            said = f"{head}{text}{end}".encode().decode("latin-1")
+            assert outcome(part, said) == "ends", text
+
+
 def test_a_mask_has_a_bit_for_each_token_that_may_come() -> None:
     (matcher,) = matchers_of(Text("ab"), target=BYTES.target(320))
     words = matcher.mask().words()

@@ -16,6 +16,7 @@ from typing import Any, cast
 import msgspec
 
 from xpyd_core.bodies import refuse
+from xpyd_worker.grammar.patterns import check_pattern, without_all_controls
 from xpyd_worker.grammar.references import checked_references
 
 MAX_SCHEMA_BYTES = 256 * 1024
@@ -31,16 +32,12 @@ MAX_CONJUNCTS = 16
 MAX_MULTIPLE = 10_000
 """Of multipleOf, without its decimal point, and of those that hold together: an automaton with as
 many states."""
-MAX_REPEATS = 20_000
-"""Of one place in a pattern: each is an expression of the compiler's."""
 MAX_EXACT = 2**53
 """Of a number in const and enum: the compiler reads numbers as floating point, which has not all
 whole numbers above."""
 _MOST_BITS = 2.0**63
 """Of a bound that whole numbers must reach: the compiler counts them in 64 bits."""
 _SHOWN_PLACE = 200
-_PIECES = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]|\{([0-9]+(?:,[0-9]*)?)\}|.", re.DOTALL)
-"""Of a regular expression: an escape, a class, a count, any other character."""
 _MOST_REFS = 8
 """Behind each other, from an alternative of oneOf to its schema."""
 
@@ -256,38 +253,6 @@ def _common_step(node: Mapping[str, Any]) -> int:
     return lcm(*(whole * 10 ** (behind - places) for whole, places in steps))
 
 
-def check_pattern(regex: object, place: str) -> None:
-    """ApiError 400 for a pattern some part of which is to be repeated too often. Counts inside each
-    other multiply. What is no pattern the compiler says."""
-    if isinstance(regex, str) and _most_repeats(regex) > MAX_REPEATS:
-        what = (
-            f"a part is repeated at most {MAX_REPEATS} times, counts inside each other multiplied"
-        )
-        raise refuse(place, what)
-
-
-def _most_repeats(regex: str) -> int:
-    inside = [1]
-    """Repetitions within each open group; the first is the pattern's own."""
-    last = most = 1
-    """Of what a count that comes next repeats."""
-    for found in _PIECES.finditer(regex):
-        match found[0][0], found[1]:
-            case "(", _:
-                inside.append(1)
-                last = 1
-            case ")", _ if len(inside) > 1:
-                last = inside.pop()
-                inside[-1] = max(inside[-1], last)
-            case "{", str(count):
-                last *= max(1, *(int(one[:9]) for one in count.split(",") if one))
-                inside[-1] = max(inside[-1], last)
-                most = max(most, last)
-            case _:
-                last = 1
-    return most
-
-
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
@@ -433,6 +398,11 @@ def _plain(schema: Mapping[str, Any]) -> dict[str, Any]:
     for keyword in _COUNTS:
         if keyword in node:
             node[keyword] = int(node[keyword])  # the compiler knows no 2.0
+    if "pattern" in node:
+        node["pattern"] = without_all_controls(node["pattern"])
+    if "patternProperties" in node:
+        members = cast("dict[str, object]", node["patternProperties"])
+        node["patternProperties"] = {without_all_controls(n): one for n, one in members.items()}
     for keyword in _NUMBERS:
         if keyword in node:
             node[keyword] = _narrowed(node[keyword], inf if keyword in _LOWER else -inf)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from xpyd_core.bodies import refuse
-from xpyd_worker.grammar.schema import MAX_SCHEMA_BYTES, check_pattern, checked_schema, decoded
+from xpyd_worker.grammar.patterns import check_pattern
+from xpyd_worker.grammar.schema import MAX_SCHEMA_BYTES, checked_schema, decoded
 
 MAX_PARTS = 1024
 """Parts of one grammar: tools and tags are many times fewer."""
