@@ -84,10 +84,22 @@ def test_every_object_has_a_name_a_namespace_and_the_release_as_label(
     assert len(seen) == len(objects)
 
 
-def test_one_operator_runs_and_never_two(helm: Helm) -> None:
+def test_a_new_operator_is_there_before_the_old_one_goes(helm: Helm) -> None:
     spec = one(helm.render(), "Deployment", "xpyd-operator")["spec"]
     assert spec["replicas"] == 1
-    assert spec["strategy"] == {"type": "Recreate"}
+    moves = {"maxSurge": 1, "maxUnavailable": 0}
+    assert spec["strategy"] == {"type": "RollingUpdate", "rollingUpdate": moves}
+    more = helm.render({"operator": {"replicas": 2}})
+    assert one(more, "Deployment", "xpyd-operator")["spec"]["replicas"] == 2
+
+
+def test_the_lease_by_which_one_operator_leads_is_named_after_the_release(helm: Helm) -> None:
+    objects = helm.render({"fullnameOverride": "two", "operator": {"leaseSeconds": 20}})
+    args = _container(one(objects, "Deployment", "two-operator")["spec"]["template"]["spec"])[
+        "args"
+    ]
+    assert "--release=xpyd-system/two-operator" in args
+    assert "--lease-seconds=20" in args
 
 
 def test_the_operator_is_probed_where_it_answers(helm: Helm) -> None:
@@ -124,7 +136,7 @@ def test_only_the_pods_that_ask_the_api_get_a_token(helm: Helm) -> None:
 
 
 def test_the_operator_is_told_images_namespaces_and_settings(helm: Helm) -> None:
-    values = {
+    values: dict[str, Any] = {
         "images": {
             "local": False,
             "registry": "registry.example.com/team",
@@ -136,6 +148,7 @@ def test_the_operator_is_told_images_namespaces_and_settings(helm: Helm) -> None
         "watchNamespaces": ["serving", "lab"],
         "operator": {"workers": 3, "resyncSeconds": 60, "logLevel": "debug", "logFormat": "text"},
     }
+    values["operator"]["upgradeFleets"] = 4
     objects = helm.render(values)
     assert _args(objects) == [
         "operator",
@@ -147,6 +160,9 @@ def test_the_operator_is_told_images_namespaces_and_settings(helm: Helm) -> None
         "--image-pull-secret=one",
         "--image-pull-secret=two",
         "--admin-namespace=xpyd-system",
+        "--release=xpyd-system/xpyd-operator",
+        "--lease-seconds=15",
+        "--upgrade-fleets=4",
         "--workers=3",
         "--resync-seconds=60",
         "--log-level=debug",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.chart.render import Helm, Obj, of_kind, one
-from xpyd_operator.controller.decision.kinds import EVENT, FLEET, POD, POOL, SECRET, WATCHED
+from xpyd_operator.controller.decision.kinds import EVENT, FLEET, LEASE, POD, POOL, SECRET, WATCHED
 
 Right = tuple[str, str, str]
 """group, resource, verb"""
@@ -17,6 +17,7 @@ ROLES = ("Role", "ClusterRole")
 READ = {"get", "list", "watch"}
 OWN = READ | {"create", "patch", "delete"}
 NAMESPACED = {"watchNamespaces": ["serving", "lab"]}
+OWN_LEASE = "xpyd-operator-lease"
 HOOK_EVERYWHERE = "xpyd-xpyd-system-uninstall"
 MODES: list[dict[str, Any]] = [{}, NAMESPACED]
 
@@ -53,8 +54,19 @@ def test_the_operator_may_do_what_its_kinds_need_and_no_more(helm: Helm) -> None
     expected[POD.group, POD.plural] = READ
     expected[SECRET.group, SECRET.plural] = {"create", "delete"}
     expected[EVENT.group, EVENT.plural] = {"create"}
+    expected[LEASE.group, LEASE.plural] = {"get"}
     given = {(group, resource): _verbs(rights, group, resource) for group, resource, _ in rights}
     assert given == expected
+
+
+@pytest.mark.parametrize("values", MODES)
+def test_the_operator_may_take_its_own_lease_and_only_see_others(
+    helm: Helm, values: dict[str, Any]
+) -> None:
+    role = one(helm.render(values), "Role", OWN_LEASE)
+    assert role["metadata"]["namespace"] == "xpyd-system"
+    wanted = {(LEASE.group, LEASE.plural, verb) for verb in ("get", "create", "patch")}
+    assert _rights(role) == wanted
 
 
 @pytest.mark.parametrize("values", MODES)
@@ -67,7 +79,8 @@ def test_named_namespaces_leave_no_right_to_anything_elsewhere(helm: Helm) -> No
     values = {**NAMESPACED, "rbac": {"userRoles": False}}
     objects = helm.render({**values, "crds": {"keep": True}})
     assert not of_kind(objects, "ClusterRole", "ClusterRoleBinding")
-    places = [role["metadata"]["namespace"] for role in of_kind(objects, "Role", "RoleBinding")]
+    roles = [role["metadata"] for role in of_kind(objects, "Role", "RoleBinding")]
+    places = [meta["namespace"] for meta in roles if meta["name"] != OWN_LEASE]
     assert set(places) == set(NAMESPACED["watchNamespaces"])
     # CRDs that go are everybody's: the hook sees, before, whether there are other fleets.
     hook = one(of_kind(helm.render(values), *ROLES[1:]), "ClusterRole", HOOK_EVERYWHERE)
@@ -76,7 +89,8 @@ def test_named_namespaces_leave_no_right_to_anything_elsewhere(helm: Helm) -> No
 
 def test_cluster_wide_and_named_namespaces_give_the_same_rights(helm: Helm) -> None:
     wide = helm.render()
-    assert not of_kind(wide, "Role", "RoleBinding")
+    names = {role["metadata"]["name"] for role in of_kind(wide, "Role", "RoleBinding")}
+    assert names == {OWN_LEASE}
     everywhere = _rights(one(wide, "ClusterRole", "xpyd-operator"))
     named = [
         role

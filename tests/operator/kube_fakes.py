@@ -25,6 +25,7 @@ from xpyd_operator.controller.decision.kinds import (
     EVENT,
     FLEET_LABEL,
     LEADER_WORKER_SET,
+    LEASE,
     POD,
     SECRET,
     WATCHED,
@@ -77,7 +78,7 @@ class FakeApi:
     """`async with FakeApi() as api`: listens on a free port of loopback."""
 
     def __init__(self, *, missing: Iterable[Kind] = (LEADER_WORKER_SET, CLAIM_TEMPLATE)) -> None:
-        self.kinds = {kind for kind in (*WATCHED, SECRET, EVENT) if kind not in set(missing)}
+        self.kinds = {kind for kind in (*WATCHED, SECRET, EVENT, LEASE) if kind not in set(missing)}
         self.objects: dict[Kind, dict[ObjectRef, Obj]] = {}
         self.calls: list[Call] = []
         self.faults: list[Fault] = []

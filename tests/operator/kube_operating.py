@@ -33,11 +33,16 @@ def fleet(name: str = "chat", *, namespace: str = "ns", decode: int = 1, **spec:
 
 @asynccontextmanager
 async def operating(
-    api: FakeApi, *, namespaces: tuple[str, ...] = (), resync_s: float = 600.0
+    api: FakeApi,
+    *,
+    namespaces: tuple[str, ...] = (),
+    resync_s: float = 600.0,
+    settings: Settings = SETTINGS,
+    **more: Any,
 ) -> AsyncIterator[Operator]:
-    """An operator at work, synced; it ends within seconds."""
+    """An operator at work, synced; it ends within seconds. `more`: of OperatorConfig."""
     config = OperatorConfig(
-        SETTINGS, namespaces, http_host="127.0.0.1", http_port=0, resync_s=resync_s
+        settings, namespaces, http_host="127.0.0.1", http_port=0, resync_s=resync_s, **more
     )
     operator, stop = Operator(config, find_login=api.login), asyncio.Event()
     running = asyncio.create_task(operator.run(stop))

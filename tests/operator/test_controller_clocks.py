@@ -17,7 +17,8 @@ from tests.operator.kube_operating import SETTINGS, condition, fleet, of_pool, r
 from xpyd_operator.controller.client import Api
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
 from xpyd_operator.controller.decision.kinds import DEPLOYMENT, POD, WATCHED, Obj, trim
-from xpyd_operator.controller.reconcile import EventPoster, Reconciler
+from xpyd_operator.controller.events import EventPoster
+from xpyd_operator.controller.reconcile import Reconciler
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 GRACE_S = 90

@@ -50,6 +50,17 @@ read none. The ConfigMaps say which keys count.
 - apiGroups: [""]
   resources: [events]
   verbs: [create]
+# Whether the release that a fleet is marked with still runs.
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [get]
+{{- end -}}
+
+{{/* The Lease by which one pod of the release leads: in its own namespace alone. */}}
+{{- define "xpyd.leaseRules" -}}
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [get, create, patch]
 {{- end -}}
 
 {{/*

@@ -184,7 +184,10 @@ class Api:
         *,
         count: Count = lambda _verb, _resource, _code: None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        write_s: Callable[[], float] = lambda: _ATTEMPT_TIMEOUT_S,
     ) -> None:
+        """`write_s`: seconds within which a write that begins now must be over; 0: none may."""
+        self._write_s = write_s
         self._find_login = find_login
         self._count = count
         self._sleep = sleep
@@ -310,6 +313,11 @@ class Api:
         self, session: aiohttp.ClientSession, request: _Request
     ) -> tuple[int, Mapping[str, str], bytes]:
         data = None if request.body is None else json.dumps(request.body).encode()
+        timeout_s = _ATTEMPT_TIMEOUT_S
+        if request.method != "GET":
+            timeout_s = min(timeout_s, self._write_s())
+            if timeout_s <= 0:
+                raise Unavailable("this operator does not lead: it writes nothing")
         try:
             async with session.request(
                 request.method,
@@ -317,7 +325,7 @@ class Api:
                 params=request.query,
                 data=data,
                 headers={"Content-Type": request.content_type} if data is not None else None,
-                timeout=aiohttp.ClientTimeout(total=_ATTEMPT_TIMEOUT_S),
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
             ) as answer:
                 return answer.status, answer.headers, await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -60,6 +60,27 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "operator's own, which reads metrics there; may be repeated (default: only the fleet's "
         "own, and those labelled xpyd.dev/scrape=true)",
     )
+    add(
+        "--release",
+        metavar="NAMESPACE/NAME",
+        help="the Lease by which one replica leads and the others stand by; also the mark of the "
+        "fleets that this release reconciles (default: no election, no mark)",
+    )
+    add(
+        "--lease-seconds",
+        type=float,
+        default=15.0,
+        metavar="SECONDS",
+        help="how long after its last sign of life a leader is replaced (default: %(default)s)",
+    )
+    add(
+        "--upgrade-fleets",
+        type=int,
+        default=0,
+        metavar="N",
+        help="fleets at a time that take changed images and settings of this operator without "
+        "being asked; 0: none does before `xpyd rollout restart` (default: %(default)s)",
+    )
     add("--workers", type=int, default=8, help="fleets worked on at once (default: %(default)s)")
     add("--http-host", default="0.0.0.0", help="address of the HTTP port (default: %(default)s)")
     add(
@@ -83,6 +104,9 @@ def _run(args: argparse.Namespace) -> int:
         "--workers: expected 1 to 64": 1 <= args.workers <= 64,
         "--http-port: expected 0 to 65535": 0 <= args.http_port < 65536,
         "--resync-seconds: expected 10 or more": args.resync_seconds >= 10,
+        "--lease-seconds: expected 5 to 300": 5 <= args.lease_seconds <= 300,
+        "--upgrade-fleets: expected 0 or more": args.upgrade_fleets >= 0,
+        "--release: expected NAMESPACE/NAME": (args.release or "a/b").count("/") == 1,
         "--worker-image: expected an image": bool(args.worker_image),
         "--router-image: expected an image": bool(args.router_image),
     }
@@ -107,6 +131,9 @@ def _run(args: argparse.Namespace) -> int:
         http_host=args.http_host,
         http_port=args.http_port,
         resync_s=args.resync_seconds,
+        release=args.release or "",
+        lease_s=args.lease_seconds,
+        upgrade_fleets=args.upgrade_fleets,
     )
     return run_operator(config)
 

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from secrets import token_hex
 from typing import Any
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from xpyd_core.errors import XpydError
@@ -31,10 +33,14 @@ from xpyd_operator.controller.decision.cache import (
     Missing,
     Unlisted,
 )
+from xpyd_operator.controller.decision.election import Election, Terms
 from xpyd_operator.controller.decision.errors import KubeError
 from xpyd_operator.controller.decision.kinds import ALWAYS, FLEET, FLEET_LABEL, OPTIONAL, POOL, Kind
 from xpyd_operator.controller.downloads import DownloadReader
-from xpyd_operator.controller.reconcile import EventPoster, Reconciler, TurnFailed
+from xpyd_operator.controller.events import EventPoster
+from xpyd_operator.controller.leader import Leader, Releases, place_of
+from xpyd_operator.controller.probes import ProbeServer
+from xpyd_operator.controller.reconcile import Reconciler, TurnFailed
 from xpyd_operator.controller.routers import RouterReader
 from xpyd_operator.controller.watch import Inbox, Watcher, listed
 from xpyd_operator.controller.workqueue import FleetQueue
@@ -87,52 +93,6 @@ class OperatorMetrics:
         return generate_latest(self._registry)
 
 
-Check = Callable[[], list[str]]
-"""The reasons against it; empty: none."""
-
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class ProbeServer:
-    """Answers as long as the loop runs; an answer at all is part of being healthy."""
-
-    def __init__(self, *, unhealthy: Check, unready: Check, metrics: Callable[[], bytes]) -> None:
-        self._unhealthy = unhealthy
-        self._unready = unready
-        self._metrics = metrics
-        self._runner: web.AppRunner | None = None
-
-    async def start(self, host: str, port: int) -> int:
-        """Listen; the port, which `port` 0 leaves to the system."""
-        app = web.Application()
-        app.router.add_get("/healthz", _answering(self._unhealthy))
-        app.router.add_get("/readyz", _answering(self._unready))
-        app.router.add_get("/metrics", self._serve_metrics)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
-        await site.start()
-        return int(self._runner.addresses[0][1])
-
-    async def stop(self) -> None:
-        """Close the port."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-
-    async def _serve_metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._metrics(), headers={"Content-Type": _METRICS_TYPE})
-
-
-def _answering(check: Check) -> Callable[[web.Request], Awaitable[web.Response]]:
-    async def answer(_: web.Request) -> web.Response:
-        complaints = check()
-        return web.Response(
-            status=503 if complaints else 200, text="\n".join(complaints or ["ok"]) + "\n"
-        )
-
-    return answer
-
-
 logger = logging.getLogger(__name__)
 
 _CRD_POLL_S = 3.0
@@ -161,6 +121,11 @@ class OperatorConfig:
     http_host: str = "0.0.0.0"
     http_port: int = 8080
     resync_s: float = 600.0
+    release: str = ""
+    """NAMESPACE/NAME of the Lease by which one replica of the release leads, and the mark on its
+    fleets; "": it neither asks who leads nor marks fleets."""
+    lease_s: float = 15.0
+    upgrade_fleets: int = 0
 
 
 def run_operator(config: OperatorConfig) -> int:
@@ -199,7 +164,14 @@ class Operator:
         self._config = config
         self._find_login = find_login
         self.metrics = OperatorMetrics()
-        self._api = Api(find_login, count=self.metrics.count_call)
+        self._leader: Leader | None = None
+        # Not under the Lease, which it is for.
+        self._lease_api = Api(find_login, count=self.metrics.count_call)
+        if config.release:
+            identity = f"{socket.gethostname()}_{token_hex(4)}"
+            election = Election(identity, *place_of(config.release), Terms(config.lease_s))
+            self._leader = Leader(self._lease_api, election, clock=time.monotonic)
+        self._api = Api(find_login, count=self.metrics.count_call, write_s=self._write_s)
         self._cache = Cache()
         self._queue = FleetQueue(time.monotonic)
         self._poster = EventPoster(self._api, dropped=self.metrics.events_dropped.inc)
@@ -216,6 +188,8 @@ class Operator:
             progress=self._downloads.progress,
             keys=self._routers.keys,
             loads=self._routers.loads,
+            releases=Releases(self._lease_api, config.release, clock=time.monotonic),
+            upgrade_fleets=config.upgrade_fleets,
         )
         self._feed = Feed(self._cache, lambda key, urgent: self._queue.wake(key, urgent=urgent))
         self._inbox = Inbox(self._receive)
@@ -230,7 +204,10 @@ class Operator:
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop` is set. Raises OperatorBroken when a part of it has ended."""
         probes = ProbeServer(
-            unhealthy=self.unhealthy, unready=self.complaints, metrics=self._metrics_text
+            unhealthy=self.unhealthy,
+            unready=self.complaints,
+            metrics=self._metrics_text,
+            words=self._words,
         )
         self.port = await probes.start(self._config.http_host, self._config.http_port)
         logger.info("HTTP on port %d", self.port)
@@ -262,13 +239,20 @@ class Operator:
         self._watch(ALWAYS)
         for kind in optional:
             self._watch([kind])
+        self._spawn(self._watch_for_kinds(), "kinds")
+        if self._leader is None:
+            self._begin()
+        else:
+            self._spawn(self._leader.run(self._begin), "leader")
+
+    def _begin(self) -> None:
+        """This operator works: it leads, or nobody else may."""
         for _ in range(self._config.workers):
             self._spawn(self._work(), "worker")
         self._spawn(self._poster.run(), "events")
         self._spawn(self._resync(), "resync")
         self._spawn(self._routers.run(), "routers")
         self._spawn(self._downloads.run(), "downloads")
-        self._spawn(self._watch_for_kinds(), "kinds")
 
     async def _stop(self) -> None:
         self._stopping = True
@@ -285,7 +269,18 @@ class Operator:
             task.cancel()
         await asyncio.gather(*watchers)
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._leader is not None:
+            await self._leader.resign()
         await self._api.close()
+        await self._lease_api.close()
+
+    def _write_s(self) -> float:
+        return math.inf if self._leader is None else self._leader.write_s()
+
+    def _words(self) -> str:
+        if self._leader is None or self._leader.leads():
+            return "ok"
+        return f"standby: {self._leader.holder or 'nobody'} leads"
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -443,6 +438,8 @@ class Operator:
             {name for watcher in self._watchers.values() for name in watcher.silent(now)}
         )
         complaints = [f"watches that do nothing: {', '.join(silent)}"] if silent else []
+        if self._leader is not None and self._leader.is_lost() and not self._stopping:
+            complaints.append("the Lease could not be renewed, or another operator holds it")
         ended = sorted({t.get_name() for t in self._tasks if not self._stopping and _ended(t)})
         return [*complaints, *([f"tasks that ended: {', '.join(ended)}"] if ended else [])]
 

@@ -3,24 +3,24 @@
 The Reconciler owns the memories of all fleets and waits for nothing but the API's answers. The
 WriteExecutor does a turn's writes, several at a time, and puts the answers into the cache at once;
 its Outcome says what the API refused, whether an object changed during the turn, and who holds a
-name. The EventPoster posts Events in a task of its own, so that no turn waits for one.
+name.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from secrets import token_hex
 from typing import cast
 
 from xpyd_core.keys import key_ids
-from xpyd_operator.controller.client import FIELD_MANAGER, NEVER_CURRENT, Api
+from xpyd_operator.controller.client import NEVER_CURRENT, Api
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
 from xpyd_operator.controller.decision.decide import Turn, contest_problems, decide
+from xpyd_operator.controller.decision.election import operator_of
 from xpyd_operator.controller.decision.errors import Conflict, KubeError, NotFound, Refused
 from xpyd_operator.controller.decision.history import FleetHistory, is_ready, is_urgent
 from xpyd_operator.controller.decision.kinds import (
@@ -35,12 +35,7 @@ from xpyd_operator.controller.decision.kinds import (
     merge_patch,
     trim,
 )
-from xpyd_operator.controller.decision.report import (
-    Report,
-    problem_of,
-    report,
-    status_of,
-)
+from xpyd_operator.controller.decision.report import Report, problem_of, report, status_of
 from xpyd_operator.controller.decision.state import (
     AppliedVersion,
     Apply,
@@ -57,83 +52,28 @@ from xpyd_operator.controller.decision.state import (
     controller_of,
     describe,
     holder_of,
+    own_children,
     signing_secret,
 )
-from xpyd_operator.manifests.names import FINALIZER, Settings, kv_secret_name
+from xpyd_operator.controller.events import EventPoster
+from xpyd_operator.controller.leader import LOOK_S, Releases
+from xpyd_operator.manifests.names import ANNOTATION_OPERATOR, FINALIZER, Settings, kv_secret_name
 from xpyd_operator.manifests.objects import kv_secret
 from xpyd_operator.status.drains import InstanceLoad
 from xpyd_operator.status.fleet import EventText, events
 from xpyd_operator.status.models import DownloadProgress
 from xpyd_operator.status.problems import Problem
 from xpyd_operator.status.rotation import RouterKeys
+from xpyd_operator.status.upgrades import (
+    is_older,
+    kept_revisions,
+    takes_turn,
+    upgrade,
+    with_revisions,
+)
 from xpyd_operator.status.verified import NOT_LOOKED, KvVerdict
 
 logger = logging.getLogger(__name__)
-
-_MOST_WAITING = 1000
-
-
-class EventPoster:
-    """A bounded queue of Events; `run` is the one task that posts them."""
-
-    def __init__(
-        self,
-        api: Api,
-        *,
-        dropped: Callable[[], None],
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
-    ) -> None:
-        self._api = api
-        self._dropped = dropped
-        self._now = now
-        self._waiting: asyncio.Queue[Obj] = asyncio.Queue(_MOST_WAITING)
-        self._instance = socket.gethostname()
-
-    def post(self, about: Obj, text: EventText) -> None:
-        """Queue an Event about an object."""
-        metadata = about["metadata"]
-        time = self._now().strftime("%Y-%m-%dT%H:%M:%SZ")
-        event: Obj = {
-            "apiVersion": "v1",
-            "kind": "Event",
-            "metadata": {
-                "name": f"{metadata['name']}.{token_hex(8)}",
-                "namespace": metadata["namespace"],
-            },
-            "involvedObject": {
-                "apiVersion": about["apiVersion"],
-                "kind": about["kind"],
-                "name": metadata["name"],
-                "namespace": metadata["namespace"],
-                "uid": metadata["uid"],
-                "resourceVersion": metadata["resourceVersion"],
-            },
-            "reason": text.reason,
-            "message": text.message,
-            "type": text.type,
-            "source": {"component": FIELD_MANAGER},
-            "reportingComponent": FIELD_MANAGER,
-            "reportingInstance": self._instance,
-            "firstTimestamp": time,
-            "lastTimestamp": time,
-            "count": 1,
-        }
-        try:
-            self._waiting.put_nowait(event)
-        except asyncio.QueueFull:
-            self._dropped()
-
-    async def run(self) -> None:
-        """Post the queued Events, until cancelled."""
-        while True:
-            event = await self._waiting.get()
-            try:
-                await self._api.create(event)
-            except KubeError as error:
-                self._dropped()
-                name, reason = event["involvedObject"]["name"], event["reason"]
-                logger.warning("the event %s of fleet %s was not posted: %s", reason, name, error)
-
 
 AT_ONCE = 8
 """Writes of one fleet under way together."""
@@ -217,8 +157,11 @@ class WriteExecutor:
             case DeleteKey(slot):
                 name = kv_secret_name(key.name, state.uid, slot)
                 await self._api.delete(SECRET, key.namespace, name)
-            case SetFinalizers(finalizers, version):
-                body = {"metadata": {"finalizers": [*finalizers], "resourceVersion": version}}
+            case SetFinalizers(finalizers, version, operator):
+                metadata: Obj = {"finalizers": [*finalizers], "resourceVersion": version}
+                if operator:
+                    metadata["annotations"] = {ANNOTATION_OPERATOR: operator}
+                body = {"metadata": metadata}
                 after = await self._api.patch(FLEET, key.namespace, key.name, body)
                 # Without its last finalizer the object is gone; the watch will deliver that.
                 if finalizers:
@@ -291,6 +234,8 @@ class WriteExecutor:
 
 _ROUNDS = 3
 """Rounds within one turn, where the next step waits only for the answer of a write."""
+_QUEUED_S = 10.0
+"""How often a fleet looks whether it is its turn to take new defaults."""
 _AGAIN_S = 0.5
 """After this time the watch has delivered what the turn did not see."""
 
@@ -323,10 +268,17 @@ class Reconciler:
         progress: Callable[[FleetKey], DownloadProgress | None] = lambda _: None,
         keys: Callable[[FleetKey], Mapping[str, RouterKeys]] = lambda _: {},
         loads: Callable[[FleetKey], Mapping[str, InstanceLoad]] = lambda _: {},
+        releases: Releases | None = None,
+        upgrade_fleets: int = 0,
     ) -> None:
         """`verdict`: what the routers' counts say of a fleet's KV; `has_pair`: whether a router has
         instances that can serve a request, None where none has said; `progress`: how far the
-        download of its model is; `keys`, `loads`: what they say of keys, and of who leaves."""
+        download of its model is; `keys`, `loads`: what they say of keys, and of who leaves;
+        `releases`: who reconciles which fleet, None: this operator all of them; `upgrade_fleets`:
+        how many fleets at a time take the operator's defaults without being asked."""
+        self._releases = releases
+        self._upgrade_fleets = upgrade_fleets
+        self._upgrading: set[FleetKey] = set()
         self._keys = keys
         self._loads = loads
         self._progress = progress
@@ -353,6 +305,8 @@ class Reconciler:
                 self._histories.pop(key, None)
                 return None
             history = self._histories.setdefault(key, FleetHistory(self._clock()))
+            if (wait_s := await self._stands_by(document, history)) is not None:
+                return wait_s
             state = self._see(key, document, history, served)
             turn = decide(state)
             outcome = await self._executor.execute(key, state, turn.stages)
@@ -382,19 +336,48 @@ class Reconciler:
         if outcome.done and soon is None:
             # The watch brings nothing new about our own writes: check at once whether more is due.
             soon = 0.0
-        waits = (turn.recheck_after, status_wait, soon, *(left_s for _, left_s in contests))
+        queued = (
+            _QUEUED_S if self._upgrade_fleets and state.upgrade and state.upgrade.older else None
+        )
+        waits = (turn.recheck_after, status_wait, soon, queued, *(left_s for _, left_s in contests))
         return min((wait for wait in waits if wait is not None), default=None)
+
+    async def _stands_by(self, document: Obj, history: FleetHistory) -> float | None:
+        """Seconds until another look at a fleet of another release; None: it is ours."""
+        owner = operator_of(document)
+        if self._releases is None or await self._releases.may_reconcile(owner):
+            return None
+        if history.stood_by_for != owner:
+            history.stood_by_for = owner
+            self._poster.post(document, self._releases.stands_by(owner))
+        return LOOK_S
+
+    def _takes_turn(self, key: FleetKey) -> bool:
+        """Whether the fleet may take the operator's defaults without being asked."""
+        if not self._upgrade_fleets:
+            return False
+        documents = ((one, self._cache.document(one)) for one in self._cache.documents())
+        statuses = {one: status_of(found or {}) for one, found in documents}
+        # A claim holds until the fleet's status says it, too.
+        claims = [one for one in self._upgrading if one in statuses]
+        self._upgrading = {one for one in claims if is_older(statuses[one], self._settings)}
+        return takes_turn(key, statuses.items(), self._upgrading, self._upgrade_fleets)
 
     def _see(
         self, key: FleetKey, document: Obj, history: FleetHistory, served: frozenset[Kind]
     ) -> FleetState:
-        parsed, time = history.read(document, self._settings), self._clock()
-        children = self._cache.children(key)
-        return FleetState(
+        children, time = self._cache.children(key), self._clock()
+        own, turn = own_children(document["metadata"]["uid"], children), self._takes_turn(key)
+        upgraded = upgrade(document, own, self._settings, turn=turn)
+        if upgraded.taken:
+            self._upgrading.add(key)
+        settings = upgraded.defaults.within(self._settings)
+        parsed = history.read(document, settings)
+        state = FleetState(
             document,
             parsed,
             children,
-            self._settings,
+            settings,
             served,
             self._now().strftime("%Y-%m-%dT%H:%M:%SZ"),
             taken=history.taken(time),
@@ -411,7 +394,10 @@ class Reconciler:
             loads=self._loads(key),
             made_keys=history.made_keys,
             deleted_key=history.deleted_key,
+            operator=self._releases.own if self._releases else "",
+            upgrade=upgraded,
         )
+        return keeping(state, self._settings.version)
 
     def _remember(self, history: FleetHistory, turn: Turn, outcome: Outcome) -> None:
         time = self._clock()
@@ -496,3 +482,13 @@ def _has_released(outcome: Outcome) -> bool:
     """Whether the fleet's finalizer was removed: nothing is left to report."""
     lists = (write.finalizers for write in outcome.done if isinstance(write, SetFinalizers))
     return any(FINALIZER not in finalizers for finalizers in lists)
+
+
+def keeping(state: FleetState, version: str) -> FleetState:
+    """The same, its pools with the revisions that they keep from another version's operator."""
+    fleet = state.parsed.fleet
+    if fleet is None or state.upgrade is None or state.upgrade.defaults.version == version:
+        return state
+    kept = kept_revisions(fleet, state.seen, status_of(state.document))
+    parsed = replace(state.parsed, want=with_revisions(state.parsed.want, kept))
+    return replace(state, parsed=parsed, kept=frozenset(kept.items()))

@@ -29,7 +29,7 @@ class Condition(ApiModel):
 
     type: Annotated[str, Field(max_length=316)]
     """Ready, Available, Progressing, Degraded, RouterReady, CapacityAvailable, Drifted,
-    KVTransferVerified, RolesReady, ModelReady or
+    KVTransferVerified, RolesReady, UpToDate, ModelReady or
     KeyRotated."""
     status: Literal["True", "False", "Unknown"]
     """Whether the condition holds."""
@@ -64,6 +64,8 @@ class FleetPoolStatus(ApiModel):
     """Instances that leave and finish their requests."""
     revision: Annotated[str, Field(max_length=16)] | None = None
     """The newest revision of the pool's pods."""
+    document: Annotated[str, Field(max_length=16)] | None = None
+    """Digest of what the document said of them when this revision was made."""
 
 
 class Summary(ApiModel):
@@ -90,6 +92,28 @@ class ModelStatus(ApiModel):
     """Bytes of all files that serving reads."""
 
 
+class DefaultsStatus(ApiModel):
+    """What the operator added to the document to make the fleet's pods. Another operator or chart
+    changes none of it before somebody asks for it."""
+
+    version: Annotated[str, Field(max_length=64)] | None = None
+    """Version of the operator that made them."""
+    worker_image: Annotated[str, Field(max_length=512)] | None = None
+    """Image of engines where the document names none, and of what runs beside others."""
+    router_image: Annotated[str, Field(max_length=512)] | None = None
+    """Image of routers."""
+    image_pull_policy: Annotated[str, Field(max_length=16)] | None = None
+    """Pull policy of the pods."""
+    image_pull_secrets: Annotated[
+        tuple[Annotated[str, Field(max_length=253)], ...], Field(strict=False, max_length=64)
+    ] = ()
+    """Secrets with registry credentials."""
+    engine_image: Annotated[str, Field(max_length=512)] | None = None
+    """spec.engine.image when these were taken; another one takes the operator's own."""
+    restarted_at: Annotated[str, Field(max_length=64)] | None = None
+    """spec.rollout.restartedAt when these were taken; another one takes the operator's own."""
+
+
 class FleetStatus(ApiModel):
     """What the operator saw last."""
 
@@ -105,7 +129,7 @@ class FleetStatus(ApiModel):
         tuple[Condition, ...], Field(strict=False, max_length=16), Unique("type")
     ] = ()
     """Ready, Available, Progressing, Degraded, RouterReady, CapacityAvailable, Drifted,
-    KVTransferVerified, RolesReady; ModelReady where a Job downloads the model, KeyRotated where
+    KVTransferVerified, RolesReady, UpToDate; ModelReady where a Job downloads it, KeyRotated where
     somebody asked to rotate the key."""
     pools: Annotated[
         tuple[FleetPoolStatus, ...], Field(strict=False, max_length=MAX_POOLS), Unique("name")
@@ -115,6 +139,8 @@ class FleetStatus(ApiModel):
     """Ready and wanted instances of each role."""
     model: ModelStatus | None = None
     """The download of the model, where a Job brings it into a claim."""
+    defaults: DefaultsStatus | None = None
+    """The operator's defaults that its pods were made with."""
     kv_key_secret: Annotated[str, Field(max_length=253)] | None = None
     """Secret with the key by which engines know each other."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, cast
 
+from xpyd_core import __version__
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.plan.values import ROUTER
 
@@ -30,6 +31,8 @@ class Settings:
     """Names of Secrets in the fleet's namespace."""
     admin_namespaces: tuple[str, ...] = ()
     """Whose pods may reach the routers' admin port, as the operator's own: it reads metrics."""
+    version: str = __version__
+    """Of the operator: another one may make other pods of the same document."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ ANNOTATION_KEY_SINCE = "xpyd.dev/key-since"
 """On that ConfigMap: how far a rotation is (status.rotation.KeyOrder)."""
 ANNOTATION_RESTARTED = "xpyd.dev/restarted-at"
 """On a pod: spec.rollout.restartedAt of its revision."""
+ANNOTATION_OPERATOR = "xpyd.dev/operator"
+"""On a fleet: the release whose operator reconciles it, as NAMESPACE/NAME of its Lease."""
 ANNOTATION_APPLIED = "xpyd.dev/applied"
 """Hash of the object as the operator last applied it."""
 

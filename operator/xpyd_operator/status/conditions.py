@@ -38,6 +38,7 @@ from xpyd_operator.status.crashes import RECREATED
 from xpyd_operator.status.models import ModelState
 from xpyd_operator.status.problems import Problem
 from xpyd_operator.status.rotation import KeyVerdict
+from xpyd_operator.status.upgrades import UP_TO_DATE, UPGRADING, Upgrade
 from xpyd_operator.status.verified import NO_PAIRS, NOT_LOOKED, KvVerdict
 
 ROLES = ("Prefill", "Decode", "Aggregated")
@@ -232,6 +233,7 @@ def conditions(
     model: ModelState | None = None,
     key: KeyVerdict | None = None,
     paused: bool = False,
+    upgrade: Upgrade | None = None,
 ) -> list[dict[str, Any]]:
     """`before`: the whole status before; a condition keeps its time while its status stays.
 
@@ -241,7 +243,7 @@ def conditions(
     that can serve a request; None: none has said. `leaving`: what instances that leave still have
     (see `drains`). `model`: the download of its model; None: no Job downloads it. `key`: how far
     the rotation of the fleet's key is; None: nobody asked for one. `paused`: no revision takes
-    another's place.
+    another's place. `upgrade`: what the pods are made with.
     """
     fleet = _Fleet(pools, problems, stopping, before, notices, choice, has_pair, leaving, paused)
     verdicts = {
@@ -255,6 +257,8 @@ def conditions(
         "KVTransferVerified": _verified(fleet, kv),
         "RolesReady": _roles(fleet),
     }
+    if upgrade is not None:
+        verdicts[UP_TO_DATE] = _up_to_date(fleet, upgrade, is_ready=bool(verdicts["Ready"].status))
     if model is not None:
         verdicts["ModelReady"] = _Verdict(model.is_ready, model.reason, model.message)
     if key is not None:
@@ -338,6 +342,16 @@ def _ready(fleet: _Fleet) -> _Verdict:
     reason = "Rollout" if any(row.older for row in fleet.pools) else "PodsMissing"
     reason = "Paused" if fleet.is_paused else reason
     return _Verdict(False, reason, _waits(fleet))
+
+
+def _up_to_date(fleet: _Fleet, upgrade: Upgrade, *, is_ready: bool) -> _Verdict:
+    if upgrade.older:
+        what = f"pods are made with {', '.join(upgrade.older)}, until a restart of the rollout"
+        return _Verdict(False, "OlderDefaults", what)
+    before = text(condition_of(fleet.before, UP_TO_DATE), "reason")
+    if not is_ready and (upgrade.taken or before == UPGRADING):
+        return _Verdict(False, "Upgrading", f"takes the operator's defaults: {_waits(fleet)}")
+    return _Verdict(True, "Current", "pods are made with the operator's own defaults")
 
 
 def _available(fleet: _Fleet) -> _Verdict:

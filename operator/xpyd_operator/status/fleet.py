@@ -53,6 +53,12 @@ from xpyd_operator.status.drains import InstanceLoad, drains_text
 from xpyd_operator.status.models import ModelState
 from xpyd_operator.status.problems import Problem, in_order
 from xpyd_operator.status.rotation import KeyVerdict
+from xpyd_operator.status.upgrades import (
+    UP_TO_DATE,
+    UPGRADING,
+    Upgrade,
+    document_digests,
+)
 from xpyd_operator.status.verified import NOT_LOOKED, KvVerdict
 
 _HOST_PATH = (
@@ -82,6 +88,7 @@ def fleet_status(
     loads: Mapping[str, InstanceLoad] | None = None,
     model: ModelState | None = None,
     key: KeyVerdict | None = None,
+    upgrade: Upgrade | None = None,
 ) -> dict[str, Any]:
     """The fleet's whole status; to be put in place of the one before, not merged into it.
 
@@ -91,7 +98,7 @@ def fleet_status(
     `has_pair`: whether a router has instances that can serve a request; None: none has said.
     `loads`: what routers say that instances which leave still have, by pod.
     `model`: the download of its model; None: no Job downloads it. `key`: how far the rotation of
-    the fleet's key is; None: nobody asked for one.
+    the fleet's key is; None: nobody asked for one. `upgrade`: what the pods are made with.
     """
     rows = pool_rows(want, seen, children)
     port = fleet.spec.router.service.port
@@ -111,6 +118,7 @@ def fleet_status(
             model=model,
             key=key,
             paused=want.paused,
+            upgrade=upgrade,
             before=before or {},
             now=now,
             generation=generation,
@@ -120,6 +128,12 @@ def fleet_status(
     }
     if hosts := hosts_of(fleet):
         status["hosts"] = hosts
+    if upgrade is not None:
+        status["defaults"] = upgrade.defaults.row
+        digests = document_digests(fleet)
+        for row in status["pools"]:
+            if "revision" in row:
+                row["document"] = digests[row["name"]]
     if key_secret:
         status["kvKeySecret"] = key_secret
     if model is not None:
@@ -390,7 +404,7 @@ def _states(before: Raw, after: Raw) -> list[EventText]:
     if _status(after, kv) == "False" and _status(before, kv) != "False":
         words = f"{text(condition_of(after, kv), 'reason')}: {_message(after, kv)}"
         found.append(EventText("Warning", "KVNotVerified", words))
-    found += [*_rotation(before, after), *_pauses(before, after)]
+    found += [*_rotation(before, after), *_pauses(before, after), *_upgrade(before, after)]
     roles = text(condition_of(after, "RolesReady"), "reason")
     if roles in LOST_ROLES and text(condition_of(before, "RolesReady"), "reason") in HAD_ROLES:
         found.append(EventText("Warning", "RoleLost", _message(after, "RolesReady")))
@@ -425,6 +439,15 @@ def _pauses(before: Raw, after: Raw) -> list[EventText]:
 
 def _moves(status: Raw) -> str:
     return text(condition_of(status, "Progressing"), "reason")
+
+
+def _upgrade(before: Raw, after: Raw) -> list[EventText]:
+    """That the operator has other defaults than the fleet, and that the fleet takes them."""
+    found, earlier = condition_of(after, UP_TO_DATE), condition_of(before, UP_TO_DATE)
+    reason = text(found, "reason")
+    if reason not in ("OlderDefaults", UPGRADING) or reason == text(earlier, "reason"):
+        return []
+    return [EventText("Normal", reason, text(found, "message"))]
 
 
 def _has_lost(before: Raw, after: Raw) -> bool:

@@ -23,6 +23,7 @@ from hashlib import sha256
 from typing import cast
 
 from xpyd_operator.controller.decision.drift import added_fields, without
+from xpyd_operator.controller.decision.election import operator_of
 from xpyd_operator.controller.decision.kinds import (
     CLAIM_TEMPLATE,
     JOB,
@@ -95,8 +96,9 @@ def decide(state: FleetState) -> Turn:
     finalizers = tuple(cast("list[str]", metadata.get("finalizers") or []))
     if is_leaving(state.document):
         return _stop(state, finalizers)
-    if FINALIZER not in finalizers:
-        add = SetFinalizers((*finalizers, FINALIZER), metadata["resourceVersion"])
+    if FINALIZER not in finalizers or state.operator not in ("", operator_of(state.document)):
+        names = dict.fromkeys((*finalizers, FINALIZER))
+        add = SetFinalizers((*names,), metadata["resourceVersion"], state.operator)
         return Turn(stages=((add,),), again=True)
     if state.parsed.fleet is None or not (state.want.pools or state.waits_for_model):
         # No fleet, or a new one with mistakes.
@@ -212,7 +214,7 @@ class _Decision:
         self._held = state.holds_back
         document = {(pool.name, pool.revision) for pool in state.parsed.want.pools}
         mine = {(pool.name, pool.revision) for pool in state.want.pools}
-        self._rendered = frozenset(document & mine)
+        self._rendered = frozenset(document & mine) - state.kept
         self._seen = state.seen
         self._workloads = _Workloads(state.own)
         self._problems: list[Problem] = []

@@ -44,7 +44,7 @@ _POOLS_READY_S = 1.0
 _FIRST_POOLS_S = 30.0
 """A new fleet's pools get their first status when the fleet is ready, or after this time."""
 
-_URGENT_CONDITIONS = ("Ready", "Available", "Degraded", "KeyRotated")
+_URGENT_CONDITIONS = ("Ready", "Available", "Degraded", "KeyRotated", "UpToDate")
 _REPEAT_S = 60.0
 _MOST_EVENTS = 20
 """Events of one fleet within _REPEAT_S."""
@@ -145,7 +145,7 @@ class FleetHistory:
         self.pace = StatusPace(now)
         self.posted = RecentEvents()
         self.settled: dict[ObjectRef, AppliedVersion] = {}
-        self._parsed: tuple[str, int, ParsedDocument] | None = None
+        self._parsed: tuple[str, int, Settings, ParsedDocument] | None = None
         self._taken: dict[ObjectRef, tuple[float, str]] = {}
         self._done: dict[Effect, deque[float]] = {}
         self._contests: dict[Effect, tuple[float, Write]] = {}
@@ -158,20 +158,22 @@ class FleetHistory:
         self.deleted_key = ""
         """The slot whose Secret was deleted last."""
         self._turns_moved = 0
+        self.stood_by_for = ""
+        """The release that reconciles the fleet in place of this one, as an Event has told."""
 
     def read(self, document: Obj, settings: Settings) -> ParsedDocument:
-        """The parsed document, parsed once for each generation."""
+        """The parsed document, parsed once for each generation and settings."""
         metadata = document["metadata"]
         uid, generation = str(metadata["uid"]), int(metadata.get("generation") or 0)
-        if self._parsed is None or self._parsed[:2] != (uid, generation):
+        if self._parsed is None or self._parsed[:3] != (uid, generation, settings):
             if self._parsed is not None and self._parsed[0] != uid:
                 # Another fleet of the same name.
                 self.settled.clear()
                 self._pods_seen = None
                 self._key_tried_at = None
                 self.made_keys, self.deleted_key = {}, ""
-            self._parsed = (uid, generation, read(document, settings))
-        return self._parsed[2]
+            self._parsed = (uid, generation, settings, read(document, settings))
+        return self._parsed[3]
 
     def ages(self, pods: Iterable[Raw], now: float) -> Mapping[str, float]:
         """For how many seconds the state of each pod has been seen, by the pod's uid. Remembers

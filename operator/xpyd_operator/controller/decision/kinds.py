@@ -83,6 +83,8 @@ CLAIM_TEMPLATE = Kind(
 )
 SECRET = Kind("v1", "Secret", "secrets")
 EVENT = Kind("v1", "Event", "events")
+LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
+"""Says which replica of a release works; read and written by name, not watched."""
 
 SUPPORT = (
     SERVICE,
@@ -126,10 +128,10 @@ MISSING_APIS = {
 """Kind -> the reason and the text of a condition, where a fleet needs it and it is missing."""
 
 _BY_TYPE: Mapping[tuple[str, str], Kind] = {
-    (kind.api_version, kind.name): kind for kind in (*WATCHED, SECRET, EVENT)
+    (kind.api_version, kind.name): kind for kind in (*WATCHED, SECRET, EVENT, LEASE)
 }
 _BY_PATH: Mapping[tuple[str, str], Kind] = {
-    (kind.base, kind.plural): kind for kind in (*WATCHED, SECRET, EVENT)
+    (kind.base, kind.plural): kind for kind in (*WATCHED, SECRET, EVENT, LEASE)
 }
 
 

@@ -128,6 +128,7 @@ def _obeyed(
         loads=state.loads,
         model=state.model,
         key=None if state.rotation is None else state.rotation.verdict,
+        upgrade=state.upgrade,
     )
     return status, pool_statuses(parsed.fleet, want=want, seen=seen, children=children)
 

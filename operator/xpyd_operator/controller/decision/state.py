@@ -73,6 +73,7 @@ from xpyd_operator.status.rotation import (
     read_order,
     rotate,
 )
+from xpyd_operator.status.upgrades import Upgrade
 from xpyd_operator.status.verified import NOT_LOOKED, KvVerdict
 
 
@@ -140,10 +141,12 @@ class DeleteKey:
 
 @dataclass(frozen=True)
 class SetFinalizers:
-    """Replace the document's finalizers, unless it changed meanwhile."""
+    """Replace the document's finalizers, unless it changed meanwhile. `operator`: and mark it as
+    this release's; "": leave its mark."""
 
     finalizers: tuple[str, ...]
     resource_version: str
+    operator: str = ""
 
 
 Write = Apply | Scale | RemoveFields | DeleteObject | CreateKey | DeleteKey | SetFinalizers
@@ -195,8 +198,9 @@ def describe(write: Write) -> str:
             return f"create the Secret with the KV key ({slot})"
         case DeleteKey(slot):
             return f"delete the Secret with the old KV key ({slot})"
-        case SetFinalizers(finalizers):
-            return f"set finalizers {list(finalizers)}"
+        case SetFinalizers(finalizers, operator=operator):
+            mark = f" and the mark {operator}" if operator else ""
+            return f"set finalizers {list(finalizers)}{mark}"
 
 
 ObjectRef = tuple[Kind, str]
@@ -268,6 +272,12 @@ class FleetState:
     """The slot whose Secret it deleted last."""
     progress: DownloadProgress | None = None
     """How far the pod of the Job is that downloads the model, as it says."""
+    operator: str = ""
+    """The release of this operator, for the fleet's mark; "": it has none."""
+    upgrade: Upgrade | None = None
+    """The defaults that the fleet's pods are made with, which `settings` has."""
+    kept: frozenset[tuple[str, str]] = frozenset()
+    """Pools and revisions as another version of the operator made them: they are only scaled."""
 
     @property
     def uid(self) -> str:
@@ -282,13 +292,7 @@ class FleetState:
     @cached_property
     def own(self) -> Children:
         """The children without those that another owner controls, such as a deleted fleet's."""
-        return Children(
-            deployments=self._own(DEPLOYMENT),
-            leader_worker_sets=self._own(LEADER_WORKER_SET),
-            pods=tuple(self.children.get(POD, {}).values()),
-            pools=self._own(POOL),
-            others=tuple(obj for kind in SUPPORT for obj in self._own(kind)),
-        )
+        return own_children(self.uid, self.children)
 
     @cached_property
     def seen(self) -> FleetSeen:
@@ -407,8 +411,23 @@ class FleetState:
         return self.model is not None and not self.model.is_ready
 
     def _own(self, kind: Kind) -> tuple[Obj, ...]:
-        found = self.children.get(kind, {}).values()
-        return tuple(obj for obj in found if controller_of(obj) in (None, self.uid))
+        return _own(self.uid, self.children, kind)
+
+
+def own_children(uid: str, children: Mapping[Kind, Mapping[str, Obj]]) -> Children:
+    """The children of the fleet of that uid, without those that another owner controls."""
+    return Children(
+        deployments=_own(uid, children, DEPLOYMENT),
+        leader_worker_sets=_own(uid, children, LEADER_WORKER_SET),
+        pods=tuple(children.get(POD, {}).values()),
+        pools=_own(uid, children, POOL),
+        others=tuple(obj for kind in SUPPORT for obj in _own(uid, children, kind)),
+    )
+
+
+def _own(uid: str, children: Mapping[Kind, Mapping[str, Obj]], kind: Kind) -> tuple[Obj, ...]:
+    found = children.get(kind, {}).values()
+    return tuple(obj for obj in found if controller_of(obj) in (None, uid))
 
 
 def asked_rotation(document: Obj) -> str:

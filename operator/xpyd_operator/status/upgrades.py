@@ -1,0 +1,308 @@
+"""The operator's defaults that a fleet's pods are made with, and when it takes newer ones. Pure.
+
+A fleet keeps the images, the pull policy and the version with which it was made (status.defaults),
+so that another operator or chart changes none of its pods until somebody asks: by a new
+spec.rollout.restartedAt, by another spec.engine.image, or by --upgrade-fleets, which lets so many
+fleets at a time take the new ones. Where the status is lost, the Deployments say what they are made
+with.
+
+An operator of another version may render the same document otherwise. So a pool whose part of the
+document did not change keeps its revision, and its workload is only scaled, until the fleet takes
+the new defaults. See docs/adr/0100.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
+from hashlib import sha256
+from typing import Any, TypeVar, cast
+
+from pydantic import BaseModel
+
+from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.manifests.names import (
+    BEATS_CONTAINER,
+    ENGINE_CONTAINER,
+    MODEL_CONTAINER,
+    ROUTER_CONTAINER,
+    Settings,
+)
+from xpyd_operator.plan.values import ROUTER, FleetSeen, FleetWant
+from xpyd_operator.status.children import (
+    Children,
+    Raw,
+    at,
+    condition,
+    fields,
+    key_of,
+    pod_specs,
+    replicas_of,
+    rows,
+    text,
+    workloads,
+)
+
+FleetName = TypeVar("FleetName")
+UP_TO_DATE = "UpToDate"
+UPGRADING = "Upgrading"
+_NAMES = {
+    "version": "version",
+    "worker_image": "workerImage",
+    "router_image": "routerImage",
+    "pull_policy": "imagePullPolicy",
+    "pull_secrets": "imagePullSecrets",
+    "engine_image": "engineImage",
+    "restarted_at": "restartedAt",
+}
+"""Field -> its name in status.defaults."""
+_WORDS = {
+    "version": "operator",
+    "worker_image": "worker image",
+    "router_image": "router image",
+    "pull_policy": "pull policy",
+    "pull_secrets": "pull secrets",
+}
+"""The operator's own ones -> what a condition calls them."""
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What the operator adds to a document to make pods of it.
+
+    `engine_image`, `restarted_at`: what the document said when the fleet took these defaults; a
+    change asks for new ones.
+    """
+
+    version: str
+    worker_image: str
+    router_image: str
+    pull_policy: str
+    pull_secrets: tuple[str, ...] = ()
+    engine_image: str = ""
+    restarted_at: str = ""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """As status.defaults has them; what is empty is left out."""
+        found: dict[str, Any] = {}
+        for name, key in _NAMES.items():
+            if name != "pull_secrets" and getattr(self, name):
+                found[key] = getattr(self, name)
+        if self.pull_secrets:
+            found["imagePullSecrets"] = [*self.pull_secrets]
+        return found
+
+    def within(self, settings: Settings) -> Settings:
+        """The operator's settings with these defaults in place of its own."""
+        return replace(
+            settings,
+            worker_image=self.worker_image,
+            router_image=self.router_image,
+            image_pull_policy=self.pull_policy,
+            image_pull_secrets=self.pull_secrets,
+        )
+
+    def differences(self, ours: Defaults) -> tuple[str, ...]:
+        """What of these is not the operator's own, in words."""
+        return tuple(
+            f"{words} {_shown(getattr(self, name))} (now {_shown(getattr(ours, name))})"
+            for name, words in _WORDS.items()
+            if getattr(self, name) != getattr(ours, name)
+        )
+
+
+def _shown(value: str | tuple[str, ...]) -> str:
+    return (", ".join(value) if isinstance(value, tuple) else value) or "none"
+
+
+def asked_restart(document: Raw) -> str:
+    """The document's wish for new pods: any new text asks for the operator's own defaults."""
+    return text(document, "spec", "rollout", "restartedAt")
+
+
+def own_defaults(document: Raw, settings: Settings) -> Defaults:
+    """Those that the operator would make the document's pods with, if it were new."""
+    return Defaults(
+        version=settings.version,
+        worker_image=settings.worker_image,
+        router_image=settings.router_image,
+        pull_policy=settings.image_pull_policy,
+        pull_secrets=settings.image_pull_secrets,
+        engine_image=text(document, "spec", "engine", "image"),
+        restarted_at=asked_restart(document),
+    )
+
+
+def defaults_of(status: Raw) -> Defaults | None:
+    """Those that the fleet's status says; None: it says none."""
+    row = fields(status, "defaults")
+    if not all(text(row, name) for name in ("workerImage", "routerImage", "imagePullPolicy")):
+        return None
+    found: dict[str, Any] = {}
+    for field in dataclass_fields(Defaults):
+        found[field.name] = text(row, _NAMES[field.name])
+    secrets = at(row, "imagePullSecrets")
+    names = cast("list[object]", secrets) if isinstance(secrets, list) else []
+    found["pull_secrets"] = tuple(one for one in names if isinstance(one, str))
+    return Defaults(**found)
+
+
+def rebuilt_defaults(document: Raw, children: Children, ours: Defaults) -> Defaults | None:
+    """Those that the fleet's workloads were made with; None: it has no workload.
+
+    An image that a template of the document names says nothing of the operator's, so the own one is
+    taken where no workload shows another.
+    """
+    specs, last = pod_specs(children), _last_revisions(document)
+    found: dict[str, Any] = {}
+    for workload in sorted(workloads(children), key=lambda one: _rank(one, last)):
+        pool, revision = key_of(workload) or ("", "")
+        template = _template_of(document, pool)
+        pod = specs[pool, revision][0]
+        field, names = ("router_image", [ROUTER_CONTAINER])
+        if pool != ROUTER:
+            # Where the document names the engines' image, others may run beside them.
+            own = [] if text(document, "spec", "engine", "image") else [ENGINE_CONTAINER]
+            field, names = "worker_image", [*own, BEATS_CONTAINER, MODEL_CONTAINER]
+        for container in (*rows(pod, "containers"), *rows(pod, "initContainers")):
+            if text(container, "name") in names and not _gives_image(template, container):
+                found.setdefault(field, text(container, "image"))
+                found.setdefault("pull_policy", text(container, "imagePullPolicy"))
+        theirs = {text(one, "name") for one in rows(template, "spec", "imagePullSecrets")}
+        secrets = (text(one, "name") for one in rows(pod, "imagePullSecrets"))
+        found.setdefault("pull_secrets", tuple(one for one in secrets if one not in theirs))
+    if not found:
+        return None
+    return replace(ours, **{name: value for name, value in found.items() if value != ""})
+
+
+def _last_revisions(document: Raw) -> frozenset[tuple[str, str]]:
+    last = rows(document, "status", "pools")
+    return frozenset((text(row, "name"), text(row, "revision")) for row in last)
+
+
+def _rank(workload: Raw, last: Collection[tuple[str, str]]) -> tuple[bool, int]:
+    """The newest revision first, then the largest."""
+    return key_of(workload) not in last, -replicas_of(workload)
+
+
+def _template_of(document: Raw, pool: str) -> Raw:
+    if pool == ROUTER:
+        return fields(document, "spec", "router", "template")
+    pools = rows(document, "spec", "pools")
+    given = [fields(row, "template") for row in pools if text(row, "name") == pool]
+    return given[0] if given else {}
+
+
+def _gives_image(template: Raw, container: Raw) -> bool:
+    name = text(container, "name")
+    given = (*rows(template, "spec", "containers"), *rows(template, "spec", "initContainers"))
+    return any(text(one, "name") == name and text(one, "image") for one in given)
+
+
+def next_defaults(before: Defaults | None, ours: Defaults, *, turn: bool) -> Defaults:
+    """Those that the fleet has from now on. `before` None: it is new. `turn`: it may take the
+    operator's own without being asked."""
+    if before is None:
+        return ours
+    is_asked = ours.restarted_at not in ("", before.restarted_at)
+    if is_asked or ours.engine_image != before.engine_image:
+        return ours
+    if turn and before.differences(ours):
+        return replace(ours, restarted_at=before.restarted_at)
+    return before
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """Where a fleet is on its way to the operator's own defaults. `older`: what of its own differs,
+    in words; `taken`: it took them in this turn."""
+
+    defaults: Defaults
+    older: tuple[str, ...] = ()
+    taken: bool = False
+
+
+def upgrade(document: Raw, children: Children, settings: Settings, *, turn: bool) -> Upgrade:
+    """The defaults that a fleet has from now on. `children`: its own; `turn`: it may take the
+    operator's without being asked."""
+    ours = own_defaults(document, settings)
+    before = defaults_of(fields(document, "status"))
+    if before is None:
+        before = rebuilt_defaults(document, children, ours)
+    now = next_defaults(before, ours, turn=turn)
+    older = now.differences(ours)
+    return Upgrade(now, older, taken=not older and bool(before and before.differences(ours)))
+
+
+def is_older(status: Raw, settings: Settings) -> bool:
+    """Whether a fleet's status says that it has other defaults than the operator."""
+    found = defaults_of(status)
+    return found is None or bool(found.differences(own_defaults({}, settings)))
+
+
+def takes_turn(
+    fleet: FleetName,
+    statuses: Iterable[tuple[FleetName, Raw]],
+    claimed: Collection[FleetName],
+    most: int,
+) -> bool:
+    """Whether the fleet may take the operator's defaults now, so that at most `most` fleets are on
+    the way. `claimed`: those that took them, and whose status may not say so yet."""
+    busy, is_ready = set(claimed), False
+    for name, status in statuses:
+        if text(condition({"status": status}, UP_TO_DATE), "reason") == UPGRADING:
+            busy.add(name)
+        if name == fleet:
+            # What is broken already would hide what the new defaults break.
+            is_ready = text(condition({"status": status}, "Ready"), "status") == "True"
+    return fleet in busy or (is_ready and len(busy) < most)
+
+
+_NOT_OF_PODS = ("pools", "router", "rollout", "networkPolicy")
+
+
+def document_digests(fleet: InferenceFleet) -> dict[str, str]:
+    """8 hex digits over what the document says of the pods of each pool and of the router. Values
+    that are the defaults are left out, so that a later version finds the same."""
+    shared = _dumped(fleet.spec, without=_NOT_OF_PODS)
+    router = _dumped(fleet.spec.router, without=("replicas",))
+    found = {ROUTER: _digest([shared, router])}
+    shared["discovery"] = fleet.spec.router.discovery_port
+    for pool in fleet.spec.pools:
+        of_pods = _dumped(pool, without=("replicas", "scaling", "rollout"))
+        found[pool.name] = _digest([shared, of_pods])
+    return found
+
+
+def _dumped(part: BaseModel, *, without: tuple[str, ...]) -> dict[str, Any]:
+    found = part.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return {name: value for name, value in found.items() if name not in without}
+
+
+def _digest(parts: object) -> str:
+    return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def kept_revisions(fleet: InferenceFleet, seen: FleetSeen, status: Raw) -> Mapping[str, str]:
+    """Pool -> the revision that it keeps, as another version of the operator made it of the same
+    document, and its workload is there."""
+    there = {(one.workload.pool, one.workload.revision) for one in seen.workloads}
+    last = {text(row, "name"): row for row in rows(status, "pools")}
+    found: dict[str, str] = {}
+    for pool, digest in document_digests(fleet).items():
+        row = last.get(pool, {})
+        if text(row, "document") == digest and (pool, text(row, "revision")) in there:
+            found[pool] = text(row, "revision")
+    return found
+
+
+def with_revisions(want: FleetWant, kept: Mapping[str, str]) -> FleetWant:
+    """What the document wants, its pools with the revisions that they keep."""
+    if not kept:
+        return want
+    pools = (replace(pool, revision=kept.get(pool.name, pool.revision)) for pool in want.pools)
+    return replace(want, pools=tuple(pools))

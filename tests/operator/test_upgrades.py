@@ -1,0 +1,305 @@
+"""Another operator or chart changes no pod until somebody asks: what a fleet's pods are made with,
+as pure functions and as decisions of a turn.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.operator.test_controller_turn import Children, document, settled, writes
+from xpyd_operator.controller.decision.decide import decide
+from xpyd_operator.controller.decision.kinds import ALWAYS, DEPLOYMENT, Kind, Obj, kind_of
+from xpyd_operator.controller.decision.report import report
+from xpyd_operator.controller.decision.state import (
+    Apply,
+    FleetState,
+    Scale,
+    own_children,
+    read,
+)
+from xpyd_operator.controller.reconcile import keeping
+from xpyd_operator.manifests.names import Settings
+from xpyd_operator.status.upgrades import (
+    UP_TO_DATE,
+    Defaults,
+    asked_restart,
+    defaults_of,
+    next_defaults,
+    own_defaults,
+    takes_turn,
+    upgrade,
+)
+
+OLD = Settings("xpyd-worker:1", "xpyd-router:1", version="1")
+NEW = Settings(
+    "registry/worker:2", "registry/router:2", "Always", image_pull_secrets=("login",), version="2"
+)
+NOW = "2026-01-01T00:00:00Z"
+
+
+def look(
+    children: Children | dict[Kind, dict[str, Obj]],
+    found: Obj,
+    settings: Settings,
+    *,
+    turn: bool = False,
+) -> FleetState:
+    """What a turn of an operator with these settings sees."""
+    upgraded = upgrade(found, own_children("fleet", children), settings, turn=turn)
+    within = upgraded.defaults.within(settings)
+    state = FleetState(
+        found,
+        read(found, within),
+        children,
+        within,
+        frozenset(ALWAYS),
+        NOW,
+        upgrade=upgraded,
+    )
+    return keeping(state, settings.version)
+
+
+def told(state: FleetState) -> Obj:
+    """The status that the turn writes."""
+    return report(state, [], has_key=True).after
+
+
+def up_to_date(status: Obj) -> tuple[str, str, str]:
+    found = next(c for c in status["conditions"] if c["type"] == UP_TO_DATE)
+    return found["status"], found["reason"], found["message"]
+
+
+def made() -> tuple[Children, Obj]:
+    """A fleet of the old operator, with its status."""
+    children, found = settled(), document()
+    found["status"] = told(look(children, found, OLD))
+    return children, found
+
+
+def images(state: FleetState) -> dict[str, str]:
+    """The image of each pool of the revision that is wanted."""
+    return {pool.name: pool.template.image for pool in state.want.pools}
+
+
+OLD_IMAGES = {"router": "xpyd-router:1", "prefill": "xpyd-worker:1", "decode": "xpyd-worker:1"}
+NEW_IMAGES = {
+    "router": "registry/router:2",
+    "prefill": "registry/worker:2",
+    "decode": "registry/worker:2",
+}
+
+
+def test_the_status_says_what_pods_are_made_with() -> None:
+    _, found = made()
+    assert found["status"]["defaults"] == {
+        "version": "1",
+        "workerImage": "xpyd-worker:1",
+        "routerImage": "xpyd-router:1",
+        "imagePullPolicy": "IfNotPresent",
+    }
+    assert up_to_date(found["status"])[:2] == ("True", "Current")
+    assert defaults_of(found["status"]) == own_defaults(found, OLD)
+
+
+def test_an_operator_with_other_defaults_writes_nothing_but_what_differs_into_the_status() -> None:
+    children, found = made()
+    state = look(children, found, NEW)
+    assert writes(decide(state)) == []
+    after = told(state)
+    status, reason, message = up_to_date(after)
+    assert (status, reason) == ("False", "OlderDefaults")
+    assert "worker image xpyd-worker:1 (now registry/worker:2)" in message
+    assert "router image xpyd-router:1 (now registry/router:2)" in message
+    assert "pull policy IfNotPresent (now Always)" in message
+    assert "pull secrets none (now login)" in message
+    assert "operator 1 (now 2)" in message
+    assert after["defaults"] == found["status"]["defaults"]
+
+
+@pytest.mark.parametrize("lost", ["defaults", "all"])
+def test_where_the_status_is_lost_the_workloads_say_what_they_are_made_with(lost: str) -> None:
+    children, found = made()
+    if lost == "all":
+        del found["status"]
+    else:
+        del found["status"]["defaults"]
+    state = look(children, found, replace(NEW, version="1"))
+    assert images(state) == OLD_IMAGES
+    assert writes(decide(state)) == []
+    assert told(state)["defaults"]["workerImage"] == "xpyd-worker:1"
+
+
+def test_images_of_the_documents_templates_are_not_taken_for_the_operators() -> None:
+    found = document()
+    own = {"spec": {"containers": [{"name": "engine", "image": "mine:7"}]}}
+    found["spec"]["pools"][1]["template"] = own
+    children: Children = {}
+    for write in writes(decide(look({}, found, OLD))):
+        if isinstance(write, Apply):
+            obj = deepcopy(write.obj)
+            obj["metadata"] |= {"uid": obj["metadata"]["name"], "resourceVersion": "1"}
+            children.setdefault(kind_of(obj), {})[obj["metadata"]["name"]] = obj
+    state = look(children, found, replace(NEW, version="1"))
+    assert state.upgrade is not None
+    assert state.upgrade.defaults.worker_image == "xpyd-worker:1"
+    assert writes(decide(state)) == []
+
+
+def test_a_new_fleet_is_made_with_the_operators_own() -> None:
+    state = look({}, document(), NEW)
+    assert images(state) == NEW_IMAGES
+    assert told(state)["defaults"]["imagePullSecrets"] == ["login"]
+
+
+def test_a_restart_takes_the_operators_own_once() -> None:
+    before, ours = own_defaults(document(), OLD), own_defaults(document(), NEW)
+    asked = replace(ours, restarted_at="2026-01-01T00:00:00Z")
+    taken = next_defaults(before, asked, turn=False)
+    assert taken == asked
+    # The same wish is no other one when the next version comes, and neither is its end.
+    newest = replace(asked, worker_image="registry/worker:3")
+    assert next_defaults(taken, newest, turn=False) == taken
+    assert next_defaults(taken, replace(newest, restarted_at=""), turn=False) == taken
+    again = replace(newest, restarted_at="2026-01-02T00:00:00Z")
+    assert next_defaults(taken, again, turn=False) == again
+
+
+def test_the_wish_is_read_where_the_document_has_it() -> None:
+    at = "2026-01-01T00:00:00Z"
+    assert asked_restart({"spec": {"rollout": {"restartedAt": at}}}) == at
+    assert asked_restart({"spec": {"rollout": {}}}) == asked_restart({}) == ""
+
+
+def test_another_image_of_the_document_takes_the_operators_own() -> None:
+    children, found = made()
+    found["spec"]["engine"] = {"image": "mine:7"}
+    state = look(children, found, NEW)
+    assert images(state) == NEW_IMAGES | {"prefill": "mine:7", "decode": "mine:7"}
+    applied = [w.obj["kind"] for w in writes(decide(state)) if isinstance(w, Apply)]
+    assert applied.count("Deployment") == 3
+    assert up_to_date(told(state))[1] == "Upgrading"
+
+
+def test_an_edit_of_something_else_keeps_the_images() -> None:
+    children, found = made()
+    found["spec"]["engine"] = {"args": ["--seed=1"]}
+    assert images(look(children, found, NEW)) == OLD_IMAGES
+
+
+def test_a_fleet_says_upgrading_until_it_is_ready() -> None:
+    children, found = made()
+    state = look(children, found, NEW, turn=True)
+    found["status"] = told(state)
+    assert up_to_date(found["status"])[:2] == ("False", "Upgrading")
+    assert images(state) == NEW_IMAGES
+    later = told(look(children, found, NEW))
+    assert up_to_date(later)[1] == "Upgrading"
+    assert found["status"]["defaults"]["version"] == "2"
+
+
+def of_revision(children: Children, found: Obj, revision: str) -> None:
+    """As if the old operator had made other pods of the same document."""
+    for name, obj in list(children[DEPLOYMENT].items()):
+        before = obj["metadata"]["labels"]["xpyd.dev/revision"]
+        changed = deepcopy(obj)
+        changed["metadata"]["name"] = name.replace(before, revision)
+        changed["metadata"]["labels"]["xpyd.dev/revision"] = revision
+        changed["spec"]["template"]["spec"]["hostname"] = "made-otherwise"
+        del children[DEPLOYMENT][name]
+        children[DEPLOYMENT][changed["metadata"]["name"]] = changed
+    for row in found["status"]["pools"]:
+        row["revision"] = revision
+
+
+def test_pods_of_another_version_keep_their_revision_and_are_only_scaled() -> None:
+    children, found = made()
+    of_revision(children, found, "0ld0ld00")
+    state = look(children, found, NEW)
+    assert {pool.revision for pool in state.want.pools} == {"0ld0ld00"}
+    assert writes(decide(state)) == []
+    # The operator that made them otherwise would roll the fleet for that.
+    same = look(children, found, OLD)
+    assert "0ld0ld00" not in {pool.revision for pool in same.want.pools}
+    assert writes(decide(same)) != []
+
+
+def test_pods_of_another_version_follow_a_scale() -> None:
+    children, found = made()
+    of_revision(children, found, "0ld0ld00")
+    found["spec"]["pools"][1]["replicas"] = 3
+    done = writes(decide(look(children, found, NEW)))
+    scales = {(w.name, w.replicas) for w in done if isinstance(w, Scale)}
+    assert scales == {("chat-decode-0ld0ld00", 3)}
+    assert "Deployment" not in {w.obj["kind"] for w in done if isinstance(w, Apply)}
+
+
+@pytest.mark.parametrize(
+    ("change", "rolled"),
+    [
+        ({"router": {"replicas": 5}}, ""),
+        ({"rollout": {"maxSurgePercent": 50}}, ""),
+        ({"router": {"args": ["--log-level=debug"]}}, "router"),
+        ({"engine": {"args": ["--seed=1"]}}, "decode prefill router"),
+    ],
+)
+def test_only_what_the_document_changes_is_made_by_the_new_version(
+    change: dict[str, Any], rolled: str
+) -> None:
+    children, found = made()
+    of_revision(children, found, "0ld0ld00")
+    found["spec"] |= change
+    want = look(children, found, NEW).want
+    found_rolled = {pool.name for pool in want.pools if pool.revision != "0ld0ld00"}
+    assert sorted(found_rolled) == rolled.split()
+
+
+def test_a_lost_workload_of_another_version_is_made_by_this_one() -> None:
+    children, found = made()
+    of_revision(children, found, "0ld0ld00")
+    del children[DEPLOYMENT]["chat-decode-0ld0ld00"]
+    state = look(children, found, NEW)
+    made_now = [w.obj["metadata"]["name"] for w in writes(decide(state)) if isinstance(w, Apply)]
+    assert len(made_now) == 1
+    assert made_now[0].startswith("chat-decode-")
+    assert images(state) == OLD_IMAGES
+
+
+def status(reason: str, *, ready: bool = True) -> Obj:
+    return {
+        "conditions": [
+            {"type": UP_TO_DATE, "status": "False", "reason": reason},
+            {"type": "Ready", "status": str(ready)},
+        ]
+    }
+
+
+def test_so_many_fleets_at_a_time_take_new_defaults() -> None:
+    older = {name: status("OlderDefaults") for name in "abc"}
+    assert takes_turn("a", older.items(), (), 1)
+    assert not takes_turn("a", older.items(), (), 0)
+    # One took them a moment ago, and its status does not say so yet.
+    assert not takes_turn("b", older.items(), {"a"}, 1)
+    assert takes_turn("b", older.items(), {"a"}, 2)
+    busy = {**older, "a": status("Upgrading", ready=False)}
+    assert not takes_turn("b", busy.items(), (), 1)
+    assert takes_turn("a", busy.items(), (), 1)
+    assert takes_turn("b", {**older, "a": status("Current")}.items(), (), 1)
+
+
+def test_a_fleet_that_is_not_ready_takes_none_by_itself() -> None:
+    older = {"a": status("OlderDefaults", ready=False), "b": status("OlderDefaults")}
+    assert not takes_turn("a", older.items(), (), 5)
+    assert takes_turn("b", older.items(), (), 5)
+
+
+def test_junk_in_the_status_counts_as_none() -> None:
+    for junk in ({}, {"defaults": "x"}, {"defaults": {"workerImage": 1, "routerImage": "r"}}):
+        assert defaults_of(junk) is None
+    row: Obj = {"workerImage": "w", "routerImage": "r", "imagePullSecrets": ["a", 1]}
+    assert defaults_of({"defaults": row}) is None
+    found = defaults_of({"defaults": row | {"imagePullPolicy": "Never"}})
+    assert found == Defaults("", "w", "r", "Never", ("a",))
