@@ -225,8 +225,13 @@ def test_the_uninstall_hook_ends_before_helm_gives_up(helm: Helm) -> None:
     assert job["spec"]["backoffLimit"] == 0
     container = _container(job["spec"]["template"]["spec"])
     assert container["command"] == ["python", "-m", "xpyd_operator.controller.uninstall"]
-    assert container["args"] == ["--namespace=serving", "--crds-go", "--timeout-seconds=270"]
-    for values in ({}, {"watchNamespaces": ["a"], "crds": {"keep": True}}):
+    assert container["args"] == [
+        "--namespace=serving",
+        "--crds-go",
+        "--release=xpyd-system/xpyd-operator",
+        "--timeout-seconds=270",
+    ]
+    for values in ({"crds": {"keep": True}}, {"watchNamespaces": ["a"], "crds": {"keep": True}}):
         job = one(helm.render(values), "Job", "xpyd-uninstall")
         assert "--crds-go" not in _container(job["spec"]["template"]["spec"])["args"]
 

@@ -98,12 +98,17 @@ class Cluster:
         for at in [at for at in sorted(self.steps) if before < at <= self.time_s]:
             self.steps[at](self)
 
-    def uninstall(self, *namespaces: str, timeout_s: float = 60.0) -> None:
-        asyncio.run(self.command(*namespaces).run(timeout_s))
+    def uninstall(self, *namespaces: str, timeout_s: float = 60.0, release: str = "") -> None:
+        asyncio.run(self.command(*namespaces, release=release).run(timeout_s))
 
-    def command(self, *namespaces: str) -> Uninstall:
+    def command(self, *namespaces: str, release: str = "") -> Uninstall:
         clock = Clock(now=lambda: self.time_s, sleep=self.sleep)
-        return Uninstall(self, namespaces, say=self.said.append, clock=clock)
+        return Uninstall(self, namespaces, say=self.said.append, clock=clock, release=release)
+
+    def mark(self, fleet: str, release: str) -> None:
+        namespace, name = fleet.split("/")
+        metadata = self.fleets[namespace, name]["metadata"]
+        metadata["annotations"] = {"xpyd.dev/operator": release}
 
 
 def _gone(*fleets: str) -> Step:
@@ -185,6 +190,28 @@ def test_only_the_served_namespaces_are_emptied() -> None:
     cluster.add("b/code", "code-decode-1")
     cluster.uninstall("a")
     assert cluster.deleted == ["a/chat"]
+
+
+def test_fleets_of_another_release_stay_with_what_they_own() -> None:
+    cluster = Cluster(steps={1: _gone("a/chat", "a/new")})
+    for name in ("a/chat", "a/new"):
+        cluster.add(name)
+    cluster.add("a/theirs", "theirs-decode-1")
+    cluster.mark("a/chat", "ns/mine")
+    cluster.mark("a/theirs", "ns/other")
+    cluster.uninstall(release="ns/mine")
+    assert sorted(cluster.deleted) == ["a/chat", "a/new"]
+    assert cluster.said[-1] == "no fleet is left"
+
+
+def test_crds_that_go_are_refused_while_another_release_has_fleets() -> None:
+    cluster = Cluster()
+    cluster.add("a/chat")
+    cluster.mark("a/chat", "ns/other")
+    with pytest.raises(FleetsElsewhere, match=r"1 fleets \(a/chat\).* another release's"):
+        asyncio.run(cluster.command(release="ns/mine").refuse_fleets_elsewhere())
+    cluster.mark("a/chat", "ns/mine")
+    asyncio.run(cluster.command(release="ns/mine").refuse_fleets_elsewhere())
 
 
 def test_a_fleet_that_is_made_meanwhile_goes_as_well() -> None:

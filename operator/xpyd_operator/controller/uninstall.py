@@ -23,6 +23,7 @@ from typing import cast
 
 from xpyd_core.errors import XpydError
 from xpyd_operator.controller.client import Api, find_login, run_job, say_line
+from xpyd_operator.controller.decision.election import operator_of
 from xpyd_operator.controller.decision.errors import Conflict, NotFound, Refused, Unavailable
 from xpyd_operator.controller.decision.kinds import FLEET, FLEET_LABEL, SECRET, WATCHED, Kind, Obj
 from xpyd_operator.manifests.names import KEY_SLOTS, kv_secret_name
@@ -70,7 +71,8 @@ class _Left:
 
 
 class Uninstall:
-    """Deletes every fleet in `namespaces` (none: in all), once."""
+    """Deletes every fleet in `namespaces` (none: in all), once, but those that another release than
+    `release` has marked as its own; "": all."""
 
     def __init__(
         self,
@@ -79,7 +81,9 @@ class Uninstall:
         *,
         say: Callable[[str], None],
         clock: Clock | None = None,
+        release: str = "",
     ) -> None:
+        self._release = release
         self._api = api
         self._namespaces = tuple(namespaces)
         self._say = say
@@ -87,15 +91,21 @@ class Uninstall:
         self._seen: set[FleetId] = set()
 
     async def refuse_fleets_elsewhere(self) -> None:
-        """FleetsElsewhere if there is a fleet outside the namespaces; may raise KubeError."""
+        """FleetsElsewhere if there is a fleet outside the namespaces, or another release's; may
+        raise KubeError."""
         fleets = await self._list(FLEET, [None], "")
-        others = [f for f in fleets if f["metadata"]["namespace"] not in self._namespaces]
+        served = self._namespaces
+        others = [
+            fleet
+            for fleet in fleets
+            if (served and fleet["metadata"]["namespace"] not in served) or not self._is_ours(fleet)
+        ]
         if others:
             raise FleetsElsewhere(
                 f"{len(others)} fleets ({_names(others)}) are not in the namespaces that this "
-                "release serves, and would lose their CRD: delete them, or keep the CRDs (helm "
-                "rollback to the last revision, then helm upgrade --reuse-values --set "
-                "crds.keep=true)"
+                "release serves, or another release's, and would lose their CRD: delete them, or "
+                "keep the CRDs (helm rollback to the last revision, then helm upgrade "
+                "--reuse-values --set crds.keep=true)"
             )
 
     async def run(self, timeout_s: float) -> None:
@@ -121,20 +131,29 @@ class Uninstall:
     async def _look(self, before: _Left) -> _Left:
         places = self._namespaces or (None,)
         try:
-            fleets = await self._list(FLEET, places, "")
+            found = await self._list(FLEET, places, "")
+            fleets = tuple(filter(self._is_ours, found))
+            others = {_place(fleet) for fleet in found if not self._is_ours(fleet)}
             await self._delete(fleets)
             if fleets:
                 return _Left(fleets, (), "")
-            owned = [(kind, await self._list(kind, places, FLEET_LABEL)) for kind in OWNED]
+            listed = [(kind, await self._list(kind, places, FLEET_LABEL)) for kind in OWNED]
+            owned = [
+                (kind, tuple(obj for obj in objects if _fleet_of(obj) not in others))
+                for kind, objects in listed
+            ]
             for _, objects in owned:
                 self._seen.update(owner for obj in objects for owner in _fleets_of(obj))
             named = [_secret(name, slot) for name in sorted(self._seen) for slot in KEY_SLOTS]
             secrets = [secret for secret in named if await self._exists(secret)]
-            found = [*((kind.plural, objects) for kind, objects in owned)]
-            found.append((SECRET.plural, tuple(secrets)))
-            return _Left((), tuple((plural, objects) for plural, objects in found if objects), "")
+            left = [*((kind.plural, objects) for kind, objects in owned)]
+            left.append((SECRET.plural, tuple(secrets)))
+            return _Left((), tuple((plural, objects) for plural, objects in left if objects), "")
         except (Unavailable, Conflict) as error:
             return _Left(before.fleets, before.owned, str(error))
+
+    def _is_ours(self, fleet: Obj) -> bool:
+        return not self._release or operator_of(fleet) in ("", self._release)
 
     async def _delete(self, fleets: Sequence[Obj]) -> None:
         # A fleet that was created after the first round is deleted, too.
@@ -167,6 +186,15 @@ class Uninstall:
                 continue
             found += cast("list[Obj]", answer["items"])
         return tuple(found)
+
+
+def _place(fleet: Obj) -> tuple[str, str]:
+    return fleet["metadata"]["namespace"], fleet["metadata"]["name"]
+
+
+def _fleet_of(obj: Obj) -> tuple[str, str]:
+    """The fleet that the object's label names."""
+    return obj["metadata"]["namespace"], text(obj, "metadata", "labels", FLEET_LABEL)
 
 
 def _fleets_of(owned: Obj) -> Iterator[FleetId]:
@@ -234,18 +262,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="the CRDs are deleted next: delete nothing while there are fleets elsewhere",
     )
+    parser.add_argument(
+        "--release", default="", help="NAMESPACE/NAME: leave fleets that others have marked"
+    )
     parser.add_argument("--timeout-seconds", type=float, default=270.0)
     args = parser.parse_args(argv)
-    return run_job(_run(args.namespace, args.crds_go, args.timeout_seconds))
+    return run_job(_run(args))
 
 
-async def _run(namespaces: Sequence[str], crds_go: bool, timeout_s: float) -> None:
+async def _run(args: argparse.Namespace) -> None:
     api = Api(find_login)
     try:
-        uninstall = Uninstall(api, namespaces, say=say_line)
-        if crds_go and namespaces:
+        uninstall = Uninstall(api, args.namespace, say=say_line, release=args.release)
+        if args.crds_go:
             await uninstall.refuse_fleets_elsewhere()
-        await uninstall.run(timeout_s)
+        await uninstall.run(args.timeout_seconds)
     finally:
         await api.close()
 
