@@ -296,6 +296,14 @@ def test_a_fleet_that_is_not_ready_takes_none_by_itself() -> None:
     assert takes_turn("b", older.items(), (), 5)
 
 
+def test_a_fleet_whose_rollout_is_paused_takes_none_by_itself() -> None:
+    children, found = made()
+    paused = {**found, "spec": {**found["spec"], "rollout": {"paused": True}}}
+    own = own_children("fleet", children)
+    assert upgrade(paused, own, NEW, turn=True).older
+    assert not upgrade(found, own, NEW, turn=True).older
+
+
 def test_junk_in_the_status_counts_as_none() -> None:
     for junk in ({}, {"defaults": "x"}, {"defaults": {"workerImage": 1, "routerImage": "r"}}):
         assert defaults_of(junk) is None

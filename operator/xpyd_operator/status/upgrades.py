@@ -233,7 +233,9 @@ def upgrade(document: Raw, children: Children, settings: Settings, *, turn: bool
     before = defaults_of(fields(document, "status"))
     if before is None:
         before = rebuilt_defaults(document, children, ours)
-    now = next_defaults(before, ours, turn=turn)
+    # A rollout that is paused would hold the turn for as long.
+    is_paused = at(document, "spec", "rollout", "paused") is True
+    now = next_defaults(before, ours, turn=turn and not is_paused)
     older = now.differences(ours)
     return Upgrade(now, older, taken=not older and bool(before and before.differences(ours)))
 
