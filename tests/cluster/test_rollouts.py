@@ -94,3 +94,37 @@ def test_a_rollout_is_paused_resumed_taken_back_and_restarted_by_the_command(
     assert not before & after
     told = {event["reason"] for event in chat.events()}
     assert {"RolloutPaused", "RolloutResumed", "Rollout"} <= told
+
+
+def test_a_rollout_that_is_stuck_is_paused_in_the_middle_and_taken_back_without_a_loss(
+    plane: Cluster, namespace: str, operator: OperatorProcess
+) -> None:
+    chat = FleetClient(plane, namespace)
+    chat.apply(fake_fleet(decode=2))
+    chat.wait_ready()
+    serving = {pod["metadata"]["uid"] for n in ("prefill", "decode") for pod in chat.pods(n)}
+
+    stuck = fake_fleet(decode=2)
+    for pool in stuck["spec"]["pools"]:
+        pool["template"] = {"spec": {"nodeSelector": {"no": "node"}}}
+    chat.apply(stuck)
+    wait_for(
+        lambda: len(chat.pods("decode")) == 3, 30, "a pod without a node", explain=chat.explain
+    )
+    xpyd(chat, "status", "chat", code=3)
+
+    def marks() -> list[bool]:
+        found = chat.find("deployments", labels="xpyd.dev/fleet=chat,xpyd.dev/pool=decode")
+        return sorted(bool(d["spec"].get("paused")) for d in found)
+
+    xpyd(chat, "pause", "chat")
+    wait_for(lambda: marks() == [False, True], 30, "the deadline rests", explain=chat.explain)
+    chat.scale("decode", 4)
+    chat.wait_pool("decode", 3)  # with the one that has no node, 4
+    xpyd(chat, "undo", "chat")
+    xpyd(chat, "resume", "chat")
+    xpyd(chat, "status", "chat", "--wait", f"--timeout={WAIT_S}")
+    now = {pod["metadata"]["uid"] for n in ("prefill", "decode") for pod in chat.pods(n)}
+    assert serving <= now
+    assert len(chat.pods("decode")) == 4
+    assert marks() == [False]

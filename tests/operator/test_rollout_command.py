@@ -284,6 +284,7 @@ def test_kubectl_xpyd_has_the_same_commands_and_no_local_ones(
     monkeypatch.setattr(sys, "argv", ["kubectl-xpyd", "up"])
     with pytest.raises(SystemExit):
         kubectl_main()
+    assert "invalid choice: 'up'" in capsys.readouterr().err
     program = Path(sys.executable).with_name("kubectl-xpyd")
     said = subprocess.run(
         [program, "rollout", "--help"], capture_output=True, text=True, check=True

@@ -69,13 +69,27 @@ def test_a_paused_rollout_takes_no_step_and_is_scaled_in_the_revisions_that_it_h
     assert [put for put in puts if put.pool == "d"] == []
 
 
+def test_a_scale_in_a_pause_waits_for_the_room_of_instances_that_end() -> None:
+    seen = (
+        WorkloadSeen(Workload("p", "old", 1, OLD), alive=3, ready=1),
+        WorkloadSeen(Workload("p", "new", 2, NEW), alive=2, ready=2),
+    )
+    want = FleetWant("f", (PoolWant("p", NEW, "new", 4),), paused=True)
+    assert not puts_of(want, seen)
+    ended = (replace(seen[0], alive=1), seen[1])
+    assert puts_of(want, ended) == [Workload("p", "new", 3, NEW)]
+
+
+def puts_of(want: FleetWant, seen: tuple[WorkloadSeen, ...]) -> list[Workload]:
+    actions = plan(want, FleetSeen(workloads=seen), 0.0).actions
+    return [action.workload for action in actions if isinstance(action, PutWorkload)]
+
+
 def test_what_has_no_instance_starts_in_a_pause_and_a_pool_that_left_stays() -> None:
     want = FleetWant("f", (PoolWant("p", NEW, "new", 2),), paused=True)
     left = WorkloadSeen(Workload("q", "old", 1, OLD), 1, 1)
-    found = plan(want, FleetSeen(workloads=(left,)), 0.0)
-    puts = [a.workload for a in found.actions if isinstance(a, PutWorkload)]
-    assert puts == [Workload("p", "new", 2, NEW)]
-    assert plan(want, FleetSeen(), 0.0).actions[0] == PutWorkload(puts[0])
+    first = Workload("p", "new", 2, NEW)
+    assert puts_of(want, (left,)) == puts_of(want, ()) == [first]
 
 
 def edited(image: str = "", found: Obj | None = None, **rollout: Any) -> Obj:
