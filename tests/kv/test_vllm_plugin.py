@@ -263,20 +263,6 @@ async def test_sigterm_is_vllm_s_when_no_router_sends_more(signed):
             await soon(lambda: session._draining)
 
 
-async def test_a_second_sigterm_ends_the_wait_for_routers(signed):
-    heard, loop = asyncio.Event(), asyncio.get_running_loop()
-    with pair(signed, {**signed, "wait_s": 0.3, "heartbeat_period_s": 60.0}) as (_, d):
-        async with api_server(d) as server:
-            loop.add_signal_handler(signal.SIGTERM, heard.set)
-            await server.beat("Ready")
-            os.kill(os.getpid(), signal.SIGTERM)
-            await server.beat("Draining")
-            assert not heard.is_set()
-            os.kill(os.getpid(), signal.SIGTERM)
-            async with asyncio.timeout(5.0):
-                await heard.wait()
-
-
 async def test_drain_needs_the_mac_of_this_process_and_ends_it(signed):
     heard, loop = asyncio.Event(), asyncio.get_running_loop()
     with pair(signed, signed) as (p, _):

@@ -16,7 +16,6 @@ from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import load_fleet, parse_fleet
 from xpyd_operator.document.status import FleetStatus, PoolStatus
 from xpyd_operator.status.children import Children, fleet_seen
-from xpyd_operator.status.drains import InstanceLoad
 from xpyd_operator.status.fleet import (
     EventText,
     events,
@@ -291,25 +290,6 @@ def test_a_scale_is_one_event_and_creation_and_readiness_are_two() -> None:
         cluster.running([pod], ready=True)
         told += cluster.turn()
     assert [(e.reason, e.message) for e in told] == [("Scaled", "pool decode: 2 -> 4 instances")]
-
-
-def test_progressing_says_what_instances_that_leave_still_have() -> None:
-    cluster = settled(fleet_of())
-    cluster.scale("decode", 1)
-    cluster.turn()
-    (leaving,) = [
-        one["metadata"]["name"]
-        for one in cluster.pods_of("decode")
-        if "deletionTimestamp" in one["metadata"]
-    ]
-    cluster.loads = {leaving: InstanceLoad(3, 2)}
-    cluster.turn()
-    (progressing,) = [c for c in status_of(cluster)["conditions"] if c["type"] == "Progressing"]
-    assert progressing["reason"] == "Draining"
-    assert (
-        "1 instance to leave (decode: 3 requests, 2 KV leases, the oldest since "
-        in (progressing["message"])
-    )
 
 
 def test_pools_that_come_and_go_are_told_and_counted_until_they_are_gone() -> None:

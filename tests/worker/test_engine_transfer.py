@@ -68,20 +68,6 @@ def test_p_offers_with_the_first_chunk_and_stages_each_before_its_forward():
     driver.assert_all_blocks_free()
 
 
-def test_p_is_busy_until_its_kv_has_been_taken_though_no_request_is_left():
-    driver, producer = sending(linger=4)
-    driver.submit(to_send("a", prompt_of(18), max_tokens=1))
-    while not driver.finished("a"):
-        driver.turns(1)
-    driver.turns(1)
-    assert producer.has_work()
-    assert (driver.core.stats().running, driver.core.stats().kv_leases) == (0, 1)
-    assert not driver.core.is_idle()
-    driver.run()
-    assert driver.core.stats().kv_leases == 0
-    assert driver.core.is_idle()
-
-
 def test_a_second_request_of_the_same_id_runs_without_a_transfer():
     driver, producer = sending(budget=8)
     driver.submit(to_send("a", prompt_of(18), max_tokens=1))
