@@ -15,8 +15,7 @@ import aiohttp
 
 from xpyd_core.request_id import Address
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
-from xpyd_operator.controller.decision.kinds import JOB, POD
-from xpyd_operator.controller.decision.state import controller_of
+from xpyd_operator.controller.decision.kinds import JOB, POD, controller_of
 from xpyd_operator.manifests.names import PROGRESS_PORT
 from xpyd_operator.status.children import is_true, text
 from xpyd_operator.status.models import DownloadProgress, is_of_job, read_progress

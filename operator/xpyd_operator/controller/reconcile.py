@@ -31,6 +31,8 @@ from xpyd_operator.controller.decision.kinds import (
     SECRET,
     Kind,
     Obj,
+    controller_of,
+    holder_of,
     kind_of,
     merge_patch,
     trim,
@@ -49,9 +51,7 @@ from xpyd_operator.controller.decision.state import (
     SetFinalizers,
     Write,
     applied_version_of,
-    controller_of,
     describe,
-    holder_of,
     own_children,
     signing_secret,
 )

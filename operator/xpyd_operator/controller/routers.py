@@ -27,8 +27,8 @@ import aiohttp
 from xpyd_core.pod_env import ROUTER_ADMIN_PORT
 from xpyd_core.request_id import Address
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
-from xpyd_operator.controller.decision.kinds import DEPLOYMENT, POD
-from xpyd_operator.controller.decision.state import controller_of, key_order
+from xpyd_operator.controller.decision.kinds import DEPLOYMENT, POD, controller_of
+from xpyd_operator.controller.decision.state import key_order
 from xpyd_operator.manifests.names import LABEL_ROLE
 from xpyd_operator.plan.values import ROUTER
 from xpyd_operator.status.children import (

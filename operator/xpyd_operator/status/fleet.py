@@ -40,17 +40,16 @@ from xpyd_operator.status.conditions import (
     INVALID,
     LOST_ROLES,
     ROLES,
-    PoolRow,
     RoleChoice,
     by_role,
     condition_of,
     conditions,
     conditions_of_invalid,
-    pool_rows,
 )
 from xpyd_operator.status.crashes import RECREATED
 from xpyd_operator.status.drains import InstanceLoad, drains_text
 from xpyd_operator.status.models import ModelState
+from xpyd_operator.status.pools import PoolRow, pool_rows
 from xpyd_operator.status.problems import Problem, in_order
 from xpyd_operator.status.rotation import KeyVerdict
 from xpyd_operator.status.upgrades import (

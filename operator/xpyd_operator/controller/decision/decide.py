@@ -31,6 +31,8 @@ from xpyd_operator.controller.decision.kinds import (
     POOL,
     SUPPORT,
     Obj,
+    controller_of,
+    holder_of,
     kind_of,
     merge_patch,
 )
@@ -47,10 +49,8 @@ from xpyd_operator.controller.decision.state import (
     SetFinalizers,
     Write,
     applied_version_of,
-    controller_of,
     describe,
     effect_of,
-    holder_of,
     pool_of,
 )
 from xpyd_operator.document.fleet import InferenceFleet

@@ -19,6 +19,7 @@ from msgspec.json import Decoder
 from xpyd_operator.document.load import excess
 from xpyd_operator.manifests.names import LABEL_ROLE, MANAGER, MODEL_ROLE
 from xpyd_operator.plan.values import ROUTER
+from xpyd_operator.status.children import Raw, rows
 
 FLEET_LABEL = "xpyd.dev/fleet"
 
@@ -375,3 +376,22 @@ def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
         else:
             patch[name] = value
     return patch
+
+
+def _controller(obj: Obj) -> Raw | None:
+    owners = rows(obj, "metadata", "ownerReferences")
+    return next((owner for owner in owners if owner.get("controller")), None)
+
+
+def controller_of(obj: Obj) -> str | None:
+    """The uid of the owner that controls the object."""
+    owner = _controller(obj)
+    return owner["uid"] if owner else None
+
+
+def holder_of(obj: Obj) -> str:
+    """An object's owner, for a message."""
+    owner = _controller(obj)
+    if owner is None:
+        return "someone else (it has no owner)"
+    return f"{owner.get('kind')} {owner.get('name')} (uid {owner.get('uid')})"

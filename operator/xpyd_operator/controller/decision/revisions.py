@@ -10,8 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from xpyd_operator.controller.decision.kinds import CONTROLLER_REVISION, DEPLOYMENT, Obj
-from xpyd_operator.controller.decision.state import DeleteObject, FleetState, controller_of
+from xpyd_operator.controller.decision.kinds import (
+    CONTROLLER_REVISION,
+    DEPLOYMENT,
+    Obj,
+    controller_of,
+)
+from xpyd_operator.controller.decision.state import DeleteObject, FleetState
 from xpyd_operator.manifests import names
 from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.revisions import record_of, revision_id

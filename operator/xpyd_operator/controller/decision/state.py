@@ -24,6 +24,7 @@ from xpyd_operator.controller.decision.kinds import (
     SUPPORT,
     Kind,
     Obj,
+    controller_of,
     kind_of,
 )
 from xpyd_operator.document.fleet import InferenceFleet
@@ -52,7 +53,6 @@ from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.plan.values import ROUTER, FleetSeen, FleetWant
 from xpyd_operator.status.children import (
     Children,
-    Raw,
     count,
     fields,
     fleet_seen,
@@ -483,17 +483,6 @@ def read(document: Obj, settings: Settings) -> ParsedDocument:
     return ParsedDocument(fleet, want, mistakes)
 
 
-def _controller(obj: Obj) -> Raw | None:
-    owners = rows(obj, "metadata", "ownerReferences")
-    return next((owner for owner in owners if owner.get("controller")), None)
-
-
-def controller_of(obj: Obj) -> str | None:
-    """The uid of the owner that controls the object."""
-    owner = _controller(obj)
-    return owner["uid"] if owner else None
-
-
 def applied_version_of(obj: Obj, digest: str, *, contained: bool = False) -> AppliedVersion:
     """The AppliedVersion of an object as it is."""
     metadata = obj["metadata"]
@@ -504,11 +493,3 @@ def applied_version_of(obj: Obj, digest: str, *, contained: bool = False) -> App
         digest,
         contained,
     )
-
-
-def holder_of(obj: Obj) -> str:
-    """An object's owner, for a message."""
-    owner = _controller(obj)
-    if owner is None:
-        return "someone else (it has no owner)"
-    return f"{owner.get('kind')} {owner.get('name')} (uid {owner.get('uid')})"
