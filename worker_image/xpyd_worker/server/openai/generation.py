@@ -207,9 +207,8 @@ class _Choice:
             parts = [*parser.push(rest)]
             known = parser.malformed
             parts += parser.finish()
-            # A call that must come may have been cut before anything of it was written.
-            is_name_all = bool(parts) and parts[-1].kind == "call"
-            self._is_call_cut = is_cut and (is_name_all or parser.malformed > known)
+            is_bare = bool(parts) and parts[-1].kind == "call"  # forced, and not begun
+            self._is_call_cut = is_cut and (is_bare or parser.malformed > known)
             self._known_malformed += parser.malformed - known if is_cut else 0
             self._add(parser, parts, shown=shown)
 
