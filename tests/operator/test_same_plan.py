@@ -247,7 +247,9 @@ def test_the_examples_want_the_same_in_both_places_but_for_the_models_folder(pat
     local = fleet_want(fleet.local, model=model)
     for here, there in zip(local.pools, fleet.cluster_want.pools, strict=True):
         args = tuple(arg.replace(model, in_pod) for arg in here.template.args)
-        assert replace(here.template, args=args) == there.template
+        # It is of the arguments.
+        common = there.template.fleet_revision
+        assert replace(here.template, args=args, fleet_revision=common) == there.template
 
 
 def test_an_image_of_the_operator_makes_other_revisions_and_no_other_plan():

@@ -194,7 +194,8 @@ async def test_new_grammars_and_answers_do_not_wait_for_compilations_that_never_
             assert other.status_code == 200
         assert not any(task.done() for task in hang)
         for answer in await asyncio.gather(*hang):
-            assert answer.status_code == 400
+            # 503: other tests have the cores, so that it did not use up its CPU time.
+            assert answer.status_code in (400, 503)
             assert answer.json()["error"]["param"] == "guided_grammar"
 
 

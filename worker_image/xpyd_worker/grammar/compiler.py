@@ -207,7 +207,7 @@ class GrammarCompiler:
         except (TimeoutError, TooSlow):
             # What is too large ends by its CPU time: here others wanted the cores.
             message = f"{grammar.field}: the engine is too busy to compile it now; try again"
-            raise ApiError(503, message, retry_after_s=1) from None
+            raise ApiError(503, message, param=grammar.field, retry_after_s=1) from None
         except NoTrial as error:
             _log.warning("a grammar was not tried: %s", error)
             message = "grammars cannot be compiled at the moment"
