@@ -286,7 +286,12 @@ def test_a_fleet_lives_and_ends_with_the_rights_of_the_chart(
         calls = empty.audit_calls(user=account, after=mark)
         assert len(calls) > least
         refused = {(call.verb, call.resource, call.url) for call in calls if call.code == 403}
-        assert not refused, account
+        # Until its Deployment is gone, too, an operator asks for a Lease that the release had.
+        assert not {one for one in refused if one[1] != "leases"}, account
+    leases = [
+        call for call in empty.audit_calls(user=ACCOUNT, after=mark) if call.resource == "leases"
+    ]
+    assert {call.verb for call in leases if call.code < 300} >= {"get", "create", "patch"}
 
 
 def uninstall_again(cluster: Cluster, folder: Path) -> str:
