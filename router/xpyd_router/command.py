@@ -226,6 +226,11 @@ def _add_policy(flags: _Flags, default: RouterConfig) -> None:
         "for the answer to one; two without an answer and a late beat are a frozen instance",
     )
     seconds(
+        "--kv-probe-seconds",
+        default.kv_probe_s,
+        "between two probes of the way that KV takes from a P to a D; 0: none",
+    )
+    seconds(
         "--slow-start-seconds",
         health.slow_start_s,
         "until an instance that joined others, or came back, has its full share of requests; "
@@ -365,6 +370,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         on_no_prefill=args.on_no_prefill,
         on_no_decode=args.on_no_decode,
         pairing=args.pairing,
+        kv_probe_s=args.kv_probe_seconds,
         responses_store_bytes=args.responses_store_mib * _MIB,
         drain_s=args.drain_seconds,
         forward_headers=check_forwarded_names(args.forward_header),

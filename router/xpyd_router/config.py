@@ -115,6 +115,8 @@ class RouterConfig:
     """The same where no D is there; None: as `on_no_prefill` has it, without a P that answers."""
     pairing: Pairing = "SameRevision"
     """Whether a P and a D whose beats name different fleet revisions may be a pair."""
+    kv_probe_s: float = 45.0
+    """Between two probes of a pair that works; 0: none are made."""
     drain_s: float = 5.0
     """How long to accept after SIGTERM: load balancers take notice of /readiness with delay."""
     forward_headers: tuple[str, ...] = ()

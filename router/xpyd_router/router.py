@@ -123,10 +123,17 @@ def make_introducer(
 
 
 def make_pair_prober(
-    fleet: FleetView, metrics: RouterMetrics, keys: Keys, dialer: Dialer
+    config: RouterConfig, fleet: FleetView, metrics: RouterMetrics, keys: Keys, dialer: Dialer
 ) -> PairProber:
     """What probes the way from each P to each D."""
-    return PairProber(fleet, metrics, keys=keys, random=random.random, dialer=dialer)
+    return PairProber(
+        fleet,
+        metrics,
+        keys=keys,
+        random=random.random,
+        period_s=config.kv_probe_s,
+        dialer=dialer,
+    )
 
 
 @dataclass(frozen=True)
@@ -216,7 +223,7 @@ async def open_router(
         prober = make_prober(fleet, metrics, dialer)
         introducer = make_introducer(fleet, metrics, keys, dialer)
         asker = make_asker(config, fleet, dialer)
-        pair_prober = make_pair_prober(fleet, metrics, keys, dialer)
+        pair_prober = make_pair_prober(config, fleet, metrics, keys, dialer)
         works = (discovery.run(), prober.run(), asker.run(), introducer.run(), pair_prober.run())
         async with open_serving(
             state, Listeners(*opened), protocol, works, tls=tls, dialer=dialer

@@ -110,6 +110,7 @@ def test_a_pod_finds_the_ports_and_variables_that_it_would_find_in_a_cluster(run
         "XPYD_POOL": "decode",
         "XPYD_INSTANCE": "t-decode-0",
         "XPYD_REVISION": pods["decode-0"].revision,
+        "XPYD_FLEET_REVISION": running.start_line("prefill-0")["environ"]["XPYD_FLEET_REVISION"],
     }
     assert f"--model={running.file.parent / 'model'}" in argv
     assert f"--kv-socket-dir={running.state.folder / 'sockets'}" in argv

@@ -50,6 +50,7 @@ FLAGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "--exact-prefixes": ("switch", ()),
     "--probe-interval": ("float", ()),
     "--probe-timeout": ("float", ()),
+    "--kv-probe-seconds": ("float", ()),
     "--slow-start-seconds": ("float", ()),
     "--request-timeout": ("float", ()),
     "--prefill-timeout": ("float", ()),

@@ -183,7 +183,9 @@ class ParentProcess:
         try:
             asker = make_asker(self._config, self.fleet, self._dialer)
             introducer = make_introducer(self.fleet, self.metrics, self._keys, self._dialer)
-            pair_prober = make_pair_prober(self.fleet, self.metrics, self._keys, self._dialer)
+            pair_prober = make_pair_prober(
+                self._config, self.fleet, self.metrics, self._keys, self._dialer
+            )
             works = [self._discovery.run(), self._prober.run(), asker.run(), introducer.run()]
             works.append(pair_prober.run())
             works += [one.watch() for one in self._contexts]

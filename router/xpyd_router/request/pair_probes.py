@@ -85,6 +85,7 @@ class PairProber:
         *,
         keys: Keys,
         random: Callable[[], float],
+        period_s: float = PERIOD_S,
         dialer: Dialer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -93,6 +94,7 @@ class PairProber:
         self._keys = keys
         self._dialer = dialer
         self._random = random
+        self._period_s = period_s
         self._clock = clock
         self._pairs: dict[tuple[InstanceKey, InstanceKey], _Pair] = {}
         self._line: list[_Pair] = []
@@ -107,7 +109,9 @@ class PairProber:
         """When the next probe may begin."""
 
     async def run(self) -> None:
-        """Probe until cancelled; then no call is left."""
+        """Probe until cancelled; then no call is left. Without a period it ends at once."""
+        if not self._period_s:
+            return
         upstream = UpstreamClient(self._dialer)
         self._fleet.on_lost(upstream.lose)
         try:
@@ -190,7 +194,7 @@ class PairProber:
             self._metrics.kv_probes.count((p, d), "moved", "")
             if pair.failures:
                 logger.info("probes get from P %s to D %s again", p.name, d.name)
-            pair.failures, pause_s = 0, PERIOD_S
+            pair.failures, pause_s = 0, self._period_s
         else:
             self._metrics.kv_probes.count((p, d), "failed", cause_of(found.reason))
             if not pair.failures:
