@@ -183,10 +183,15 @@ def test_two_peers_are_served_side_by_side(net):
     room = net.room(len(view))
     asked = threading.Event()
 
+    def ask():
+        other.send(peer, Cancel(**KEYS))
+        asked.set()
+
     def begin(*_):
         if not asked.is_set():
-            asked.set()
-            other.call(lambda: other.send(peer, Cancel(**KEYS)))
+            other.call(ask)
+            # On a busy machine its thread would have no turn before all DATA is here.
+            assert asked.wait(10)
         return [room]
 
     d_told.on["begin"] = begin
