@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 
 import msgspec
-import orjson
 
 from xpyd_core.keys import Keys, call_mac
 from xpyd_core.kv_outcome import cause_of
@@ -27,6 +26,7 @@ from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot
 from xpyd_router.fleet.introductions import possible_pairs
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
+from xpyd_router.request.releases import post_signed
 from xpyd_router.upstream.client import Dialer, UpstreamClient
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ MAX_PAIRS = 65_536
 """Of a larger fleet some are not probed."""
 _IDLE_S = 5.0
 _MAX_ANSWER_BYTES = 1 << 20
+"""It has a row for each pair of ranks."""
 _UNKNOWN_CALL = (404, 405, 409, 501)
 """An engine without probes, or one that takes none of ours."""
 
@@ -207,17 +208,15 @@ class PairProber:
     async def _ask(self, p: Instance, d: Instance, upstream: UpstreamClient) -> _Answer | None:
         """What P says; None: nothing of the pair. Raises CallFailed."""
         mac = call_mac(self._keys[0], "kv-probe", d.kv_text) if self._keys else ""
-        body = orjson.dumps({"address": d.kv_text})
-        head = (
-            f"POST /kv/probe HTTP/1.1\r\nHost: {p.http}\r\n"
-            f"Content-Type: application/json\r\nX-Xpyd-Mac: {mac}\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        ).encode("ascii")
-        exchange = await upstream.start(p.http, head, body, instance=p.key, timeout_s=_CALL_S)
-        try:
-            answer = await exchange.read(_MAX_ANSWER_BYTES)
-        finally:
-            upstream.end(exchange)
+        answer = await post_signed(
+            upstream,
+            p,
+            "/kv/probe",
+            {"address": d.kv_text},
+            mac,
+            within_s=_CALL_S,
+            most_bytes=_MAX_ANSWER_BYTES,
+        )
         if answer.status in _UNKNOWN_CALL:
             self._dumb.add(p.key)
         if answer.status != 200:

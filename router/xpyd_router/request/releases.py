@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 
 import orjson
 
 from xpyd_core.keys import Keys, call_mac
-from xpyd_router.errors import CallFailed
+from xpyd_router.errors import Answer, CallFailed
 from xpyd_router.fleet.instances import Instance
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.pairs import Pair
@@ -25,6 +25,30 @@ logger = logging.getLogger(__name__)
 _DEADLINE_S = 2.0
 _MAX_IN_FLIGHT = 256
 _MAX_ANSWER_BYTES = 64 * 1024
+
+
+async def post_signed(
+    upstream: UpstreamClient,
+    to: Instance,
+    path: str,
+    content: Mapping[str, str],
+    mac: str,
+    *,
+    within_s: float,
+    most_bytes: int = _MAX_ANSWER_BYTES,
+) -> Answer:
+    """What an engine answers to a call that the fleet's key has signed. Raises CallFailed."""
+    body = orjson.dumps(content)
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {to.http}\r\n"
+        f"Content-Type: application/json\r\nX-Xpyd-Mac: {mac}\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    ).encode("ascii")
+    exchange = await upstream.start(to.http, head, body, instance=to.key, timeout_s=within_s)
+    try:
+        return await exchange.read(most_bytes)
+    finally:
+        upstream.end(exchange)
 
 
 class Releases:
@@ -61,21 +85,11 @@ class Releases:
         task.add_done_callback(self._tasks.discard)
 
     async def _release(self, decode: Instance, uuid: str, mac: str) -> None:
-        body = orjson.dumps({"uuid": uuid})
-        head = (
-            f"POST /kv/release HTTP/1.1\r\nHost: {decode.http}\r\n"
-            f"Content-Type: application/json\r\nX-Xpyd-Mac: {mac}\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        ).encode("ascii")
         result = "failed"
         with contextlib.suppress(CallFailed):  # counted; D's lease ends it
-            exchange = await self._upstream.start(
-                decode.http, head, body, instance=decode.key, timeout_s=_DEADLINE_S
+            answer = await post_signed(
+                self._upstream, decode, "/kv/release", {"uuid": uuid}, mac, within_s=_DEADLINE_S
             )
-            try:
-                answer = await exchange.read(_MAX_ANSWER_BYTES)
-                result = "sent" if answer.status < 300 else "refused"
-            finally:
-                self._upstream.end(exchange)
+            result = "sent" if answer.status < 300 else "refused"
         self._metrics.releases.labels(result).inc()
         logger.debug("release %s", result, extra={"request": uuid, "decode": decode.name})
