@@ -6,25 +6,25 @@ ARG BASE=docker.io/library/python:3.11.14-slim-bookworm
 # What only the build needs, and the empty environment that the stages below install into.
 FROM ${BASE} AS tools
 ARG UV_VERSION=0.13.8
-ARG HATCHLING_VERSION=1.33.0
 ARG INDEX=https://pypi.org/simple
 # The image's files never change, so bytecode needs no check against its source.
 ENV PIP_INDEX_URL=${INDEX} UV_DEFAULT_INDEX=${INDEX} \
     UV_LINK_MODE=copy PYC_INVALIDATION_MODE=UNCHECKED_HASH
+WORKDIR /src
+COPY pyproject.toml constraints.txt ./
 RUN --mount=type=secret,id=ca \
     python3 -m venv --without-pip /opt/xpyd \
     && python3 -m venv /opt/tools \
     && /opt/tools/bin/pip install --quiet --no-cache-dir --disable-pip-version-check \
        $([ ! -f /run/secrets/ca ] || echo --cert /run/secrets/ca) \
-       uv==${UV_VERSION} hatchling==${HATCHLING_VERSION}
+       uv==${UV_VERSION} \
+    && env $([ ! -f /run/secrets/ca ] || echo SSL_CERT_FILE=/run/secrets/ca) \
+    /opt/tools/bin/uv pip install --quiet --no-cache --python /opt/tools/bin/python \
+       --constraints constraints.txt hatchling
 ENV PATH=/opt/tools/bin:$PATH
-WORKDIR /src
 
 # The dependencies: layers of their own, which a change of the code leaves as they are.
-FROM tools AS requirements
-COPY pyproject.toml constraints.txt ./
-
-FROM requirements AS operator-dependencies
+FROM tools AS operator-dependencies
 RUN --mount=type=secret,id=ca --mount=type=cache,target=/root/.cache/uv \
     env $([ ! -f /run/secrets/ca ] || echo SSL_CERT_FILE=/run/secrets/ca) \
     uv pip install --quiet --compile-bytecode --python /opt/xpyd/bin/python \
@@ -32,7 +32,7 @@ RUN --mount=type=secret,id=ca --mount=type=cache,target=/root/.cache/uv \
 
 # tokenizers asks for huggingface-hub, which it uses only to download; the router reads files that
 # engines give it. Without the hub and what that needs the image has 30 MB less.
-FROM requirements AS router-dependencies
+FROM tools AS router-dependencies
 RUN --mount=type=secret,id=ca --mount=type=cache,target=/root/.cache/uv \
     echo huggingface-hub > /tmp/excluded \
     && env $([ ! -f /run/secrets/ca ] || echo SSL_CERT_FILE=/run/secrets/ca) \
@@ -41,15 +41,15 @@ RUN --mount=type=secret,id=ca --mount=type=cache,target=/root/.cache/uv \
        --constraints constraints.txt --requirements pyproject.toml --extra router
 
 # PyPI's torch is the CUDA variant (with CUDA's libraries); TORCH_INDEX names an index that has
-# another build of the same version. torch alone is taken from there: such an index has old versions
-# of the rest.
-FROM requirements AS worker-dependencies
+# another build of the same version, with other hashes. torch alone is taken from there: such an
+# index has old versions of the rest.
+FROM tools AS worker-dependencies
 ARG TORCH_INDEX=
 RUN --mount=type=secret,id=ca --mount=type=cache,target=/root/.cache/uv \
     if [ -f /run/secrets/ca ]; then export SSL_CERT_FILE=/run/secrets/ca; fi \
     && if [ -n "${TORCH_INDEX}" ]; then \
          uv pip install --quiet --compile-bytecode --python /opt/xpyd/bin/python --no-deps \
-            --constraints constraints.txt --default-index "${TORCH_INDEX}" torch; \
+            --no-verify-hashes --constraints constraints.txt --default-index "${TORCH_INDEX}" torch; \
        fi \
     && uv pip install --quiet --compile-bytecode --python /opt/xpyd/bin/python \
        --constraints constraints.txt --requirements pyproject.toml --extra worker --extra otel

@@ -102,6 +102,8 @@ def _build_problems(stages: list[Stage]) -> Iterator[str]:
 def _install_problems(command: str) -> Iterator[str]:
     if re.search(r"(^|\s)(-e|--editable)\s", command):
         yield "an editable installation needs the tree"
+    if "--no-verify-hashes" in command and "${TORCH_INDEX}" not in command:
+        yield "hashes are not looked at, and the index is not one of other builds"
     if "--constraints constraints.txt" in command or "--no-deps" in command:
         return
     words = re.sub(r"\$\([^)]*\)", "", command).split("pip install", 1)[1].split()

@@ -1,5 +1,6 @@
 """The Dockerfile keeps to the rules of dockerfile.py, and the rules find what breaks them."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -18,6 +19,16 @@ def test_the_dockerfile_keeps_to_the_rules() -> None:
     assert problems(TEXT, TARGETS) == []
 
 
+def test_each_version_that_is_installed_has_the_hashes_of_its_files() -> None:
+    lines = (ROOT / "constraints.txt").read_text().replace("\\\n", " ").splitlines()
+    pins = [line.split() for line in lines if not line.startswith("#")]
+    assert len(pins) > 100
+    for name, *hashes in pins:
+        assert re.fullmatch(r"[a-z0-9-]+==\S+", name), name
+        assert hashes, f"{name} has no hash"
+        assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", each) for each in hashes), name
+
+
 BREAKS = {
     "a base of any version": (":3.11.14-slim-bookworm", ":3.11-slim", "exact version"),
     "a base without a tag": (":3.11.14-slim-bookworm", "", "exact version"),
@@ -29,6 +40,7 @@ BREAKS = {
     "a fetch in the last stage": ("USER", "RUN apt-get update && true\nUSER", "itself"),
     "an open version": ("uv==${UV_VERSION}", "uv", "left open"),
     "no constraints": ("--constraints constraints.txt", "", "left open"),
+    "hashes ignored": ("--constraints", "--no-verify-hashes --constraints", "hashes"),
     "an editable wheel": ("/wheel/*.whl", "--editable .", "editable"),
     "code before dependencies": ("constraints.txt ./", "constraints.txt core ./", "more than"),
     "an entrypoint in a shell": ('["/opt/xpyd/bin/xpyd"]', "xpyd", "entrypoint"),
@@ -70,14 +82,14 @@ def test_the_images_share_the_stages_that_are_not_their_own() -> None:
         assert chain([*STAGES.values()], name)[0] is STAGES["base"]
         code = "worker-code" if name == "worker" else "code"
         assert _copied_from(name) == [f"--from={name}-dependencies", f"--from={code}"]
-        assert STAGES[f"{name}-dependencies"].base == "requirements"
+        assert STAGES[f"{name}-dependencies"].base == "tools"
     # The worker's wheel is compiled for; what is installed is the same otherwise.
     assert "${COMPILER}" in STAGES["compiler"].of("RUN")[0]
     assert STAGES["worker-code"].base == "compiler"
     assert STAGES["worker-code"].of("COPY") == ["--from=sources /src /src"]
     assert STAGES["code"].base == "sources"
     assert STAGES["worker-code"].of("RUN") == STAGES["code"].of("RUN")
-    assert {STAGES[name].base for name in ("requirements", "sources", "compiler")} == {"tools"}
+    assert {STAGES[name].base for name in ("sources", "compiler")} == {"tools"}
 
 
 def test_only_engines_have_a_compiler() -> None:

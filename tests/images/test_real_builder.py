@@ -22,6 +22,7 @@ pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
+TORCH = re.findall(r"^torch==(\S+)", CONSTRAINTS, re.M)[0]
 
 
 @pytest.fixture
@@ -84,8 +85,7 @@ def _put_torch(index: Path, version: str) -> None:
 
 
 def test_torch_of_another_index_stays_and_brings_no_cuda(tmp_path: Path) -> None:
-    pinned = re.findall(r"^torch==(.*)$", CONSTRAINTS, re.M)[0]
-    _put_torch(tmp_path / "index", f"{pinned}+cpu")
+    _put_torch(tmp_path / "index", f"{TORCH}+cpu")
     environment = tmp_path / "environment"
     subprocess.run([_uv(), "venv", "-q", "-p", sys.executable, environment], check=True, timeout=60)
     first, second = _commands_of_the_dependencies(environment, tmp_path / "index")
@@ -95,7 +95,20 @@ def test_torch_of_another_index_stays_and_brings_no_cuda(tmp_path: Path) -> None
         ).stderr
         for words in (first, [*second, "--dry-run"])
     ]
-    assert f"+ torch=={pinned}+cpu" in said[0]
+    assert f"+ torch=={TORCH}+cpu" in said[0]
     would = re.findall(r"^ ([+-]) (\S+)==", said[1], re.M)
     assert ("+", "transformers") in would
     assert not [name for _, name in would if re.match(r"torch|triton|nvidia|cuda", name)]
+
+
+def test_a_file_with_another_hash_is_not_installed(tmp_path: Path) -> None:
+    _put_torch(tmp_path / "index", TORCH)
+    environment = tmp_path / "environment"
+    subprocess.run([_uv(), "venv", "-q", "-p", sys.executable, environment], check=True, timeout=60)
+    first, _ = _commands_of_the_dependencies(environment, tmp_path / "index")
+    checked = [word for word in first if word != "--no-verify-hashes"]
+    done = subprocess.run(
+        checked, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode != 0
+    assert f"Hash mismatch for `torch=={TORCH}`" in done.stderr

@@ -158,7 +158,7 @@ ON_NO_DECODE: tuple[OnNoDecode, ...] = ("Queue", "DecodeOnPrefill", "Reject")
 
 
 class WithoutPair(NamedTuple):
-    """What a request does that finds no pair."""
+    """What a request does that finds no pair (docs/adr/0113)."""
 
     on_no_prefill: OnNoPrefill = "Queue"
     on_no_decode: OnNoDecode = "Queue"
