@@ -16,7 +16,7 @@ from xpyd_operator.controller.decision.cache import Cache, FleetKey
 from xpyd_operator.controller.decision.kinds import CONFIG_MAP, DEPLOYMENT, FLEET, POD, trim
 from xpyd_operator.controller.routers import PERIOD_S, RouterReader
 from xpyd_operator.manifests.names import ANNOTATION_KEY_PHASE, kv_secret_name
-from xpyd_operator.status.drains import InstanceLoad, drains_text, read_loads
+from xpyd_operator.status.drains import InstanceLoad, drains_of, drains_text, read_loads
 from xpyd_operator.status.rotation import RouterKeys
 from xpyd_operator.status.verified import METRIC
 
@@ -230,6 +230,18 @@ async def test_what_leaving_instances_have_is_asked_of_all_routers_while_some_le
         # Each router's own requests add up; what the engine says is the same at each.
         assert world.reader.loads(KEY) == {"d-0": InstanceLoad(4, 1)}
         assert world.woken == [KEY]
+        # A busy instance's counts change all the time: they are taken now and then.
+        router.running = 5
+        await world.reader.look_at_loads(session)
+        assert world.reader.loads(KEY) == {"d-0": InstanceLoad(4, 1)}
+        world.now_s += 10.0
+        await world.reader.look_at_loads(session)
+        assert world.reader.loads(KEY) == {"d-0": InstanceLoad(5, 1)}
+        # That it has nothing left is taken at once.
+        router.in_flight = router.running = router.kv_leases = 0
+        await world.reader.look_at_loads(session)
+        assert world.reader.loads(KEY) == {"d-0": InstanceLoad(0, 0)}
+        assert world.woken == [KEY] * 3
         router.status = 503
         await world.reader.look_at_loads(session)
         assert world.reader.loads(KEY) == {}
@@ -255,11 +267,19 @@ def test_the_pools_of_leaving_instances_are_said_with_the_oldest() -> None:
         pod("p-1", role="Prefill", owner=f"chat-prefill-{REVISION}-5d9c7b8f4d"),
     ]
     loads = {"d-0": InstanceLoad(3, 0), "d-1": InstanceLoad(2, 1), "p-0": InstanceLoad(0, 4)}
-    assert drains_text(pods, {**loads, "p-1": InstanceLoad(9, 9)}) == (
+    drains = drains_of(pods, {**loads, "p-1": InstanceLoad(9, 9)})
+    assert drains_text(drains) == (
         "decode: 5 requests, 1 KV leases, the oldest since 12:00:00Z; "
         "prefill: 0 requests, 4 KV leases, the oldest since 12:01:00Z"
     )
-    assert drains_text(pods, {}) == ""
+    assert drains["decode"].row == {
+        "drainingRequests": 5,
+        "drainingKvLeases": 1,
+        "drainingSince": "2026-01-01T12:00:00Z",
+    }
+    silent = drains_of(pods, {})
+    assert drains_text(silent) == ""
+    assert silent["decode"].row == {"drainingSince": "2026-01-01T12:00:00Z"}
 
 
 async def test_a_fleet_has_a_pair_while_one_of_its_ready_routers_says_so() -> None:

@@ -465,6 +465,7 @@ def test_pool_objects_get_their_counts_generation_and_selector() -> None:
         "readyReplicas": 1,
         "updatedReplicas": 1,
         "drainingReplicas": 1,
+        "drainingSince": "2026-11-21T10:00:05Z",
         "selector": "xpyd.dev/fleet=chat,xpyd.dev/pool=decode",
     }
     assert PoolStatus.model_validate(statuses["decode"])

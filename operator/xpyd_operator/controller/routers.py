@@ -56,6 +56,8 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 15.0
 _SOON_S = 3.0
 """How old it may be at most that a fleet had no pair."""
+_LOADS_AGAIN_S = 10.0
+"""Between two statuses that differ only in what a busy instance still has."""
 _ANSWER_S = 3.0
 _WORD_S = 60.0
 _MOST_WAIT_S = 240.0
@@ -88,6 +90,8 @@ class _Fleet:
     """What each router says of keys, while a rotation is under way."""
     loads: dict[str, InstanceLoad] = field(default_factory=dict[str, InstanceLoad])
     """What instances have, by their pods, while some of them leave."""
+    loads_at_s: float = float("-inf")
+    """When that was taken last."""
 
 
 class RouterReader:
@@ -248,8 +252,11 @@ class RouterReader:
         bodies = await asyncio.gather(*(self._get(session, one, "/instances") for one in routers))
         loads = read_loads(body for body in bodies if body is not None)
         loads = {name: load for name, load in loads.items() if name in leaving}
-        if loads != fleet.loads:
-            fleet.loads = loads
+        # Counts of a busy instance change with every look, and each change is a write.
+        is_news = _idle(loads) != _idle(fleet.loads) or loads.keys() != fleet.loads.keys()
+        is_due = self._clock() - fleet.loads_at_s >= _LOADS_AGAIN_S
+        if loads != fleet.loads and (is_news or is_due):
+            fleet.loads, fleet.loads_at_s = loads, self._clock()
             self._wake(key)
 
     def _routers(self, key: FleetKey) -> Iterator[tuple[str, str, bool]]:
@@ -300,6 +307,11 @@ class RouterReader:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             logger.debug("router %s: %s", address, error)
             return None
+
+
+def _idle(loads: Mapping[str, InstanceLoad]) -> set[str]:
+    """Those that have nothing left."""
+    return {name for name, load in loads.items() if not load.requests and not load.kv_leases}
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:

@@ -57,6 +57,8 @@ def fleet_crd() -> Schema:
             _column("GPUs", ".status.summary.gpus", "GPUs of all instances", kind="integer"),
             _column("Ready", _condition("Ready", "status"), "whether all of it is ready"),
             _column("Reason", _condition("Ready", "reason"), "why it is not, or Ready"),
+            _column("Roles", _condition("RolesReady", "reason"), "which role is lost", wide=True),
+            _column("Leaving", ".status.summary.leaving", "instances that leave", wide=True),
             _column("Key", _condition("KeyRotated", "reason"), "how far a rotation is", wide=True),
             _column("Endpoint", ".status.endpoint", "URL of its OpenAI API", wide=True),
         ),
@@ -79,6 +81,9 @@ def pool_crd() -> Schema:
             _column("Desired", ".spec.replicas", "instances wanted", kind="integer"),
             _column("Ready", ".status.readyReplicas", "instances that serve", kind="integer"),
             _column("Draining", ".status.drainingReplicas", "instances leaving", kind="integer"),
+            _column("Requests", ".status.drainingRequests", "of those", kind="integer", wide=True),
+            _column("Leases", ".status.drainingKvLeases", "of those", kind="integer", wide=True),
+            _column("Since", ".status.drainingSince", "when the first was asked", wide=True),
         ),
     )
     crd["spec"]["versions"][0]["subresources"]["scale"] = {

@@ -62,6 +62,12 @@ class FleetPoolStatus(ApiModel):
     """Instances of the newest revision that serve."""
     draining_replicas: Count | None = None
     """Instances that leave and finish their requests."""
+    draining_requests: Count | None = None
+    """Requests that they still have, as routers say."""
+    draining_kv_leases: Count | None = None
+    """Prompts whose KV they hold for, or move with, others."""
+    draining_since: Annotated[str, Field(max_length=32)] | None = None
+    """When the first of them was asked to leave."""
     revision: Annotated[str, Field(max_length=16)] | None = None
     """The newest revision of the pool's pods."""
     document: Annotated[str, Field(max_length=16)] | None = None
@@ -77,6 +83,8 @@ class Summary(ApiModel):
     """Decode instances."""
     aggregated: Annotated[str, Field(max_length=32)] | None = None
     """Aggregated instances."""
+    leaving: Annotated[str, Field(max_length=64)] | None = None
+    """Instances that leave, and what they still have, such as 1: 3 requests, 2 KV leases."""
     gpus: Count | None = None
     """GPUs of all instances wanted."""
 
@@ -160,5 +168,11 @@ class PoolStatus(ApiModel):
     """Instances of the newest revision that serve."""
     draining_replicas: Count | None = None
     """Instances that leave and finish their requests."""
+    draining_requests: Count | None = None
+    """Requests that they still have, as routers say."""
+    draining_kv_leases: Count | None = None
+    """Prompts whose KV they hold for, or move with, others."""
+    draining_since: Annotated[str, Field(max_length=32)] | None = None
+    """When the first of them was asked to leave."""
     selector: Annotated[str, Field(max_length=1024)] | None = None
     """Label selector of the pool's pods, for HPA."""

@@ -80,8 +80,10 @@ def engine_tls_volumes(fleet: InferenceFleet) -> list[JsonObject]:
 
 def tls_of_pods(spec: Mapping[str, object], *, is_router: bool) -> int:
     """What Template.tls was of pods that have this spec: their volumes say it."""
-    volumes = cast("list[JsonObject]", spec.get("volumes") or [])
-    mounted = {one.get("name") for one in volumes}
+    # Others may have written the spec: any field may be anything.
+    volumes = spec.get("volumes")
+    listed = cast("list[object]", volumes) if isinstance(volumes, list) else []
+    mounted = [cast("JsonObject", one).get("name") for one in listed if isinstance(one, dict)]
     if is_router:
         trusts, shows = "xpyd-engine-ca" in mounted, "xpyd-router-tls" in mounted
         return 2 if shows else int(trusts)

@@ -1,22 +1,25 @@
-"""What the instances of a fleet that leave still have: counts by pool, for Progressing's message.
+"""What the instances of a fleet that leave still have: counts by pool, for people.
 
 Routers say how many requests and KV leases an instance has (`GET /instances`); since when a pod
 leaves, its deletion says. Each router counts its own requests, so that they add up; the engine's
-own numbers are the same at each.
+own numbers are the same at each. See docs/adr/0108.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from xpyd_operator.status.children import (
     Raw,
     count,
+    is_finished,
     is_leaving,
+    is_of_workload,
     key_of,
     moment,
     name_of,
@@ -24,6 +27,8 @@ from xpyd_operator.status.children import (
 )
 
 _MOST = 2**31 - 1
+DRAIN_FIELDS = frozenset({"drainingRequests", "drainingKvLeases", "drainingSince", "leaving"})
+"""Of a status: they are true for the moment at which they were written."""
 
 
 class InstanceLoad(NamedTuple):
@@ -33,23 +38,42 @@ class InstanceLoad(NamedTuple):
     kv_leases: int
 
 
-class _Load(msgspec.Struct, frozen=True):
+class InstanceLoadRow(msgspec.Struct, frozen=True):
+    """What an instance says of itself in its heartbeats."""
+
     running: int = 0
     waiting: int = 0
     kv_leases: int = 0
 
 
-class _Row(msgspec.Struct, frozen=True):
-    instance: str
-    load: _Load = _Load()
+class InstanceRow(msgspec.Struct, frozen=True):
+    """One instance as a router has it at GET /instances. `in_flight`: that router's requests."""
+
+    instance: str = ""
+    http_address: str = ""
+    state: str = ""
+    load: InstanceLoadRow = InstanceLoadRow()
     in_flight: int = 0
+
+    @property
+    def requests(self) -> int:
+        """Its requests, of whichever of the two counts is larger."""
+        return max(0, self.in_flight, self.load.running + self.load.waiting)
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    instances: list[_Row] = []
+    instances: list[InstanceRow]
 
 
 _decoder = msgspec.json.Decoder(_Answer)
+
+
+def read_rows(body: bytes) -> list[InstanceRow] | None:
+    """What a router answers to GET /instances; None: it is no such answer."""
+    try:
+        return _decoder.decode(body).instances
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def read_loads(bodies: Iterable[bytes]) -> dict[str, InstanceLoad]:
@@ -57,11 +81,7 @@ def read_loads(bodies: Iterable[bytes]) -> dict[str, InstanceLoad]:
     in_flight: dict[str, int] = {}
     own: dict[str, InstanceLoad] = {}
     for body in bodies:
-        try:
-            answer = _decoder.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            continue
-        for row in answer.instances:
+        for row in (one for one in read_rows(body) or () if one.instance):
             in_flight[row.instance] = in_flight.get(row.instance, 0) + max(0, row.in_flight)
             before = own.get(row.instance, InstanceLoad(0, 0))
             running = max(before.requests, row.load.running + row.load.waiting)
@@ -72,22 +92,71 @@ def read_loads(bodies: Iterable[bytes]) -> dict[str, InstanceLoad]:
     }
 
 
-def drains_text(pods: Iterable[Raw], loads: Mapping[str, InstanceLoad]) -> str:
-    """By pool, what the instances that leave still have, and since when the first of them leaves;
-    empty where no router has said."""
-    found: dict[str, list[tuple[InstanceLoad, datetime | None]]] = {}
+@dataclass(frozen=True)
+class Drain:
+    """What the instances of one pool that leave still have; `load` None: no router has said.
+    `since`: when the first of them was asked to leave."""
+
+    load: InstanceLoad | None = None
+    since: datetime | None = None
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The fields of a status; those that are not known are not there."""
+        found: dict[str, Any] = {}
+        if self.load is not None:
+            found["drainingRequests"] = min(_MOST, self.load.requests)
+            found["drainingKvLeases"] = min(_MOST, self.load.kv_leases)
+        if self.since is not None:
+            found["drainingSince"] = f"{self.since:%Y-%m-%dT%H:%M:%SZ}"
+        return found
+
+
+def drains_of(pods: Iterable[Raw], loads: Mapping[str, InstanceLoad]) -> dict[str, Drain]:
+    """By pool, for pools of which an instance leaves."""
+    found: dict[str, list[tuple[InstanceLoad | None, datetime | None]]] = {}
     for pod in pods:
-        load, key = loads.get(name_of(pod)), key_of(pod)
-        if load is not None and key is not None and is_leaving(pod):
-            found.setdefault(key[0], []).append((load, _asked(pod)))
+        key = key_of(pod)
+        if key is None or not is_leaving(pod) or is_finished(pod):
+            continue
+        if is_of_workload(pod, key):
+            found.setdefault(key[0], []).append((loads.get(name_of(pod)), _asked(pod)))
+    return {pool: _sum(each) for pool, each in sorted(found.items())}
+
+
+def _sum(each: Sequence[tuple[InstanceLoad | None, datetime | None]]) -> Drain:
+    loads = [load for load, _ in each if load is not None]
+    first = min((at for _, at in each if at is not None), default=None)
+    if not loads:
+        return Drain(None, first)
+    total = InstanceLoad(sum(x.requests for x in loads), sum(x.kv_leases for x in loads))
+    return Drain(total, first)
+
+
+def drains_text(drains: Mapping[str, Drain]) -> str:
+    """The same in words, of the pools of which routers have said; empty where none has."""
     parts: list[str] = []
-    for pool in sorted(found):
-        requests = sum(load.requests for load, _ in found[pool])
-        leases = sum(load.kv_leases for load, _ in found[pool])
-        first = min((at for _, at in found[pool] if at is not None), default=None)
-        since = f", the oldest since {first:%H:%M:%SZ}" if first else ""
-        parts.append(f"{pool}: {requests} requests, {leases} KV leases{since}")
+    for pool, drain in drains.items():
+        if drain.load is not None:
+            since = f", the oldest since {drain.since:%H:%M:%SZ}" if drain.since else ""
+            parts.append(f"{pool}: {load_text(drain.load)}{since}")
     return "; ".join(parts)
+
+
+def load_text(load: InstanceLoad) -> str:
+    """3 requests, 2 KV leases"""
+    return f"{load.requests} requests, {load.kv_leases} KV leases"
+
+
+def leaving_field(instances: int, drains: Iterable[Drain]) -> dict[str, str]:
+    """For `kubectl get`: how many instances leave, and what they have; empty: none."""
+    if not instances:
+        return {}
+    loads = [drain.load for drain in drains if drain.load is not None]
+    if not loads:
+        return {"leaving": str(instances)}
+    total = InstanceLoad(sum(x.requests for x in loads), sum(x.kv_leases for x in loads))
+    return {"leaving": f"{instances}: {load_text(total)}"}
 
 
 def _asked(pod: Raw) -> datetime | None:

@@ -47,7 +47,14 @@ from xpyd_operator.status.conditions import (
     conditions_of_invalid,
 )
 from xpyd_operator.status.crashes import RECREATED
-from xpyd_operator.status.drains import InstanceLoad, drains_text
+from xpyd_operator.status.drains import (
+    DRAIN_FIELDS,
+    Drain,
+    InstanceLoad,
+    drains_of,
+    drains_text,
+    leaving_field,
+)
 from xpyd_operator.status.models import ModelState
 from xpyd_operator.status.pools import PoolRow, pool_rows
 from xpyd_operator.status.problems import Problem, in_order
@@ -102,6 +109,7 @@ def fleet_status(
     rows = pool_rows(want, seen, children)
     port = fleet.spec.router.service.port
     layouts = _layouts(fleet)
+    drains = drains_of(children.pods, loads or {})
     status: dict[str, Any] = {
         "observedGeneration": generation,
         "endpoint": endpoint(fleet.name, namespace, port, is_tls=fleet.spec.router.tls is not None),
@@ -113,7 +121,7 @@ def fleet_status(
             choice=RoleChoice(fleet.spec.router.on_no_prefill, fleet.spec.router.on_no_decode),
             kv=kv,
             has_pair=has_pair,
-            leaving=drains_text(children.pods, loads or {}),
+            leaving=drains_text(drains),
             model=model,
             key=key,
             paused=want.paused,
@@ -122,8 +130,8 @@ def fleet_status(
             now=now,
             generation=generation,
         ),
-        "pools": [_pool(row, layouts) for row in rows[:MAX_POOLS]],
-        "summary": _summary(fleet, rows),
+        "pools": [_pool(row, layouts, drains.get(row.name, Drain())) for row in rows[:MAX_POOLS]],
+        "summary": _summary(fleet, rows, drains),
     }
     if hosts := hosts_of(fleet):
         status["hosts"] = hosts
@@ -141,7 +149,12 @@ def fleet_status(
 
 
 def pool_statuses(
-    fleet: InferenceFleet, *, want: FleetWant, seen: FleetSeen, children: Children
+    fleet: InferenceFleet,
+    *,
+    want: FleetWant,
+    seen: FleetSeen,
+    children: Children,
+    loads: Mapping[str, InstanceLoad] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The status of each pool's own object that is there, by the pool's name."""
     generations = {
@@ -150,6 +163,7 @@ def pool_statuses(
         if is_pool_object(p)
     }
     layouts = _layouts(fleet)
+    drains = drains_of(children.pods, loads or {})
     grouped = {pool.name for pool in fleet.spec.pools if pods_per_instance(pool) > 1}
     found: dict[str, dict[str, Any]] = {}
     for row in pool_rows(want, seen, children):
@@ -167,6 +181,7 @@ def pool_statuses(
             "drainingReplicas": row.draining,
             "selector": selector_text(selector),
         }
+        found[row.name] |= drains.get(row.name, Drain()).row
         if row.name in layouts:
             found[row.name]["layout"] = layouts[row.name]
     return found
@@ -183,7 +198,7 @@ def _layouts(fleet: InferenceFleet) -> dict[str, str]:
     return {pool.name: pool.parallelism.layout for pool in fleet.spec.pools}
 
 
-def _pool(row: PoolRow, layouts: Mapping[str, str]) -> dict[str, Any]:
+def _pool(row: PoolRow, layouts: Mapping[str, str], drain: Drain) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": row.name,
         "role": row.role,
@@ -192,6 +207,7 @@ def _pool(row: PoolRow, layouts: Mapping[str, str]) -> dict[str, Any]:
         "updatedReplicas": row.updated,
         "drainingReplicas": row.draining,
     }
+    found |= drain.row
     if row.name in layouts:
         found["layout"] = layouts[row.name]
     if row.declared is not None:
@@ -201,7 +217,9 @@ def _pool(row: PoolRow, layouts: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def _summary(fleet: InferenceFleet, pools: Iterable[PoolRow]) -> dict[str, Any]:
+def _summary(
+    fleet: InferenceFleet, pools: Sequence[PoolRow], drains: Mapping[str, Drain]
+) -> dict[str, Any]:
     """Ready and wanted instances of each role that the fleet has, and the GPUs that it wants."""
     by_name = {pool.name: pool for pool in fleet.spec.pools}
     wanted, ready = by_role(pools)
@@ -209,6 +227,7 @@ def _summary(fleet: InferenceFleet, pools: Iterable[PoolRow]) -> dict[str, Any]:
     found: dict[str, Any] = {
         role.lower(): f"{ready[role]}/{wanted[role]}" for role in ROLES if role in roles
     }
+    found |= leaving_field(sum(row.draining for row in pools), drains.values())
     sizes = [(row.replicas, by_name[row.name]) for row in pools if row.name in by_name]
     found["gpus"] = sum(n * pods_per_instance(pool) * pool.resources.gpus for n, pool in sizes)
     return found
@@ -269,7 +288,7 @@ def invalid_pool_statuses(children: Children) -> dict[str, dict[str, Any]]:
             have = list(_counts_of(name, children).values())
             ready = sum(c.ready for c in have)
             found[name] = {
-                **status,
+                **{name: status[name] for name in status.keys() - DRAIN_FIELDS},
                 "observedGeneration": count(pool, "metadata", "generation"),
                 "replicas": sum(c.staying for c in have),
                 "readyReplicas": ready,
@@ -288,14 +307,15 @@ def _counted(before: Raw, children: Children, generation: int) -> dict[str, Any]
     pools = [_recounted_pool(pool, children) for pool in rows(before, "pools")]
     status["pools"] = pools
     if summary := fields(before, "summary"):
-        status["summary"] = {**summary, **_ready_of(summary, pools)}
+        lasting = {name: summary[name] for name in summary.keys() - DRAIN_FIELDS}
+        status["summary"] = lasting | _ready_of(summary, pools)
     return status
 
 
 def _recounted_pool(before: Raw, children: Children) -> dict[str, Any]:
     have = _counts_of(text(before, "name"), children)
     return {
-        **before,
+        **{name: before[name] for name in before.keys() - DRAIN_FIELDS},
         "readyReplicas": sum(c.ready for c in have.values()),
         "updatedReplicas": have.get(text(before, "revision"), NOTHING).ready,
         "drainingReplicas": sum(c.draining for c in have.values()),

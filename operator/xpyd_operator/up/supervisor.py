@@ -20,8 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from xpyd_core.errors import UserError
 from xpyd_core.pod_env import HTTP_PORT
 from xpyd_operator.document.fleet import InferenceFleet
@@ -43,6 +41,7 @@ from xpyd_operator.plan.values import (
     PutWorkload,
     SetStatus,
 )
+from xpyd_operator.status.drains import read_rows
 from xpyd_operator.status.verified import NOT_LOOKED, QUERY, Counts, KvWatch, read_counts
 from xpyd_operator.up.checks import check_layouts, locate_model, weights_bytes
 from xpyd_operator.up.folder import AddressClaim, FleetFolder, FleetRecord, identify
@@ -102,35 +101,13 @@ def read_said(host: str, port: int) -> Mapping[str, InstanceSaid] | None:
     body = get(host, port, "/instances")
     if body is None:
         return None
-    try:
-        answer = msgspec.json.decode(body, type=_Answer)
-    except msgspec.MsgspecError:
+    rows = read_rows(body)
+    if rows is None:
         return None
     return {
-        one.http_address: InstanceSaid(
-            one.state == "Ready",
-            max(one.in_flight, one.load.running + one.load.waiting),
-            one.load.kv_leases,
-        )
-        for one in answer.instances
+        one.http_address: InstanceSaid(one.state == "Ready", one.requests, one.load.kv_leases)
+        for one in rows
     }
-
-
-class _Load(msgspec.Struct, frozen=True):
-    running: int = 0
-    waiting: int = 0
-    kv_leases: int = 0
-
-
-class _Row(msgspec.Struct, frozen=True):
-    http_address: str
-    state: str
-    load: _Load = _Load()
-    in_flight: int = 0
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    instances: list[_Row]
 
 
 def plan_engines(

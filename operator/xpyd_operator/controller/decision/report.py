@@ -130,7 +130,8 @@ def _obeyed(
         key=None if state.rotation is None else state.rotation.verdict,
         upgrade=state.upgrade,
     )
-    return status, pool_statuses(parsed.fleet, want=want, seen=seen, children=children)
+    pools = pool_statuses(parsed.fleet, want=want, seen=seen, children=children, loads=state.loads)
+    return status, pools
 
 
 def _generation(state: FleetState) -> int:
