@@ -10,7 +10,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
@@ -109,10 +109,10 @@ def _version_command() -> Command:
 
 
 def build_parser(
-    only: str = "", *, prog: str = "xpyd", offered: frozenset[str] = frozenset()
+    only: str = "", *, prog: str = "xpyd", offered: Mapping[str, Command] | None = None
 ) -> argparse.ArgumentParser:
     """The parser with every installed sub-command, or with the one that `only` names, where it is
-    one: the others need not be imported then. `offered`: those that `prog` has, none: all."""
+    one: the others need not be imported then. `offered`: those that `prog` has in their place."""
     parser = argparse.ArgumentParser(
         prog=prog, description="LLM fleets with prefill and decode apart."
     )
@@ -120,11 +120,12 @@ def build_parser(
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=_Parser
     )
-    entries = entry_points(group=GROUP)
-    if only in {*entries.names, _VERSION}:
-        entries = entries.select(name=only)
-    entries = [entry for entry in entries if not offered or entry.name in offered]
-    found = {entry.name: load_command(entry) for entry in entries}
+    found = offered
+    if found is None:
+        entries = entry_points(group=GROUP)
+        if only in {*entries.names, _VERSION}:
+            entries = entries.select(name=only)
+        found = {entry.name: load_command(entry) for entry in entries}
     for name, command in sorted({**found, _VERSION: _version_command()}.items()):
         sub = commands.add_parser(
             name,
@@ -144,7 +145,7 @@ def main(
     argv: Sequence[str] | None = None,
     *,
     prog: str = "xpyd",
-    offered: frozenset[str] = frozenset(),
+    offered: Mapping[str, Command] | None = None,
 ) -> int:
     """Run one sub-command; the exit status is its own, 2 for wrong input, 130 after Ctrl-C."""
     if os.getpid() == 1:

@@ -15,9 +15,9 @@ from tests.operator.kube_objects import merge
 from tests.operator.test_controller_turn import document
 from tests.operator.test_rollout_pause import after_turn, edited
 from xpyd_core import cli
+from xpyd_operator.cluster.command import kubectl_main
 from xpyd_operator.controller.decision.kinds import CONTROLLER_REVISION, Obj
 from xpyd_operator.rollout import command as rollout_command
-from xpyd_operator.rollout.command import kubectl_main
 
 _KUBECTL = f"""#!{sys.executable}
 import json, sys

@@ -14,7 +14,6 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from xpyd_core import cli
 from xpyd_core.cli import Command
 from xpyd_core.errors import UserError
 
@@ -45,9 +44,13 @@ class Kubectl:
         self._place = [f"--namespace={args.namespace}"] if args.namespace else []
         self._place += [f"--context={args.context}"] if args.context else []
 
+    def argv(self, *words: str) -> list[str]:
+        """The command line."""
+        return ["kubectl", *self._place, *words]
+
     def run(self, *words: str, stdin: str = "") -> str:
         """What kubectl says. UserError where it fails."""
-        argv = ["kubectl", *self._place, *words]
+        argv = self.argv(*words)
         try:
             done = subprocess.run(
                 argv, input=stdin, capture_output=True, text=True, timeout=_KUBECTL_S, check=False
@@ -67,6 +70,11 @@ class Kubectl:
             return json.loads(said) if said.strip() else {}
         except ValueError as error:
             raise UserError(f"kubectl {words[0]}: its answer is no JSON object") from error
+
+    def items(self, *words: str) -> list[Json]:
+        """The objects of the list that kubectl answers with, or the one object."""
+        found = self.read(*words)
+        return (found.get("items") or []) if "items" in found or not found else [found]
 
     def fleet(self, name: str) -> Json:
         """The fleet as it is stored."""
@@ -238,8 +246,3 @@ command = Command(
     run=_run,
     epilog=_EPILOG,
 )
-
-
-def kubectl_main() -> int:
-    """`kubectl xpyd ...`: kubectl runs the program kubectl-xpyd that it finds in PATH."""
-    return cli.main(prog="kubectl xpyd", offered=frozenset({"rollout"}))

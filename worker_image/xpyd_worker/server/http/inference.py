@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -320,8 +321,26 @@ def _log_end(outcome: str, request_id: RequestId, generation: Generation) -> Non
             "transfer": type(transfer).__name__ if transfer else "alone",
             "prompt_tokens": usage.prompt_tokens,
             "output_tokens": usage.completion_tokens,
+            **_spans(generation),
         },
     )
+
+
+def _spans(generation: Generation) -> dict[str, float]:
+    """Seconds from the submit of the first prompt to the first step, the first token and now;
+    what a request did not come to is not there. `xpyd trace` reads them."""
+    times = generation.times
+    if not times:
+        return {}
+    begin = min(one.submitted_s for one in times)
+    starts = [one.started_s for one in times if one.started_s is not None]
+    firsts = [one.first_token_s for one in times if one.first_token_s is not None]
+    found = {"seconds": round(time.monotonic() - begin, 4)}
+    if starts:
+        found["queue_seconds"] = round(max(0.0, min(starts) - begin), 4)
+    if firsts:
+        found["first_token_seconds"] = round(max(0.0, min(firsts) - begin), 4)
+    return found
 
 
 def _model_card(service: Service, name: str) -> dict[str, Any]:
