@@ -47,6 +47,12 @@ class RouterMetrics:
             "errors", "Failed calls to engines and broken streams", "phase", "cause"
         )
         self.retries = self._counter("retries", "Requests tried again")
+        self.drain_cuts = self._counter(
+            "drain_cuts", "Calls that an instance cut as its drain ended", "outcome"
+        )
+        for outcome in ("continued", "failed"):
+            # There from the start: no increase() sees a series that begins with 1.
+            self.drain_cuts.labels(outcome)
         self.waiting = self._gauge("waiting", "Requests waiting for a pair")
         self.prefill_on_decode = self._counter(
             "prefill_on_decode", "Tries whose prompt D computed because no P was there"

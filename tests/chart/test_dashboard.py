@@ -66,7 +66,9 @@ def _alerts(helm: Helm, **values: Any) -> dict[str, dict[str, Any]]:
 def test_alerts_go_by_metrics_labels_and_causes_that_exist(helm: Helm) -> None:
     alerts, known = _alerts(helm), _known()
     entry = {"XpydCertificateEnds", "XpydSecretNotLoaded"}
-    assert set(alerts) == {"XpydNoPair", "XpydKVNotArriving", "XpydPrefillIdle"} | entry
+    change = {"XpydRoleLost", "XpydDrainCutsRequests"}
+    kv = {"XpydKVNotArriving", "XpydPrefillIdle"}
+    assert set(alerts) == {"XpydNoPair"} | kv | entry | change
     for alert in alerts.values():
         query = alert["expr"]
         names = set(re.findall(r"\bxpyd_\w+", query))

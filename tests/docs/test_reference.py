@@ -123,7 +123,7 @@ def test_the_arguments_of_an_llm_are_flags_of_the_worker_and_on_their_page() -> 
     assert set(parameters) <= set(code(found[1]))
 
 
-@pytest.mark.parametrize("command", ["up", "status", "scale", "logs", "chat", "down"])
+@pytest.mark.parametrize("command", ["up", "status", "trace", "scale", "logs", "chat", "down"])
 def test_the_flags_of_the_local_commands_are_on_their_page(command: str) -> None:
     table = {code(row[0])[0]: code(row[1]) for row in rows("local-fleets.md", "## Commands")}
     flags = [_flag(action) for action in _actions(command)]

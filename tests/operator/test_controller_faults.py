@@ -343,6 +343,7 @@ def test_probes_and_metrics_are_served() -> None:
             status, text = await asyncio.to_thread(get, "/metrics")
             assert status == 200
             assert "xpyd_operator_fleets 1.0" in text
+            assert "xpyd_operator_lost_roles{" not in text, "all of them are there"
             assert 'xpyd_operator_reconciles_total{result="done"}' in text
             assert 'verb="apply"' in text
             assert (await asyncio.to_thread(get, "/"))[0] == 404

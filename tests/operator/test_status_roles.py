@@ -6,6 +6,7 @@ import pytest
 
 from tests.operator.observed_cluster import Cluster, settled
 from tests.operator.test_status_conditions import Obj, fleet_of, found, status_of
+from xpyd_operator.controller.main import OperatorMetrics
 
 
 @pytest.mark.parametrize(
@@ -76,3 +77,12 @@ def test_a_fleet_without_any_engine_names_all_roles() -> None:
         cluster.running(cluster.pods_of(pool), ready=False)
     assert [e.type for e in cluster.turn() if e.reason == "RoleLost"] == ["Warning"]
     assert message_of(cluster, "RolesReady") == "no Prefill and no Decode instance is ready"
+
+
+def test_fleets_that_lack_a_role_have_a_series_until_they_have_it_again() -> None:
+    metrics = OperatorMetrics()
+    lost = [("team", "chat", "NoPrefill")]
+    said = metrics.render(queue_depth=0, fleets=2, lost=lost).decode()
+    series = 'xpyd_operator_lost_roles{fleet="chat",fleet_namespace="team",reason="NoPrefill"} 1.0'
+    assert series in said
+    assert "lost_roles{" not in metrics.render(queue_depth=0, fleets=2).decode()

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from tests.router.fakes import (
     Call,
+    Fleet,
     Generated,
     HttpEngine,
     Script,
@@ -197,3 +198,48 @@ async def test_every_chunk_alone_has_the_running_usage_that_was_asked_for(
         assert [e["choices"][0]["delta"].get("role") for e in got[:1]] == ["assistant"]
         counts = [(e["usage"]["prompt_tokens"], e["choices"] == []) for e in got[:-1]]
         assert counts == [(5, False)] * (len(got) - 2) + [(5, True)]
+
+
+def leaves_and_dies(fleet_: Fleet, state: str, events: int = 2) -> Script:
+    """Streams `events` events, says that it is in `state`, and dies."""
+
+    async def script(engine: HttpEngine, call: Call, request: web.Request) -> Any:
+        response = await start_stream(request)
+        for chunk in list(Generated(engine, call).chunks())[:events]:
+            await response.write(sse(chunk))
+        await fleet_.beat(engine, state=state)
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    return script
+
+
+@pytest.mark.parametrize(("state", "cuts"), [("Draining", 1), ("Gone", 1), ("Ready", 0)])
+async def test_a_stream_that_a_drain_cut_and_another_finished_is_counted_as_continued(
+    caplog: pytest.LogCaptureFixture, state: str, cuts: int
+) -> None:
+    caplog.set_level("INFO")
+    async with fleet() as fleet_:
+        for kind in "PDD":
+            await fleet_.engine(kind)
+        fleet_.engines[1].script = leaves_and_dies(fleet_, state)
+        for _ in range(2):  # turns: one of the two meets it
+            assert text_of(await fleet_.events(max_tokens=6)).count("t0.") == 6
+        name = "xpyd_router_drain_cuts_total"
+        assert fleet_.metric(name, outcome="continued") == cuts
+        assert fleet_.metric(name, outcome="failed") == 0
+        said = [r.message for r in caplog.records if "call failed" in r.message]
+        assert [line.endswith("; its drain ended") for line in said] == [bool(cuts)]
+        assert sum("continued elsewhere" in r.message for r in caplog.records) == cuts
+
+
+async def test_a_stream_that_a_drain_cut_and_nobody_finished_is_counted_as_failed() -> None:
+    async with fleet(max_tries=1) as fleet_:
+        await fleet_.engine("P")
+        d = await fleet_.engine("D")
+        d.script = leaves_and_dies(fleet_, "Draining")
+        await fleet_.events(max_tokens=6)
+        name = "xpyd_router_drain_cuts_total"
+        assert fleet_.metric(name, outcome="failed") == 1
+        assert fleet_.metric(name, outcome="continued") == 0

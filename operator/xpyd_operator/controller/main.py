@@ -17,7 +17,7 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from secrets import token_hex
 from typing import Any
@@ -45,6 +45,7 @@ from xpyd_operator.controller.routers import RouterReader
 from xpyd_operator.controller.watch import Inbox, Watcher, listed
 from xpyd_operator.controller.workqueue import FleetQueue
 from xpyd_operator.manifests.names import Settings
+from xpyd_operator.status.children import condition, text
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
@@ -60,8 +61,8 @@ class OperatorMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"xpyd_operator_{name}", text, labels, registry=registry)
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"xpyd_operator_{name}", text, registry=registry)
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"xpyd_operator_{name}", text, labels, registry=registry)
 
         self.reconciles = counter("reconciles", "Turns of fleets that ended", "result")
         self.reconcile_seconds = Histogram(
@@ -76,6 +77,10 @@ class OperatorMetrics:
         self._watch_events = counter("watch_events", "Changes heard of", "kind")
         self._queue_depth = gauge("queue_depth", "Fleets that are due and wait for a worker")
         self._fleets = gauge("fleets", "Fleets there are")
+        # Not `namespace`: a scrape sets that to the operator's own.
+        self._lost_roles = gauge(
+            "lost_roles", "1: the fleet's RolesReady is False", "fleet_namespace", "fleet", "reason"
+        )
         self.events_dropped = counter("events_dropped", "Events that were not posted")
 
     def count_call(self, verb: str, resource: str, code: str) -> None:
@@ -86,8 +91,13 @@ class OperatorMetrics:
         """A watch delivered a change."""
         self._watch_events.labels(kind).inc()
 
-    def render(self, *, queue_depth: int, fleets: int) -> bytes:
-        """The text exposition."""
+    def render(
+        self, *, queue_depth: int, fleets: int, lost: Iterable[tuple[str, str, str]] = ()
+    ) -> bytes:
+        """The text exposition. `lost`: namespace, name and reason of fleets that lack a role."""
+        self._lost_roles.clear()
+        for labels in lost:
+            self._lost_roles.labels(*labels).set(1)
         self._queue_depth.set(queue_depth)
         self._fleets.set(fleets)
         return generate_latest(self._registry)
@@ -444,8 +454,16 @@ class Operator:
         return [*complaints, *([f"tasks that ended: {', '.join(ended)}"] if ended else [])]
 
     def _metrics_text(self) -> bytes:
+        documents = [(key, self._cache.document(key)) for key in self._cache.documents()]
+        roles = ((key, condition(document, "RolesReady")) for key, document in documents)
         return self.metrics.render(
-            queue_depth=self._queue.depth(), fleets=sum(1 for _ in self._cache.documents())
+            queue_depth=self._queue.depth(),
+            fleets=len(documents),
+            lost=[
+                (key.namespace, key.name, text(found, "reason"))
+                for key, found in roles
+                if text(found, "status") == "False"
+            ],
         )
 
 

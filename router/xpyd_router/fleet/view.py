@@ -78,6 +78,8 @@ class FleetView:
         self._listeners: list[Callable[[Iterable[InstanceKey]], None]] = []
         self._forgetting: list[Callable[[InstanceKey], None]] = []
         self._lost: OrderedDict[InstanceKey, None] = OrderedDict()
+        self._parted: OrderedDict[InstanceKey, None] = OrderedDict()
+        """Those that said goodbye lately."""
         self._strangers: tuple[int, tuple[tuple[Instance, Instance], ...]] = (-1, ())
         self.had_pair = False
         """Whether `has_pair` was true once."""
@@ -117,6 +119,8 @@ class FleetView:
             elif self._health.ready(key, kind_of(beat), now):
                 self._start(key)
             self._settle(key)
+        if outcome == "gone":
+            self._part(key)
         self._bury(dead, now, "replaced")
         self._notify()
         return outcome
@@ -307,6 +311,11 @@ class FleetView:
         """Whether the instance died or vanished a while ago."""
         return key in self._lost
 
+    def is_leaving(self, key: InstanceKey) -> bool:
+        """Whether the instance drains, or said goodbye a while ago."""
+        instance = self._registry.get(key)
+        return key in self._parted if instance is None else instance.beat.state == "Draining"
+
     def on_lost(self, listener: Callable[[Iterable[InstanceKey]], None]) -> None:
         """Have `listener` called with those that die or vanish: calls to them will not end."""
         self._listeners.append(listener)
@@ -342,6 +351,12 @@ class FleetView:
         """The instance's own share counts until the next tick compares it with others."""
         self._loads.of(key).weight = self._health.share(key, self._clock())
         self._slow.add(key)
+
+    def _part(self, key: InstanceKey) -> None:
+        """The instance said goodbye."""
+        self._parted[key] = None
+        if len(self._parted) > _MAX_LOST:
+            self._parted.popitem(last=False)
 
     def _lose(self, keys: Sequence[InstanceKey]) -> None:
         if not keys:

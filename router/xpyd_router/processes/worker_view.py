@@ -165,6 +165,8 @@ class WorkerView(FleetView):
         outcome, dead = self._registry.apply(event.beat, event.at_s, signed_age_s)
         if outcome == "new":
             self._lost.pop(key, None)
+        elif outcome == "gone":
+            self._part(key)
         if event.beat.state != "Gone":
             self._shared.bind(key, event.slot)
             self._shared.take(key, event.beat)

@@ -21,6 +21,8 @@ from xpyd_router.request_metrics import PHASES
 logger = logging.getLogger(__name__)
 # A refusal (503, 429) costs its engine nothing, so a rolling restart may give several in a row.
 _MAX_REFUSALS = 16
+_CUTTING = frozenset({"reset", "incomplete", "lost"})
+"""Causes of calls that an instance cuts when its drain takes too long. See docs/adr/0108."""
 
 
 class Failures:
@@ -45,15 +47,37 @@ class Failures:
         """A request with this body was served: instances do not die of it."""
         self._fleet.acquit(request.raw)
 
+    def continued(self, state: RequestState) -> None:
+        """A request that leaving instances cut was served to its end by others."""
+        self._metrics.drain_cuts.labels("continued").inc(state.drain_cuts)
+        logger.info(
+            "continued elsewhere, after the drain of its instance had cut it",
+            extra={"request": state.trace.request, "instance": state.trace.decode},
+        )
+        state.drain_cuts = 0
+
     async def after(self, state: RequestState, attempt: Attempt, failure: CallFailed) -> None:
         """Count, log and report it; returns when another try is due, else raises ApiError."""
+        is_cut = failure.cause in _CUTTING and self._fleet.is_leaving(attempt.called.key)
+        state.drain_cuts += is_cut
+        try:
+            await self._after(state, attempt, failure, by="; its drain ended" if is_cut else "")
+        except ApiError:
+            if state.drain_cuts:
+                self._metrics.drain_cuts.labels("failed").inc(state.drain_cuts)
+                state.drain_cuts = 0
+            raise
+
+    async def _after(
+        self, state: RequestState, attempt: Attempt, failure: CallFailed, *, by: str
+    ) -> None:
         instance, cause = attempt.called, failure.cause
         phase = PHASES[instance.beat.type]
         self._metrics.failed(instance, cause)
         state.trace.failures.append(f"{phase}:{cause}")
         state.last_cause = cause
         extra = {"request": attempt.uuid, "instance": instance.name, "tries": state.trace.tries}
-        logger.warning("%s call failed: %s", phase, cause, extra=extra)
+        logger.warning("%s call failed: %s%s", phase, cause, by, extra=extra)
         await self._blame(state, attempt, failure)
         if state.has_decode_begun and state.sent is None:
             raise ApiError(502, "the generating instance failed", code="decode_failed")

@@ -195,6 +195,8 @@ class Flow:
                 state.trace.prompt_tokens, state.trace.output_tokens = tokens_in(answer.body)
                 if self._failures.refused:
                     self._failures.served(state.request)
+                if state.drain_cuts:
+                    self._failures.continued(state)
                 # Else P ended it, and D was not called.
                 if self._objectives is not None and attempt.called is attempt.instances[-1]:
                     self._objectives.answered(
@@ -237,6 +239,8 @@ class Flow:
                 await self._try_stream(state, attempt, client)
                 if self._failures.refused:
                     self._failures.served(state.request)
+                if state.drain_cuts:
+                    self._failures.continued(state)
                 return
             except CallFailed as failure:
                 await self._failures.after(state, attempt, failure)
@@ -245,6 +249,8 @@ class Flow:
             if last := last_events(state):
                 client.write(last)
                 client.end()
+                if state.drain_cuts:
+                    self._failures.continued(state)
                 return
 
     async def _try_whole(self, state: RequestState, attempt: Attempt) -> Answer:

@@ -147,6 +147,8 @@ class RequestState(msgspec.Struct, kw_only=True):
     broke_at_tokens: int = 0
     """Tokens that the client had at the last of these breaks."""
     last_cause: str = ""
+    drain_cuts: int = 0
+    """Calls of it that ended with an instance that was leaving."""
     sent: Sent | None = None
     extends: bool = True
     """Whether P's next token is the client's; else P only makes the KV."""
