@@ -19,8 +19,9 @@ Outcome = Literal["moved", "recomputed", "failed", "alone", "unreported"]
 D failed because the KV did not come. alone: one instance served the request. unreported: a pair
 whose D does not say it (a vLLM without xpyd's plugin)."""
 LostCause = Literal[
-    "unreachable", "key", "incompatible", "no_offer", "timeout", "lost", "broken", "no_room",
-    "cancelled", "restarted", "prompt_logprobs", "not_sent", "unverified", "other",
+    "unreachable", "no_answer", "no_socket", "key", "incompatible", "no_offer", "timeout", "lost",
+    "broken", "no_room", "cancelled", "restarted", "prompt_logprobs", "not_sent", "unverified",
+    "other",
 ]  # fmt: skip
 """Why KV did not come: see docs/kv-transfer.md."""
 AloneCause = Literal[
@@ -32,7 +33,8 @@ Cause = LostCause | AloneCause | Literal[""]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 LOST_CAUSES: tuple[LostCause, ...] = get_args(LostCause)
 PATH_CAUSES: frozenset[str] = frozenset(
-    {"unreachable", "key", "incompatible", "no_offer", "timeout", "lost", "broken", "not_sent"}
+    {"unreachable", "no_answer", "no_socket", "key", "incompatible", "no_offer", "timeout", "lost"}
+    | {"broken", "not_sent"}
 )
 """Causes that say something about the way between P and D. The others are of one request, or of an
 engine that is short of blocks or leaves; or, of `unverified`, of a D that has not compared the KV

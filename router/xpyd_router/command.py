@@ -29,7 +29,7 @@ from xpyd_router.fleet.health import HealthRules
 from xpyd_router.fleet.listed import parse_listed
 from xpyd_router.keys.lines import MAX_KEY_BYTES
 from xpyd_router.keys.watch import read_proxies
-from xpyd_router.policy.base import ON_NO_DECODE, ON_NO_PREFILL, PAIRINGS, Slo
+from xpyd_router.policy.base import KV_VERIFY, ON_NO_DECODE, ON_NO_PREFILL, PAIRINGS, Slo
 from xpyd_router.request.client_request import MAX_SLO_MS, check_forwarded_names
 
 _EPILOG = """examples:
@@ -230,6 +230,13 @@ def _add_policy(flags: _Flags, default: RouterConfig) -> None:
         default.kv_probe_s,
         "between two probes of the way that KV takes from a P to a D; 0: none",
     )
+    add(
+        "--kv-verify",
+        choices=KV_VERIFY,
+        default=default.kv_verify,
+        help="strict: a P and a D are a pair only while probes get from one to the other; report: "
+        f"what probes find is shown {_DEFAULT}",
+    )
     seconds(
         "--slow-start-seconds",
         health.slow_start_s,
@@ -371,6 +378,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         on_no_decode=args.on_no_decode,
         pairing=args.pairing,
         kv_probe_s=args.kv_probe_seconds,
+        kv_verify=args.kv_verify,
         responses_store_bytes=args.responses_store_mib * _MIB,
         drain_s=args.drain_seconds,
         forward_headers=check_forwarded_names(args.forward_header),
@@ -396,6 +404,9 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         ),
         f"--max-open-body-bytes: expected {copies} times --max-body-bytes at least": (
             config.max_open_body_bytes >= copies * config.max_body_bytes
+        ),
+        "--kv-verify: strict needs probes: give --kv-probe-seconds more than 0": (
+            config.kv_verify == "report" or config.kv_probe_s > 0
         ),
         "--port: expected 0 to 65535": 0 <= config.port < 65536,
         "--admin-port: expected 0 to 65535": 0 <= config.admin_port < 65536,

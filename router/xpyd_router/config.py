@@ -14,6 +14,7 @@ from xpyd_router.fleet.health import HealthRules
 from xpyd_router.fleet.listed import ListedInstance
 from xpyd_router.policy.base import (
     NO_SLO,
+    KvVerify,
     OnNoDecode,
     OnNoPrefill,
     Pairing,
@@ -115,8 +116,10 @@ class RouterConfig:
     """The same where no D is there; None: as `on_no_prefill` has it, without a P that answers."""
     pairing: Pairing = "SameRevision"
     """Whether a P and a D whose beats name different fleet revisions may be a pair."""
-    kv_probe_s: float = 45.0
+    kv_probe_s: float = 20.0
     """Between two probes of a pair that works; 0: none are made."""
+    kv_verify: KvVerify = "report"
+    """Whether a pair gets requests before a probe of it has passed."""
     drain_s: float = 5.0
     """How long to accept after SIGTERM: load balancers take notice of /readiness with delay."""
     forward_headers: tuple[str, ...] = ()

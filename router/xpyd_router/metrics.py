@@ -109,6 +109,7 @@ class RouterMetrics:
         self.tls_not_after = self._gauge(
             "tls_not_after_seconds", "Unix time at which the certificate in use ends", "use"
         )
+        self.kv_pairs = self._gauge("kv_pairs", "Pairs that are probed, by the last probe", "state")
         self._instances = self._gauge("instances", "Known instances", "type", "state")
         self._has_pair = self._gauge(
             "has_pair", "1: a pair or an aggregated instance can be picked; 0: requests wait"

@@ -82,6 +82,7 @@ def make_registry(config: RouterConfig) -> Registry:
         decode_alone=config.without_pair.on_no_prefill == "PrefillOnDecode",
         prefill_alone=config.without_pair.on_no_decode == "DecodeOnPrefill",
         same_revision=config.pairing == "SameRevision",
+        only_verified=config.kv_verify == "strict",
     )
 
 

@@ -45,7 +45,7 @@ class Session:
     def cancel(self, key: TransferKey, epoch: int, reason: str) -> None:
         self.said.append(("cancel", reason))
 
-    def dial_failed(self, address: Address, reason: str) -> None:
+    def dial_failed(self, address: Address, reason: str, detail: str = "") -> None:
         self.open_transfers = 0
         self.report(SendEnded(KEY, 0, reason))
 

@@ -75,6 +75,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
+        self.details: list[str] = []
         self.checksums: list[bytes] = []
         """Those of the frames that have ended."""
         self.on: dict[str, Callable[..., Any]] = {}
@@ -106,8 +107,9 @@ class Recorder:
     def peer_up(self, peer):
         self.tell("up", peer)
 
-    def dial_failed(self, address, reason):
+    def dial_failed(self, address, reason, detail=""):
         self.tell("failed", address, reason)
+        self.details.append(detail)
 
     def peer_down(self, peer, reason):
         self.tell("down", peer, reason)

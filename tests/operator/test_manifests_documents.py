@@ -102,7 +102,7 @@ EDITS = [
     ("router.limits", {"tokens": 9000}), ("router.queue", {"size": 9}),
     ("router.queue", {"memory": "1Mi"}), ("router.queue", {"timeoutSeconds": 9}),
     ("router.slo", {"ttftMilliseconds": 500}), ("router.slo", {"itlMilliseconds": 50}),
-    ("heartbeat.acceptUnsigned", True), ("kvTransfer.mode", "Get"),
+    ("heartbeat.acceptUnsigned", True), ("kvTransfer.mode", "Get"), ("kvTransfer.verify", "Strict"),
     ("pools.0.scaling", {"minReplicas": 2}),
     *(
         ("engine.env.0.valueFrom", {kind: {"name": "n", "key": "k", "optional": True}})

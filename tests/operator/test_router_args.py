@@ -27,7 +27,8 @@ from xpyd_router.policy.base import Slo
 def args_of(router: dict[str, Any], **spec: Any) -> list[str]:
     """The router's arguments by a document with these settings."""
     pools = [cpu_pool("a", "Aggregated")]
-    fleet = parsed(pools=pools, router=router, kvTransfer={"insecure": True}, **spec)
+    spec = {"kvTransfer": {"insecure": True}, **spec}
+    fleet = parsed(pools=pools, router=router, **spec)
     (found,) = [pool for pool in fleet_want(fleet, model="/m").pools if pool.name == ROUTER]
     return list(found.template.args)
 
@@ -87,6 +88,12 @@ def test_who_may_be_a_pair_reaches_the_router(word: str) -> None:
     assert config_of({}).pairing == "SameRevision"
 
 
+@pytest.mark.parametrize("word", ["Strict", "Report"])
+def test_whether_pairs_are_verified_first_reaches_the_router(word: str) -> None:
+    assert config_of({}, kvTransfer={"insecure": True, "verify": word}).kv_verify == word.lower()
+    assert config_of({}).kv_verify == "report"
+
+
 def test_the_documents_defaults_are_the_routers() -> None:
     said = config_of({"limits": {}, "queue": {}, "slo": {}})
     assert said == config_of({}) == RouterConfig(kv_insecure=True)
@@ -131,6 +138,7 @@ BAD = {
     "--ssl-keyfile=/k": "--ssl-keyfile is set by xpyd; use spec.router.tls",
     "--ssl-ca-certs=/a": "--ssl-ca-certs is set by xpyd; use spec.router.tls.clientCaSecretName",
     "--processes=2": "--processes is set by xpyd; use spec.router.processes",
+    "--kv-verify=strict": "--kv-verify is set by xpyd; use spec.kvTransfer.verify",
 }
 
 

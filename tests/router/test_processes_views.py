@@ -11,6 +11,7 @@ import pytest
 from xpyd_core.messages import Heartbeat
 from xpyd_router.fleet.health import HealthRules, ProbeResult
 from xpyd_router.fleet.instances import Instance, InstanceKey
+from xpyd_router.fleet.introductions import PairFound
 from xpyd_router.fleet.poison import Break, fingerprint
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
@@ -34,9 +35,10 @@ RULES = HealthRules(slow_start_s=5.0)
 class World:
     """A parent and workers on one clock. What a worker says reaches the parent at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, only_verified: bool = False) -> None:
         self.now_s = 1000.0
-        self.parent = ParentView(registry(), self.clock, RULES, self.publish, self)
+        self.only_verified = only_verified
+        self.parent = ParentView(self.registry(), self.clock, RULES, self.publish, self)
         self.workers: list[WorkerView] = []
         self.published = 0
         self.pings = self.taken = 0
@@ -70,7 +72,7 @@ class World:
                 tell(made, stood)
 
         made = WorkerView(
-            *(registry(), self.clock, loads, RULES),
+            *(self.registry(), self.clock, loads, RULES),
             secret=self.parent.secret,
             send=hear,
         )
@@ -79,9 +81,8 @@ class World:
         self.workers.append(made)
         return made
 
-
-def registry() -> Registry:
-    return Registry(period_s=3.0, missed_beats=3)
+    def registry(self) -> Registry:
+        return Registry(period_s=3.0, missed_beats=3, only_verified=self.only_verified)
 
 
 def tell(worker: WorkerView, event: ToWorker) -> None:
@@ -102,6 +103,11 @@ def shown(fleet: FleetView) -> object:
         [fleet.is_lost(i.key) for i in fleet.instances],
         fleet.snapshot.is_ready,
         fleet.snapshot.models,
+        [
+            ([p.key for p in group.prefill], [d.key for d in group.decode])
+            for group in fleet.snapshot.of_model("m").groups
+        ],
+        fleet.pair_problems(),
     )
 
 
@@ -136,7 +142,7 @@ class History:
         """Breaks of workers, when they came, and the parent's."""
         self.actions: list[Callable[[], None]] = [
             *(self.beat, self.beat, self.fail, self.transfer),
-            *(self.serve, self.probe, self.wait),
+            *(self.serve, self.probe, self.wait, self.prove),
         ]
 
     def step(self) -> None:
@@ -188,6 +194,14 @@ class History:
         self.world.now_s += self.draw.choice((0.1, 1.0, 4.0))
         self.world.parent.expire()
 
+    def prove(self) -> None:
+        known = self.world.parent.instances
+        p, d = ([i for i in known if i.beat.type == kind] for kind in ("P", "D"))
+        if p and d:
+            found = self.draw.choice((PairFound(), PairFound(), PairFound("timeout", "late")))
+            pair = self.draw.choice(p), self.draw.choice(d)
+            self.world.parent.pair_found(pair[0].key, pair[1].key, found)
+
     def cordon(self) -> None:
         if (found := self.one(self.world.parent)) is not None:
             self.world.parent.cordon(found.key, is_cordoned=self.draw.random() < 0.5)
@@ -199,7 +213,7 @@ def last_break(fleet: FleetView, key: InstanceKey) -> Break | None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_after_any_history_all_workers_show_what_the_parent_shows(seed: int) -> None:
-    world = World()
+    world = World(only_verified=seed % 2 == 1)
     history = History(world, seed)
     world.worker()
     world.worker()

@@ -100,10 +100,10 @@ class ProcessHandler:
     def peer_up(self, peer: Peer) -> None:
         self._of(peer).peer_up(peer)
 
-    def dial_failed(self, address: Address, reason: str) -> None:
+    def dial_failed(self, address: Address, reason: str, detail: str = "") -> None:
         for part in (self.session, self.rank):
             if part is not None:
-                part.dial_failed(address, reason)
+                part.dial_failed(address, reason, detail)
 
     def peer_down(self, peer: Peer, reason: str) -> None:
         self._of(peer).peer_down(peer, reason)

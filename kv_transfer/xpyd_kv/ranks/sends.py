@@ -219,11 +219,11 @@ class RankSends(Handler):
         self._transports[peer.address] = peer.transport
         self._session_at(peer.address).peer_up(peer)
 
-    def dial_failed(self, address: Address, reason: str) -> None:
+    def dial_failed(self, address: Address, reason: str, detail: str = "") -> None:
         """Handle a dial of a rank of D that failed."""
         session = self._sessions.get(address)
         if session is not None:
-            session.dial_failed(address, reason)
+            session.dial_failed(address, reason, detail)
             self._drop_if_idle(address)
 
     def peer_down(self, peer: Peer, reason: str) -> None:

@@ -33,8 +33,8 @@ class ProbeResult:
     """`transport`: what moved the `num_bytes` to D and '' where none arrived; `seconds` from the
     asking on, so with the connecting where that was needed. `reason` is '' where it went well,
     else a word: `busy` (not tried: another one to this address runs, or too many lately),
-    `timeout`, `digest`, `address` (D's ranks name none), or why there was no connection. `pairs`:
-    between ranks; the first of them that failed gives `reason`."""
+    `timeout` (connected, and nothing came), `digest`, `address` (D's ranks name none), or why there
+    was no connection. `pairs`: between ranks; the first of them that failed gives `reason`."""
 
     ok: bool = False
     transport: str = ""
@@ -43,6 +43,8 @@ class ProbeResult:
     digest_matches: bool = False
     reason: str = ""
     pairs: tuple[PairProbe, ...] = ()
+    detail: str = ""
+    """More of `reason`, for people."""
 
     def document(self) -> dict[str, Any]:
         """As `POST /kv/probe` answers."""
@@ -54,6 +56,8 @@ class ProbeResult:
             "digest_matches": self.digest_matches,
             "reason": self.reason,
         }
+        if self.detail:
+            written["detail"] = self.detail
         if self.pairs:
             written["pairs"] = [
                 {
@@ -144,9 +148,9 @@ class Probes:
             probe.peer = peer
             probe.digest = self._endpoint.send_probe(peer, probe.token)
 
-    def dial_failed(self, address: Address, reason: str) -> None:
+    def dial_failed(self, address: Address, reason: str, detail: str = "") -> None:
         """End a probe that got no connection."""
-        self._end(address, ProbeResult(reason=reason))
+        self._end(address, ProbeResult(reason=reason, detail=detail))
 
     def peer_down(self, peer: Peer, reason: str) -> None:
         """End a probe whose connection is closed."""

@@ -143,11 +143,11 @@ class SendSession(Handler):
             self._meet(transfer, peer)
         self.probes.peer_up(peer)
 
-    def dial_failed(self, address: Address, reason: str) -> None:
+    def dial_failed(self, address: Address, reason: str, detail: str = "") -> None:
         """Fail the transfers that waited for this connection."""
         for transfer in self._departures.waiting_for(address):
             self._departures.end(transfer, reason)
-        self.probes.dial_failed(address, reason)
+        self.probes.dial_failed(address, reason, detail)
 
     def peer_down(self, peer: Peer, reason: str) -> None:
         """End the transfers to a peer whose connection is closed."""

@@ -68,9 +68,11 @@ class Handler(Protocol):
     def peer_up(self, peer: Peer) -> None:
         """The handshake with it has succeeded."""
 
-    def dial_failed(self, address: Address, reason: str) -> None:
-        """`connect(address)` came to nothing: `unreachable`, `auth`, `incompatible:<factor>`,
-        `refused:<reason>`, `timeout`, `protocol`, `closed` (by our own close)."""
+    def dial_failed(self, address: Address, reason: str, detail: str = "") -> None:
+        """`connect(address)` came to nothing: `unreachable` (refused, no route), `no_answer` (to
+        connecting), `no_socket` (in the folder, where TCP is not to be used), `auth`,
+        `incompatible:<factor>`, `refused:<reason>`, `timeout` (of the handshake), `protocol`,
+        `closed` (by our own close). `detail`: more of it, for people."""
 
     def peer_down(self, peer: Peer, reason: str) -> None:
         """The connection is closed; no byte of it lands any more, none of ours will be sent."""

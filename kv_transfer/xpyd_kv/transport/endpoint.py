@@ -314,19 +314,21 @@ class TcpEndpoint:
         sock = self._folder.dial(address) if self._folder is not None else None
         try:
             if sock is None and not set(OVER_TCP) & set(self._transports):
-                raise FileNotFoundError(f"no socket of {address}")
+                raise FileNotFoundError(f"no socket of {address} in --kv-socket-dir")
             sock = sock or sockets.dial(address, self._source_host)
             if self._encryption is not None:
                 sock = self._encryption.dialled(sock)
         except ValueError:
             self._report_dial(address, "refused:address")
-        except OSError:
-            self._report_dial(address, "unreachable")
+        except FileNotFoundError as error:
+            self._report_dial(address, "no_socket", str(error))
+        except OSError as error:
+            self._report_dial(address, "unreachable", str(error))
         else:
             self._streams.add(sock, now, remote=str(address), address=address, data=data)
 
-    def _report_dial(self, address: Address, reason: str) -> None:
-        self._session.run_later(partial(self._session.handler.dial_failed, address, reason))
+    def _report_dial(self, address: Address, reason: str, detail: str = "") -> None:
+        self._session.run_later(partial(self._session.handler.dial_failed, address, reason, detail))
 
     # --- the end
 

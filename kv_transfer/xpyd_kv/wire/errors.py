@@ -45,6 +45,7 @@ class RefusedError(ProtocolError):
         self.reason = reason if reason in _REASONS else "other"
         self.factor = factor if not factor or _NAME.fullmatch(factor) else "other"
         self.by_peer = by_peer
+        self.detail = detail
         who = "the peer refuses" if by_peer else "refused"
         what = f"{self.reason} ({self.factor})" if factor else self.reason
         super().__init__(f"{who}: {what}{detail and ': ' + detail}")

@@ -59,6 +59,7 @@ OVER_UNIX = ("cuda_ipc", "nixl", "nccl", "shm", "uds")
 LENT = frozenset(("cuda_ipc", "nixl", "nccl", "shm", "striped"))
 
 
+_MOST_SHOWN = 100
 Takes = Literal["engines", "ranks", "both"]
 
 
@@ -92,11 +93,22 @@ def fitting(source: Layout, destination: Layout, *, dialler: Hello, acceptor: He
     the shape, by which no KV can move."""
     factors = differing_factors(source.factors, destination.factors)
     if factors:
-        raise RefusedError(errors.INCOMPATIBLE, factor=factors[0])
+        name = factors[0]
+        values = (_shown(side.factors.get(name)) for side in (source, destination))
+        detail = "{}: P has {}, D has {}".format(name, *values)
+        raise RefusedError(errors.INCOMPATIBLE, factor=name, detail=detail)
     try:
         return pair_on(source, destination, dialler=dialler, acceptor=acceptor)
     except LayoutError as error:
         raise RefusedError(errors.INCOMPATIBLE, factor=error.factor, detail=error.detail) from error
+
+
+def _shown(value: str | None) -> str:
+    """A factor's value for people: the peer has proved the key, yet it may be long."""
+    if value is None:
+        return "none"
+    text = "".join(c for c in value if c.isprintable())
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 class Handshake:

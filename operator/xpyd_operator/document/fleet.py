@@ -415,6 +415,14 @@ class Spec(ApiModel):
     )
 
     @rule(
+        f"!{_IS_NIXL} || self.kvTransfer.verify != 'Strict'",
+        "vLLM's own connectors know no probe, so that no pair would ever be verified: leave it out",
+        field="kvTransfer.verify",
+    )
+    def _can_be_verified(self) -> bool:
+        return not self.engine.is_nixl or self.kv_transfer.verify != "Strict"
+
+    @rule(
         f"self.engine.type != 'VLLM' || !({_ON_GPUS} && {_ON_CPUS})",
         "between vLLMs no KV moves from a GPU to a CPU or back: set resources.gpus of all Prefill "
         "and Decode pools, or 0 in all",

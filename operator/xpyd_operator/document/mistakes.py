@@ -20,7 +20,6 @@ from xpyd_operator.document.base import DUPLICATE, INT_OR_STRING, RULE
 UNSUPPORTED_FIELDS = frozenset(
     {
         "spec.pools[].restartPolicy",
-        "spec.kvTransfer.verify",
         "spec.router.gateway",
         "spec.autoscaling",
         "spec.deletion",

@@ -61,6 +61,10 @@ class KvTransfer(ApiModel):
     """How long a request on D waits for its KV."""
     on_failure: Literal["Recompute", "Fail"] = "Recompute"
     """What happens to a request whose KV does not arrive."""
+    verify: Literal["Strict", "Report"] = "Report"
+    """Routers probe each pair of a Prefill and a Decode instance. Strict: a pair gets requests only
+    while its last probe passed; Report: all pairs do, and what probes find is in the condition
+    KVTransferVerified. Strict needs engines that know probes: not vLLM's own connectors."""
     key_secret_ref: KvKeyRef | None = None
     """Secret with the key by which engines know each other; none: the operator creates one,
     and replaces it when asked (annotation xpyd.dev/rotate-key)."""

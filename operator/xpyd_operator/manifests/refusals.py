@@ -197,6 +197,7 @@ _ROUTERS_OWNED = {
     "--listen-fd": "",
     "--admin-listen-fd": "",
     "--processes": "spec.router.processes",
+    "--kv-verify": "spec.kvTransfer.verify",
     "--discovery-host": "",
     "--discovery-port": "spec.router.discoveryPort",
     "--kv-key-file": "spec.kvTransfer.keySecretRef",

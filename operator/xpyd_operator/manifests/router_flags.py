@@ -51,6 +51,7 @@ FLAGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "--probe-interval": ("float", ()),
     "--probe-timeout": ("float", ()),
     "--kv-probe-seconds": ("float", ()),
+    "--kv-verify": ("text", ("strict", "report")),
     "--slow-start-seconds": ("float", ()),
     "--request-timeout": ("float", ()),
     "--prefill-timeout": ("float", ()),

@@ -246,6 +246,7 @@ def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
         *(["--accept-unsigned-beats"] if spec.heartbeat.accept_unsigned else []),
         *_serving_args(spec.router),
         *([] if spec.rollout.pairing == "SameRevision" else [f"--pairing={spec.rollout.pairing}"]),
+        *(["--kv-verify=strict"] if spec.kv_transfer.verify == "Strict" else []),
         *_key_args(spec.kv_transfer),
         *spec.router.args,
     )

@@ -161,10 +161,30 @@ _NOBODY_MET: Met = MappingProxyType({})
 _NOBODY: frozenset[InstanceKey] = frozenset()
 
 
+class _Known(NamedTuple):
+    """What is known of pairs. `verified`: by D the Ps from which a probe gets there; None: a pair
+    needs none (docs/adr/0110)."""
+
+    met: Met
+    verified: Met | None
+
+    def of(self, d: Instance) -> tuple[frozenset[InstanceKey], frozenset[InstanceKey]]:
+        """The Ps that D has met, and those verified: equal for Ds that have the same partners."""
+        verified = _NOBODY if self.verified is None else self.verified.get(d.key, _NOBODY)
+        return self.met.get(d.key, _NOBODY), verified
+
+    def is_pair(self, p: Instance, d: Instance) -> bool:
+        """Whether a P and a D of one pairing key are a pair."""
+        if self.verified is not None and p.key not in self.verified.get(d.key, _NOBODY):
+            return False
+        knows = p.engine == d.engine or p.key in self.met.get(d.key, _NOBODY)
+        return knows and p.is_of_revision(d)
+
+
 class Group(NamedTuple):
     """Routable instances: any P of it may send KV to any D of it. Those of one pairing key are one
-    group, but for Ds of which some do not use the KV of all Ps, as they have not met or are of
-    another revision: then a P may be in several."""
+    group, but for Ds of which some do not use the KV of all Ps, as they have not met, are of
+    another revision or not verified: then a P may be in several."""
 
     name: str
     """The pairing key; of several groups of one key, with the address of the first D."""
@@ -251,8 +271,10 @@ def each_once(instances: Iterable[Instance]) -> Iterable[Instance]:
     return {one.key: one for one in instances}.values()
 
 
-def _may_differ(among: Iterable[Instance]) -> bool:
+def _may_differ(among: Iterable[Instance], known: _Known) -> bool:
     """Whether a P and a D of these, which have one pairing key, may be no pair."""
+    if known.verified is not None:
+        return True
     engines, revisions = set[str | None](), set[str]()
     for one in among:
         engines.add(one.engine)
@@ -261,27 +283,21 @@ def _may_differ(among: Iterable[Instance]) -> bool:
     return len(engines) > 1 or len(revisions) > 1
 
 
-def _is_pair(p: Instance, d: Instance, met: Met) -> bool:
-    """Whether a P and a D of one pairing key are a pair."""
-    knows = p.engine == d.engine or p.key in met.get(d.key, _NOBODY)
-    return knows and p.is_of_revision(d)
-
-
 def _groups(
-    pairing: str, ps: Sequence[Instance], ds: Sequence[Instance], met: Met
+    pairing: str, ps: Sequence[Instance], ds: Sequence[Instance], known: _Known
 ) -> Iterator[Group]:
     """The groups of one pairing key."""
-    if not _may_differ((*ps, *ds)):
+    if not _may_differ((*ps, *ds), known):
         yield Group(pairing, tuple(ps), tuple(ds))
         return
-    # Ds of one engine and revision that have met the same Ps share what is found for the first.
-    partners: dict[tuple[str | None, str, frozenset[InstanceKey]], tuple[Instance, ...]] = {}
+    # Ds of one engine and revision that know the same Ps share what is found for the first.
+    partners: dict[tuple[object, ...], tuple[Instance, ...]] = {}
     split: dict[tuple[InstanceKey, ...], tuple[tuple[Instance, ...], list[Instance]]] = {}
     for d in ds:
-        of = d.engine, d.partners, met.get(d.key, _NOBODY)
+        of = d.engine, d.partners, *known.of(d)
         found = partners.get(of)
         if found is None:
-            found = tuple(p for p in ps if _is_pair(p, d, met))
+            found = tuple(p for p in ps if known.is_pair(p, d))
             partners[of] = found
         split.setdefault(tuple(p.key for p in found), (found, []))[1].append(d)
     paired = {key for keys in split for key in keys}
@@ -295,7 +311,7 @@ def _groups(
 
 
 def _model_instances(
-    instances: Iterable[Instance], met: Met, *, alone: frozenset[str]
+    instances: Iterable[Instance], known: _Known, *, alone: frozenset[str]
 ) -> ModelInstances:
     prefill: dict[str, list[Instance]] = {}
     decode: dict[str, list[Instance]] = {}
@@ -307,11 +323,11 @@ def _model_instances(
         side = prefill if instance.beat.type == "P" else decode
         side.setdefault(instance.pairing, []).append(instance)
     keys = sorted(prefill.keys() | decode.keys())
-    groups = (g for k in keys for g in _groups(k, prefill.get(k, ()), decode.get(k, ()), met))
+    groups = (g for k in keys for g in _groups(k, prefill.get(k, ()), decode.get(k, ()), known))
     return ModelInstances(tuple(groups), tuple(aggregated), alone)
 
 
-def _has_pair(among: Sequence[Instance], model: str, met: Met) -> bool:
+def _has_pair(among: Sequence[Instance], model: str, known: _Known) -> bool:
     """Whether a P and a D of these, which have one pairing key, may serve `model` together."""
     ps = [one for one in among if one.beat.type == "P" and one.serves(model)]
     by_key = {p.key: p for p in ps}
@@ -321,9 +337,11 @@ def _has_pair(among: Sequence[Instance], model: str, met: Met) -> bool:
         one.beat.type == "D"
         and one.serves(model)
         and (
-            any(_is_pair(p, one, met) for p in alike.values())
+            any(known.is_pair(p, one) for p in alike.values())
             or any(
-                _is_pair(by_key[key], one, met) for key in by_key.keys() & met.get(one.key, _NOBODY)
+                known.is_pair(by_key[key], one)
+                for keys in known.of(one)
+                for key in by_key.keys() & keys
             )
         )
         for one in among
@@ -331,21 +349,21 @@ def _has_pair(among: Sequence[Instance], model: str, met: Met) -> bool:
 
 
 def _missing(
-    routable: Sequence[Instance], spare: Sequence[Instance], met: Met
+    routable: Sequence[Instance], spare: Sequence[Instance], known: _Known
 ) -> Iterator[Instance]:
     """Those of `spare` without which a model has no pair, though its kinds have routable instances:
-    these are of engines that have not met, or of other revisions."""
+    these are of engines that have not met, of other revisions, or not verified."""
     for pairing in {one.pairing for one in spare if one.beat.type != "A"}:
         more = [one for one in spare if one.pairing == pairing and one.beat.type != "A"]
         there = [one for one in routable if one.pairing == pairing and one.beat.type != "A"]
         both = [*there, *more]
-        if _may_differ(both):
+        if _may_differ(both, known):
             models = {name for one in more for name in one.beat.models or ("",)}
-            if any(not _has_pair(there, m, met) and _has_pair(both, m, met) for m in models):
+            if any(not _has_pair(there, m, known) and _has_pair(both, m, known) for m in models):
                 yield from more
 
 
-def _routable(everyone: Iterable[Instance], met: Met) -> list[Instance]:
+def _routable(everyone: Iterable[Instance], known: _Known) -> list[Instance]:
     """Instances that new requests may be sent to.
 
     An open breaker keeps requests for the instances that work. A kind without such has nothing to
@@ -358,26 +376,31 @@ def _routable(everyone: Iterable[Instance], met: Met) -> list[Instance]:
         served = {instance.kind for instance in routable}
         routable += [instance for instance in spare if instance.kind not in served]
         left = [instance for instance in spare if instance.kind in served]
-        routable += _missing(tuple(routable), left, met)
+        routable += _missing(tuple(routable), left, known)
         routable.sort(key=lambda instance: instance.key)
     return routable
 
 
 def build_snapshot(
-    instances: Iterable[Instance], *, alone: frozenset[str] = frozenset(), met: Met = _NOBODY_MET
+    instances: Iterable[Instance],
+    *,
+    alone: frozenset[str] = frozenset(),
+    met: Met = _NOBODY_MET,
+    verified: Met | None = None,
 ) -> Snapshot:
     """The snapshot of `instances`, in the order of their addresses so that turns are stable.
 
     `alone`: instances of these types serve whole requests where there is no pair (onNoPrefill,
     onNoDecode). `met`: a P and a D of different engines are a pair only where it says so
-    (docs/adr/0055).
+    (docs/adr/0055). `verified`: so are all others, where it is given (docs/adr/0110).
     """
+    known = _Known(met, verified)
 
     def serving(among: Iterable[Instance]) -> ModelInstances:
-        return _model_instances(among, met, alone=alone)
+        return _model_instances(among, known, alone=alone)
 
     everyone = sorted(instances, key=lambda instance: instance.key)
-    routable = _routable(everyone, met)
+    routable = _routable(everyone, known)
     unnamed = [instance for instance in routable if not instance.beat.models]
     named: dict[str, list[Instance]] = {}
     for instance in routable:

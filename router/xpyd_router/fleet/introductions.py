@@ -1,15 +1,16 @@
-"""Mixed pairs: a P and a D of different engines, and what D says of P's KV. Pure.
+"""What is known of pairs of a P and a D before they get requests. Pure.
 
-Such a pair gets no requests until D has compared KV of one prompt with its own and uses it
-(docs/adr/0055). `request.introductions` makes that happen; the registry keeps the verdicts, and
-`instances.build_snapshot` groups by them.
+A mixed pair, of different engines, gets no requests until D has compared KV of one prompt with its
+own and uses it (docs/adr/0055). `request.introductions` makes that happen; the registry keeps the
+verdicts, and `instances.build_snapshot` groups by them. So it is with what probes of each pair show
+(`request.pair_probes`), where the fleet wants verified pairs alone (docs/adr/0110).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from xpyd_router.fleet.instances import Instance, InstanceKey, Met
 
@@ -73,6 +74,61 @@ class Verdicts:
                     yield prefill, decode, verdict
 
 
+class PairFound(NamedTuple):
+    """What the last probe of a pair has shown. `cause`: one of LOST_CAUSES, empty where the bytes
+    arrived; `detail`: what is wrong, in a sentence; `seconds`: what the probe took."""
+
+    cause: str = ""
+    detail: str = ""
+    seconds: float = 0.0
+
+
+MAX_PAIRS = 65_536
+"""Pairs that are probed. Of a larger fleet some are not, and are verified never."""
+
+
+class Proofs:
+    """What probes have shown of the pairs of present instances, at most MAX_PAIRS."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[InstanceKey, InstanceKey], PairFound] = {}
+        self._verified: dict[InstanceKey, frozenset[InstanceKey]] = {}
+        self.verified: Met = MappingProxyType(self._verified)
+        """By D: the Ps from which the last probe got there."""
+
+    def of(self, prefill: InstanceKey, decode: InstanceKey) -> PairFound | None:
+        """What the last probe has shown; None: there was none yet."""
+        return self._found.get((prefill, decode))
+
+    def put(self, prefill: InstanceKey, decode: InstanceKey, found: PairFound) -> bool:
+        """Take a result; whether the pair is verified by it, or no more."""
+        pair = prefill, decode
+        before = self._found.get(pair)
+        if before is None and len(self._found) >= MAX_PAIRS:
+            return False
+        self._found[pair] = found
+        was_verified = before is not None and not before.cause
+        if was_verified == (not found.cause):
+            return False
+        known = self._verified.get(decode, _NOBODY)
+        self._verified[decode] = known - {prefill} if found.cause else known | {prefill}
+        return True
+
+    def forget(self, key: InstanceKey) -> None:
+        """The instance left: another start of it is another instance."""
+        gone = [pair for pair in self._found if key in pair]
+        for pair in gone:
+            prefill, decode = pair
+            del self._found[pair]
+            self._verified[decode] = self._verified.get(decode, _NOBODY) - {prefill}
+        self._verified.pop(key, None)
+
+    def known(self) -> Iterator[tuple[InstanceKey, InstanceKey, PairFound]]:
+        """All of them: P, D, what was found."""
+        for (prefill, decode), found in self._found.items():
+            yield prefill, decode, found
+
+
 def common_model(prefill: Instance, decode: Instance) -> str | None:
     """A model that both serve; None: they are no pair for any."""
     return next((name for name in prefill.beat.models if name in decode.beat.models), None)
@@ -93,6 +149,27 @@ def possible_pairs(instances: Iterable[Instance]) -> Iterator[tuple[Instance, In
                     continue
                 if common_model(p, d) is not None or not (p.beat.models and d.beat.models):
                     yield p, d
+
+
+def unlike_pairs(instances: Iterable[Instance]) -> Iterator[tuple[Instance, Instance]]:
+    """For each P and D without any partner the first one of its model, if its key differs: what two
+    pools of one document have to be told of each other. Of two revisions of a fleet they may
+    differ; there the other pool's instances are on their way."""
+    known = [one for one in instances if one.beat.type != "A"]
+    paired = {one.key for pair in possible_pairs(known) for one in pair}
+    named: set[tuple[InstanceKey, InstanceKey]] = set()
+    sides = {kind: [one for one in known if one.beat.type == kind] for kind in ("P", "D")}
+    for one in known:
+        if one.key in paired:
+            continue
+        for other in sides["D" if one.beat.type == "P" else "P"]:
+            p, d = (one, other) if one.beat.type == "P" else (other, one)
+            names = {p.beat.fleet_revision, d.beat.fleet_revision} - {""}
+            if p.pairing != d.pairing and common_model(p, d) is not None and len(names) < 2:
+                if (p.key, d.key) not in named:
+                    named.add((p.key, d.key))
+                    yield p, d
+                break
 
 
 def mixed_pairs(instances: Iterable[Instance]) -> Iterator[tuple[Instance, Instance]]:

@@ -29,7 +29,7 @@ from xpyd_router.fleet.instances import (
     Standing,
     build_snapshot,
 )
-from xpyd_router.fleet.introductions import Verdict, Verdicts
+from xpyd_router.fleet.introductions import PairFound, Proofs, Verdict, Verdicts
 
 MAX_MODELS = 1024
 """Names that all instances together may give: the snapshot has an entry for each."""
@@ -186,6 +186,7 @@ class Registry:
     """The one owner of membership. Every method takes `now` in seconds of one monotonic clock.
 
     `same_revision`: a P and a D of different fleet revisions are no pair (docs/adr/0097).
+    `only_verified`: nor are those that no probe has verified (docs/adr/0110).
     """
 
     def __init__(
@@ -196,6 +197,7 @@ class Registry:
         decode_alone: bool = False,
         prefill_alone: bool = False,
         same_revision: bool = True,
+        only_verified: bool = False,
     ) -> None:
         self._period_s = period_s
         self._missed_beats = missed_beats
@@ -204,6 +206,9 @@ class Registry:
         self._past = Departed()
         self.verdicts = Verdicts()
         """What Ds say of the KV of other engines; to be read only."""
+        self.proofs = Proofs()
+        """What probes have shown of pairs; to be read only."""
+        self.only_verified = only_verified
         self._alone: frozenset[str] = frozenset(
             kind for kind, serves in (("D", decode_alone), ("P", prefill_alone)) if serves
         )
@@ -221,7 +226,12 @@ class Registry:
         """
         if self.built is None:
             everyone = self._instances.values()
-            self.built = build_snapshot(everyone, alone=self._alone, met=self.verdicts.met)
+            self.built = build_snapshot(
+                everyone,
+                alone=self._alone,
+                met=self.verdicts.met,
+                verified=self.proofs.verified if self.only_verified else None,
+            )
         return self.built
 
     @property
@@ -257,7 +267,7 @@ class Registry:
             return "new", ()
         if known.key != key:
             self._past.put(known.key, FOR_EVER)
-            self.verdicts.forget(known.key)
+            self._forget(known.key)
             self._rebuild()
             return "replaced", (known.key,)
         if _routing_view(known.beat) != _routing_view(beat):
@@ -265,7 +275,7 @@ class Registry:
         if known.kv == instance.kv:
             return "refreshed", ()
         # Without incarnations a restart shows only in another KV address.
-        self.verdicts.forget(key)
+        self._forget(key)
         return "replaced", ()
 
     def expire(self, now: float) -> tuple[InstanceKey, ...]:
@@ -320,6 +330,20 @@ class Registry:
             return False
         self._rebuild()
         return True
+
+    def prove(self, prefill: InstanceKey, decode: InstanceKey, found: PairFound) -> bool:
+        """Take what a probe has shown of a pair, until one of them leaves; whether it is
+        verified by that, or no more."""
+        if self.get(prefill) is None or self.get(decode) is None:
+            return False
+        is_news = self.proofs.put(prefill, decode, found)
+        if is_news and self.only_verified:
+            self._rebuild()
+        return is_news
+
+    def _forget(self, key: InstanceKey) -> None:
+        self.verdicts.forget(key)
+        self.proofs.forget(key)
 
     def _instance(self, beat: Heartbeat, now: float, *, is_signed: bool) -> Instance:
         http, kv = usable_http(beat), usable_kv(beat)
@@ -381,7 +405,7 @@ class Registry:
     def _remove(self, instance: Instance) -> None:
         del self._instances[instance.key.http]
         self._belongings.remove(instance)
-        self.verdicts.forget(instance.key)
+        self._forget(instance.key)
         self._rebuild()
 
     def _rebuild(self) -> None:

@@ -11,7 +11,8 @@ import contextlib
 import os
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from xpyd_core.messages import Heartbeat
@@ -25,7 +26,7 @@ from xpyd_router.fleet.health import (
     ProbeResult,
 )
 from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot, Standing, kind_of
-from xpyd_router.fleet.introductions import Verdict, mixed_pairs
+from xpyd_router.fleet.introductions import PairFound, Verdict, mixed_pairs, possible_pairs
 from xpyd_router.fleet.loads import Load, LoadTable
 from xpyd_router.fleet.poison import Break, Fate, fingerprint, judge
 from xpyd_router.fleet.registry import Outcome, Registry, key_of
@@ -39,15 +40,26 @@ OnStanding = Callable[[Instance, Standing, str], None]
 
 MAX_NAMED = 16
 """Names in each list of a WithoutKv."""
+MAX_PROBLEMS = 64
 
 
 class WithoutKv(NamedTuple):
-    """Names of an instance's partners of another engine between which no KV is used."""
+    """Names of an instance's partners with which it is no pair, or no good one."""
 
     unmet: list[str]
-    """D has not compared KV of the two yet."""
+    """Of another engine: D has not compared KV of the two yet."""
     refused: list[str]
-    """It has, and never uses it."""
+    """Of another engine: D has, and never uses it."""
+    unverified: list[str]
+    """The last probe of the pair failed, or there was none yet."""
+
+
+class PairProblem(NamedTuple):
+    """A pair whose last probe failed, by the names of its instances."""
+
+    prefill: str
+    decode: str
+    found: PairFound
 
 
 class FleetView:
@@ -265,19 +277,62 @@ class FleetView:
     def partners_without_kv(self) -> Mapping[InstanceKey, WithoutKv]:
         """The Ready instances that have partners of another engine with which they are no pair."""
         found: dict[InstanceKey, WithoutKv] = {}
-        if not self._registry.is_mixed:
-            return found
-        verdicts = self._registry.verdicts
-        ready = (one for one in self._registry.instances if one.beat.state == "Ready")
-        for p, d in mixed_pairs(ready):
+        registry = self._registry
+        verdicts, proofs = registry.verdicts, registry.proofs
+        ready = [one for one in registry.instances if one.beat.state == "Ready"]
+
+        def note(p: Instance, d: Instance, kind: Callable[[WithoutKv], list[str]]) -> None:
+            for one, other in ((p, d), (d, p)):
+                names = kind(found.setdefault(one.key, WithoutKv([], [], [])))
+                if len(names) < MAX_NAMED:
+                    names.append(other.name)
+
+        for p, d in mixed_pairs(ready) if registry.is_mixed else ():
             verdict = verdicts.of(p.key, d.key)
             if verdict != "met":
-                for one, other in ((p, d), (d, p)):
-                    of = found.setdefault(one.key, WithoutKv([], []))
-                    names = of.refused if verdict == "refused" else of.unmet
-                    if len(names) < MAX_NAMED:
-                        names.append(other.name)
+                is_refused = verdict == "refused"
+                note(p, d, lambda of, refused=is_refused: of.refused if refused else of.unmet)
+        # Where pairs need no probe, only those that failed: there may be none at all.
+        for p, d in possible_pairs(ready) if registry.only_verified else self._failed():
+            if p.key not in proofs.verified.get(d.key, ()):
+                note(p, d, lambda of: of.unverified)
         return found
+
+    def pair_found(self, prefill: InstanceKey, decode: InstanceKey, found: PairFound) -> None:
+        """A probe of the pair has ended."""
+        self._registry.prove(prefill, decode, found)
+        self._notify()
+
+    @property
+    def only_verified(self) -> bool:
+        """Whether pairs that no probe has verified get no requests."""
+        return self._registry.only_verified
+
+    def _failed(self) -> Iterator[tuple[Instance, Instance]]:
+        """The pairs whose last probe failed."""
+        for prefill, decode, found in self._registry.proofs.known():
+            p, d = self._registry.get(prefill), self._registry.get(decode)
+            if found.cause and p is not None and d is not None:
+                yield p, d
+
+    def pair_problems(self) -> list[PairProblem]:
+        """Some of the pairs whose last probe failed."""
+        proofs = self._registry.proofs
+        return [
+            PairProblem(p.name, d.name, found)
+            for p, d in islice(self._failed(), MAX_PROBLEMS)
+            if (found := proofs.of(p.key, d.key)) is not None
+        ]
+
+    def slowest_probe(self) -> PairProblem | None:
+        """Of the pairs whose last probe passed the one that took the longest."""
+        proofs, registry = self._registry.proofs, self._registry
+        passed = [known for known in proofs.known() if not known[2].cause]
+        if not passed:
+            return None
+        prefill, decode, found = max(passed, key=lambda known: known[2].seconds)
+        p, d = registry.get(prefill), registry.get(decode)
+        return None if p is None or d is None else PairProblem(p.name, d.name, found)
 
     def introduced(self, prefill: InstanceKey, decode: InstanceKey, verdict: Verdict) -> bool:
         """D has said whether it uses the KV of a P of another engine; whether that is news."""

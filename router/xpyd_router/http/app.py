@@ -32,7 +32,7 @@ from xpyd_core.keys import key_ids
 from xpyd_router.app_state import AppState
 from xpyd_router.errors import unknown_model
 from xpyd_router.fleet.instances import Instance
-from xpyd_router.fleet.view import FleetView, WithoutKv
+from xpyd_router.fleet.view import FleetView, PairProblem, WithoutKv
 from xpyd_router.http.asgi import AsgiApp, Scope
 from xpyd_router.http.inference import Inference
 from xpyd_router.http.keyed import OpenBodies, owner_of
@@ -49,6 +49,7 @@ from xpyd_router.http.shapes import (
     Model,
     ModelList,
     NotReady,
+    PairReport,
     Ready,
     ResponseDeleted,
     Shape,
@@ -166,7 +167,7 @@ def _describe_load(fleet: FleetView, instance: Instance) -> AdminInstance:
     )
 
 
-_NO_PARTNERS = WithoutKv([], [])
+_NO_PARTNERS = WithoutKv([], [], [])
 
 
 def _describe(
@@ -212,8 +213,20 @@ def _describe(
         engine=beat.engine,
         unmet=without_kv.unmet,
         refused=without_kv.refused,
+        unverified=without_kv.unverified,
         key_ids=list(beat.key_ids),
         in_flight=fleet.load(instance.key).ours,
+    )
+
+
+def _report(pair: PairProblem) -> PairReport:
+    found = pair.found
+    return PairReport(
+        prefill=pair.prefill,
+        decode=pair.decode,
+        cause=found.cause,
+        detail=found.detail,
+        seconds=round(found.seconds, 6),
     )
 
 
@@ -445,7 +458,16 @@ def _add_figures(app: Quart, app_state: AppState) -> None:
             _describe(fleet, i, weights.get(i.key, 1.0), without_kv.get(i.key, _NO_PARTNERS))
             for i in fleet.instances
         ]
-        return json_reply(Instances(instances=found, key_ids=list(key_ids(app_state.keys))))
+        slowest = fleet.slowest_probe()
+        return json_reply(
+            Instances(
+                instances=found,
+                key_ids=list(key_ids(app_state.keys)),
+                kv_verify="strict" if fleet.only_verified else "report",
+                kv_problems=[_report(one) for one in fleet.pair_problems()],
+                kv_slowest=None if slowest is None else _report(slowest),
+            )
+        )
 
     _ = metrics, instances
 

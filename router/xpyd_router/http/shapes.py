@@ -148,6 +148,13 @@ class InstanceReport(Shape, frozen=True, kw_only=True):
         list[str],
         Meta(description="Partners of another engine whose KV differs, at most 16: no pair."),
     ]
+    unverified: Annotated[
+        list[str],
+        Meta(
+            description="Partners of which the last probe failed, at most 16; with --kv-verify "
+            "strict also those without one yet: no pair."
+        ),
+    ]
     key_ids: Annotated[
         list[str], Meta(description="Ids of the fleet's keys that it accepts; the first signs.")
     ]
@@ -156,10 +163,30 @@ class InstanceReport(Shape, frozen=True, kw_only=True):
     ]
 
 
+class PairReport(Shape, frozen=True, kw_only=True):
+    """What the last probe of a pair has shown."""
+
+    prefill: str
+    decode: str
+    cause: Annotated[str, Meta(description="Why nothing arrived; empty: it did.")]
+    detail: Annotated[str, Meta(description="The same for people.")]
+    seconds: _Seconds
+
+
 class Instances(Shape, frozen=True, kw_only=True):
     """The registry."""
 
     instances: list[InstanceReport]
+    kv_verify: Annotated[
+        Literal["strict", "report"],
+        Meta(description="strict: P and D are a pair only while probes of it pass."),
+    ]
+    kv_problems: Annotated[
+        list[PairReport], Meta(description="At most 64 pairs whose last probe failed.")
+    ]
+    kv_slowest: Annotated[
+        PairReport | None, Meta(description="The pair whose probe passed and took the longest.")
+    ]
     key_ids: Annotated[
         list[str],
         Meta(description="Ids of the fleet's keys that this router accepts; the first signs."),

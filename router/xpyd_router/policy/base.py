@@ -184,6 +184,11 @@ PAIRINGS: tuple[Pairing, ...] = ("SameRevision", "Compatible")
 """Pairs of one fleet revision alone; all whose KV is compatible."""
 
 
+KvVerify = Literal["strict", "report"]
+KV_VERIFY: tuple[KvVerify, ...] = ("strict", "report")
+"""Only pairs of which the last probe passed get requests; all do, and what probes find is shown."""
+
+
 class Forecast(NamedTuple):
     """None where the instance is unknown."""
 

@@ -19,7 +19,7 @@ from xpyd_router.config import RouterConfig
 from xpyd_router.errors import FailureCause
 from xpyd_router.fleet.breaker import BreakerState
 from xpyd_router.fleet.instances import InstanceKey, Standing
-from xpyd_router.fleet.introductions import Verdict
+from xpyd_router.fleet.introductions import PairFound, Verdict
 from xpyd_router.fleet.poison import Fate
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -127,6 +127,14 @@ class Introduced(msgspec.Struct, frozen=True, array_like=True, tag=True):
     prefill: InstanceKey
     decode: InstanceKey
     verdict: Verdict
+
+
+class PairProbed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A probe of a pair has ended."""
+
+    prefill: InstanceKey
+    decode: InstanceKey
+    found: PairFound
 
 
 class Present(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -240,7 +248,8 @@ class Text(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 ToWorker = (
     Welcome | Beat | Removed | HealthChanged | Weights | Lost | Found | FateChanged | BodyRefused
-    | BodyAllowed | Cordoned | Introduced | Present | Drain | Ping | GiveText | Metrics | Done
+    | BodyAllowed | Cordoned | Introduced | PairProbed | Present | Drain | Ping | GiveText
+    | Metrics | Done
 )  # fmt: skip
 ToParent = (
     WorkerReady | Pong | Began | Succeeded | Failed | TransferFailed | PoisonFound | PoisonCleared

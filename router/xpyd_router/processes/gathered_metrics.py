@@ -20,6 +20,7 @@ PARENTS_ALONE = frozenset(
     {
         "xpyd_router_instances",
         "xpyd_router_has_pair",
+        "xpyd_router_kv_pairs",
         "xpyd_router_workers",
         "xpyd_router_tls_not_after_seconds",
         "xpyd_router_tls_reloads_total",

@@ -13,7 +13,7 @@ from typing import Protocol
 from xpyd_core.messages import Heartbeat
 from xpyd_router.fleet.health import HealthRules, ProbeResult
 from xpyd_router.fleet.instances import Instance, InstanceKey
-from xpyd_router.fleet.introductions import Verdict
+from xpyd_router.fleet.introductions import PairFound, Verdict
 from xpyd_router.fleet.registry import Outcome, Registry, key_of
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.processes.events import (
@@ -28,6 +28,7 @@ from xpyd_router.processes.events import (
     HealthChanged,
     Introduced,
     Lost,
+    PairProbed,
     PoisonCleared,
     PoisonFound,
     Removed,
@@ -96,6 +97,7 @@ class ParentView(FleetView):
             if instance.is_cordoned:
                 events.append(Cordoned(instance.key, True))
         events += [Introduced(*known) for known in self._registry.verdicts.known()]
+        events += [PairProbed(*known) for known in self._registry.proofs.known()]
         events += self._health_published.values()
         events.append(Lost(tuple(i.key for i in self.instances if self.is_lost(i.key))))
         events.append(Weights(tuple(self._weighed.items())))
@@ -135,6 +137,10 @@ class ParentView(FleetView):
         if is_news:
             self._publish(Introduced(prefill, decode, verdict))
         return is_news
+
+    def pair_found(self, prefill: InstanceKey, decode: InstanceKey, found: PairFound) -> None:
+        super().pair_found(prefill, decode, found)
+        self._publish(PairProbed(prefill, decode, found))
 
     def probed(self, instance: Instance, result: ProbeResult, began_s: float) -> None:
         was_lost = self.is_lost(instance.key)

@@ -28,6 +28,7 @@ from xpyd_router.processes.events import (
     HealthChanged,
     Introduced,
     Lost,
+    PairProbed,
     PoisonCleared,
     PoisonFound,
     Removed,
@@ -90,6 +91,8 @@ class WorkerView(FleetView):
                 self._registry.cordon(key, is_cordoned=is_cordoned)
             case Introduced(prefill, decode, verdict):
                 self._registry.judge(prefill, decode, verdict)
+            case PairProbed(prefill, decode, found):
+                self._registry.prove(prefill, decode, found)
             case _:
                 return
         self._notify()

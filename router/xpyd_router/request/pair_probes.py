@@ -2,9 +2,11 @@
 
 A pair whose KV does not arrive gives right answers all the same, since D computes: nobody sees it.
 So each pair that may get requests is probed by `POST /kv/probe` of its P (docs/wire-probe.md): when
-both have come, again after each start of one of them, and each minute; one that failed soon again.
-The results are counters by pair, which the operator and `xpyd up` read (KVTransferVerified). One
-PairProber per router, in the process that takes heartbeats. See docs/adr/0104.
+both have come, again after each start of one of them, and every 20 s; one that failed soon again.
+The results are counters by pair, which the operator and `xpyd up` read (KVTransferVerified), and
+the registry's: with `--kv-verify strict` a pair is one only while its probes pass. An instance
+without any partner, since its pairing key is another, is probed for what differs. One PairProber
+per router, in the process that takes heartbeats. See docs/adr/0104 and docs/adr/0110.
 """
 
 from __future__ import annotations
@@ -13,28 +15,33 @@ import asyncio
 import heapq
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import chain, count, islice
+from typing import Literal, get_args
 
 import msgspec
 
 from xpyd_core.keys import Keys, call_mac
 from xpyd_core.kv_outcome import cause_of
 from xpyd_router.errors import CallFailed
-from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot
-from xpyd_router.fleet.introductions import possible_pairs
+from xpyd_router.fleet.instances import Instance, InstanceKey
+from xpyd_router.fleet.introductions import MAX_PAIRS, PairFound, possible_pairs, unlike_pairs
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.request.releases import post_signed
 from xpyd_router.upstream.client import Dialer, UpstreamClient
 
 logger = logging.getLogger(__name__)
-PERIOD_S = 45.0
-"""Between two probes of a pair that works: what breaks without requests is known in a minute. In a
-large fleet it is longer: see _MOST_PER_S."""
+PERIOD_S = 20.0
+"""Between two probes of a pair that works: what breaks without requests is in the fleet's condition
+within a minute, with two failures and the operator's own interval. In a large fleet it is longer:
+see _MOST_PER_S."""
 _FIRST_PAUSE_S = 2.0
 """After a first failure, then twice as long each time; so long, too, where P was busy."""
+_SOON_S = 0.5
+"""Where P was busy and the pair waits for its first probe."""
 _LONGEST_PAUSE_S = 30.0
 _MOST_RUNNING = 8
 """Probes at once; each P has one at a time."""
@@ -42,9 +49,8 @@ _MOST_PER_S = 8
 """Probes begun in a second: 64 KiB each, and P takes ten."""
 _CALL_S = 30.0
 """Longer than P waits for D, and its ranks for theirs."""
-MAX_PAIRS = 65_536
-"""Of a larger fleet some are not probed."""
 _IDLE_S = 5.0
+_MAX_DETAIL = 300
 _MAX_ANSWER_BYTES = 1 << 20
 """It has a row for each pair of ranks."""
 _UNKNOWN_CALL = (404, 405, 409, 501)
@@ -56,23 +62,49 @@ class _Answer(msgspec.Struct, frozen=True):
 
     ok: bool
     reason: str = ""
+    detail: str = ""
+    seconds: float = 0.0
+
+
+State = Literal["unprobed", "verified", "failed"]
+STATES: tuple[State, ...] = get_args(State)
 
 
 @dataclass(order=True)
 class _Pair:
-    """A pair that is probed. `failures` in a row."""
+    """A pair that is probed. `failures` in a row. Those that were not asked for yet come first."""
 
+    was_asked: bool
     due_s: float
     number: int
     prefill: Instance = field(compare=False)
     decode: Instance = field(compare=False)
     failures: int = field(default=0, compare=False)
     is_running: bool = field(default=False, compare=False)
+    state: State = field(default="unprobed", compare=False)
 
 
 def _knows_probes(instance: Instance) -> bool:
     """Not engines with vLLM's own connectors, nor those of three fields."""
     return instance.dialect in ("xpyd", "pair-id") and instance.serves_alone
+
+
+def _text(found: _Answer, d: Instance) -> str:
+    """What is wrong, for people: P's word, and more of it. P is not to be trusted with lines."""
+    more = "".join(c for c in found.detail[:_MAX_DETAIL] if c.isprintable())
+    return f"{found.reason} at {d.kv_text}{more and ': ' + more}"
+
+
+def _by_turns(instances: Sequence[Instance]) -> Iterator[tuple[Instance, Instance]]:
+    """All pairs, so that each instance has had its first when another one gets its second."""
+    places = {
+        one.key: place
+        for kind in ("P", "D")
+        for place, one in enumerate(one for one in instances if one.beat.type == kind)
+    }
+    most = max(places.values(), default=0) + 1
+    pairs = islice(possible_pairs(instances), MAX_PAIRS)
+    return iter(sorted(pairs, key=lambda pair: (places[pair[1].key] - places[pair[0].key]) % most))
 
 
 class PairProber:
@@ -101,7 +133,8 @@ class PairProber:
         self._line: list[_Pair] = []
         """A heap: those that no probe runs of, by when they are due."""
         self._numbers = count()
-        self._seen: Snapshot | None = None
+        self._seen: list[tuple[object, ...]] = []
+        """What of the routable instances makes them pairs."""
         self._dumb: set[InstanceKey] = set()
         """Ps that know no probe."""
         self._busy: set[InstanceKey] = set()
@@ -136,6 +169,7 @@ class PairProber:
             if (wait_s := min(_IDLE_S, max(line[0].due_s, self._next_s) - now)) > 0:
                 break
             pair = heapq.heappop(line)
+            pair.was_asked = True
             if pair.prefill.key in self._dumb:
                 continue
             if pair.prefill.key in self._busy:
@@ -153,18 +187,26 @@ class PairProber:
 
     def _learn(self, now: float) -> None:
         """The pairs that there are, where the fleet has changed."""
-        snapshot = self._fleet.snapshot
-        if snapshot is self._seen:
-            return
-        self._seen = snapshot
         routable = [one for one in self._fleet.instances if one.is_routable and _knows_probes(one)]
+        seen: list[tuple[object, ...]] = [
+            (one.key, one.kv_text, one.pairing, one.partners, one.beat.models) for one in routable
+        ]
+        if seen == self._seen:
+            return
+        self._seen = seen
         before, self._pairs = self._pairs, {}
-        for p, d in islice(possible_pairs(routable), MAX_PAIRS):
+        for p, d in chain(_by_turns(routable), unlike_pairs(routable)):
             names = p.key, d.key
-            self._pairs[names] = before.get(names) or _Pair(now, next(self._numbers), p, d)
+            self._pairs[names] = before.get(names) or _Pair(False, now, next(self._numbers), p, d)
+        self._count_states()
         self._dumb &= {one.key for one in routable}
         self._line = [one for one in self._pairs.values() if not one.is_running]
         heapq.heapify(self._line)
+
+    def _count_states(self) -> None:
+        counted = Counter(pair.state for pair in self._pairs.values())
+        for state in STATES:
+            self._metrics.kv_pairs.labels(state).set(counted[state])
 
     def _again(self, pair: _Pair, pause_s: float) -> None:
         """Probe it behind a pause, if it is still a pair."""
@@ -190,8 +232,15 @@ class PairProber:
         """Count what was found; after how long to probe the pair again."""
         p, d = pair.prefill, pair.decode
         if found is None or (not found.ok and found.reason == "busy"):
-            pause_s = _FIRST_PAUSE_S
-        elif found.ok:
+            pause_s = _SOON_S if pair.state == "unprobed" else _FIRST_PAUSE_S
+            return pause_s * (1 + self._random() / 4)
+        cause = "" if found.ok else cause_of(found.reason)
+        detail = "" if found.ok else _text(found, d)
+        self._fleet.pair_found(p.key, d.key, PairFound(cause, detail, found.seconds))
+        before, pair.state = pair.state, "verified" if found.ok else "failed"
+        if pair.state != before:
+            self._count_states()
+        if found.ok:
             self._metrics.kv_probes.count((p, d), "moved", "")
             if pair.failures:
                 logger.info("probes get from P %s to D %s again", p.name, d.name)
@@ -200,7 +249,7 @@ class PairProber:
             self._metrics.kv_probes.count((p, d), "failed", cause_of(found.reason))
             if not pair.failures:
                 text = "a probe does not get from P %s to D %s: %s"
-                logger.warning(text, p.name, d.name, found.reason)
+                logger.warning(text, p.name, d.name, detail)
             pause_s = min(_FIRST_PAUSE_S * 2**pair.failures, _LONGEST_PAUSE_S)
             pair.failures += 1
         return pause_s * (1 + self._random() / 4)

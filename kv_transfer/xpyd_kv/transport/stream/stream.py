@@ -81,6 +81,8 @@ class Stream:
         self.paused_since: float | None = None
         """The time since which the socket is not read, because no slab is free; see `resume`."""
         self.closing: str | None = None
+        self.detail = ""
+        """What the reason of its end leaves out, in words for people."""
         self.may_fetch = staging is not None
         """Whether `waiting_since` may be a time: it has more to do than read and write its
         socket."""

@@ -57,6 +57,8 @@ def reason_of(error: Exception, *, was_open: bool) -> str:
         if error.reason == errors.INCOMPATIBLE:
             return f"incompatible:{error.factor}"
         return f"refused:{error.reason}"
+    if isinstance(error, TimeoutError) and not was_open:
+        return "no_answer"
     if isinstance(error, SilentPeerError | TimeoutError):
         return "timeout"
     if isinstance(error, ProtocolError):
@@ -438,6 +440,7 @@ class Streams:
         if stream.address is not None:
             self._learn(stream.address, error, reason)
         self._log_end(stream, error, reason)
+        stream.detail = error.detail if isinstance(error, RefusedError) else str(error)
         self.end(stream, reason)
 
     def _refuse_path(self, stream: Stream, error: PathError) -> RefusedError:
@@ -489,7 +492,8 @@ class Streams:
         if stream.is_up:
             session.run(partial(session.handler.peer_down, stream, reason))
         elif stream.address is not None and stream.main is None:
-            session.run(partial(session.handler.dial_failed, stream.address, reason))
+            failed = session.handler.dial_failed
+            session.run(partial(failed, stream.address, reason, stream.detail))
 
     def _count(self) -> None:
         self._context.counters.connections = self.registry.num_peers

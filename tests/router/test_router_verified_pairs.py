@@ -1,0 +1,171 @@
+"""--kv-verify strict: a P and a D are a pair only while probes get from one to the other."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+
+from tests.router.beats import beat
+from tests.router.fakes import fleet, replace_beat
+from xpyd_core.messages import Heartbeat
+from xpyd_router.fleet.instances import InstanceKey
+from xpyd_router.fleet.introductions import PairFound, unlike_pairs
+from xpyd_router.fleet.loads import LoadTable
+from xpyd_router.fleet.registry import Registry
+from xpyd_router.policy.base import OnNoDecode, OnNoPrefill, Want
+from xpyd_router.policy.pairs import Alone, Pair, PairPolicy, build_policy
+
+PASSED, FAILED = PairFound(), PairFound("no_answer", "no_answer at 10.0.0.2:21001")
+
+
+class Known:
+    """A registry that wants verified pairs, and a policy that picks from its snapshots."""
+
+    def __init__(self, policy: str = "RoundRobin", **registry: Any) -> None:
+        self.registry = Registry(period_s=3.0, missed_beats=3, only_verified=True, **registry)
+        self.policy: PairPolicy = build_policy(
+            policy, loads=LoadTable(), random=random.Random(1).random
+        )
+        self.beats: dict[InstanceKey, Heartbeat] = {}
+
+    def add(self, kind: str, number: int, **fields: Any) -> InstanceKey:
+        own = {"compatibility": "k", "models": ("m",), "continuation": 1, "incarnation": "i"}
+        said = beat(kind, number, **{**own, **fields})
+        assert self.registry.apply(said, 0.0)[0] in ("new", "replaced")
+        key = InstanceKey(said.http_address, said.incarnation)
+        self.beats[key] = said
+        return key
+
+    def picks(self, times: int = 40, **want: Any) -> set[tuple[InstanceKey, ...]]:
+        """The instances of so many picks."""
+        found = (self.policy.pick(self.registry.snapshot, Want("m", **want)) for _ in range(times))
+        return {tuple(one.key for one in choice) for choice in found if choice is not None}
+
+
+def test_a_pair_is_one_from_its_first_probe_on_and_leaves_and_comes_back_with_its_probes() -> None:
+    known = Known()
+    p, d = known.add("P", 1), known.add("D", 2)
+    assert known.picks() == set()
+    assert not known.registry.snapshot.is_ready
+    assert known.registry.snapshot.of_model("m").lost == "pair"
+    for found, expected in ((PASSED, {(p, d)}), (FAILED, set()), (PASSED, {(p, d)})):
+        assert known.registry.prove(p, d, found)
+        assert known.picks() == expected
+        assert known.registry.snapshot.is_ready == bool(expected)
+        assert not known.registry.prove(p, d, found), "no news"
+
+
+@pytest.mark.parametrize("kind", ["P", "D"])
+def test_another_start_of_an_instance_needs_another_probe(kind: str) -> None:
+    known = Known()
+    keys = {"P": known.add("P", 1), "D": known.add("D", 2)}
+    known.registry.prove(keys["P"], keys["D"], PASSED)
+    again = replace_beat(known.beats[keys[kind]], {"incarnation": "j"})
+    assert known.registry.apply(again, 0.0)[0] == "replaced"
+    assert known.picks() == set()
+    keys[kind] = InstanceKey(again.http_address, "j")
+    known.registry.prove(keys["P"], keys["D"], PASSED)
+    assert known.picks() == {(keys["P"], keys["D"])}
+
+
+def test_what_a_probe_of_an_instance_that_left_has_found_is_forgotten() -> None:
+    known = Known()
+    p, d = known.add("P", 1), known.add("D", 2)
+    known.registry.drop([p])
+    assert not known.registry.prove(p, d, PASSED)
+    known.registry.apply(known.beats[p], 1.0)
+    assert known.picks() == set()
+
+
+@pytest.mark.parametrize("policy", ["RoundRobin", "LeastLoaded", "PowerOfTwo", "PrefixAware"])
+def test_whatever_probes_find_requests_go_to_verified_pairs_alone(policy: str) -> None:
+    for seed in range(20):
+        rng, known = random.Random(seed), Known(policy)
+        ps = [known.add("P", number) for number in range(1, 5)]
+        ds = [known.add("D", number) for number in range(11, 15)]
+        verified: set[tuple[InstanceKey, ...]] = set()
+        for _ in range(30):
+            pair = rng.choice(ps), rng.choice(ds)
+            is_passed = rng.random() < 0.6
+            known.registry.prove(*pair, PASSED if is_passed else FAILED)
+            verified = verified | {pair} if is_passed else verified - {pair}
+            picked = known.picks(60)
+            assert picked <= verified
+            assert {d for _, d in picked} == {d for _, d in verified}, "each D has requests"
+
+
+def test_an_unverified_pair_is_one_where_the_fleet_only_reports() -> None:
+    known = Known()
+    known.registry.only_verified = False
+    p, d = known.add("P", 1), known.add("D", 2)
+    known.registry.prove(p, d, FAILED)
+    assert known.picks() == {(p, d)}
+
+
+@pytest.mark.parametrize(("alone", "expected"), [("decode_alone", ["D"]), ("prefill_alone", ["P"])])
+def test_without_a_verified_pair_one_instance_serves_where_the_document_wants_it(
+    alone: str, expected: list[str]
+) -> None:
+    known = Known(**{alone: True})
+    known.add("P", 1)
+    known.add("D", 2)
+    assert known.registry.snapshot.is_ready
+    choice = known.policy.pick(known.registry.snapshot, Want("m", alone=expected[0]))  # type: ignore[arg-type]
+    assert isinstance(choice, Alone)
+    assert [one.beat.type for one in choice] == expected
+    assert not isinstance(known.policy.pick(known.registry.snapshot, Want("m")), Pair)
+
+
+@pytest.mark.parametrize(
+    ("on_p", "on_d", "served"),
+    [
+        ("PrefillOnDecode", None, "D"),
+        ("Queue", "DecodeOnPrefill", "P"),
+        ("Reject", None, ""),
+        ("Queue", None, ""),
+    ],
+)
+async def test_requests_of_a_fleet_without_a_verified_pair_do_as_without_a_side(
+    on_p: OnNoPrefill, on_d: OnNoDecode | None, served: str
+) -> None:
+    """The fakes know no probe, so that no pair is ever verified."""
+    config: dict[str, Any] = {"on_no_prefill": on_p, "on_no_decode": on_d, "pair_wait_s": 0.5}
+    async with fleet(kv_verify="strict", **config) as made:
+        engines = {kind: await made.engine(kind) for kind in ("P", "D")}
+        begun_s = time.monotonic()
+        async with await made.post(max_tokens=4) as response:
+            await response.read()
+            assert response.status == (200 if served else 503)
+        if on_p == "Queue" and not served:
+            assert time.monotonic() - begun_s >= 0.4, "it waited for its deadline"
+        assert {kind: bool(one.served) for kind, one in engines.items()} == {
+            "P": served == "P",
+            "D": served == "D",
+        }
+        async with made.http.get(f"{made.admin}/instances") as response:
+            said = await response.json()
+        names = [one["instance"] for one in said["instances"]]
+        assert said["kv_verify"] == "strict"
+        assert [one["unverified"] for one in said["instances"]] == [names[1:], names[:1]]
+
+
+def test_instances_without_a_partner_are_paired_with_one_of_the_other_key() -> None:
+    known = Known()
+    p, d = known.add("P", 1), known.add("D", 2)
+    lonely = known.add("P", 3, compatibility="other")
+    known.add("P", 4, compatibility="third", models=("another",))
+    found = {(a.key, b.key) for a, b in unlike_pairs(known.registry.instances)}
+    assert found == {(lonely, d)}
+    known.registry.drop([p])
+    found = {(a.key, b.key) for a, b in unlike_pairs(known.registry.instances)}
+    assert found == {(lonely, d)}
+
+
+def test_pools_of_two_revisions_of_a_fleet_are_not_compared() -> None:
+    known = Known()
+    known.add("P", 1, fleet_revision="a")
+    known.add("D", 2, fleet_revision="b", compatibility="other")
+    assert not list(unlike_pairs(known.registry.instances))
