@@ -35,16 +35,27 @@ class Router:
         self.asked: list[list[str]] = []
         self.port = 0
         self.key_ids: list[str] = []
+        self.type = "D"
+        self.problems: list[dict[str, str]] = []
         self.in_flight = self.running = self.kv_leases = 0
+
+    @property
+    def figures(self) -> list[list[str]]:
+        """The names of each GET /metrics."""
+        return [names for names in self.asked if names != ["/instances"]]
 
     async def instances_of(self, request: web.Request) -> web.Response:
         self.asked.append([request.path])
         load = {"running": self.running, "waiting": 0, "kv_leases": self.kv_leases}
-        one = {"instance": "d-0", "key_ids": self.key_ids, "in_flight": self.in_flight}
+        one = {
+            "instance": "d-0",
+            "type": self.type,
+            "key_ids": self.key_ids,
+            "in_flight": self.in_flight,
+        }
         instances = [{**one, "load": load}]
-        return web.json_response(
-            {"key_ids": self.key_ids, "instances": instances}, status=self.status
-        )
+        answer = {"key_ids": self.key_ids, "instances": instances, "kv_problems": self.problems}
+        return web.json_response(answer, status=self.status)
 
     async def metrics(self, request: web.Request) -> web.Response:
         self.asked.append(request.query.getall("name[]"))
@@ -154,7 +165,7 @@ async def test_a_fleet_whose_verdict_changed_is_woken() -> None:
         assert await world.look() == (False, "Unreachable")
         assert world.woken == [KEY, KEY]
         assert (
-            router.asked
+            router.figures
             == [
                 [
                     METRIC,
@@ -165,6 +176,35 @@ async def test_a_fleet_whose_verdict_changed_is_woken() -> None:
                 ]
             ]
             * 4
+        )
+
+
+async def test_the_message_has_what_a_router_says_of_a_failed_probe_and_the_fix() -> None:
+    router = Router()
+    async with listening(router):
+        world = World(router, pod("r-0"))
+        await world.look()
+        router.unreachable = 2
+        text = "unreachable at 10.0.0.2:21001: Connection refused"
+        router.problems = [{"prefill": "p", "decode": "d", "cause": "unreachable", "detail": text}]
+        assert await world.look() == (False, "Unreachable")
+        message = world.reader.verdict(KEY).message
+        assert f"p to d: unreachable ({text})" in message
+        assert "Fix: let D listen where it says (kvTransfer.port" in message
+
+
+async def test_a_pod_that_says_another_role_than_its_pools_is_named() -> None:
+    router = Router()
+    async with listening(router):
+        owner = f"chat-prefill-{REVISION}-5d9c7b8f4d"
+        world = World(router, pod("r-0"), pod("d-0", role="Prefill", owner=owner))
+        router.instances, router.type = 1, "P"
+        await world.look()
+        assert await world.look() == (None, "NoTraffic")
+        router.type = "D"
+        assert await world.look() == (False, "WrongRole")
+        assert "d-0 of a Prefill pool says to routers that it is Decode" in (
+            world.reader.verdict(KEY).message
         )
 
 
@@ -332,13 +372,13 @@ async def test_only_ready_routers_are_asked_and_one_that_returns_counts_on() -> 
     async with listening(router):
         world = World(router, pod("r-0"))
         await world.look()
-        asked = len(router.asked)
+        asked = len(router.figures)
         world.cache.put(POD, {**pod("r-0", ready="False"), "metadata": _newer("r-0", "2")})
         await world.look()
-        assert len(router.asked) == asked
+        assert len(router.figures) == asked
         world.cache.put(POD, {**pod("r-0"), "metadata": _newer("r-0", "3")})
         assert await world.look() == (None, "NoTraffic")
-        assert len(router.asked) == asked + 1
+        assert len(router.figures) == asked + 1
 
 
 def _newer(name: str, version: str) -> Obj:
@@ -353,13 +393,13 @@ async def test_only_pods_of_the_fleets_own_deployment_are_asked() -> None:
         by_hand, of_another = pod("r-1", owner=""), pod("r-2", owner="other-5d9c7b8f4d")
         world = World(router, by_hand, of_another)
         await world.look()
-        assert router.asked == []
+        assert router.figures == []
         assert world.reader.has_pair(KEY) is None
         world.cache.put(POD, pod("r-0"))
         await world.look()
-        assert len(router.asked) == 1
+        assert len(router.figures) == 1
         theirs = deployment(fleet="another")
         theirs["metadata"]["resourceVersion"] = "2"
         world.cache.put(DEPLOYMENT, theirs)
         await world.look()
-        assert len(router.asked) == 1, "the Deployment is not this fleet's"
+        assert len(router.figures) == 1, "the Deployment is not this fleet's"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
+from typing import Any
 
 import pytest
 
+from xpyd_operator.status import verified
 from xpyd_operator.status.verified import (
     HOLD_S,
     LATELY_S,
@@ -28,10 +31,21 @@ class Fleet:
         self.counts: dict[Row, int] = {}
         self.now_s = 1000.0
 
-    def look(self, *, after_s: float = PERIOD_S, has_stranger: bool | None = False) -> KvVerdict:
+    def look(
+        self,
+        *,
+        after_s: float = PERIOD_S,
+        has_stranger: bool | None = False,
+        said: dict[str, Any] | None = None,
+        roles: dict[str, str] | None = None,
+    ) -> KvVerdict:
+        """`said`: what the router answers to GET /instances."""
         self.now_s += after_s
         counts = {"router-0": dict(self.counts)}
-        return self.watch.look(counts, self.now_s, has_stranger=has_stranger)
+        seen = None if said is None else verified.read_seen([json.dumps(said).encode()])
+        return self.watch.look(
+            counts, self.now_s, has_stranger=has_stranger, seen=seen, roles=roles
+        )
 
     def forge(self) -> None:
         """A heartbeat that another key has signed comes to the router."""
@@ -354,3 +368,127 @@ def test_kv_that_a_killed_engine_did_not_send_is_no_fault_of_the_path() -> None:
     watch.keep(["router-0", "p-1", D])
     later: Counts = {**counts, ("p-1", D, "moved", ""): 20}
     assert watch.look({"router-0": later}, 90.0).status is True
+
+
+def problem(cause: str, detail: str) -> dict[str, Any]:
+    return {"kv_problems": [{"prefill": P, "decode": D, "cause": cause, "detail": detail}]}
+
+
+@pytest.mark.parametrize(
+    ("cause", "detail", "reason", "fix"),
+    [
+        ("no_answer", "no_answer at 10.0.0.2:21001", "NoAnswer", "a firewall or NetworkPolicy"),
+        ("unreachable", "unreachable at 10.0.0.2:21001", "Unreachable", "kvTransfer.port"),
+        ("no_socket", "no_socket at 10.0.0.2:21001", "NoSharedMemory", "kvTransfer.sameHostPath"),
+        ("key", "auth at 10.0.0.2:21001", "KeyMismatch", "kvTransfer.keySecretRef"),
+        (
+            "incompatible",
+            "incompatible:tokenizer at 10.0.0.2:21001: tokenizer: P has a, D has b",
+            "Incompatible",
+            "give both pools the tokenizer files of one checkpoint",
+        ),
+        (
+            "incompatible",
+            "incompatible:revision at 10.0.0.2:21001: revision: P has a, D has b",
+            "Incompatible",
+            "give both pools one revision of the model",
+        ),
+        (
+            "incompatible",
+            "incompatible:kv_layout at 10.0.0.2:21001: kv_layout: P has a, D has b",
+            "Incompatible",
+            "give both pools one KV layout",
+        ),
+    ],
+)
+def test_the_message_of_a_failed_probe_has_cause_pair_detail_and_fix(
+    cause: str, detail: str, reason: str, fix: str, fleet: Fleet
+) -> None:
+    fleet.count("probed failed", cause, 2)
+    found = fleet.look(said=problem(cause, detail))
+    assert found[:2] == (False, reason)
+    assert f"{P} to {D}: {cause} ({detail})" in found.message
+    assert fix in found.message.partition(" Fix: ")[2]
+
+
+def test_requests_that_time_out_while_probes_pass_wait_too_short(fleet: Fleet) -> None:
+    """A probe that passes says nothing against them, and the message keeps its first number."""
+    messages: set[str] = set()
+    for number in range(5):
+        fleet.count("recomputed", "timeout", 2)
+        fleet.count("probed moved")
+        slowest = {"prefill": P, "decode": D, "seconds": 3.25 + number}
+        found = fleet.look(said={"kv_slowest": slowest})
+        assert found[:2] == (False, "WaitTooShort")
+        messages.add(found.message)
+    [message] = messages
+    assert "64 KiB took up to 3.25 s" in message
+    assert "raise kvTransfer.waitSeconds" in message
+    late = [fleet.look(said={"kv_slowest": slowest}).status for _ in range(3)]
+    assert late == [False] * 3
+    for _ in range(5):
+        fleet.count("probed moved")
+        last = fleet.look(said={"kv_slowest": slowest})
+    assert last[:2] == (True, "Probed"), "none was late for a minute"
+
+
+def test_a_probe_that_times_out_is_no_short_wait(fleet: Fleet) -> None:
+    fleet.count("probed failed", "timeout", 2)
+    said = {**problem("timeout", "timeout"), "kv_slowest": {"seconds": 9.0}}
+    assert fleet.look(said=said)[:2] == (False, "Timeout")
+
+
+def instance(name: str, kind: str, **load: int) -> dict[str, Any]:
+    return {"instances": [{"instance": name, "type": kind, "load": load}]}
+
+
+def test_a_ready_engine_that_no_router_knows_is_named(fleet: Fleet) -> None:
+    def look() -> KvVerdict:
+        return fleet.look(said=instance(D, "D"), roles={P: "Prefill", D: "Decode"})
+
+    assert look().status is None, "as many as pods, by other names"
+    said, roles = instance(D, "D"), {P: "Prefill", D: "Decode"}
+    assert fleet.look(has_stranger=True, said=said, roles=roles).status is None
+    found = fleet.look(has_stranger=True, said=said, roles=roles)
+    assert found[:2] == (False, "NoHeartbeats")
+    assert P in found.message
+    assert "let its heartbeats reach them" in found.message
+    fleet.count("alone", "no_prefill", 2, p="")
+    found = fleet.look(has_stranger=True, said=said, roles=roles)
+    assert found[:2] == (False, "PrefillIdle")
+    assert P in found.message
+    fleet.forge()
+    fleet.look(has_stranger=True, said=said, roles=roles)
+    fleet.forge()
+    found = fleet.look(has_stranger=True, said=said, roles=roles)
+    assert found[:2] == (False, "KeyMismatch")
+    assert P in found.message
+
+
+def test_an_instance_of_another_role_than_its_pools_is_named(fleet: Fleet) -> None:
+    roles = {P: "Prefill"}
+    assert fleet.look(said=instance(P, "P"), roles=roles).status is None
+    found = fleet.look(said=instance(P, "D"), roles=roles)
+    assert found[:2] == (False, "WrongRole")
+    assert f"{P} of a Prefill pool says to routers that it is Decode" in found.message
+    assert "XPYD_ROLE" in found.message
+
+
+def test_a_d_without_room_where_no_kv_comes_is_named_with_its_first_numbers(fleet: Fleet) -> None:
+    def full(waiting: int) -> dict[str, Any]:
+        return instance(D, "D", free_blocks=1, total_blocks=64, running=3, waiting=waiting)
+
+    for _ in range(4):
+        fleet.count("moved")
+        assert fleet.look(said=full(5)).status is True, "it is busy, and KV comes"
+    found = [fleet.look(said=full(5 + number)) for number in range(3)]
+    assert found[-1][:2] == (False, "NoRoom")
+    assert len({one.message for one in found if one.reason == "NoRoom"}) == 1
+    assert f"{D} has 1 of 64 blocks free, runs 3 requests and lets 5 wait" in found[-1].message
+    assert "kvTransfer.bufferSize" in found[-1].message
+    assert fleet.look(said=full(0)).status is True
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"instances": 3}', b"\xff" * 9])
+def test_what_is_no_answer_of_a_router_says_nothing(body: bytes) -> None:
+    assert verified.read_seen([body]) is None

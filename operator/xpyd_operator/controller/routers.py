@@ -50,6 +50,7 @@ from xpyd_operator.status.verified import (
     read_counts,
     read_has_pair,
     read_instances,
+    read_seen,
 )
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ _ANSWER_S = 3.0
 _WORD_S = 60.0
 _MOST_WAIT_S = 240.0
 _AT_ONCE = 32
+_MOST_ASKED = 2
+"""Routers of a fleet that are asked for their instances, which all of them have."""
 _MOST_BYTES = 4 << 20
 """4,096 rows of pairs are below 1 MiB."""
 
@@ -190,8 +193,19 @@ class RouterReader:
         found = {n: a for n, a in zip(asked, answers, strict=True) if a is not None}
         counts = {name: answer.counts for name, answer in found.items()}
         known = max((answer.instances for answer in found.values()), default=None)
-        has_stranger = None if known is None else known < self._ready_engines(key)
-        verdict = fleet.watch.look(counts, self._clock(), has_stranger=has_stranger)
+        roles = self._ready_engines(key)
+        has_stranger = None if known is None else known < len(roles)
+        bodies = await asyncio.gather(
+            *(
+                self._get(session, routers[name], "/instances")
+                for name in sorted(found)[:_MOST_ASKED]
+            )
+        )
+        said = (body for body in bodies if body is not None)
+        seen = await asyncio.to_thread(read_seen, list(said))
+        verdict = fleet.watch.look(
+            counts, self._clock(), has_stranger=has_stranger, seen=seen, roles=roles
+        )
         for name, answer in found.items():
             if answer.has_pair is not None:
                 fleet.said[name] = (now_s, answer.has_pair)
@@ -275,17 +289,18 @@ class RouterReader:
             if workload and workload in made and is_of_workload(pod, workload):
                 yield name, address, is_true(pod, "Ready")
 
-    def _ready_engines(self, key: FleetKey) -> int:
-        """Engines that beat: of an instance of several pods its first one does."""
-        return sum(
-            text(pod, "metadata", "labels", LABEL_ROLE) != ROUTER
+    def _ready_engines(self, key: FleetKey) -> dict[str, str]:
+        """The roles of the pods that beat: of an instance of several pods its first one does."""
+        return {
+            name: role
+            for name, pod in self._cache.children(key).get(POD, {}).items()
+            if (role := text(pod, "metadata", "labels", LABEL_ROLE)) != ROUTER
             and (workload := key_of(pod)) is not None
             and is_of_workload(pod, workload)
             and text(pod, "metadata", "labels", WORKER_INDEX) in ("", "0")
             and is_true(pod, "Ready")
             and not is_leaving(pod)
-            for pod in self._cache.children(key).get(POD, {}).values()
-        )
+        }
 
     async def _ask(self, session: aiohttp.ClientSession, address: str) -> _Answer | None:
         """What a router says; None where it does not answer."""

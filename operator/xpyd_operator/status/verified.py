@@ -3,7 +3,9 @@
 Routers count what became of each request's KV (ADR 0043), and of their own probes of each pair (ADR
 0104), which come also where no requests do. A KvWatch takes these counts at intervals
 and gives the condition KVTransferVerified; the operator has one for each fleet, the supervisor of a
-local fleet one. Answers are right also where no KV arrives, so nothing else shows it.
+local fleet one. Answers are right also where no KV arrives, so nothing else shows it. What routers
+say of instances and of failed probes (`GET /instances`) makes the message: the cause, the pair, the
+fix (ADR 0110).
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
 
 from xpyd_core.kv_outcome import PATH_CAUSES
 
@@ -88,6 +92,64 @@ def _number(value: str) -> int:
         return 0
 
 
+_Text = Annotated[str, msgspec.Meta(max_length=512)]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class _Load(msgspec.Struct, frozen=True):
+    running: _Number = 0
+    waiting: _Number = 0
+    free_blocks: _Number = 0
+    total_blocks: _Number = 0
+
+
+class _Instance(msgspec.Struct, frozen=True):
+    instance: _Text = ""
+    type: _Text = ""
+    load: _Load = _Load()
+
+
+class _Probed(msgspec.Struct, frozen=True):
+    prefill: _Text = ""
+    decode: _Text = ""
+    cause: _Text = ""
+    detail: _Text = ""
+    seconds: float = 0.0
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    instances: tuple[_Instance, ...] = ()
+    kv_problems: Annotated[tuple[_Probed, ...], msgspec.Meta(max_length=64)] = ()
+    kv_slowest: _Probed | None = None
+
+
+class Seen(NamedTuple):
+    """What the fleet's routers say of its instances, by name, and of their last probes."""
+
+    instances: Mapping[str, _Instance]
+    problems: Mapping[tuple[str, str], str]
+    """By P and D what the last probe of the pair shows, where it failed."""
+    slowest: _Probed | None
+
+
+def read_seen(bodies: Iterable[bytes]) -> Seen | None:
+    """From the answers to GET /instances; None: no router gave one."""
+    answers: list[_Answer] = []
+    for body in bodies:
+        try:
+            answers.append(msgspec.json.decode(body, type=_Answer))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue
+    if not answers:
+        return None
+    passed = [one.kv_slowest for one in answers if one.kv_slowest is not None]
+    return Seen(
+        {one.instance: one for answer in answers for one in answer.instances},
+        {(one.prefill, one.decode): one.detail for answer in answers for one in answer.kv_problems},
+        max(passed, key=lambda one: one.seconds, default=None),
+    )
+
+
 class KvVerdict(NamedTuple):
     """A condition: its status (None: unknown), one CamelCase word, and a sentence."""
 
@@ -98,6 +160,8 @@ class KvVerdict(NamedTuple):
 
 _REASONS = {
     "unreachable": "Unreachable",
+    "no_answer": "NoAnswer",
+    "no_socket": "NoSharedMemory",
     "key": "KeyMismatch",
     "incompatible": "Incompatible",
     "no_offer": "NoOffer",
@@ -105,6 +169,35 @@ _REASONS = {
     "lost": "ConnectionLost",
     "broken": "DataBroken",
 }
+_FIXES = {
+    "unreachable": "let D listen where it says (kvTransfer.port, --kv-advertise), and let no "
+    "firewall refuse P",
+    "no_answer": "a firewall or NetworkPolicy drops what P sends: open kvTransfer.port, and one "
+    "port more for each further rank, from Prefill to Decode instances",
+    "no_socket": "shared memory and Unix sockets need one folder of one node for both: set "
+    "kvTransfer.sameHostPath, or transport: Auto",
+    "key": "give both the fleet's key (kvTransfer.keySecretRef)",
+    "incompatible": "start both with the same model, tokenizer, dtype and KV layout",
+    "no_offer": "P offered nothing within D's wait: see P's log, and kvTransfer.waitSeconds",
+    "timeout": "raise kvTransfer.waitSeconds, or mend the network between the two",
+}
+"""By cause."""
+_FACTOR_FIXES = {
+    "tokenizer": "give both pools the tokenizer files of one checkpoint",
+    "revision": "give both pools one revision of the model (spec.model)",
+    "model": "give both pools one model (spec.model)",
+    "kv_dtype": "give both pools one dtype of the KV cache (engine.args)",
+    "kv_layout": "give both pools one KV layout: the same engine, attention backend and block size",
+}
+"""By what the handshake names, where it is `incompatible`."""
+_FACTOR = re.compile(r"^incompatible:(\w{1,64}+)")
+_SHORT_WAIT = (
+    "probes of the pair pass, and 64 KiB took up to {seconds:.2f} s: KV of such prompts takes "
+    "longer than D waits"
+)
+_ROLES = {"P": "Prefill", "D": "Decode", "A": "Aggregated"}
+_FULL = 32
+"""D is full where less than one in so many blocks is free."""
 _ALONE = frozenset({"no_prefill", "short_prompt"})
 """Causes for which a fleet's P gets no requests."""
 _IDLE = "Decode instances served all requests alone lately: no Prefill instance was there"
@@ -114,6 +207,11 @@ _SHORT = (
 )
 _WORKS = "probes get from Prefill to Decode instances; no request moved KV lately"
 _TEXT = "D computes those prompts a second time; xpyd kv-probe tests the path of a pair"
+_SILENT = (
+    "routers know nothing of {names}, though ready, and send it no request: let its heartbeats "
+    "reach them (XPYD_DISCOVERY, a NetworkPolicy, the discovery port)"
+)
+_ROOM = "Give D a larger cache, kvTransfer.bufferSize or hostPoolSize, or add Decode instances"
 _OTHER_KEY = "routers refuse engines whose heartbeats are signed with another key"
 NOT_LOOKED = KvVerdict(None, "NoTraffic", "no request showed lately whether KV arrives")
 NO_PAIRS = KvVerdict(None, "NoPairs", "no Prefill and Decode instances: no KV moves in this fleet")
@@ -172,13 +270,27 @@ class KvWatch:
         """By cause the requests that one instance served, and when it was seen last."""
         self._forged = _Forged()
         self._false: KvVerdict | None = None
+        self._measured_s: float | None = None
+        self._unknown: dict[str, float] = {}
+        """Ready engines that no router knows, and since when."""
+        self._full: dict[str, float] = {}
+        """Ds without room of which requests wait, and since when no KV has come there."""
+        self._named: dict[str, str] = {}
+        """The numbers of a D without room as they were at first: the message must not change."""
 
     def look(
-        self, routers: Mapping[str, Counts], now_s: float, *, has_stranger: bool | None = None
+        self,
+        routers: Mapping[str, Counts],
+        now_s: float,
+        *,
+        has_stranger: bool | None = None,
+        seen: Seen | None = None,
+        roles: Mapping[str, str] | None = None,
     ) -> KvVerdict:
         """The verdict after the counts of all routers that answered, by name. A router that did not
         answer may be left out: its earlier counts are kept. `has_stranger`: whether fewer engines
-        are known to each router than are ready; None: that is not known."""
+        are known to each router than are ready; None: that is not known. `seen`: what routers say
+        of the instances; `roles`: the ready engines and their pools' roles."""
         if self._routers is None:
             if routers:
                 self._routers = dict(routers)
@@ -192,7 +304,9 @@ class KvWatch:
             self._routers[name] = counts
         self._forged.look(now_s, has_grown=forged > 0, has_stranger=has_stranger)
         self._forget(now_s)
-        return self._verdict(now_s)
+        if seen is not None:
+            self._compare(seen, roles or {}, now_s, has_stranger=has_stranger)
+        return self._verdict(now_s, seen, roles or {})
 
     def keep(self, pods: Iterable[str]) -> None:
         """The fleet's pods as they are: forget the counts of routers that are gone, and pairs of
@@ -213,7 +327,7 @@ class KvWatch:
                 if outcome == _PROBED + "moved":
                     self._probed_s = now_s
                     pair.moved_s = now_s
-                    pair.lost.clear()
+                    self._passed(pair, now_s)
                 else:
                     pair.lost[cause] += count
                     pair.lost_s = self._lost_s = now_s
@@ -237,6 +351,71 @@ class KvWatch:
         if is_paired:
             self._alone.clear()
 
+    @staticmethod
+    def _passed(pair: _Pair, now_s: float) -> None:
+        """A probe of it passed: that says nothing against requests whose KV came too late."""
+        for cause in list(pair.lost):
+            if cause != "timeout" or now_s - pair.lost_s > HOLD_S:
+                del pair.lost[cause]
+
+    def _compare(
+        self, seen: Seen, roles: Mapping[str, str], now_s: float, *, has_stranger: bool | None
+    ) -> None:
+        """Note who is unknown to routers, and which Ds have no room. Instances may have names of
+        their own: where there are as many as pods, none is unknown."""
+        unknown = set[str]() if has_stranger is False else roles.keys() - seen.instances.keys()
+        self._unknown = {name: self._unknown.get(name, now_s) for name in unknown}
+        came = {d: pair.moved_s for (_, d), pair in self._pairs.items()}
+        full: dict[str, float] = {}
+        for name, one in seen.instances.items():
+            load = one.load
+            is_full = load.waiting and load.free_blocks * _FULL < load.total_blocks
+            if one.type == "D" and is_full:
+                full[name] = max(self._full.get(name, now_s), came.get(name, 0.0))
+                self._named.setdefault(
+                    name,
+                    f"{name} has {load.free_blocks} of {load.total_blocks} blocks free, runs "
+                    f"{load.running} requests and lets {load.waiting} wait",
+                )
+        self._full = full
+        self._named = {name: text for name, text in self._named.items() if name in full}
+
+    def _of_instances(
+        self, seen: Seen | None, roles: Mapping[str, str], now_s: float
+    ) -> KvVerdict | None:
+        """What is wrong with instances, by what routers say of them; None: nothing."""
+        wrong = sorted(
+            (name, role, _ROLES[said])
+            for name, role in roles.items()
+            if seen is not None
+            and (one := seen.instances.get(name)) is not None
+            and (said := one.type) in _ROLES
+            and _ROLES[said] != role
+        )
+        if wrong:
+            named = "; ".join(
+                f"{name} of a {role} pool says to routers that it is {said}, so that it is a pair "
+                f"with no {'Decode' if role == 'Prefill' else 'Prefill'} instance"
+                for name, role, said in wrong[:_MOST_NAMED]
+            )
+            fix = "take --role (for vLLM kv_role) out of its arguments and XPYD_ROLE out of its env"
+            return KvVerdict(False, "WrongRole", f"{named}: {fix}")
+        names = ", ".join(sorted(self._strangers(now_s))[:_MOST_NAMED])
+        if self._forged.is_an_engine:
+            who = f" (ready, and at no router: {names})" if names else ""
+            fix = "give engines and routers one key (kvTransfer.keySecretRef)"
+            return KvVerdict(False, "KeyMismatch", f"{_OTHER_KEY}{who}: {fix}")
+        if names:
+            return KvVerdict(False, "NoHeartbeats", _SILENT.format(names=names))
+        full = sorted(name for name, since_s in self._full.items() if now_s - since_s >= _APART_S)
+        if full:
+            named = "; ".join(self._named[name] for name in full[:_MOST_NAMED])
+            return KvVerdict(False, "NoRoom", f"KV waits at Prefill instances: {named}. {_ROOM}")
+        return None
+
+    def _strangers(self, now_s: float) -> list[str]:
+        return [name for name, since_s in self._unknown.items() if now_s - since_s >= _APART_S]
+
     def _forget(self, now_s: float) -> None:
         oldest_s = now_s - LATELY_S
         for key, pair in list(self._pairs.items()):
@@ -244,18 +423,23 @@ class KvWatch:
                 del self._pairs[key]
         self._alone = {c: row for c, row in self._alone.items() if row[1] >= oldest_s}
 
-    def _verdict(self, now_s: float) -> KvVerdict:
+    def _verdict(self, now_s: float, seen: Seen | None, roles: Mapping[str, str]) -> KvVerdict:
         broken = {key: pair for key, pair in self._pairs.items() if pair.lost}
         if sum(pair.lost.total() for pair in broken.values()) >= LEAST:
-            self._false = _lost(broken)
+            if self._measured_s is None and seen is not None and seen.slowest is not None:
+                self._measured_s = seen.slowest.seconds
+            self._false = _lost(broken, seen, self._measured_s)
             return self._false
         if self._false is not None and now_s - self._lost_s <= HOLD_S:
             return self._false
-        self._false = None
-        if self._forged.is_an_engine:
-            return KvVerdict(False, "KeyMismatch", _OTHER_KEY)
+        self._false = self._measured_s = None
+        found = self._of_instances(seen, roles, now_s)
         is_idle = self._alone.get("no_prefill", (0, 0.0))[0] >= LEAST
         is_without_p = is_idle and now_s - self._moved_s >= _SETTLED_S
+        if is_without_p and found is not None and found.reason == "NoHeartbeats":
+            return KvVerdict(False, "PrefillIdle", f"{_IDLE}. {found.message}")
+        if found is not None:
+            return found
         if now_s - self._moved_s <= LATELY_S and not is_without_p:
             return KvVerdict(True, "KVMoved", "KV moved from Prefill to Decode instances lately")
         if is_without_p:
@@ -275,17 +459,37 @@ def _growth(before: Counts, now: Counts) -> Counts:
     return {row: n for row, n in grown.items() if n}
 
 
-def _lost(broken: Mapping[tuple[str, str], _Pair]) -> KvVerdict:
-    """False, with some of the pairs. No numbers: the message must not change at each look."""
+def _failing(seen: Seen | None) -> frozenset[tuple[str, str]]:
+    return frozenset() if seen is None else frozenset(seen.problems)
+
+
+def _lost(
+    broken: Mapping[tuple[str, str], _Pair], seen: Seen | None, measured_s: float | None
+) -> KvVerdict:
+    """False, with some of the pairs. The message must not change at each look: no counts, and
+    `measured_s`, the slowest probe that passed, is that of the first."""
     causes: Counter[str] = Counter()
     for pair in broken.values():
         causes.update(pair.lost)
-    named = [
-        f"{prefill} to {decode}: {max(pair.lost, key=pair.lost.__getitem__)}"
-        for (prefill, decode), pair in sorted(broken.items())[:_MOST_NAMED]
-    ]
+    worst = max(sorted(causes), key=causes.__getitem__)
+    named: list[str] = []
+    fixes: list[str] = []
+    for (prefill, decode), pair in sorted(broken.items())[:_MOST_NAMED]:
+        cause = max(pair.lost, key=pair.lost.__getitem__)
+        detail = "" if seen is None else seen.problems.get((prefill, decode), "")
+        named.append(f"{prefill} to {decode}: {cause}{detail and f' ({detail})'}")
+        factor = _FACTOR.match(detail)
+        fix = _FACTOR_FIXES.get(factor[1], "") if factor else ""
+        fixes.append(fix or _FIXES.get(cause, ""))
     if len(broken) > len(named):
         named.append(f"and {len(broken) - len(named)} more pairs")
-    worst = max(sorted(causes), key=causes.__getitem__)
     reason = _REASONS.get(worst, "NotReceived")
-    return KvVerdict(False, reason, f"KV did not arrive from {', '.join(named)}. {_TEXT}")
+    if worst == "timeout" and measured_s is not None and broken.keys() - _failing(seen):
+        reason = "WaitTooShort"
+        named.append(_SHORT_WAIT.format(seconds=measured_s))
+    fix = "; ".join(dict.fromkeys(one for one in fixes if one))
+    return KvVerdict(
+        False,
+        reason,
+        f"KV did not arrive from {', '.join(named)}. {fix and f'Fix: {fix}. '}{_TEXT}",
+    )

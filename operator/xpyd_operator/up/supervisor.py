@@ -42,7 +42,7 @@ from xpyd_operator.plan.values import (
     SetStatus,
 )
 from xpyd_operator.status.drains import read_rows
-from xpyd_operator.status.verified import NOT_LOOKED, QUERY, Counts, KvWatch, read_counts
+from xpyd_operator.status.verified import NOT_LOOKED, QUERY, Counts, KvWatch, read_counts, read_seen
 from xpyd_operator.up.checks import check_layouts, locate_model, weights_bytes
 from xpyd_operator.up.folder import AddressClaim, FleetFolder, FleetRecord, identify
 from xpyd_operator.up.logs import rotate
@@ -409,13 +409,16 @@ class Supervisor:
 
     async def _read_kv_for_ever(self) -> None:
         """Read what the router counts of KV."""
+        port = self.pods.settings.admin_port
         while True:
             await asyncio.sleep(_READ_KV_EVERY_S)
-            body = await asyncio.to_thread(get, ROUTER_HOST, self.pods.settings.admin_port, QUERY)
+            body = await asyncio.to_thread(get, ROUTER_HOST, port, QUERY)
             found: dict[str, Counts] = {}
             if body is not None:
                 self.kv_counts = found[ROUTER] = read_counts(body.decode("utf-8", "replace"))
-            self.kv = self._kv_watch.look(found, time.monotonic())
+            said = await asyncio.to_thread(get, ROUTER_HOST, port, "/instances")
+            seen = None if said is None else read_seen([said])
+            self.kv = self._kv_watch.look(found, time.monotonic(), seen=seen)
             is_lost = self.kv.status is False
             self._report("kv", f"{self.kv.reason}: {self.kv.message}" if is_lost else "")
 
