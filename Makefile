@@ -23,7 +23,7 @@ ON_GPU := PYTHONPATH=.:core:kv_transfer:worker_image $(GPU_PYTHON)
 CLUSTER_TESTS := tests/cluster tests/crds tests/images
 GPU_TESTS := tests/gpu tests/kv/test_device_gpu.py tests/kv/test_transport_conformance.py tests/kv/test_vllm_gpu.py
 
-.PHONY: help setup fmt lint type imports generate verify test test-slow test-all collect test-gpu test-cluster test-vllm test-agents soak demo journeys mutate bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel bench-fleet bench-vllm bench-agents cluster-build cluster-images cluster-up cluster-down cluster-status images push constraints clean check-chart
+.PHONY: help setup fmt lint type imports generate verify test test-slow test-all collect test-gpu test-cluster test-vllm test-agents soak demo journeys mutate bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel bench-fleet bench-vllm bench-agents bench-change cluster-build cluster-images cluster-up cluster-down cluster-status images push constraints clean check-chart
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -137,6 +137,9 @@ bench-vllm: setup ## Our connector inside vLLM; against NixlConnector and a vLLM
 
 bench-agents: setup ## What structured output and the APIs of agents cost; against vLLM
 	@$(BIN)/python -m bench.agents
+
+bench-change: setup ## 10,000 requests while a fleet in a cluster is changed in every way; needs what NODE=1 does
+	@$(BIN)/python -m bench.change
 
 constraints: setup ## Write the installed versions to constraints.txt
 	@scripts/constraints.sh

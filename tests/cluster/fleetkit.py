@@ -8,6 +8,8 @@ FleetClient: an answer costs milliseconds, a start of kubectl a tenth of a secon
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +38,10 @@ GONE_S = 90
 FAKE_NODES = {"spec": {"nodeSelector": NODE_SELECTOR, "tolerations": TOLERATIONS}}
 """A pool's template, for pods that are ready at once and do nothing."""
 _REPLICA_SET = Kind("apps/v1", "ReplicaSet", "replicasets")
+_OF_A_FLEET = (
+    "inferencefleetpools,deployments,services,serviceaccounts,secrets,configmaps,"
+    "poddisruptionbudgets,networkpolicies,pods"
+)
 _KINDS = {kind.plural: kind for kind in (*WATCHED, SECRET, EVENT, _REPLICA_SET)}
 Obj = dict[str, Any]
 DEMO_MODEL = ROOT / "examples/demo-model"
@@ -285,6 +291,26 @@ class FleetClient:
         """kubectl scale fleetpool/NAME-POOL."""
         self.kubectl("scale", f"fleetpool/{self.name}-{pool}", f"--replicas={replicas}")
 
+    def rollout(self, *words: str, program: str = "xpyd", code: int = 0) -> str:
+        """What `xpyd rollout` prints."""
+        environment = self.cluster.client_environment()
+        argv = [str(Path(sys.executable).with_name(program)), "rollout", *words]
+        argv += ["-n", self.namespace]
+        done = subprocess.run(argv, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == code, f"{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def identities(self) -> dict[str, tuple[str, int]]:
+        """Uid and generation of the fleet and all that it has."""
+        found = self.find(_OF_A_FLEET, labels=f"xpyd.dev/fleet={self.name}")
+        return {
+            f"{one['kind']}/{one['metadata']['name']}": (
+                one["metadata"]["uid"],
+                one["metadata"].get("generation", 0),
+            )
+            for one in [*found, self.document()]
+        }
+
     def pods(self, pool: str) -> list[Obj]:
         """The pool's pods that are not being deleted."""
         found = self.find("pods", labels=f"xpyd.dev/fleet={self.name},xpyd.dev/pool={pool}")
@@ -320,8 +346,7 @@ class FleetClient:
         script = ["python3", "-c", _LOAD_CLIENT, *self._load_argv(rate, requests)]
         argv = [kubectl_binary(), "-n", self.namespace, "exec", "-i", "client", "--", *script]
         process = self.cluster.popen(argv, stdin=-1, stdout=-1, stderr=-1, text=True)
-        asked = [{"prompt": case.prompt, "ids": case.ids} for case in cases]
-        process.stdin.write(f"{json.dumps(asked)}\n")
+        process.stdin.write(f"{_asked(cases)}\n")
         process.stdin.flush()
         if process.stdout.readline() != "begun\n":
             raise AssertionError(f"the load does not begin: {process.communicate(timeout=30)}")
@@ -331,10 +356,9 @@ class FleetClient:
     def under_load(self, cases: Sequence[Case], *, rate: float) -> Iterator[Obj]:
         """As `start_load`, for minutes, which `kubectl exec` does not hold out on a busy machine:
         the load is the pod's own. The report is in what is yielded, from the end on."""
-        asked = [{"prompt": case.prompt, "ids": case.ids} for case in cases]
         shell = ("exec", "-i", "client", "--", "sh", "-c")
         argv = (*shell, _BEGIN_LOAD, _LOAD_CLIENT, *self._load_argv(rate, 0))
-        self.kubectl(*argv, input=f"{json.dumps(asked)}\n")
+        self.kubectl(*argv, input=f"{_asked(cases)}\n")
         report: Obj = {}
         try:
             yield report
@@ -346,6 +370,12 @@ class FleetClient:
             return json.loads(last) if last.startswith("{") else None
 
         report |= wait_for(said, 300, "the load's report", interval_s=1.0, explain=self.explain)
+
+    def requests_over(self) -> list[tuple[float, float, str]]:
+        """Of the load of under_load(), up to now: when a request began and ended, by time.time(),
+        and as what it is counted; empty: it was answered."""
+        lines = self.kubectl("exec", "client", "--", "cat", "/tmp/load").splitlines()
+        return [(one[0], one[1], one[2]) for one in map(json.loads, lines[1:]) if type(one) is list]
 
     def _load_argv(self, rate: float, requests: int) -> list[str]:
         url = self.url or f"http://{self.name}-router.{self.namespace}.svc:10001"
@@ -368,6 +398,18 @@ class FleetClient:
         values = [line.split()[-1] for line in text.splitlines() if line.startswith(samples)]
         assert values or absent is not None, f"{name} is not in {url}"
         return sum(map(float, values)) if values else absent or 0.0
+
+
+def _asked(cases: Sequence[Case]) -> str:
+    """What load_client.py reads."""
+    return json.dumps(
+        [
+            {"messages": [{"role": "user", "content": case.message}], "ids": case.ids}
+            if case.message
+            else {"prompt": case.prompt, "ids": case.ids}
+            for case in cases
+        ]
+    )
 
 
 def finish_load(process: Any, *, timeout_s: float = 300.0) -> dict[str, Any]:

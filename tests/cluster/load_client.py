@@ -7,8 +7,10 @@ a connection of its own. A closed loop, or connections that live on, would send 
 new connections are refused. REQUESTS 0: as long as standard input is open. KEY_FILE has the client
 key; it is read for each request, so that another key in it is that of the next request.
 
-The first line of standard input is a list of {"prompt": [ids], "ids": [ids]}; every second request
-is streamed. Prints `begun`, then one JSON object. Needs Python and aiohttp, nothing of xpyd.
+The first line of standard input is a list of {"prompt": [ids], "ids": [ids]}, of a chat with
+"messages" in the prompt's place; every second request is streamed. Prints `begun`, a line of JSON
+for each request that is over (when it began and ended, by time.time(), and as what it is counted),
+then one JSON object. Needs Python and aiohttp, nothing of xpyd.
 """
 
 from __future__ import annotations
@@ -62,16 +64,19 @@ async def ask(
 ) -> None:
     """One request; raises when it fails or its tokens are not the case's."""
     headers = key_of(key_file)
+    name, path = (
+        ("messages", "chat/completions") if "messages" in case else ("prompt", "completions")
+    )
     body = {
         "model": "demo",
-        "prompt": case["prompt"],
+        name: case[name],
         "max_tokens": len(case["ids"]),
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
         "stream": stream,
     }
-    async with session.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
+    async with session.post(f"{url}/v1/{path}", json=body, headers=headers) as answer:
         if answer.status != 200:
             raise Failed(f"status {answer.status}", (await answer.text())[:200])
         if stream:
@@ -125,8 +130,8 @@ class Load:
                     pass
 
     async def _one(self, number: int) -> None:
-        begun_s = time.monotonic()
-        case = self._cases[number % len(self._cases)]
+        begun_s, begun_at = time.monotonic(), time.time()
+        case, kind = self._cases[number % len(self._cases)], ""
         try:
             await ask(self._session, self._url, self._key_file, case, number % 2 == 0)
         except (aiohttp.ClientError, OSError, ValueError, Failed) as error:
@@ -136,6 +141,9 @@ class Load:
                 at_s = begun_s - self._started_s
                 self.first_failures.append(f"{at_s:.1f} s, {number}: {kind}: {error!r}"[:400])
         self.slowest_s = max(self.slowest_s, time.monotonic() - begun_s)
+        each = [round(begun_at, 2), round(time.time(), 2), kind]
+        sys.stdout.write(f"{json.dumps(each)}\n")
+        sys.stdout.flush()
 
     def report(self) -> dict[str, Any]:
         """For the test."""

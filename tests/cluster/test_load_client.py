@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,18 @@ from aiohttp import web
 
 CLIENT = Path(__file__).with_name("load_client.py")
 CASES = [{"prompt": [1, 2], "ids": [7]}]
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "ids": [7]}
 RATE = 50.0
 
 
-async def start(url: str, requests: int, *more: str) -> asyncio.subprocess.Process:
+async def start(
+    url: str, requests: int, *more: str, cases: Any = CASES
+) -> asyncio.subprocess.Process:
     argv = (sys.executable, str(CLIENT), url, str(RATE), str(requests), *more)
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=pipe)
     assert process.stdin is not None
-    process.stdin.write(f"{json.dumps(CASES)}\n".encode())
+    process.stdin.write(f"{json.dumps(cases)}\n".encode())
     await process.stdin.drain()
     return process
 
@@ -31,15 +35,19 @@ async def report_of(process: asyncio.subprocess.Process) -> dict[str, Any]:
     """Ends a load that goes on until standard input ends."""
     out, _ = await process.communicate(b"")
     assert process.returncode == 0
-    begun, report_text = out.splitlines()
+    begun, *each, report_text = out.splitlines()
     assert begun == b"begun"
     report: dict[str, Any] = json.loads(report_text)
+    kinds = [json.loads(line)[2] for line in each]
+    assert len(kinds) == report["requests"]
+    assert Counter(filter(None, kinds)) == report["failures"]
     return report
 
 
 async def serve(handler: Any) -> tuple[web.AppRunner, str]:
     app = web.Application()
-    app.router.add_post("/v1/completions", handler)
+    for path in ("completions", "chat/completions"):
+        app.router.add_post(f"/v1/{path}", handler)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -159,3 +167,23 @@ async def test_each_request_has_the_key_that_the_file_has_then(tmp_path: Path) -
         await runner.cleanup()
     assert report["failed"] == 0
     assert (seen[0], seen[-1]) == ("Bearer first", "Bearer second")
+
+
+async def test_a_case_with_messages_is_a_chat() -> None:
+    seen: list[tuple[str, Any]] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        seen.append((request.path, body.get("messages") or body.get("prompt")))
+        return await answer(request)
+
+    runner, url = await serve(handler)
+    try:
+        report = await report_of(await start(url, 2, cases=[CHAT, *CASES]))
+    finally:
+        await runner.cleanup()
+    assert report["failed"] == 0
+    assert sorted(seen) == [
+        ("/v1/chat/completions", CHAT["messages"]),
+        ("/v1/completions", CASES[0]["prompt"]),
+    ]

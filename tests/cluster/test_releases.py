@@ -12,10 +12,6 @@ from tests.cluster.fleetkit import READY_S, FleetClient, Obj, delete_fleets, fak
 from tests.cluster.harness import Cluster, wait_for
 from tests.cluster.operator_process import OperatorProcess, running_operator
 
-KINDS = (
-    "inferencefleetpools,deployments,services,serviceaccounts,secrets,configmaps,"
-    "poddisruptionbudgets,networkpolicies,pods"
-)
 NEW = ("--worker-image=registry/worker:2", "--router-image=registry/router:2")
 
 
@@ -36,18 +32,6 @@ def take(chat: FleetClient, release: str) -> None:
     """Give every fleet of the namespace to the release, as docs/operator.md says."""
     mark = f"xpyd.dev/operator={release}"
     chat.kubectl("annotate", "--overwrite", "fleets", "--all", mark)
-
-
-def identities(chat: FleetClient) -> dict[str, tuple[str, int]]:
-    """Uid and generation of all that the fleet has."""
-    found = chat.find(KINDS, labels="xpyd.dev/fleet=chat")
-    return {
-        f"{one['kind']}/{one['metadata']['name']}": (
-            one["metadata"]["uid"],
-            one["metadata"].get("generation", 0),
-        )
-        for one in [*found, chat.document()]
-    }
 
 
 def images(chat: FleetClient) -> set[str]:
@@ -71,13 +55,13 @@ def test_a_standby_goes_on_when_the_leader_is_killed(plane: Cluster, chat: Fleet
         with running_operator(plane, place, flags=flags(place, "xpyd")) as second:
             assert second.http("/readyz") == 200
             assert second.turns() == 0
-            before = identities(chat)
+            before = chat.identities()
             first.kill()
             looked(second)
             other = FleetClient(plane, place, "code")
             other.apply(fake_fleet("code"))
             other.wait_ready()
-            assert identities(chat) == before
+            assert chat.identities() == before
             # SIGTERM gives the Lease back: the next one begins though it is not old.
             second.stop()
         with running_operator(plane, place, flags=flags(place, "xpyd")) as third:
@@ -89,22 +73,22 @@ def test_two_releases_and_an_upgrade_change_no_object(plane: Cluster, chat: Flee
     with running_operator(plane, place, flags=flags(place, "one")):
         chat.apply(fake_fleet())
         chat.wait_ready()
-        before, old = identities(chat), images(chat)
+        before, old = chat.identities(), images(chat)
         with running_operator(plane, place, flags=flags(place, "two", *NEW)) as second:
             wait_for(lambda: told(chat, "StandsBy"), READY_S, "it stands by", explain=second.log)
-            assert identities(chat) == before
+            assert chat.identities() == before
     with running_operator(plane, place, flags=flags(place, "one", *NEW)) as upgraded:
 
         def says_older() -> bool:
             return chat.condition("UpToDate").get("reason") == "OlderDefaults"
 
         wait_for(says_older, READY_S, "the status says older", explain=upgraded.log)
-        assert identities(chat) == before
+        assert chat.identities() == before
     with running_operator(plane, place, flags=flags(place, "two", *NEW)) as second:
         take(chat, f"{place}/two")
         looked(second)
         wait_for(says_older, READY_S, "it has the fleet", explain=second.log)
-        assert identities(chat) == before
+        assert chat.identities() == before
         assert images(chat) == old
     asked = flags(place, "two", *NEW, "--upgrade-fleets=1")
     with running_operator(plane, place, flags=asked) as second:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,17 +23,8 @@ def operator(plane: Cluster, namespace: str) -> Iterator[OperatorProcess]:
         delete_fleets(plane, namespace)
 
 
-def xpyd(chat: FleetClient, *words: str, program: str = "xpyd", code: int = 0) -> str:
-    """What `xpyd rollout` prints."""
-    environment = chat.cluster.client_environment()
-    argv = [str(Path(sys.executable).with_name(program)), "rollout", *words, "-n", chat.namespace]
-    done = subprocess.run(argv, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == code, f"{done.stdout}{done.stderr}"
-    return done.stdout
-
-
 def history(chat: FleetClient) -> list[tuple[int, str]]:
-    found = json.loads(xpyd(chat, "history", "chat", "-o", "json"))
+    found = json.loads(chat.rollout("history", "chat", "-o", "json"))
     return [(row["revision"], row["spec"]["engine"].get("image", "")) for row in found]
 
 
@@ -51,13 +40,13 @@ def test_a_rollout_is_paused_resumed_taken_back_and_restarted_by_the_command(
     first = fake_fleet(decode=2, engine={"image": "engine:1"})
     chat.apply(first)
     chat.wait_ready()
-    assert "Complete" in xpyd(chat, "status", "chat", "--wait", f"--timeout={WAIT_S}")
+    assert "Complete" in chat.rollout("status", "chat", "--wait", f"--timeout={WAIT_S}")
     assert history(chat) == [(1, "engine:1")]
 
     second = fake_fleet(decode=2, engine={"image": "engine:2"})
     file = tmp_path / "fleet.yaml"
     file.write_text(json.dumps(second))
-    edit = json.loads(xpyd(chat, "plan", "-f", str(file), "-o", "json"))
+    edit = json.loads(chat.rollout("plan", "-f", str(file), "-o", "json"))
     assert [(p["pool"], p["change"], p["why"]) for p in edit["pools"]] == [
         ("router", "unchanged", []),
         ("prefill", "new revision", ["engine.image"]),
@@ -66,30 +55,30 @@ def test_a_rollout_is_paused_resumed_taken_back_and_restarted_by_the_command(
     assert chat.document()["metadata"]["generation"] == 1, "nothing was written"
 
     # Paused: the edit does not begin, and a scale counts for what runs.
-    xpyd(chat, "pause", "chat")
+    chat.rollout("pause", "chat")
     chat.apply(second)
     wait_for(lambda: chat.condition("Progressing").get("reason") == "Paused", 30, "Paused")
-    assert "of the newest revision" in xpyd(chat, "status", "chat", "--wait", code=4)
+    assert "of the newest revision" in chat.rollout("status", "chat", "--wait", code=4)
     chat.scale("decode", 3)
     chat.wait_pool("decode", 3)
     assert images(chat) == {"engine:1"}
     assert history(chat) == [(1, "engine:1")]
 
-    xpyd(chat, "resume", "chat")
-    xpyd(chat, "status", "chat", "--wait", f"--timeout={WAIT_S}")
+    chat.rollout("resume", "chat")
+    chat.rollout("status", "chat", "--wait", f"--timeout={WAIT_S}")
     assert images(chat) == {"engine:2"}
     assert history(chat) == [(1, "engine:1"), (2, "engine:2")]
     assert len(chat.pods("decode")) == 3
 
-    xpyd(chat, "undo", "chat", program="kubectl-xpyd")
-    xpyd(chat, "status", "chat", "--wait", f"--timeout={WAIT_S}")
+    chat.rollout("undo", "chat", program="kubectl-xpyd")
+    chat.rollout("status", "chat", "--wait", f"--timeout={WAIT_S}")
     assert images(chat) == {"engine:1"}
     assert history(chat) == [(2, "engine:2"), (3, "engine:1")]
     assert len(chat.pods("decode")) == 3, "sizes stay"
 
     before = {pod["metadata"]["uid"] for pool in ("decode", "router") for pod in chat.pods(pool)}
-    xpyd(chat, "restart", "chat")
-    xpyd(chat, "status", "chat", "--wait", f"--timeout={WAIT_S}")
+    chat.rollout("restart", "chat")
+    chat.rollout("status", "chat", "--wait", f"--timeout={WAIT_S}")
     after: set[Any] = {p["metadata"]["uid"] for n in ("decode", "router") for p in chat.pods(n)}
     assert not before & after
     told = {event["reason"] for event in chat.events()}
@@ -111,19 +100,19 @@ def test_a_rollout_that_is_stuck_is_paused_in_the_middle_and_taken_back_without_
     wait_for(
         lambda: len(chat.pods("decode")) == 3, 30, "a pod without a node", explain=chat.explain
     )
-    xpyd(chat, "status", "chat", code=3)
+    chat.rollout("status", "chat", code=3)
 
     def marks() -> list[bool]:
         found = chat.find("deployments", labels="xpyd.dev/fleet=chat,xpyd.dev/pool=decode")
         return sorted(bool(d["spec"].get("paused")) for d in found)
 
-    xpyd(chat, "pause", "chat")
+    chat.rollout("pause", "chat")
     wait_for(lambda: marks() == [False, True], 30, "the deadline rests", explain=chat.explain)
     chat.scale("decode", 4)
     chat.wait_pool("decode", 3)  # with the one that has no node, 4
-    xpyd(chat, "undo", "chat")
-    xpyd(chat, "resume", "chat")
-    xpyd(chat, "status", "chat", "--wait", f"--timeout={WAIT_S}")
+    chat.rollout("undo", "chat")
+    chat.rollout("resume", "chat")
+    chat.rollout("status", "chat", "--wait", f"--timeout={WAIT_S}")
     now = {pod["metadata"]["uid"] for n in ("prefill", "decode") for pod in chat.pods(n)}
     assert serving <= now
     assert len(chat.pods("decode")) == 4

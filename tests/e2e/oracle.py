@@ -33,19 +33,61 @@ CUT_SHORT = "stream ended without [DONE] and without an error event"
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt and what transformers answers: `ids` (max_tokens of them, EOS ignored), `text`."""
+    """A prompt and what transformers answers: `ids` (max_tokens of them, EOS ignored)."""
 
     prompt: tuple[int, ...]
     ids: tuple[int, ...]
+    message: str = ""
+    """Of a chat: the user's, of which the prompt is made."""
+
+
+def _oracle(model: Path) -> tuple[Any, Any]:
+    """transformers' tokenizer and model."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizers: Any = AutoTokenizer
+    models: Any = AutoModelForCausalLM
+    oracle = models.from_pretrained(model, dtype=torch.float32)
+    return tokenizers.from_pretrained(model), oracle.eval()
+
+
+def mixed_cases(model: Path, *, seed: int = 11) -> list[Case]:
+    """27 cases: prompts as make_cases() has, of 600 to 900 tokens, long answers, and chats."""
+    tokenizer, oracle = _oracle(model)
+    rng = random.Random(seed)
+
+    def text(words: int) -> str:
+        return " ".join(rng.choice(TEXTS) for _ in range(words))
+
+    def ids_of(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def case(prompt: list[int], new: int, message: str = "") -> Case:
+        return Case(tuple(prompt), greedy(oracle, prompt, new), message)
+
+    cases = [case(ids_of(text(1 + n))[:500], rng.randrange(2, 40)) for n in range(10)]
+    cases += [case(ids_of(text(90))[: 600 + 75 * n], rng.randrange(2, 40)) for n in range(5)]
+    cases += [case(ids_of(text(2)), 200) for _ in range(2)]
+    for number in range(10):
+        message = text(1 + number % 5)
+        rendered = tokenizer.apply_chat_template(
+            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+        )
+        cases.append(case(ids_of(rendered), rng.randrange(4, 60), message))
+    return cases
+
+
+def long_case(model: Path, new_tokens: int) -> Case:
+    """A short prompt with so many output tokens."""
+    tokenizer, oracle = _oracle(model)
+    prompt = tokenizer(TEXTS[3], add_special_tokens=False)["input_ids"]
+    return Case(tuple(prompt), greedy(oracle, prompt, new_tokens))
 
 
 def make_cases(model: Path, *, count: int = 24, seed: int = 7) -> list[Case]:
     """`count` prompts of 3 to about 500 tokens with 2 to 40 output tokens each."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer, oracle = _oracle(model)
     rng = random.Random(seed)
     cases: list[Case] = []
     for number in range(count):

@@ -99,6 +99,15 @@ class Cluster:
         """
         return self._reader.object(path)
 
+    def read(self, path: str) -> str:
+        """The text at a path of the API that is no object: what a pod answers behind the server's
+        proxy. Raises OSError unless it is there.
+        """
+        status, body = self._reader.get(path)
+        if status != 200:
+            raise OSError(f"GET {path}: {status} {body[:500].decode(errors='replace')}")
+        return body.decode()
+
     def popen(self, argv: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
         """Start a program in the cluster's network, with KUBECONFIG set.
 
@@ -187,6 +196,10 @@ class Cluster:
         if written not in self._loaded:
             real_node.load_image(self, archive)
             self._loaded.add(written)
+
+    def tag_image(self, image: str, other: str) -> None:
+        """Have an image of the node under another name besides. Raises ClusterError."""
+        real_node.tag_image(self, image, other)
 
     def images(self) -> list[str]:
         """The references of the images that the node has."""

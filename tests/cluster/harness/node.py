@@ -62,12 +62,24 @@ def load_image(cluster: Cluster, archive: Path) -> None:
     if done.returncode != 0:
         raise ClusterError(f"{archive} could not be imported: {done.stderr.strip()}")
 
+    _wait_until_known(cluster, archive.name)
+
+
+def tag_image(cluster: Cluster, image: str, other: str) -> None:
+    """Let the node have the image under another name besides. Raises ClusterError."""
+    done = _ctr(cluster, "images", "tag", "--force", image, other)
+    if done.returncode != 0:
+        raise ClusterError(f"{image} could not be tagged: {done.stderr.strip()}")
+    _wait_until_known(cluster, other)
+
+
+def _wait_until_known(cluster: Cluster, what: str) -> None:
     def known_to_kubelet() -> bool:
         # The runtime's Kubernetes side learns of an import by an event and labels the image.
         lines = _ctr(cluster, "images", "list").stdout.splitlines()[1:]
         return all("io.cri-containerd.image=managed" in line for line in lines)
 
-    wait_for(known_to_kubelet, 30, f"the images of {archive.name} are known to kubelet")
+    wait_for(known_to_kubelet, 30, f"the images of {what} are known to kubelet")
 
 
 def images(cluster: Cluster) -> list[str]:
