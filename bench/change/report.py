@@ -70,6 +70,7 @@ def _row(name: str, found: Found) -> dict[str, Any]:
         if any(w.began_s <= ended_s and began_s <= w.ended_s for w in windows)
     ]
     looks = [_looks(found.looks, window) for window in windows]
+    lowest = min(looks, key=lambda one: min((k.prefill + k.decode for k in one), default=0))
     seconds = [window.ended_s - window.began_s for window in windows]
     return {
         "change": name,
@@ -81,11 +82,21 @@ def _row(name: str, found: Found) -> dict[str, Any]:
             "prefill": min((look.prefill for one in looks for look in one), default=0),
             "decode": min((look.decode for one in looks for look in one), default=0),
         },
+        "routable": _steps(lowest),
     }
 
 
 def _looks(looks: Iterable[Look], window: Window) -> list[Look]:
     return [look for look in looks if window.began_s <= look.at_s <= window.ended_s]
+
+
+def _steps(looks: list[Look]) -> list[list[float]]:
+    """Seconds since the first look, P and D, each time that these changed; of the worst time."""
+    found: list[list[float]] = []
+    for look in looks:
+        if not found or found[-1][1:] != [look.prefill, look.decode]:
+            found.append([round(look.at_s - looks[0].at_s, 1), look.prefill, look.decode])
+    return found
 
 
 def _counted(kinds: list[str]) -> dict[str, int]:

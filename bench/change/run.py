@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,6 +26,9 @@ from tests.e2e.oracle import Case
 QUIET_S = 2.0
 """Between two changes."""
 _LOOK_S = 0.4
+_ANSWER_S = 2.0
+_ROUTERS = 8
+"""That are asked at once."""
 _PAIRS = "xpyd_router_pair_revisions_total"
 _SAMPLE = re.compile(rf'^{_PAIRS}{{[^}}]*revisions="(\w+)"[^}}]*}} (\S+)$', re.MULTILINE)
 HUNG = "timeout"
@@ -78,7 +82,9 @@ class RouterWatch(threading.Thread):
         super().__init__(daemon=True)
         self._fleet = fleet
         self._ended = threading.Event()
-        self._pairs: dict[str, dict[str, float]] = {}
+        self._pairs: dict[str, dict[str, int]] = {}
+        # One that has just ended keeps the API server waiting, but not the looks at the others.
+        self._askers = ThreadPoolExecutor(_ROUTERS)
         self.looks: list[Look] = []
 
     def run(self) -> None:
@@ -93,29 +99,35 @@ class RouterWatch(threading.Thread):
         """Look no more."""
         self._ended.set()
         self.join(30)
+        self._askers.shutdown(wait=False)
 
     def _look(self) -> None:
-        known: list[tuple[int, int]] = []
         label = f"xpyd.dev/fleet={self._fleet.name},xpyd.dev/pool=router"
-        for pod in self._fleet.find("pods", labels=label):
-            leaves = "deletionTimestamp" in pod["metadata"]
-            counts = self._ask(pod["metadata"]["name"], pod["metadata"]["uid"])
-            if counts is not None and is_ready(pod) and not leaves:
-                known.append(counts)
-        if not known:
-            known = [(0, 0)]
-        both = [sum(c.get(word, 0) for c in self._pairs.values()) for word in ("other", "same")]
-        lowest = min(p for p, _ in known), min(d for _, d in known)
-        self.looks.append(Look(time.time(), *lowest, int(both[0]), int(sum(both))))
+        pods = self._fleet.find("pods", labels=label)
+        asked = [self._askers.submit(self._ask, pod["metadata"]) for pod in pods]
+        known: list[tuple[int, int]] = []
+        for pod, one in zip(pods, asked, strict=True):
+            counts = one.result()
+            if not is_ready(pod) or "deletionTimestamp" in pod["metadata"]:
+                continue
+            if counts is None:
+                return  # It may have ended since; what it knew is not known.
+            known.append(counts)
+        prefill, decode = (min((one[side] for one in known), default=0) for side in (0, 1))
+        other, same = (sum(c.get(w, 0) for c in self._pairs.values()) for w in ("other", "same"))
+        self.looks.append(Look(time.time(), prefill, decode, other, other + same))
 
-    def _ask(self, name: str, uid: str) -> tuple[int, int] | None:
-        place = f"/api/v1/namespaces/{self._fleet.namespace}/pods/{name}:10002/proxy"
+    def _ask(self, pod: dict[str, Any]) -> tuple[int, int] | None:
+        """How many P and D the router knows; None: it does not answer."""
+        place = f"/api/v1/namespaces/{self._fleet.namespace}/pods/{pod['name']}:10002/proxy"
+        read = self._fleet.cluster.read
         try:
-            said = json.loads(self._fleet.cluster.read(f"{place}/instances"))
-            text = self._fleet.cluster.read(f"{place}/metrics?name[]={_PAIRS}")
+            text = read(f"{place}/metrics?name[]={_PAIRS}", timeout_s=_ANSWER_S)
+            # Of one that ended, the last counts stay.
+            self._pairs[pod["uid"]] = {w: int(float(n)) for w, n in _SAMPLE.findall(text)}
+            said = json.loads(read(f"{place}/instances", timeout_s=_ANSWER_S))
         except (OSError, ValueError):
             return None
-        self._pairs[uid] = {word: float(value) for word, value in _SAMPLE.findall(text)}
         ready = [one["type"] for one in said["instances"] if one["state"] == "Ready"]
         return ready.count("P"), ready.count("D")
 

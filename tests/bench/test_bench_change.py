@@ -31,6 +31,7 @@ def test_a_row_has_the_lowest_capacity_and_the_mixed_pairs_of_its_own_time():
         row["change"]: row for row in report(_found("", mixed=3), rate=5, kubernetes="")["rows"]
     }
     assert rows["image"]["lowest"] == {"prefill": 2, "decode": 1}
+    assert rows["image"]["routable"] == [[0, 2, 2], [4, 2, 1], [5, 2, 2]]
     assert rows["node drain"]["lowest"] == {"prefill": 2, "decode": 2}
     assert (rows["image"]["mixedPairs"], rows["node drain"]["mixedPairs"]) == (0, 3)
 

@@ -25,10 +25,10 @@ class ApiReader:
         self._context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         self._context.load_cert_chain(certificate, key)
 
-    def get(self, path: str) -> tuple[int, bytes]:
+    def get(self, path: str, timeout_s: float = _TIMEOUT_S) -> tuple[int, bytes]:
         """The status and body of the answer. Raises OSError when there is none."""
         connection = http.client.HTTPSConnection(
-            "127.0.0.1", self._port, timeout=_TIMEOUT_S, context=self._context
+            "127.0.0.1", self._port, timeout=timeout_s, context=self._context
         )
         try:
             connection.request("GET", path)

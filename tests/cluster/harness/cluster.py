@@ -99,11 +99,11 @@ class Cluster:
         """
         return self._reader.object(path)
 
-    def read(self, path: str) -> str:
+    def read(self, path: str, *, timeout_s: float) -> str:
         """The text at a path of the API that is no object: what a pod answers behind the server's
         proxy. Raises OSError unless it is there.
         """
-        status, body = self._reader.get(path)
+        status, body = self._reader.get(path, timeout_s)
         if status != 200:
             raise OSError(f"GET {path}: {status} {body[:500].decode(errors='replace')}")
         return body.decode()
