@@ -37,8 +37,8 @@ def changed(node_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def limit_cpu(made: Site, cpu: str) -> None:
     """Give the engines of all D so much of a CPU, as they run."""
-    limits = [{"name": "engine", "resources": {"limits": {"cpu": cpu}}}]
-    patch = json.dumps({"spec": {"containers": limits}})
+    resources = {"requests": {"cpu": "10m"}, "limits": {"cpu": cpu}}
+    patch = json.dumps({"spec": {"containers": [{"name": "engine", "resources": resources}]}})
     for pod in made.fleet.pods("decode"):
         name = pod["metadata"]["name"]
         made.fleet.kubectl("patch", "pod", name, "--subresource=resize", "-p", patch)
