@@ -1,0 +1,210 @@
+"""kill -9 and restart of each instance of 2P2D, and of all Ds at once, under an open loop of greedy
+requests on new connections. Nothing hangs and no answer is wrong; the router's own probes verify
+each pair again, and nobody helps. It prints how long that took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Fleet, Process, fleet, wait_for
+from tests.e2e.oracle import CUT_SHORT, Asked, Case, open_loop
+
+pytestmark = pytest.mark.slow
+
+RATE_PER_S = 6.0
+KILL_S = 4.0
+"""Of load around each kill at least; it goes on until the fleet has recovered."""
+HANGS_S = 30.0
+RECOVERS_S = 60.0
+HELD = ("xpyd_kv_buffer_used_bytes", "xpyd_kv_pool_used_bytes", "xpyd_kv_leases")
+ROLES = ("Prefill", "Decode")
+_PROBES = "xpyd_router_kv_probes_total"
+
+
+@pytest.fixture
+def two_by_two(tmp_path: Path) -> Iterator[Fleet]:
+    with fleet(tmp_path, prefill=2, decode=2) as running:
+        yield running
+
+
+@dataclass
+class Killed:
+    """What some kills of one kind cost. Times from the kill on, in seconds."""
+
+    kind: str
+    kills: int = 0
+    ready_s: list[float] = field(default_factory=list[float])
+    """Until the router has each victim again."""
+    verified_s: list[float] = field(default_factory=list[float])
+    """Until a probe of each of its pairs has got through."""
+    answers: Counter[str] = field(default_factory=Counter[str])
+    bad: list[str] = field(default_factory=list[str])
+
+    def take(self, asked: Sequence[Asked]) -> None:
+        for one in asked:
+            kind = outcome(one)
+            self.answers[kind] += 1
+            if kind not in ("right", "told"):
+                self.bad.append(f"{kind} after {one.ended_s - one.began_s:.1f} s: {one.what}")
+
+    def figures(self) -> dict[str, object]:
+        """A row of the table of docs/benchmarks/change.md."""
+        return {
+            "killed": self.kind,
+            "kills": self.kills,
+            "requests": self.answers.total(),
+            **{name: self.answers[name] for name in ("right", "told", "wrong", "hung", "lost")},
+            "routableSeconds": spread(self.ready_s),
+            "verifiedSeconds": spread(self.verified_s),
+        }
+
+
+def outcome(asked: Asked) -> str:
+    """`right`, or `told` of an error by HTTP or SSE; what must not be: `wrong`, `hung`, or `lost`
+    without a word."""
+    if asked.what is None:
+        return "right"
+    kind, text = asked.what
+    if kind == "wrong":
+        return "wrong"
+    if text.startswith("TimeoutError"):
+        return "hung"
+    is_told = kind == "broken" or text[:3].isdecimal()
+    return "told" if is_told and text != CUT_SHORT else "lost"
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    last = ordered[min(len(ordered) - 1, int(len(ordered) * 0.95))]
+    return {
+        "median": round(statistics.median(ordered), 2),
+        "p95": round(last, 2),
+        "most": round(ordered[-1], 2),
+    }
+
+
+def probes(running: Fleet) -> dict[tuple[str, str], float]:
+    """How many probes of each pair have got through."""
+    found: dict[tuple[str, str], float] = {}
+    for name, value in running.router.metrics().items():
+        if name.startswith(_PROBES) and "outcome=moved" in name:
+            labels = dict(one.split("=") for one in name[len(_PROBES) + 1 : -1].split(","))
+            found[labels["prefill"], labels["decode"]] = value
+    return found
+
+
+def pairs_of(running: Fleet, victims: Sequence[Process]) -> set[tuple[str, str]]:
+    names = {one.name for one in victims}
+    by_role = {role: [e.name for e in running.engines if e.role == role] for role in ROLES}
+    return {(p, d) for p in by_role[ROLES[0]] for d in by_role[ROLES[1]] if {p, d} & names}
+
+
+def kill(running: Fleet, victims: Sequence[Process], seen: Killed) -> None:
+    """Kill all of them at once, start each again, and wait until the router pairs them again."""
+    time.sleep(KILL_S / 4)  # under load
+    before, old = (
+        probes(running),
+        {row["instance"]: row["incarnation"] for row in running.instances()},
+    )
+    began_s = time.monotonic()
+    for victim in victims:
+        victim.popen.kill()
+    for victim in victims:
+        victim.restart()
+
+    def are_back() -> bool:
+        rows = {row["instance"]: row for row in running.instances()}
+        return all(
+            victim.name in rows
+            and rows[victim.name]["state"] == "Ready"
+            and rows[victim.name]["incarnation"] != old[victim.name]
+            for victim in victims
+        )
+
+    def are_verified() -> bool:
+        now = probes(running)
+        # A pair's row begins anew where the router had forgotten the instance.
+        return all(now.get(pair, 0) not in (0, before.get(pair)) for pair in pairs)
+
+    pairs = pairs_of(running, victims)
+    wait_for("all are routable again", are_back, RECOVERS_S)
+    seen.ready_s.append(time.monotonic() - began_s)
+    wait_for(f"probes of {pairs}", are_verified, RECOVERS_S)
+    seen.verified_s.append(time.monotonic() - began_s)
+    seen.kills += len(victims)
+    time.sleep(KILL_S / 4)  # the next requests are of the whole fleet
+
+
+def nothing_is_held(running: Fleet) -> bool:
+    for engine in running.engines:
+        samples = engine.metrics()
+        free = samples["xpyd_engine_kv_blocks_free"]
+        if free != samples["xpyd_engine_kv_blocks_total"]:
+            return False
+        if any(samples.get(name, 0.0) for name in HELD):
+            return False
+    return True
+
+
+def kill_under_load(
+    running: Fleet, cases: list[Case], turns: Sequence[tuple[str, Sequence[Process]]]
+) -> list[Killed]:
+    """Each turn is a kind and its victims; what the kinds cost, in order of their names."""
+    found: dict[str, Killed] = {}
+    wait_for("each pair is verified", lambda: len(probes(running)) == 4, RECOVERS_S)
+    for kind, victims in turns:
+        seen = found.setdefault(kind, Killed(kind))
+        load = open_loop(
+            running.router.url,
+            cases,
+            rate=RATE_PER_S,
+            seconds=KILL_S,
+            disturb=lambda v=victims, s=seen: kill(running, v, s),
+            timeout_s=HANGS_S,
+        )
+        seen.take(asyncio.run(load))
+        assert not seen.bad, f"kill {seen.kills} of {kind}: {seen.bad}"
+        running.wait_ready()
+    wait_for("all KV memory free", lambda: nothing_is_held(running))
+    return [found[kind] for kind in sorted(found)]
+
+
+def turns_of(running: Fleet, rounds: int, seed: int) -> list[tuple[str, Sequence[Process]]]:
+    """In each round every instance once, in any order, and then all Ds at once."""
+    rng = random.Random(seed)
+    engines = list(running.engines)
+    decodes = [one for one in engines if one.role == "Decode"]
+    turns: list[tuple[str, Sequence[Process]]] = []
+    for _ in range(rounds):
+        turns += [(f"one {one.role}", [one]) for one in rng.sample(engines, len(engines))]
+        turns.append(("all Decode", decodes))
+    return turns
+
+
+def test_killed_instances_come_back_by_themselves_and_no_request_hangs_or_is_wrong(
+    two_by_two: Fleet, cases: list[Case]
+) -> None:
+    found = kill_under_load(two_by_two, cases, turns_of(two_by_two, 1, seed=1))
+    assert [one.kind for one in found] == ["all Decode", "one Decode", "one Prefill"]
+    assert all(one.answers["right"] > 0 for one in found)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", [2])
+def test_twenty_five_kills_of_each_instance(
+    two_by_two: Fleet, cases: list[Case], seed: int
+) -> None:
+    found = kill_under_load(two_by_two, cases, turns_of(two_by_two, 25, seed))
+    sys.stdout.write(json.dumps([one.figures() for one in found], indent=1) + "\n")
