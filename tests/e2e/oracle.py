@@ -143,7 +143,9 @@ async def _read_stream(response: aiohttp.ClientResponse, ids: list[int]) -> str 
     return CUT_SHORT
 
 
-async def _one(session: aiohttp.ClientSession, url: str, case: Case, *, stream: bool) -> Any:
+async def _one(
+    session: aiohttp.ClientSession, url: str, case: Case, *, stream: bool, user: str = ""
+) -> Any:
     """None if the answer agrees, else ("wrong" | "error" | "broken", what)."""
     body = {
         "model": "demo",
@@ -153,6 +155,7 @@ async def _one(session: aiohttp.ClientSession, url: str, case: Case, *, stream: 
         "ignore_eos": True,
         "return_token_ids": True,
         "stream": stream,
+        **({"user": user} if user else {}),
     }
     ids: list[int] = []
     async with session.post(f"{url}/v1/completions", json=body) as response:
@@ -245,7 +248,8 @@ async def open_loop(
     timeout_s: float = 60,
 ) -> list[Asked]:
     """`rate` requests a second for `seconds`, whether or not others are answered, each on a
-    connection of its own, half of them streamed. `disturb` runs in a thread meanwhile.
+    connection of its own, half of them streamed. `disturb` runs in a thread meanwhile. No two have
+    the same body: where instances are killed all the time, one that met two deaths is refused.
 
     A closed loop sends nothing while it waits, and a kept connection meets no closed port: both
     hide what clients see.
@@ -258,7 +262,8 @@ async def open_loop(
         await asyncio.sleep(begin_s + number / rate - time.monotonic())
         began_s = time.monotonic()
         try:
-            what = await _one(session, url, cases[number % len(cases)], stream=number % 2 == 0)
+            case, user = cases[number % len(cases)], f"request-{begin_s}-{number}"
+            what = await _one(session, url, case, stream=number % 2 == 0, user=user)
         except (aiohttp.ClientError, TimeoutError) as error:
             what = ("error", f"{type(error).__name__}: {error}")
         return Asked(began_s, time.monotonic(), what)

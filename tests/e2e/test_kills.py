@@ -50,12 +50,16 @@ class Killed:
     verified_s: list[float] = field(default_factory=list[float])
     """Until a probe of each of its pairs has got through."""
     answers: Counter[str] = field(default_factory=Counter[str])
+    errors: Counter[str] = field(default_factory=Counter[str])
+    """The words of those that were told."""
     bad: list[str] = field(default_factory=list[str])
 
     def take(self, asked: Sequence[Asked]) -> None:
         for one in asked:
             kind = outcome(one)
             self.answers[kind] += 1
+            if kind == "told" and one.what:
+                self.errors[one.what[1][:160]] += 1
             if kind not in ("right", "told"):
                 self.bad.append(f"{kind} after {one.ended_s - one.began_s:.1f} s: {one.what}")
 
@@ -66,6 +70,7 @@ class Killed:
             "kills": self.kills,
             "requests": self.answers.total(),
             **{name: self.answers[name] for name in ("right", "told", "wrong", "hung", "lost")},
+            "errors": dict(self.errors.most_common(8)),
             "routableSeconds": spread(self.ready_s),
             "verifiedSeconds": spread(self.verified_s),
         }

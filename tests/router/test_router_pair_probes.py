@@ -285,3 +285,19 @@ async def test_instances_that_come_while_others_are_probed_are_probed_once_each(
                 await until(lambda number=number: len(world.asked) > number)
             await until(lambda: len(set(world.asked)) == 9)
             assert len(world.asked) == 9
+
+
+async def test_the_next_d_of_a_p_is_probed_as_soon_as_the_one_before_has_answered(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A P has one probe at a time: the others once waited seconds for a change of the fleet."""
+    monkeypatch.setattr(pair_probes, "_IDLE_S", 1e6)
+    async with contextlib.AsyncExitStack() as stack:
+        world.add("P", 1, http_address=await world.serve(stack))
+        for number in range(3):
+            world.add("D", 10 + number)
+        prober = PairProber(
+            world.view, world.metrics, keys=(KEY,), random=lambda: 0.0, period_s=1e6
+        )
+        async with running(prober.run()):
+            await until(lambda: len(world.asked) == 3)

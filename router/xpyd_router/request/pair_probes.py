@@ -183,7 +183,8 @@ class PairProber:
             task.add_done_callback(self._running.discard)
         for pair in held:
             heapq.heappush(line, pair)
-        return max(wait_s, 1 / _MOST_PER_S)
+        # The end of the probe that they wait for changes nothing in the fleet, so it wakes nobody.
+        return max(0.0 if held else wait_s, 1 / _MOST_PER_S)
 
     def _learn(self, now: float) -> None:
         """The pairs that there are, where the fleet has changed."""
