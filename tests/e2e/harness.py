@@ -32,6 +32,8 @@ from xpyd_core.pod_env import ROUTER_ADMIN_PORT
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "examples/demo-model"
 START_TIMEOUT_S = 90.0
+HELD = ("xpyd_kv_buffer_used_bytes", "xpyd_kv_pool_used_bytes", "xpyd_kv_leases")
+"""Gauges of what an engine holds for transfers."""
 _subnets = itertools.count(1)
 
 
@@ -286,6 +288,17 @@ class Fleet:
             return_token_ids=True,
         )
         return tuple(answer["choices"][0]["token_ids"])
+
+    def holds_nothing(self) -> bool:
+        """Whether each engine has all of its blocks back, and no lease of buffer or pool."""
+        for engine in self.engines:
+            samples = engine.metrics()
+            free_blocks = samples["xpyd_engine_kv_blocks_free"]
+            if free_blocks != samples["xpyd_engine_kv_blocks_total"]:
+                return False
+            if any(samples.get(name, 0.0) for name in HELD):
+                return False
+        return True
 
     def stop(self) -> None:
         for process in self.processes:

@@ -20,7 +20,6 @@ import pytest
 
 from tests.e2e.harness import Fleet, Process, fleet, http, wait_for
 from tests.e2e.oracle import Case
-from tests.e2e.test_kills import nothing_is_held
 from xpyd_core.keys import PAIR_MAC_HEADER, call_mac
 from xpyd_core.kv_outcome import HEADER as KV_HEADER
 from xpyd_core.request_id import pair_id_text
@@ -94,7 +93,7 @@ class Forger:
         }
 
     def come_to_rest(self) -> None:
-        wait_for("nothing is held anywhere", lambda: nothing_is_held(self.fleet))
+        wait_for("nothing is held anywhere", self.fleet.holds_nothing)
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import secrets
+import signal
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +23,7 @@ import pytest
 
 from tests.e2e.harness import Fleet, Process, fleet, wait_for
 from tests.e2e.oracle import CUT_SHORT, Asked, Case, open_loop
+from tests.e2e.test_forged_references import Forger, Told
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +32,6 @@ KILL_S = 4.0
 """Of load around each kill at least; it goes on until the fleet has recovered."""
 HANGS_S = 30.0
 RECOVERS_S = 60.0
-HELD = ("xpyd_kv_buffer_used_bytes", "xpyd_kv_pool_used_bytes", "xpyd_kv_leases")
 ROLES = ("Prefill", "Decode")
 _PROBES = "xpyd_router_kv_probes_total"
 
@@ -152,17 +155,6 @@ def kill(running: Fleet, victims: Sequence[Process], seen: Killed) -> None:
     time.sleep(KILL_S / 4)  # the next requests are of the whole fleet
 
 
-def nothing_is_held(running: Fleet) -> bool:
-    for engine in running.engines:
-        samples = engine.metrics()
-        free = samples["xpyd_engine_kv_blocks_free"]
-        if free != samples["xpyd_engine_kv_blocks_total"]:
-            return False
-        if any(samples.get(name, 0.0) for name in HELD):
-            return False
-    return True
-
-
 def kill_under_load(
     running: Fleet, cases: list[Case], turns: Sequence[tuple[str, Sequence[Process]]]
 ) -> list[Killed]:
@@ -182,7 +174,7 @@ def kill_under_load(
         seen.take(asyncio.run(load))
         assert not seen.bad, f"kill {seen.kills} of {kind}: {seen.bad}"
         running.wait_ready()
-    wait_for("all KV memory free", lambda: nothing_is_held(running))
+    wait_for("all KV memory free", lambda: running.holds_nothing())
     return [found[kind] for kind in sorted(found)]
 
 
@@ -213,3 +205,36 @@ def test_twenty_five_kills_of_each_instance(
 ) -> None:
     found = kill_under_load(two_by_two, cases, turns_of(two_by_two, 25, seed))
     sys.stdout.write(json.dumps([one.figures() for one in found], indent=1) + "\n")
+
+
+def test_a_p_that_dies_before_its_offer_costs_a_request_another_try_and_holds_nothing(
+    two_by_two: Fleet, cases: list[Case]
+) -> None:
+    """It has taken the request, and never gets to read it."""
+    victim = two_by_two.engine("Prefill")
+    victim.popen.send_signal(signal.SIGSTOP)
+
+    def end() -> None:
+        time.sleep(KILL_S / 4)
+        victim.popen.kill()
+
+    load = open_loop(two_by_two.router.url, cases, rate=RATE_PER_S, seconds=KILL_S, disturb=end)
+    assert [one.what for one in asyncio.run(load) if one.what] == []
+    assert two_by_two.router.metric("xpyd_router_retries_total") > 0
+    wait_for("all KV memory free", two_by_two.holds_nothing)
+
+
+def test_a_d_that_waits_for_a_p_that_dies_before_its_offer_computes_at_once(
+    tmp_path: Path, cases: list[Case]
+) -> None:
+    """As where a router asks both at a time: D is there first, and P will never offer."""
+    flags = ("--kv-wait-seconds", "600")
+    with fleet(tmp_path, prefill=1, decode=2, flags=flags) as running:
+        forger = Forger(running)
+        forger.p.popen.send_signal(signal.SIGSTOP)
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(forger.decode, cases[0], secrets.token_hex(16), forger.d)
+            wait_for("it waits", lambda: forger.d.metric("xpyd_engine_requests_waiting") == 1)
+            forger.p.popen.kill()
+            assert asked.result(RECOVERS_S) == Told(cases[0].ids, "recomputed; reason=peer_lost")
+        wait_for("all KV memory free", running.holds_nothing)

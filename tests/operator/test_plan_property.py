@@ -36,24 +36,24 @@ def walk(seed: int, operations: int | None = None) -> None:
 
 
 @pytest.mark.parametrize("first", range(0, 2_000, WALKS))
-def test_random_walks_keep_bounds_and_what_serves(first):
+def test_random_walks_keep_bounds_and_what_serves(first: int) -> None:
     walk_all(first)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(2_000, 10_000, WALKS))
-def test_more_random_walks_keep_bounds_and_what_serves(first):
+def test_more_random_walks_keep_bounds_and_what_serves(first: int) -> None:
     walk_all(first)
 
 
-def test_a_fleet_that_lives_through_a_thousand_operations_keeps_them_too():
+def test_a_fleet_that_lives_through_a_thousand_operations_keeps_them_too() -> None:
     """What a short walk does not reach: a fleet whose history is long."""
     try_walk(1, operations=1_000)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2, 12))
-def test_a_fleet_that_lives_through_ten_thousand_operations_keeps_them_too(seed):
+def test_a_fleet_that_lives_through_ten_thousand_operations_keeps_them_too(seed: int) -> None:
     try_walk(seed, operations=10_000)
 
 
