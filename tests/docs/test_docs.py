@@ -205,6 +205,17 @@ def test_the_source_files_that_pages_name_exist() -> None:
     assert gone == []
 
 
+def test_the_tests_that_pages_name_exist() -> None:
+    gone: list[str] = []
+    for page in _all_pages():
+        for path, name in set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text())):
+            file = ROOT / path
+            found = file.is_file() and re.search(rf"^(async )?def {name}\(", file.read_text(), re.M)
+            if not found:
+                gone.append(f"{page.relative_to(ROOT)}: {path}::{name}")
+    assert gone == []
+
+
 def test_the_code_names_each_decision_that_it_follows() -> None:
     listed = _git("grep", "-hoE", r"(adr/|ADR )0[0-9]{3}", "--", "*.py", "*.sh", ".ci")
     named = {line[-4:] for line in listed}
