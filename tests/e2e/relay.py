@@ -24,6 +24,7 @@ Watch = Callable[[int, bool, bytes], None]
 _KV_FRAMES = (b"XKV1\x07", b"XKV1\x13")
 _CUT_BYTES = 100
 _CHUNK_BYTES = 65_536
+_SLOW_CHUNK_BYTES = 4096
 _MOST_DESCRIPTORS = 8
 
 
@@ -48,7 +49,7 @@ class _Pipe:
 class Relay:
     """Listens on `host:port` and dials `target` for each connection. With `sockets` also between
     two folders as `--kv-socket-dir` names them: P's has a socket of `host:port`, D's one of
-    `target`.
+    `target`. From a dialler no more than `bytes_per_s` pass, where it is given.
 
     `stall_in_data()` holds everything behind the first 100 bytes of the next frame with KV, on its
     connection and in its direction; `stall()` all bytes, wherever they are; `resume()` ends both.
@@ -62,8 +63,10 @@ class Relay:
         *,
         sockets: tuple[Path, Path] | None = None,
         watch: Watch | None = None,
+        bytes_per_s: float | None = None,
     ) -> None:
         self._target = target
+        self._bytes_per_s = bytes_per_s
         self._watch = watch
         self._stop = threading.Event()
         self._armed = threading.Event()
@@ -193,6 +196,8 @@ class Relay:
 
     def _write(self, pipe: _Pipe) -> None:
         while count := min(pipe.may_send, len(pipe.held)):
+            if self._bytes_per_s is not None:
+                count = min(count, _SLOW_CHUNK_BYTES)
             piece = pipe.held[:count]
             if pipe.descriptors:
                 sent = socket.send_fds(pipe.target, [piece], pipe.descriptors)
@@ -200,6 +205,8 @@ class Relay:
             else:
                 sent = pipe.target.send(piece)
             del pipe.held[:sent]
+            if self._bytes_per_s is not None and pipe.from_dialler:
+                self._stop.wait(sent / self._bytes_per_s)
             if pipe.stops_behind is not None:
                 pipe.stops_behind -= sent
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
-from xpyd_operator.controller.decision.kinds import Obj
+from tests.operator.fleets import document
+from xpyd_operator.controller.decision.cache import Cache, FleetKey
+from xpyd_operator.controller.decision.kinds import DEPLOYMENT, FLEET, POD, Obj, trim
+from xpyd_operator.controller.routers import RouterReader
 
 
 def same(before: Obj, after: Obj) -> bool:
@@ -51,3 +55,58 @@ def pod_of(deployment: Obj, name: str) -> Obj:
         "spec": {"nodeName": "node", "containers": []},
         "status": {"phase": "Pending"},
     }
+
+
+# --- what a RouterReader needs: a fleet, the Deployment of its routers, pods
+
+KEY = FleetKey("team", "chat")
+REVISION = "12345678"
+MAKER = f"chat-router-{REVISION}"
+
+
+def labels_of(role: str) -> Obj:
+    kind = {"xpyd.dev/pool": role.lower(), "xpyd.dev/role": role}
+    return {"xpyd.dev/fleet": "chat", "xpyd.dev/revision": REVISION, **kind}
+
+
+def owned_by(kind: str, name: str, uid: str) -> list[Obj]:
+    return [{"kind": kind, "name": name, "uid": uid, "controller": True}]
+
+
+def deployment(*, fleet: str = "u") -> Obj:
+    metadata = {"name": MAKER, "namespace": "team", "uid": "d", "resourceVersion": "1"}
+    metadata |= {
+        "labels": labels_of("router"),
+        "ownerReferences": owned_by("InferenceFleet", "chat", fleet),
+    }
+    return trim(DEPLOYMENT, {"metadata": metadata})
+
+
+def ready_pod(
+    name: str,
+    *,
+    role: str = "router",
+    ready: str = "True",
+    ip: str = "127.0.0.1",
+    owner: str = f"{MAKER}-5d9c7b8f4d",
+) -> Obj:
+    metadata = {"name": name, "namespace": "team", "uid": name, "labels": labels_of(role)}
+    metadata |= {"ownerReferences": owned_by("ReplicaSet", owner, "r")} if owner else {}
+    status = {"podIP": ip, "conditions": [{"type": "Ready", "status": ready}]}
+    return trim(POD, {"metadata": {**metadata, "resourceVersion": "1"}, "status": status})
+
+
+class RoutersWorld:
+    """A reader of the figures of a fleet's routers, which are at `port` of their pods' addresses,
+    and the cache that it finds them in."""
+
+    def __init__(self, port: int, *pods: Obj, clock: Callable[[], float]) -> None:
+        self.cache = Cache()
+        fleet = document("chat")
+        metadata = {"namespace": "team", "uid": "u", "resourceVersion": "1"}
+        self.cache.put(FLEET, {**fleet, "metadata": {**fleet["metadata"], **metadata}})
+        self.cache.put(DEPLOYMENT, deployment())
+        for one in pods:
+            self.cache.put(POD, one)
+        self.woken: list[FleetKey] = []
+        self.reader = RouterReader(self.cache, self.woken.append, clock=clock, port=port)

@@ -5,23 +5,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator
-from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.operator.fleets import document
-from xpyd_operator.controller.decision.cache import Cache, FleetKey
-from xpyd_operator.controller.decision.kinds import CONFIG_MAP, DEPLOYMENT, FLEET, POD, trim
-from xpyd_operator.controller.routers import PERIOD_S, RouterReader
+from tests.operator.kube_objects import (
+    KEY,
+    REVISION,
+    Obj,
+    RoutersWorld,
+    deployment,
+    labels_of,
+    owned_by,
+)
+from tests.operator.kube_objects import (
+    ready_pod as pod,
+)
+from xpyd_operator.controller.decision.kinds import CONFIG_MAP, DEPLOYMENT, POD, trim
+from xpyd_operator.controller.routers import PERIOD_S
 from xpyd_operator.manifests.names import ANNOTATION_KEY_PHASE, kv_secret_name
 from xpyd_operator.status.drains import InstanceLoad, drains_of, drains_text, read_loads
 from xpyd_operator.status.rotation import RouterKeys
 from xpyd_operator.status.verified import METRIC
-
-KEY = FleetKey("team", "chat")
-Obj = dict[str, Any]
 
 
 class Router:
@@ -86,42 +92,6 @@ async def listening(router: Router) -> AsyncGenerator[None]:
         await runner.cleanup()
 
 
-REVISION = "12345678"
-MAKER = f"chat-router-{REVISION}"
-
-
-def labels_of(role: str) -> Obj:
-    kind = {"xpyd.dev/pool": role.lower(), "xpyd.dev/role": role}
-    return {"xpyd.dev/fleet": "chat", "xpyd.dev/revision": REVISION, **kind}
-
-
-def owned_by(kind: str, name: str, uid: str) -> list[Obj]:
-    return [{"kind": kind, "name": name, "uid": uid, "controller": True}]
-
-
-def deployment(*, fleet: str = "u") -> Obj:
-    metadata = {"name": MAKER, "namespace": "team", "uid": "d", "resourceVersion": "1"}
-    metadata |= {
-        "labels": labels_of("router"),
-        "ownerReferences": owned_by("InferenceFleet", "chat", fleet),
-    }
-    return trim(DEPLOYMENT, {"metadata": metadata})
-
-
-def pod(
-    name: str,
-    *,
-    role: str = "router",
-    ready: str = "True",
-    ip: str = "127.0.0.1",
-    owner: str = f"{MAKER}-5d9c7b8f4d",
-) -> Obj:
-    metadata = {"name": name, "namespace": "team", "uid": name, "labels": labels_of(role)}
-    metadata |= {"ownerReferences": owned_by("ReplicaSet", owner, "r")} if owner else {}
-    status = {"podIP": ip, "conditions": [{"type": "Ready", "status": ready}]}
-    return trim(POD, {"metadata": {**metadata, "resourceVersion": "1"}, "status": status})
-
-
 def config_map(phase: str) -> Obj:
     metadata = {"name": kv_secret_name("chat", "u"), "namespace": "team", "uid": "c"}
     metadata |= {"labels": labels_of("router"), "resourceVersion": phase}
@@ -130,19 +100,10 @@ def config_map(phase: str) -> Obj:
     return trim(CONFIG_MAP, {"metadata": metadata})
 
 
-class World:
+class World(RoutersWorld):
     def __init__(self, router: Router, *pods: Obj) -> None:
-        self.cache, self.now_s = Cache(), 0.0
-        fleet = document("chat")
-        metadata = {"namespace": "team", "uid": "u", "resourceVersion": "1"}
-        self.cache.put(FLEET, {**fleet, "metadata": {**fleet["metadata"], **metadata}})
-        self.cache.put(DEPLOYMENT, deployment())
-        for one in pods:
-            self.cache.put(POD, one)
-        self.woken: list[FleetKey] = []
-        self.reader = RouterReader(
-            self.cache, self.woken.append, clock=lambda: self.now_s, port=router.port
-        )
+        self.now_s = 0.0
+        super().__init__(router.port, *pods, clock=lambda: self.now_s)
 
     async def look(self) -> tuple[bool | None, str]:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as session:
