@@ -213,6 +213,12 @@ def _add_policy(flags: _Flags, default: RouterConfig) -> None:
         f"compatible {_DEFAULT}",
     )
     add(
+        "--canary-file",
+        type=Path,
+        metavar="FILE",
+        help="JSON that gives a revision on trial a share of new requests; the operator writes it",
+    )
+    add(
         "--exact-prefixes",
         action="store_true",
         help="count each prompt's tokens: PrefixAware compares them instead of text, and other "
@@ -377,6 +383,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         on_no_prefill=args.on_no_prefill,
         on_no_decode=args.on_no_decode,
         pairing=args.pairing,
+        canary_file=args.canary_file,
         kv_probe_s=args.kv_probe_seconds,
         kv_verify=args.kv_verify,
         responses_store_bytes=args.responses_store_mib * _MIB,

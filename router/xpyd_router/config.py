@@ -116,6 +116,8 @@ class RouterConfig:
     """The same where no D is there; None: as `on_no_prefill` has it, without a P that answers."""
     pairing: Pairing = "SameRevision"
     """Whether a P and a D whose beats name different fleet revisions may be a pair."""
+    canary_file: Path | None = None
+    """Which revision gets which share of new requests; None: all are alike. It may be missing."""
     kv_probe_s: float = 20.0
     """Between two probes of a pair that works; 0: none are made."""
     kv_verify: KvVerify = "report"

@@ -10,7 +10,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Collection
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
+
+import orjson
 
 from xpyd_core.errors import ApiError, XpydError
 
@@ -86,3 +88,13 @@ def poisoned(refused_s: float) -> ApiError:
         f"{math.ceil(refused_s)} s",
         code="poisoned_request",
     )
+
+
+def error_in(body: bytes) -> dict[str, Any] | None:
+    """The error object of an OpenAI error answer."""
+    try:
+        document = orjson.loads(body)
+        error = document["error"]
+    except (orjson.JSONDecodeError, TypeError, KeyError):
+        return None
+    return cast("dict[str, Any]", error) if isinstance(error, dict) else None

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from xpyd_core.kv_outcome import AloneCause
 from xpyd_core.tls import WatchedContext
+from xpyd_router.canary import CanaryTable
 from xpyd_router.errors import FailureCause
 from xpyd_router.fleet.instances import Instance, Lost, ShownState, Standing
 from xpyd_router.key_metrics import KeyTable
@@ -42,6 +43,7 @@ class RouterMetrics:
         self.kv_probes = KvTable("xpyd_router_kv_probes_total", "Probes of pairs, by their result")
         self.objectives = ObjectiveTable()
         self.keys = KeyTable()
+        self.canary = CanaryTable()
         self._registry = CollectorRegistry()
         self.errors = self._counter(
             "errors", "Failed calls to engines and broken streams", "phase", "cause"
@@ -170,6 +172,7 @@ class RouterMetrics:
         self.kv_probes.write(out)
         self.objectives.write(out)
         self.keys.write(out)
+        self.canary.write(out)
         return generate_latest(self._registry) + out.text()
 
 

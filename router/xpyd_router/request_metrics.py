@@ -246,12 +246,18 @@ class InstanceMetrics:
 class CallMetrics:
     """The metrics of one call to an instance, from its beginning to `end`, which must follow."""
 
-    __slots__ = ("_clock", "_last_s", "_metrics", "_started_s")
+    __slots__ = ("_clock", "_gaps_s", "_last_s", "_metrics", "_started_s")
 
     def __init__(
-        self, metrics: InstanceMetrics, clock: Callable[[], float], sent_bytes: int
+        self,
+        metrics: InstanceMetrics,
+        clock: Callable[[], float],
+        sent_bytes: int,
+        gaps_s: Distribution | None = None,
     ) -> None:
+        """`gaps_s`: where the gaps of a stream count, too."""
         self._metrics = metrics
+        self._gaps_s = gaps_s
         self._clock = clock
         self._started_s = clock()
         self._last_s = 0.0
@@ -273,6 +279,8 @@ class CallMetrics:
             return
         now_s = self._clock()
         last_s, self._last_s = self._last_s, now_s
+        if last_s > 0 and self._gaps_s is not None:
+            self._gaps_s.observe_each((now_s - last_s) / chunks, chunks)
         if last_s > 0 and chunks == 1:
             metrics.itl_s.observe(now_s - last_s)
         elif last_s > 0:
@@ -316,9 +324,11 @@ class InstanceTable:
         """The instance's metrics."""
         return self._by_key.get(instance.key) or self._enter(instance)
 
-    def call(self, instance: Instance, sent_bytes: int) -> CallMetrics:
+    def call(
+        self, instance: Instance, sent_bytes: int, gaps_s: Distribution | None = None
+    ) -> CallMetrics:
         """A call to `instance` begins."""
-        return CallMetrics(self.of(instance), self._clock, sent_bytes)
+        return CallMetrics(self.of(instance), self._clock, sent_bytes, gaps_s)
 
     def paired(self, prefill: Instance, decode: Instance) -> None:
         """P and D were picked for a try."""

@@ -28,6 +28,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from xpyd_core.tls import WatchedContext
 from xpyd_core.tls_connection import TlsServer
 from xpyd_router.app_state import AppState
+from xpyd_router.canary import CanaryWatch
 from xpyd_router.config import RouterConfig
 from xpyd_router.cross_site import CrossSite
 from xpyd_router.fleet.loads import LoadTable
@@ -369,6 +370,10 @@ async def open_serving(
     own = [one.run() for one in (tokens, objectives) if one is not None]
     if state.client_keys is not None:
         own.append(state.client_keys.watch.run())
+    if config.canary_file is not None:
+        canary = CanaryWatch(config.canary_file, state.policy, state.metrics.canary)
+        canary.look()
+        own.append(canary.run())
     own += [one.watch() for one in (tls and tls.context, dialer.tls) if one is not None]
     if (trim := trimmer()) is not None:
         own.append(trim_after_bursts(lambda: state.metrics.requests.in_flight, trim))

@@ -56,6 +56,8 @@ class Want(msgspec.Struct, frozen=True, gc=False):
     """About how long the answer will be; 0 where it is unknown."""
     slo: Slo = NO_SLO
     """What it may take; only set where the paces of instances are learned."""
+    share: Literal["new", "old", ""] = ""
+    """The side of a canary that serves it, where it has one already (see `canary`)."""
 
 
 @dataclass(slots=True, eq=False)

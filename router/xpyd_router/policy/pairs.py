@@ -35,6 +35,7 @@ from xpyd_router.policy.base import (
     Sides,
     Want,
 )
+from xpyd_router.policy.canary import OTHER, Canary, Share, Shares
 from xpyd_router.policy.round_robin import PairRotation, RoundRobin
 
 
@@ -69,15 +70,17 @@ def _side(
     return Side(kind, members, (kind, attempt, *keys))
 
 
-def build_sides(found: ModelInstances, loads: LoadTable, want: Want | None = None) -> Sides:
+def build_sides(
+    found: ModelInstances, loads: LoadTable, want: Want | None = None, share: Share = ""
+) -> Sides:
     """The sides of `found`; with `want`, without the instances that it excludes, and without old
-    those that cannot go on where tokens must be continued.
+    those that cannot go on where tokens must be continued. `share` has turns of its own.
     """
     exclude: frozenset[InstanceKey] = want.exclude if want else frozenset()
     continue_at = want.continue_at if want else None
     # Second tries have their own turns: in the common ones they would shift them so that with two
     # instances every first try met the same, failing one.
-    attempt = "again" if exclude else ""
+    attempt = f"{share} again" if exclude else share
 
     def seats(
         instances: Iterable[Instance], keep: Callable[[Instance], bool] = lambda _: True
@@ -144,11 +147,48 @@ class PairPolicy:
         if isinstance(prefill, RoundRobin) and isinstance(decode, RoundRobin):
             self._rotation = PairRotation(prefill.first_turn)
         self._snapshot: Snapshot | None = None
-        self._sides_by_model: dict[str, Sides] = {}
+        self._sides_by_model: dict[tuple[str, Share], Sides] = {}
+        self._canary: Canary | None = None
+        self._shares = Shares()
+
+    @property
+    def canary(self) -> Canary | None:
+        """A revision on trial, which gets a share of the new requests."""
+        return self._canary
+
+    @canary.setter
+    def canary(self, canary: Canary | None) -> None:
+        self._canary = canary
+        self._snapshot = None
+
+    def share_of(self, choice: Pair | Alone) -> Share:
+        """The side that serves a request which has this choice."""
+        canary = self._canary
+        if canary is None:
+            return ""
+        return "new" if any(map(canary.is_new, choice)) else "old"
 
     def pick(self, snapshot: Snapshot, want: Want) -> Pair | Alone | None:
         """A pair, or one instance where the request runs alone or no pair exists."""
-        sides = self._sides_of(snapshot, want)
+        if self._canary is None:
+            return self._pick(snapshot, want, "")
+        first = want.share or self._draw(self._canary, snapshot, want)
+        # At last any pair: it may be one of both, where the pairing allows that.
+        for share in (first, OTHER[first], ""):
+            if choice := self._pick(snapshot, want, share):
+                return choice
+        return None
+
+    def _draw(self, canary: Canary, snapshot: Snapshot, want: Want) -> Share:
+        """The side of a request that has none yet. What a session has is on the old one; a side
+        that could not serve it takes no turn."""
+        if want.session and self.needs_session:
+            return "old"
+        new = self._sides_of(snapshot, want, "new")
+        return self._shares.draw(canary) if new.groups or new.aggregated.candidates else "old"
+
+    def _pick(self, snapshot: Snapshot, want: Want, share: Share) -> Pair | Alone | None:
+        sides = self._sides_of(snapshot, want, share)
         if want.alone is not None and (choice := self._alone(sides, want)):
             return choice
         if sides.groups:
@@ -174,19 +214,25 @@ class PairPolicy:
         if self._rotation:
             self._rotation.forget(key)
 
-    def _sides_of(self, snapshot: Snapshot, want: Want) -> Sides:
+    def _sides_of(self, snapshot: Snapshot, want: Want, share: Share) -> Sides:
         if want.exclude or want.continue_at is not None:
-            return build_sides(snapshot.of_model(want.model), self._loads, want)
+            found = self._found(snapshot, want, share)
+            return build_sides(found, self._loads, want, share)
         if snapshot is not self._snapshot:
             self._snapshot = snapshot
             self._sides_by_model.clear()
         # One entry for all names that no instance gives: clients may ask for any number of them.
         name = want.model if want.model in snapshot.by_model else ""
-        sides = self._sides_by_model.get(name)
+        sides = self._sides_by_model.get((name, share))
         if sides is None:
-            sides = build_sides(snapshot.of_model(want.model), self._loads)
-            self._sides_by_model[name] = sides
+            found = self._found(snapshot, want, share)
+            sides = build_sides(found, self._loads, share=share)
+            self._sides_by_model[name, share] = sides
         return sides
+
+    def _found(self, snapshot: Snapshot, want: Want, share: Share) -> ModelInstances:
+        found = snapshot.of_model(want.model)
+        return found if self._canary is None else self._canary.side(found, share)
 
     def _alone(self, sides: Sides, want: Want) -> Alone | None:
         if want.alone == "P":

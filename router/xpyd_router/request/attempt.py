@@ -12,9 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, cast
 
-import orjson
 from msgspec.structs import replace
 
 from xpyd_core.bodies import LongBody
@@ -24,6 +22,7 @@ from xpyd_core.kv_outcome import Cause, Outcome, cause_of
 from xpyd_core.request_id import pair_id_text
 from xpyd_router.access_log import Trace
 from xpyd_router.app_state import AppState
+from xpyd_router.canary import SideFigures
 from xpyd_router.errors import (
     ABORTED,
     BROKEN,
@@ -32,6 +31,7 @@ from xpyd_router.errors import (
     Answer,
     CallFailed,
     EngineRefused,
+    error_in,
     unknown_model,
 )
 from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot
@@ -72,6 +72,8 @@ class Attempt:
 
     prefilled: Prefilled | None = None
     """P's answer, of a pair that continues."""
+    figures: SideFigures | None = None
+    """Where it counts, of a canary."""
 
     def __init__(
         self,
@@ -149,7 +151,8 @@ class Attempt:
         self.called = instance
         if self.fleet.is_lost(instance.key):
             raise CallFailed("connect")  # it does not exist any more, and did not get the request
-        self.running = self._instance_metrics.call(instance, len(body))
+        gaps_s = self.figures.itl_s if self.figures is not None else None
+        self.running = self._instance_metrics.call(instance, len(body), gaps_s)
         try:
             exchange = await self._upstream.start(
                 instance.http,
@@ -233,7 +236,7 @@ class Attempt:
         ).encode("latin-1")
 
     def _refuse(self, answer: Answer) -> None:
-        error = _error_in(answer.body)
+        error = error_in(answer.body)
         is_full = answer.status in TAKES_NO_MORE
         if is_full or not 400 <= answer.status < 500:
             if error is not None and error.get("code") == TRANSFER_FAILED:
@@ -287,6 +290,7 @@ class Attempts:
             marks=state.marks,
             output_tokens=state.request.output_tokens,
             slo=self._objectives.left(state) if self._objectives else NO_SLO,
+            share=state.share,
         )
         trace = state.trace
         trace.kv = trace.kv_cause = trace.stands_in = ""
@@ -316,6 +320,9 @@ class Attempts:
             upstream=self._upstream,
             instance_metrics=self._metrics.instances,
         )
+        if self._policy.canary is not None:
+            state.share = self._policy.share_of(choice)
+            attempt.figures = self._metrics.canary.of(state.share)
         attempt.prefill_tokens = self._policy.placed(choice, want)
         if self._objectives is not None:
             self._objectives.placed(state, choice, attempt.prefill_tokens)
@@ -485,13 +492,3 @@ class Attempts:
         self._served_s[model] = self._clock()
         if len(self._served_s) > _MAX_REMEMBERED:
             del self._served_s[next(iter(self._served_s))]
-
-
-def _error_in(body: bytes) -> dict[str, Any] | None:
-    """The error object of an OpenAI error answer."""
-    try:
-        document = orjson.loads(body)
-        error = document["error"]
-    except (orjson.JSONDecodeError, TypeError, KeyError):
-        return None
-    return cast("dict[str, Any]", error) if isinstance(error, dict) else None

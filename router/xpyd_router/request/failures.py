@@ -76,6 +76,10 @@ class Failures:
         self._metrics.failed(instance, cause)
         state.trace.failures.append(f"{phase}:{cause}")
         state.last_cause = cause
+        if attempt.figures is not None and cause != "refused":
+            attempt.figures.failed += 1
+        if state.share and state.sent is None:
+            state.share = "old"  # what the canary failed is not tried on it again
         extra = {"request": attempt.uuid, "instance": instance.name, "tries": state.trace.tries}
         logger.warning("%s call failed: %s%s", phase, cause, by, extra=extra)
         await self._blame(state, attempt, failure)

@@ -192,6 +192,8 @@ class Flow:
             attempt = await self._attempts.begin(state)
             try:
                 answer = await self._try_whole(state, attempt)
+                if attempt.figures is not None:
+                    attempt.figures.served += 1
                 state.trace.prompt_tokens, state.trace.output_tokens = tokens_in(answer.body)
                 if self._failures.refused:
                     self._failures.served(state.request)
@@ -237,6 +239,8 @@ class Flow:
             attempt = await self._attempts.begin(state)
             try:
                 await self._try_stream(state, attempt, client)
+                if attempt.figures is not None:
+                    attempt.figures.streamed(state.trace)
                 if self._failures.refused:
                     self._failures.served(state.request)
                 if state.drain_cuts:

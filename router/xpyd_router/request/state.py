@@ -23,6 +23,7 @@ from xpyd_router.access_log import Trace
 from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.fleet.poison import Break
 from xpyd_router.policy.base import NO_SLO, Forecast, PrefixMark, Slo
+from xpyd_router.policy.canary import Share
 from xpyd_router.policy.pairs import Pair
 from xpyd_router.request.answers import (
     DONE,
@@ -131,6 +132,8 @@ class RequestState(msgspec.Struct, kw_only=True):
     """What policies know the client's conversation by."""
     marks: tuple[PrefixMark, ...] = ()
     """Beginnings of the prompt, for policies."""
+    share: Share = ""
+    """The side of a canary that serves it; "": none has been picked yet."""
     slo: Slo = NO_SLO
     """What the client may expect; only where paces are learned."""
     forecast: Forecast | None = None
