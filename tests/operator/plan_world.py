@@ -153,8 +153,12 @@ class World:
         assert all(isinstance(action, DeleteWorkload) for action in again), again
         for action in planned.actions:
             self.apply(action)
-        check_step(want, seen, before, self)
+        self.check(want, seen, before)
         return bool(planned.actions)
+
+    def check(self, want: FleetWant, seen: FleetSeen, before: dict[Key, Running]) -> None:
+        """What must hold after a plan was applied to `before`."""
+        check_step(want, seen, before, self)
 
     def apply(self, action: object) -> None:
         match action:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from xpyd_operator.document.base import ApiModel, matching, rule
+from xpyd_operator.document.base import ApiModel, Unique, matching, rule
 
 
 class PoolRollout(ApiModel):
@@ -33,6 +33,55 @@ class PoolRollout(ApiModel):
         return self.max_surge_percent != 0 or self.max_unavailable_percent != 0
 
 
+Percent = Annotated[int, Field(ge=1, le=99)]
+
+
+class CanaryAnalysis(ApiModel):
+    """What the new revision must hold, in each step, for the next one to come."""
+
+    error_percent: Annotated[int, Field(ge=0, le=100)] = 1
+    """The most of its requests that may fail: 5xx of engines and streams that break, no 4xx."""
+    ttft_milliseconds: Annotated[int, Field(ge=1, le=3600000)] | None = None
+    """What 95 % of its streams may take to their first byte; none: any time."""
+    itl_milliseconds: Annotated[int, Field(ge=1, le=3600000)] | None = None
+    """What 95 % of the gaps in its streams may take; none: any time."""
+    min_requests: Annotated[int, Field(ge=1, le=1000000)] = 100
+    """Requests that it must have answered before it is judged."""
+
+
+class Canary(ApiModel):
+    """A new revision gets a share of the new requests first. The rest follows when its figures
+    hold; else it goes, and the old revision stays."""
+
+    weight_percent: Percent = 10
+    """The share in the first step."""
+    steps: Annotated[tuple[Percent, ...], Field(strict=False, max_length=8), Unique()] = ()
+    """The shares after it, each larger; none: the rest follows the first one."""
+    analysis: CanaryAnalysis = CanaryAnalysis()
+    """What it must hold."""
+
+    @rule(
+        "!has(self.steps) || self.steps.all(s, s > self.weightPercent)",
+        "each step must be above weightPercent",
+        field="steps",
+    )
+    def _steps_are_above(self) -> bool:
+        return all(step > self.weight_percent for step in self.steps)
+
+    @rule(
+        "!has(self.steps) || self.steps.isSorted()",
+        "each step must be above the one before",
+        field="steps",
+    )
+    def _steps_rise(self) -> bool:
+        return list(self.steps) == sorted(self.steps)
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """The shares of all steps."""
+        return (self.weight_percent, *self.steps)
+
+
 class Rollout(PoolRollout):
     """How a new revision replaces an old one; P and D move together."""
 
@@ -46,6 +95,8 @@ class Rollout(PoolRollout):
     and can be scaled."""
     history_limit: Annotated[int, Field(ge=0, le=50)] = 5
     """In a cluster, earlier revisions of the fleet that are kept for `xpyd rollout undo`."""
+    canary: Canary | None = None
+    """In a cluster, how a new revision is tried on a share of the requests; none: it is not."""
     restarted_at: (
         Annotated[
             str,

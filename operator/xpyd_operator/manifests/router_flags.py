@@ -47,6 +47,7 @@ FLAGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "--slo-itl-ms": ("int", ()),
     "--local-prefill-tokens": ("int", ()),
     "--pairing": ("text", ("SameRevision", "Compatible")),
+    "--canary-file": ("text", ()),
     "--exact-prefixes": ("switch", ()),
     "--probe-interval": ("float", ()),
     "--probe-timeout": ("float", ()),

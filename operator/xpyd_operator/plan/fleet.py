@@ -14,6 +14,8 @@ Routers can call engines that ask less of them than they have (Template.tls), an
 where spec.engine.tls comes, engines wait until no router is without it; where it goes, routers wait
 until no engine has it. See docs/adr/0102.
 
+A revision on trial (FleetWant.canary) stands beside the one that runs: see plan.canary.
+
 A fleet that is paused takes none of these steps: each pool keeps the revisions that it has, and
 grows or shrinks in them when it is scaled. What has no instance yet starts. See docs/adr/0095.
 
@@ -30,10 +32,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 
+from xpyd_operator.plan.canary import CanaryPool, divide
 from xpyd_operator.plan.values import (
     MOST_REPLICAS,
     ROUTER,
     Action,
+    CanaryStage,
     DeleteWorkload,
     DrainPool,
     Event,
@@ -59,6 +63,10 @@ def plan(want: FleetWant, seen: FleetSeen, now: float) -> Plan:
     pools = [] if want.stopping else _pools(want, seen)
     share = _rollout_share(pools)
     for pool in pools:
+        if pool.canary is not None:
+            actions += _canary_actions(pool.canary)
+            if pool.new is None:
+                continue
         is_held = want.paused and pool.is_mixed
         held_share = Fraction(0) if pool.waits else share
         actions += (_held_actions if is_held else _pool_actions)(pool, held_share)
@@ -67,13 +75,15 @@ def plan(want: FleetWant, seen: FleetSeen, now: float) -> Plan:
     # Sorted, because shells list workloads in different orders.
     leaving.sort(key=lambda w: (w.workload.pool, w.workload.revision))
     needed = not want.stopping and bool(leaving)
-    needed = needed and (want.paused or _is_needed(leaving, pools, share))
+    stays = want.paused or want.canary is not None
+    needed = needed and (stays or _is_needed(leaving, pools, share))
     if want.stopping:
         actions += _stop(leaving)
     elif not needed:
         actions += _leave(leaving)
     going = "leave when others serve" if needed else "leaving"
     going = "stay while paused" if needed and want.paused else going
+    going = "stay with the old revision" if needed and want.canary else going
     waits = [f"{w.workload.pool} {w.alive} {going}" for w in leaving if w.alive]
     status = _status(want, pools, waits, seen.status, now)
     if status != seen.status:
@@ -157,6 +167,8 @@ class _Pool:
     """Nodes have no room for all of the rollout's new instances, and it may go on with fewer."""
     waits: str = ""
     """For whom its new revision waits before it begins or grows; "": it need not."""
+    canary: CanaryPool | None = None
+    """The document's revision, on trial: then `want` and `new` are of the one that stays."""
 
     @property
     def is_rolling(self) -> bool:
@@ -195,9 +207,44 @@ def _pools(want: FleetWant, seen: FleetSeen) -> list[_Pool]:
         old.sort(key=lambda w: (-w.ready, w.workload.revision))
         found.append(_Pool(pool, size.replicas, new, tuple(old)))
     found = _ordered_by_tls(found, seen.workloads)
+    if want.canary is not None:
+        found = _divided(found, want.canary, is_paused=want.paused)
     if not any(pool.is_rolling and pool.new and pool.new.unplaced for pool in found):
         return found
     return [replace(p, is_tight=p.is_rolling and p.want.unavailable_percent > 0) for p in found]
+
+
+def _divided(pools: Sequence[_Pool], stage: CanaryStage, *, is_paused: bool) -> list[_Pool]:
+    """The pools with what is on trial beside what stays."""
+    revisions = dict(stage.stable)
+    found: list[_Pool] = []
+    same = {p.want.name for p in pools if revisions.get(p.want.name) == p.want.revision}
+    same.add(ROUTER)
+    is_tight = any(p.new and p.new.unplaced for p in pools if p.want.name not in same)
+    for pool in pools:
+        name, stays = pool.want.name, revisions.get(pool.want.name, "")
+        if name in same:
+            found.append(pool)
+            continue
+        main = next((w for w in pool.old if w.workload.revision == stays), None)
+        if main is None and pool.old:  # somebody deleted what stays
+            main, stays = pool.old[0], pool.old[0].workload.revision
+        others = tuple(w for w in pool.old if w is not main)
+        canary = divide(
+            pool.want,
+            pool.replicas,
+            new=pool.new,
+            main=main,
+            others=others,
+            stage=stage,
+            is_tight=is_tight and pool.want.unavailable_percent > 0,
+            is_held=is_paused or bool(pool.waits),
+        )
+        template = main.workload.template if main else pool.want.template
+        want = replace(pool.want, revision=stays, template=template)
+        size = canary.stable
+        found.append(replace(pool, want=want, replicas=size, new=main, old=others, canary=canary))
+    return found
 
 
 def _ordered_by_tls(pools: Sequence[_Pool], seen: Sequence[WorkloadSeen]) -> list[_Pool]:
@@ -240,7 +287,10 @@ def _old_targets(pool: _Pool, share: Fraction) -> list[int]:
         kept -= targets[-1]
         idle -= targets[-1]
     for index, workload in enumerate(pool.old):
-        more = max(0, min(workload.workload.replicas - targets[index], idle))
+        asked = workload.workload.replicas
+        if pool.canary is not None:  # a third revision starts nothing
+            asked = min(asked, workload.alive)
+        more = max(0, min(asked - targets[index], idle))
         targets[index] += more
         idle -= more
     return targets
@@ -277,6 +327,19 @@ def _pool_actions(pool: _Pool, share: Fraction) -> list[Action]:
     elif target != (before := pool.new.workload.replicas):
         actions += [put, Event("Scaled", f"pool {name}: {before} -> {target} instances")]
     return actions
+
+
+def _canary_actions(canary: CanaryPool) -> list[Action]:
+    """What is on trial grows, or goes."""
+    pool, seen, target = canary.want, canary.seen, canary.target
+    put = PutWorkload(Workload(pool.name, pool.revision, target, pool.template))
+    text = f"pool {pool.name}: {target} instances of revision {pool.revision} on trial"
+    if seen is None:
+        return [put, Event("Canary", text)] if target else []
+    if target != seen.workload.replicas:
+        return [put, Event("Canary", text)]
+    is_over = not target and not seen.alive
+    return [DeleteWorkload(pool.name, pool.revision)] if is_over else []
 
 
 def _held_actions(pool: _Pool, share: Fraction) -> list[Action]:
@@ -366,6 +429,10 @@ def _workloads(pool: _Pool) -> tuple[WorkloadSeen, ...]:
     return (*pool.old, pool.new) if pool.new else pool.old
 
 
+def _on_trial(pool: _Pool) -> tuple[WorkloadSeen, ...]:
+    return (pool.canary.seen,) if pool.canary and pool.canary.seen else ()
+
+
 def _serves(instances: Counter[str]) -> bool:
     """Whether one request can be answered by so many instances of each role."""
     return bool(instances["Aggregated"] or min(instances["Prefill"], instances["Decode"]))
@@ -383,6 +450,8 @@ def _status(
     waits: list[str] = []
     for pool in pools:
         name, replicas, new = pool.want.name, pool.replicas, pool.new
+        if pool.canary is not None:
+            replicas, new = pool.canary.replicas, pool.canary.seen
         updated = new.ready if new else 0
         rows.append(
             PoolProgress(
@@ -390,12 +459,14 @@ def _status(
                 role=pool.want.template.role,
                 replicas=replicas,
                 declared=pool.want.replicas,
-                ready=sum(w.ready for w in _workloads(pool)),
-                revision=pool.want.revision,
+                ready=sum(w.ready for w in (*_workloads(pool), *_on_trial(pool))),
+                revision=(pool.canary.want if pool.canary else pool.want).revision,
                 updated=updated,
             )
         )
-        if updated < replicas:
+        if pool.canary is not None:
+            waits.append(f"{name} {updated}/{pool.canary.target} on trial")
+        elif updated < replicas:
             behind = f" (waits for {pool.waits})" if pool.waits else ""
             waits.append(f"{name} {updated}/{replicas} ready{behind}")
         going = sum(w.alive for w in pool.old) + max(0, (new.alive if new else 0) - replicas)
@@ -407,6 +478,8 @@ def _status(
     else:
         is_held = want.paused and (leaving or any(pool.is_rolling for pool in pools))
         reason = "Paused" if is_held else "Progressing" if waits else "Ready"
+        if want.canary is not None and not want.paused:
+            reason = "Canary" if want.canary.weight_percent else "CanaryFailed"
     ready = reason == "Ready"
     since = before.since if before and before.ready == ready else now
     return FleetProgress(ready, reason, ", ".join(waits), since, tuple(rows))

@@ -41,8 +41,8 @@ class Template:
 class Workload:
     """Equal instances of one pool and one revision.
 
-    Of a revision that is not the newest, only the template's `role` and `tls` are certain: a shell
-    that observes workloads may know no more, and never renders one.
+    Of a revision that is not the newest, only the template's `role`, `tls` and `fleet_revision` are
+    certain: a shell that observes workloads may know no more, and never renders one.
     """
 
     pool: str
@@ -74,14 +74,29 @@ class PoolWant:
 
 
 @dataclass(frozen=True)
+class CanaryStage:
+    """The document's revision is on trial, or failed it (`weight_percent` 0).
+
+    `stable`: pools and the revisions that stay. `may_begin`: routers know of it, so that its first
+    instances get no more than their share.
+    """
+
+    stable: tuple[tuple[str, str], ...]
+    weight_percent: int
+    may_begin: bool = True
+
+
+@dataclass(frozen=True)
 class FleetWant:
     """One fleet. `stopping`: everything is to be drained and deleted, the router first. `paused`:
-    no instance takes the place of another one."""
+    no instance takes the place of another one. `canary`: see plan.canary; None: the document's
+    revision takes the place of what runs."""
 
     name: str
     pools: tuple[PoolWant, ...]
     stopping: bool = False
     paused: bool = False
+    canary: CanaryStage | None = None
 
 
 # What is there

@@ -54,6 +54,7 @@ CLUSTER_ONLY = frozenset(
         "spec.rollout.progressDeadlineSeconds",
         "spec.rollout.paused",
         "spec.rollout.historyLimit",
+        "spec.rollout.canary",
         "spec.networkPolicy",
     }
 )
