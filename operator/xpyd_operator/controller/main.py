@@ -198,6 +198,7 @@ class Operator:
             progress=self._downloads.progress,
             keys=self._routers.keys,
             loads=self._routers.loads,
+            canary=self._routers.canary,
             releases=Releases(self._lease_api, config.release, clock=time.monotonic),
             upgrade_fleets=config.upgrade_fleets,
         )

@@ -59,6 +59,7 @@ from xpyd_operator.controller.events import EventPoster
 from xpyd_operator.controller.leader import LOOK_S, Releases
 from xpyd_operator.manifests.names import ANNOTATION_OPERATOR, FINALIZER, Settings, kv_secret_name
 from xpyd_operator.manifests.objects import kv_secret
+from xpyd_operator.status.canary import CanaryReport
 from xpyd_operator.status.drains import InstanceLoad
 from xpyd_operator.status.fleet import EventText, events
 from xpyd_operator.status.models import DownloadProgress
@@ -268,19 +269,20 @@ class Reconciler:
         progress: Callable[[FleetKey], DownloadProgress | None] = lambda _: None,
         keys: Callable[[FleetKey], Mapping[str, RouterKeys]] = lambda _: {},
         loads: Callable[[FleetKey], Mapping[str, InstanceLoad]] = lambda _: {},
+        canary: Callable[[FleetKey], CanaryReport] = lambda _: CanaryReport(),
         releases: Releases | None = None,
         upgrade_fleets: int = 0,
     ) -> None:
         """`verdict`: what the routers' counts say of a fleet's KV; `has_pair`: whether a router has
         instances that can serve a request, None where none has said; `progress`: how far the
-        download of its model is; `keys`, `loads`: what they say of keys, and of who leaves;
+        download of its model is; `keys`, `loads`, `canary`: what they say of keys, who leaves, one;
         `releases`: who reconciles which fleet, None: this operator all of them; `upgrade_fleets`:
         how many fleets at a time take the operator's defaults without being asked."""
         self._releases = releases
         self._upgrade_fleets = upgrade_fleets
         self._upgrading: set[FleetKey] = set()
         self._keys = keys
-        self._loads = loads
+        self._loads, self._canary = loads, canary
         self._progress = progress
         self._verdict = verdict
         self._has_pair = has_pair
@@ -392,6 +394,7 @@ class Reconciler:
             progress=self._progress(key),
             keys=self._keys(key),
             loads=self._loads(key),
+            routers_canary=self._canary(key),
             made_keys=history.made_keys,
             deleted_key=history.deleted_key,
             operator=self._releases.own if self._releases else "",

@@ -4,7 +4,7 @@ Every 15 s one GET of each ready router's HTTP port, which is open to the cluste
 (ADR 0043). A router that does not answer is asked more and more rarely, down to every 4 minutes. A
 fleet whose verdict changed is woken; its turn takes the verdict from here. While a fleet's key is
 rotated, its routers are asked every 3 s which keys they and the engines have; while instances of
-it leave, what those still have.
+it leave, what those still have; while a revision is on trial, how it does.
 
 A router's pod is ready while it takes requests (ADR 0041), an engine's while it serves: whether
 heartbeats reach a router, and whether P and D fit together, no pod's readiness says. So the
@@ -27,10 +27,18 @@ import aiohttp
 from xpyd_core.pod_env import ROUTER_ADMIN_PORT
 from xpyd_core.request_id import Address
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
-from xpyd_operator.controller.decision.kinds import DEPLOYMENT, POD, controller_of
+from xpyd_operator.controller.decision.kinds import CONFIG_MAP, DEPLOYMENT, POD, controller_of
 from xpyd_operator.controller.decision.state import key_order
-from xpyd_operator.manifests.names import LABEL_ROLE
+from xpyd_operator.manifests.names import LABEL_ROLE, canary_name
 from xpyd_operator.plan.values import ROUTER
+from xpyd_operator.status.canary import QUERY as CANARY_QUERY
+from xpyd_operator.status.canary import (
+    CanaryReport,
+    Tally,
+    read_state,
+    read_word,
+    routers_known,
+)
 from xpyd_operator.status.children import (
     WORKER_INDEX,
     is_leaving,
@@ -91,6 +99,9 @@ class _Fleet:
     rests: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     keys: dict[str, RouterKeys] = field(default_factory=dict[str, RouterKeys])
     """What each router says of keys, while a rotation is under way."""
+    tally: Tally = field(default_factory=Tally)
+    canary: CanaryReport = field(default_factory=CanaryReport)
+    """What routers say of a canary, while there is one."""
     loads: dict[str, InstanceLoad] = field(default_factory=dict[str, InstanceLoad])
     """What instances have, by their pods, while some of them leave."""
     loads_at_s: float = float("-inf")
@@ -137,6 +148,11 @@ class RouterReader:
         found = self._fleets.get(key)
         return {} if found is None else found.loads
 
+    def canary(self, key: FleetKey) -> CanaryReport:
+        """What the fleet's routers say of its canary."""
+        found = self._fleets.get(key)
+        return CanaryReport() if found is None else found.canary
+
     async def run(self) -> None:
         """Read at intervals, until cancelled."""
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
@@ -161,6 +177,7 @@ class RouterReader:
             if at_instances:
                 await self.look_at_keys(session)
                 await self.look_at_loads(session)
+                await self.look_at_canaries(session)
             else:
                 await self.look(session, only_without_pair=only_without_pair)
         except Exception:  # a task's edge: a round that broke must not end all later ones
@@ -271,6 +288,36 @@ class RouterReader:
         is_due = self._clock() - fleet.loads_at_s >= _LOADS_AGAIN_S
         if loads != fleet.loads and (is_news or is_due):
             fleet.loads, fleet.loads_at_s = loads, self._clock()
+            self._wake(key)
+
+    async def look_at_canaries(self, session: aiohttp.ClientSession) -> None:
+        """Ask the routers of fleets with a canary how it does."""
+        await asyncio.gather(
+            *(self._look_at_canary(session, key, fleet) for key, fleet in self._fleets.items())
+        )
+
+    async def _look_at_canary(
+        self, session: aiohttp.ClientSession, key: FleetKey, fleet: _Fleet
+    ) -> None:
+        maps = self._cache.children(key).get(CONFIG_MAP, {})
+        state = read_state(maps.get(canary_name(key.name)))
+        if state is None or not state.is_on_trial:
+            fleet.canary, fleet.tally = CanaryReport(), Tally()
+            return
+        pods = list(self._routers(key))
+        bodies = await asyncio.gather(
+            *(self._get(session, address, CANARY_QUERY) for _, address, _ in pods)
+        )
+        words = {
+            name: read_word(body.decode("utf-8", "replace"))
+            for (name, _, _), body in zip(pods, bodies, strict=True)
+            if body is not None
+        }
+        ready = {name for name, _, is_ready in pods if is_ready}
+        counts = fleet.tally.take(state.name, words)
+        found = CanaryReport(state.name, routers_known(words, ready), counts)
+        if found != fleet.canary:
+            fleet.canary = found
             self._wake(key)
 
     def _routers(self, key: FleetKey) -> Iterator[tuple[str, str, bool]]:

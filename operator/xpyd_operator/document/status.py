@@ -122,6 +122,29 @@ class DefaultsStatus(ApiModel):
     """spec.rollout.restartedAt when these were taken; another one takes the operator's own."""
 
 
+class CanaryStatus(ApiModel):
+    """How the revision of the document that is on trial does, or did."""
+
+    revision: Annotated[str, Field(max_length=16)] | None = None
+    """The revision of all pools of engines; `xpyd rollout promote` names it."""
+    phase: Literal["Running", "Promoting", "Promoted", "Failed"] | None = None
+    """Promoting: routers are being told to divide requests no more."""
+    step: Count | None = None
+    """Which share it has or had, from 1."""
+    weight_percent: Count | None = None
+    """Its share of new requests now."""
+    requests: Count | None = None
+    """Requests of this step that it answered or failed."""
+    failed: Count | None = None
+    """Those that failed."""
+    ttft_milliseconds: Count | None = None
+    """What 95 % of its streams took to their first byte."""
+    itl_milliseconds: Count | None = None
+    """What 95 % of the gaps in its streams took."""
+    said: Annotated[str, Field(max_length=1024)] | None = None
+    """The last decision, with its numbers."""
+
+
 class FleetStatus(ApiModel):
     """What the operator saw last."""
 
@@ -149,6 +172,8 @@ class FleetStatus(ApiModel):
     """The download of the model, where a Job brings it into a claim."""
     defaults: DefaultsStatus | None = None
     """The operator's defaults that its pods were made with."""
+    canary: CanaryStatus | None = None
+    """A revision on trial."""
     kv_key_secret: Annotated[str, Field(max_length=253)] | None = None
     """Secret with the key by which engines know each other."""
 

@@ -74,6 +74,8 @@ ANNOTATION_RESTARTED = "xpyd.dev/restarted-at"
 """On a pod: spec.rollout.restartedAt of its revision."""
 ANNOTATION_OPERATOR = "xpyd.dev/operator"
 """On a fleet: the release whose operator reconciles it, as NAMESPACE/NAME of its Lease."""
+ANNOTATION_PROMOTE = "xpyd.dev/promote-canary"
+"""On a fleet: the revision on trial that takes the old one's place without further analysis."""
 ANNOTATION_APPLIED = "xpyd.dev/applied"
 """Hash of the object as the operator last applied it."""
 
@@ -104,6 +106,9 @@ KV_FOLDER = "/run/xpyd/kv"
 ADMIN_FOLDER = "/run/xpyd/admin"
 ADMIN_KEY = "key"
 """The file in ADMIN_FOLDER with the keys of a router's admin API."""
+CANARY_FOLDER = "/run/xpyd/canary"
+CANARY_FILE = "canary.json"
+"""The file in CANARY_FOLDER that gives a revision on trial its share of requests."""
 TLS_FOLDER = "/run/xpyd/tls"
 CLIENT_CA_FOLDER = "/run/xpyd/client-ca"
 ENGINE_CA_FOLDER = "/run/xpyd/engine-ca"
@@ -215,6 +220,11 @@ def kv_secret_name(fleet: str, uid: str, slot: str = KV_KEY) -> str:
 def revision_name(fleet: str, revision: str) -> str:
     """Name of the ControllerRevision that records a revision of the document."""
     return f"{fleet}-{revision}"
+
+
+def canary_name(fleet: str) -> str:
+    """Name of the ConfigMap with how far a canary is, which routers mount."""
+    return f"{fleet}-canary"
 
 
 def service_account_name(fleet: str) -> str:

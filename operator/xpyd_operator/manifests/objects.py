@@ -12,7 +12,7 @@ Only workload objects carry a revision: a change of another object changes no po
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT, data_port
 from xpyd_operator.document.engines import Pool
@@ -202,6 +202,13 @@ def kv_order(
     found = owned_object("v1", "ConfigMap", name, labels, fleet, placement, data=data)
     found["metadata"]["annotations"] = annotations
     return found
+
+
+def canary_map(fleet: InferenceFleet, placement: Placement, data: Mapping[str, str]) -> JsonObject:
+    """The ConfigMap of a canary: its state, and the file of the routers."""
+    labels = names.fleet_labels(fleet.name, names.ROUTER_APP)
+    name = names.canary_name(fleet.name)
+    return owned_object("v1", "ConfigMap", name, labels, fleet, placement, data=dict(data))
 
 
 def _service_account(fleet: InferenceFleet, placement: Placement) -> JsonObject:

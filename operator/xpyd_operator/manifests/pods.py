@@ -45,6 +45,7 @@ from xpyd_operator.manifests.volumes import (
     common_volumes,
     download_args,
     download_env,
+    file_args,
     model_mounts,
     model_volumes,
     router_mounts,
@@ -266,8 +267,7 @@ def engine_ports(fleet: InferenceFleet, pool: Pool) -> dict[str, int]:
 def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) -> JsonObject:
     """The pod template of a router; replicas prefer different nodes."""
     router = fleet.spec.router
-    discovery_port, has_admin_key = router.discovery_port, router.admin_key_secret_ref is not None
-    admin = [f"--admin-key-file={names.ADMIN_FOLDER}/{names.ADMIN_KEY}"] if has_admin_key else []
+    discovery_port = router.discovery_port
     probe = partial(_probe, **probed_router(fleet))
     container: JsonObject = {
         "name": names.ROUTER_CONTAINER,
@@ -277,7 +277,7 @@ def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) 
             f"--admin-port={ROUTER_ADMIN_PORT}",
             f"--discovery-port={discovery_port}",
             *_client_keys_args(fleet, placement),
-            *admin,
+            *file_args(fleet),
             *router_tls_args(fleet, placement.namespace),
             *workload.template.args,
         ],

@@ -204,6 +204,7 @@ _ROUTERS_OWNED = {
     "--kv-insecure": "spec.kvTransfer.insecure",
     "--accept-unsigned-beats": "spec.heartbeat.acceptUnsigned",
     "--admin-key-file": "spec.router.adminKeySecretRef",
+    "--canary-file": "spec.rollout.canary",
     "--api-key-file": "spec.router.auth",
     "--api-key": "spec.router.auth",
     "--peers": "",

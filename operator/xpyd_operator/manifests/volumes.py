@@ -150,9 +150,46 @@ def admin_key_mounts(fleet: InferenceFleet) -> list[JsonObject]:
     return [{"name": "xpyd-admin", "mountPath": names.ADMIN_FOLDER, "readOnly": True}]
 
 
+_CANARY = "xpyd-canary"
+
+
+def canary_volumes(fleet: InferenceFleet) -> list[JsonObject]:
+    """The volume of routers that says which share of requests a revision on trial gets."""
+    if fleet.spec.rollout.canary is None:
+        return []
+    found = {
+        "name": names.canary_name(fleet.name),
+        "optional": True,  # routers do not wait for it
+        "items": [{"key": names.CANARY_FILE, "path": names.CANARY_FILE}],
+    }
+    return [{"name": _CANARY, "configMap": found}]
+
+
+def canary_mounts(fleet: InferenceFleet) -> list[JsonObject]:
+    """Where canary_volumes are mounted: a folder, for a file would not change with the map."""
+    if fleet.spec.rollout.canary is None:
+        return []
+    return [{"name": _CANARY, "mountPath": names.CANARY_FOLDER, "readOnly": True}]
+
+
+def file_args(fleet: InferenceFleet) -> list[str]:
+    """The flags of routers that name files of admin_key_volumes and canary_volumes."""
+    found: list[str] = []
+    if fleet.spec.router.admin_key_secret_ref is not None:
+        found.append(f"--admin-key-file={names.ADMIN_FOLDER}/{names.ADMIN_KEY}")
+    if fleet.spec.rollout.canary is not None:
+        found.append(f"--canary-file={names.CANARY_FOLDER}/{names.CANARY_FILE}")
+    return found
+
+
 def router_volumes(fleet: InferenceFleet) -> list[JsonObject]:
     """The volumes that routers alone have."""
-    return [*client_keys_volumes(fleet), *admin_key_volumes(fleet), *router_tls_volumes(fleet)]
+    return [
+        *client_keys_volumes(fleet),
+        *admin_key_volumes(fleet),
+        *canary_volumes(fleet),
+        *router_tls_volumes(fleet),
+    ]
 
 
 def router_mounts(fleet: InferenceFleet) -> list[JsonObject]:
@@ -160,6 +197,7 @@ def router_mounts(fleet: InferenceFleet) -> list[JsonObject]:
     return [
         *client_keys_mounts(fleet),
         *admin_key_mounts(fleet),
+        *canary_mounts(fleet),
         *tls_mounts(router_tls_volumes(fleet)),
     ]
 

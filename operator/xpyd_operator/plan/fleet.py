@@ -145,6 +145,11 @@ def pools_waiting(want: FleetWant, seen: FleetSeen) -> dict[str, str]:
     return {pool.want.name: pool.waits for pool in pools if pool.waits}
 
 
+def canary_pools(want: FleetWant, seen: FleetSeen) -> tuple[CanaryPool, ...]:
+    """The pools of which the document's revision is on trial."""
+    return tuple(pool.canary for pool in _pools(want, seen) if pool.canary is not None)
+
+
 def pool_replicas(pool: PoolWant, seen: PoolSeen | None) -> int:
     """The pool's replicas: the last declared value wins once, then `scale` does, within bounds."""
     if pool.replicas is not None and (seen is None or pool.replicas != seen.declared):

@@ -258,6 +258,7 @@ def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
             "adminKeySecretRef": _explicit(spec.router.admin_key_secret_ref),
             "tls": _explicit(spec.router.tls),
             "engineTls": _explicit(spec.engine.tls),
+            "canary": spec.rollout.canary is not None,
             "template": spec.router.template,
         }
     )

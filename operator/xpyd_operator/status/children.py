@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 from typing import Any, cast, get_args
 
 from xpyd_operator.manifests.names import (
+    FLEET_REVISION,
     LABEL_FLEET,
     LABEL_POOL,
     LABEL_REVISION,
@@ -279,7 +280,11 @@ def fleet_seen(children: Children, before: Raw | None = None) -> FleetSeen:
         put = Workload(
             *key,
             replicas_of(workload),
-            Template(role, tls=tls_of_pods(leads, is_router=role == ROUTER)),
+            Template(
+                role,
+                tls=tls_of_pods(leads, is_router=role == ROUTER),
+                fleet_revision=_fleet_revision_of(leads),
+            ),
         )
         found[key] = WorkloadSeen(put, alive, min(have.ready, alive), have.unplaced)
     pools = _pools(children.pools)
@@ -289,6 +294,12 @@ def fleet_seen(children: Children, before: Raw | None = None) -> FleetSeen:
             have = counts.get(key, NOTHING)
             found[key] = WorkloadSeen(Workload(*key, 0, Template(role)), have.alive, have.ready)
     return FleetSeen(pools, tuple(found[key] for key in sorted(found)))
+
+
+def _fleet_revision_of(spec: Raw) -> str:
+    """What Template.fleet_revision was of pods that have this spec."""
+    variables = (row for one in rows(spec, "containers") for row in rows(one, "env"))
+    return next((text(row, "value") for row in variables if row.get("name") == FLEET_REVISION), "")
 
 
 def _count_instances(children: Children) -> dict[Key, Counts]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xpyd_operator.plan.values import ROUTER
+from xpyd_operator.status.canary import CanaryView
 from xpyd_operator.status.children import (
     Raw,
     condition,
@@ -111,6 +112,12 @@ class _Fleet:
     has_pair: bool | None = None
     leaving: str = ""
     paused: bool = False
+    canary: CanaryView | None = None
+
+    @property
+    def trial(self) -> str:
+        """The reason by which a revision on trial, or one that failed it, holds up the rest."""
+        return self.canary.reason if self.canary is not None else ""
 
     @property
     def is_paused(self) -> bool:
@@ -152,6 +159,7 @@ def conditions(
     key: KeyVerdict | None = None,
     paused: bool = False,
     upgrade: Upgrade | None = None,
+    canary: CanaryView | None = None,
 ) -> list[dict[str, Any]]:
     """`before`: the whole status before; a condition keeps its time while its status stays.
 
@@ -161,9 +169,11 @@ def conditions(
     that can serve a request; None: none has said. `leaving`: what instances that leave still have
     (see `drains`). `model`: the download of its model; None: no Job downloads it. `key`: how far
     the rotation of the fleet's key is; None: nobody asked for one. `paused`: no revision takes
-    another's place. `upgrade`: what the pods are made with.
+    another's place. `upgrade`: what the pods are made with. `canary`: of a revision on trial.
     """
-    fleet = _Fleet(pools, problems, stopping, before, notices, choice, has_pair, leaving, paused)
+    fleet = _Fleet(
+        pools, problems, stopping, before, notices, choice, has_pair, leaving, paused, canary
+    )
     verdicts = {
         "Ready": _ready(fleet),
         "Available": _available(fleet),
@@ -258,7 +268,7 @@ def _ready(fleet: _Fleet) -> _Verdict:
     if causes:
         return _Verdict(False, causes[0].reason, _summary_of(_waits(fleet), causes))
     reason = "Rollout" if any(row.older for row in fleet.pools) else "PodsMissing"
-    reason = "Paused" if fleet.is_paused else reason
+    reason = "Paused" if fleet.is_paused else fleet.trial or reason
     return _Verdict(False, reason, _waits(fleet))
 
 
@@ -306,6 +316,9 @@ def _progressing(fleet: _Fleet) -> _Verdict:
         return _Verdict(False, "Settled", "every pool is as wanted")
     if fleet.is_paused:
         return _Verdict(False, "Paused", _paused(fleet))
+    if fleet.canary is not None and fleet.trial:
+        message = "; ".join(filter(None, [fleet.canary.message, drains]))
+        return _Verdict(fleet.trial != "CanaryFailed", fleet.trial, message)
     held = [f"{row.name} waits for {row.waits}" for row in fleet.missing if row.waits]
     message = "; ".join(filter(None, [_waits(fleet) if fleet.missing else "", *held, drains]))
     return _Verdict(True, _movement(fleet), message or "instances of older revisions leave")
@@ -336,6 +349,8 @@ def _movement(fleet: _Fleet) -> str:
 
 def _degraded(fleet: _Fleet) -> _Verdict:
     found = [p for p in fleet.problems if p.kind == "Degraded"]
+    if fleet.canary is not None and fleet.trial == "CanaryFailed":
+        found.append(Problem("Degraded", "CanaryFailed", "", fleet.canary.message))
     if not found and (earlier := _fails_repeatedly(fleet)):
         return earlier
     if not found:

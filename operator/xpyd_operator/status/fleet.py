@@ -20,6 +20,7 @@ from xpyd_operator.manifests.names import endpoint, pool_selector, selector_text
 from xpyd_operator.manifests.pods import pods_per_instance
 from xpyd_operator.manifests.volumes import model_in_pod, uses_host_path
 from xpyd_operator.plan.values import ROUTER, FleetSeen, FleetWant
+from xpyd_operator.status.canary import CanaryView, canary_events
 from xpyd_operator.status.children import (
     NOTHING,
     WORKER_INDEX,
@@ -95,6 +96,7 @@ def fleet_status(
     model: ModelState | None = None,
     key: KeyVerdict | None = None,
     upgrade: Upgrade | None = None,
+    canary: CanaryView | None = None,
 ) -> dict[str, Any]:
     """The fleet's whole status; to be put in place of the one before, not merged into it.
 
@@ -105,6 +107,7 @@ def fleet_status(
     `loads`: what routers say that instances which leave still have, by pod.
     `model`: the download of its model; None: no Job downloads it. `key`: how far the rotation of
     the fleet's key is; None: nobody asked for one. `upgrade`: what the pods are made with.
+    `canary`: how far it is; None: the document's revision was on no trial.
     """
     rows = pool_rows(want, seen, children)
     port = fleet.spec.router.service.port
@@ -126,6 +129,7 @@ def fleet_status(
             key=key,
             paused=want.paused,
             upgrade=upgrade,
+            canary=canary,
             before=before or {},
             now=now,
             generation=generation,
@@ -143,6 +147,8 @@ def fleet_status(
                 row["document"] = digests[row["name"]]
     if key_secret:
         status["kvKeySecret"] = key_secret
+    if canary is not None:
+        status["canary"] = dict(canary.row)
     if model is not None:
         status["model"] = model.row(model_in_pod(fleet), fields(before or {}, "model"))
     return status
@@ -424,6 +430,7 @@ def _states(before: Raw, after: Raw) -> list[EventText]:
         words = f"{text(condition_of(after, kv), 'reason')}: {_message(after, kv)}"
         found.append(EventText("Warning", "KVNotVerified", words))
     found += [*_rotation(before, after), *_pauses(before, after), *_upgrade(before, after)]
+    found += [EventText(*event) for event in canary_events(before, after)]
     roles = text(condition_of(after, "RolesReady"), "reason")
     if roles in LOST_ROLES and text(condition_of(before, "RolesReady"), "reason") in HAD_ROLES:
         found.append(EventText("Warning", "RoleLost", _message(after, "RolesReady")))

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from xpyd_operator.controller.decision.errors import Forbidden, KubeError
 from xpyd_operator.controller.decision.kinds import Obj, kind_of, merge_patch
+from xpyd_operator.controller.decision.revisions import canary_view
 from xpyd_operator.controller.decision.state import (
     Apply,
     DeleteObject,
@@ -129,6 +130,7 @@ def _obeyed(
         model=state.model,
         key=None if state.rotation is None else state.rotation.verdict,
         upgrade=state.upgrade,
+        canary=canary_view(state),
     )
     pools = pool_statuses(parsed.fleet, want=want, seen=seen, children=children, loads=state.loads)
     return status, pools

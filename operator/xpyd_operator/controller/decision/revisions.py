@@ -1,5 +1,5 @@
-"""The history of a fleet's revisions, as ControllerRevisions that the fleet owns, and what a pause
-changes in a turn.
+"""The history of a fleet's revisions, as ControllerRevisions that the fleet owns, what a pause
+changes in a turn, and the ConfigMap of a canary (docs/adr/0105).
 
 A record is made when its revision begins, and never changes but in its number: the current one has
 the highest, also where the document goes back to an earlier one. So nothing is remembered
@@ -9,8 +9,10 @@ elsewhere, and a lost operator begins where another one ended. See docs/adr/0096
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import cast
 
 from xpyd_operator.controller.decision.kinds import (
+    CONFIG_MAP,
     CONTROLLER_REVISION,
     DEPLOYMENT,
     Obj,
@@ -18,9 +20,20 @@ from xpyd_operator.controller.decision.kinds import (
 )
 from xpyd_operator.controller.decision.state import DeleteObject, FleetState
 from xpyd_operator.manifests import names
+from xpyd_operator.manifests.objects import canary_map
 from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.revisions import record_of, revision_id
-from xpyd_operator.status.children import count, is_leaving
+from xpyd_operator.plan.values import CanaryStage
+from xpyd_operator.status.canary import (
+    CanaryState,
+    CanaryView,
+    advance,
+    read_state,
+    revision_on_trial,
+    view,
+    written,
+)
+from xpyd_operator.status.children import count, is_leaving, text
 
 
 def recorded(state: FleetState) -> tuple[Obj, ...]:
@@ -51,6 +64,71 @@ def forgotten(state: FleetState, current: Iterable[Obj]) -> Iterator[DeleteObjec
     for obj in earlier[fleet.spec.rollout.history_limit :]:
         if not is_leaving(obj):
             yield DeleteObject(CONTROLLER_REVISION, obj["metadata"]["name"], obj["metadata"]["uid"])
+
+
+def canary_of(state: FleetState) -> CanaryState | None:
+    """How far the canary of the document is; None: it wants none, or is held back. A pause keeps
+    what is there."""
+    fleet = state.parsed.fleet
+    if fleet is None or fleet.spec.rollout.canary is None or state.holds_back:
+        return None
+    before = read_state(canary_object(state))
+    if state.want.paused and (before is None or before.revision != revision_on_trial(state.want)):
+        return None
+    return advance(
+        before,
+        rules=fleet.spec.rollout.canary,
+        want=state.want,
+        seen=state.seen,
+        report=state.routers_canary,
+        promote=text(state.document, "metadata", "annotations", names.ANNOTATION_PROMOTE),
+        now=state.now,
+    )
+
+
+def canary_object(state: FleetState) -> Obj | None:
+    """The ConfigMap of the fleet's canary."""
+    name = names.canary_name(state.document["metadata"]["name"])
+    found = state.children.get(CONFIG_MAP, {}).get(name)
+    return found if found is not None and controller_of(found) == state.uid else None
+
+
+def canary_stage(state: FleetState) -> CanaryStage | None:
+    """What the canary is to the plan."""
+    found, fleet = canary_of(state), state.parsed.fleet
+    if found is None or fleet is None or fleet.spec.rollout.canary is None:
+        return None
+    return found.stage(fleet.spec.rollout.canary, state.routers_canary)
+
+
+def canary_view(state: FleetState) -> CanaryView | None:
+    """What the status says of the canary."""
+    found, fleet = canary_of(state), state.parsed.fleet
+    if found is None or fleet is None or fleet.spec.rollout.canary is None:
+        return None
+    return view(
+        found,
+        fleet=fleet.name,
+        rules=fleet.spec.rollout.canary,
+        want=state.want,
+        seen=state.seen,
+        report=state.routers_canary,
+        deadline_s=fleet.spec.rollout.progress_deadline_seconds,
+        now=state.now,
+    )
+
+
+def canary_maps(state: FleetState) -> tuple[Obj, ...]:
+    """The ConfigMap of the canary as it should be, where the document wants one."""
+    fleet, found = state.parsed.fleet, canary_of(state)
+    if fleet is None or fleet.spec.rollout.canary is None:
+        return ()
+    before = canary_object(state)
+    if found is None and before is not None:  # held back, or paused
+        data = cast("dict[str, str]", before.get("data") or {})
+    else:
+        data = written(found, fleet.spec.rollout.canary, state.want)
+    return (canary_map(fleet, state.placement, data),)
 
 
 def with_pause(state: FleetState, objects: Iterable[Obj]) -> Iterator[Obj]:

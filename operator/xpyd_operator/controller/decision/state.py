@@ -51,6 +51,7 @@ from xpyd_operator.manifests.volumes import job_digest, model_in_pod
 from xpyd_operator.plan.fleet import as_it_runs
 from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.plan.values import ROUTER, FleetSeen, FleetWant
+from xpyd_operator.status.canary import CanaryReport
 from xpyd_operator.status.children import (
     Children,
     count,
@@ -266,6 +267,8 @@ class FleetState:
     """What each router says of keys, by its pod."""
     loads: Mapping[str, InstanceLoad] = field(default_factory=dict[str, InstanceLoad])
     """What instances that leave still have, by pod, as routers say."""
+    routers_canary: CanaryReport = field(default_factory=CanaryReport)
+    """What routers say of a canary."""
     made_keys: Mapping[str, str] = field(default_factory=dict[str, str])
     """The ids of keys that this process made, by slot."""
     deleted_key: str = ""

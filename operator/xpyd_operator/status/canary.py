@@ -1,0 +1,487 @@
+"""A canary: how far it is, by what routers count, and what follows from that. Pure.
+
+    Running -> (next step) -> Promoting -> Promoted
+            -> Failed
+
+The state is in a ConfigMap of the fleet, beside the file that its routers mount: so an operator
+that starts anew goes on with it, and a router that does has its share again. A decision is written
+before anything follows from it. Routers count each step anew, by its name; sums are kept over
+their restarts as long as this process lives, and what is lost with it only has to come again.
+
+See docs/adr/0105.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
+from math import inf
+from typing import Any, Literal, NamedTuple, cast
+
+from xpyd_operator.document.rollout import Canary
+from xpyd_operator.manifests.names import CANARY_FILE
+from xpyd_operator.plan.canary import stable_revisions
+from xpyd_operator.plan.fleet import canary_pools
+from xpyd_operator.plan.values import ROUTER, CanaryStage, FleetSeen, FleetWant
+from xpyd_operator.status.children import Raw, condition, count, fields, seconds_between, text
+
+Phase = Literal["Running", "Promoting", "Promoted", "Failed"]
+_PHASES: Mapping[str, Phase] = {
+    "Running": "Running",
+    "Promoting": "Promoting",
+    "Promoted": "Promoted",
+    "Failed": "Failed",
+}
+STATE = "state.json"
+FORGETS_S = 180.0
+"""How long a rollout waits for routers that do not say that they go by a promoted canary no more:
+their kubelets bring the file within a minute and a half."""
+_METRIC = "xpyd_router_canary"
+QUERY = "/metrics?" + "&".join(
+    f"name[]={name}"
+    for name in (
+        _METRIC,
+        *(f"{_METRIC}_{what}" for what in ("served_total", "failed_total")),
+        *(f"{_METRIC}_{what}_seconds" for what in ("ttft", "itl")),
+        "xpyd_router_workers",
+    )
+)
+"""What to GET of a router."""
+_SAMPLE = re.compile(rf"^{_METRIC}(\w*)\{{([^}}\n]*)\}} (\S+)$", re.M)
+_LABEL = re.compile(r'(\w{1,16})="([^"\n]{0,64})"')
+_WORKERS = re.compile(r"^xpyd_router_workers (\S+)$", re.M)
+_QUANTILE = 0.95
+
+
+class Key(NamedTuple):
+    """What is counted: `what` of a side, at most `bound` for times."""
+
+    side: str
+    what: str
+    bound: float = inf
+
+
+@dataclass(frozen=True)
+class RouterWord:
+    """What a router says: the canary by which all its processes divide requests ("": none, or not
+    all), and what it counted of it."""
+
+    name: str = ""
+    counts: Mapping[Key, int] = field(default_factory=dict[Key, int])
+
+
+def read_word(said: str) -> RouterWord:
+    """The word of a router, from its metrics."""
+    workers = max([1, *map(_number, _WORKERS.findall(said))])
+    divides: Counter[str] = Counter()
+    counts: dict[str, dict[Key, int]] = {}
+    for what, labels, value in _SAMPLE.findall(said):
+        by_name = dict(_LABEL.findall(labels))
+        name = by_name.get("canary", "")
+        if not what:
+            divides[name] += _number(value)
+        elif what.endswith(("_total", "_bucket")):
+            bound = by_name.get("le", "+Inf")
+            key = Key(by_name.get("revision", ""), what, inf if bound == "+Inf" else float(bound))
+            counts.setdefault(name, {})[key] = _number(value)
+    name = max(divides, key=lambda one: divides[one], default="")
+    return RouterWord(name if divides[name] >= workers else "", counts.get(name, {}))
+
+
+def _number(value: str) -> int:
+    try:
+        return max(0, int(float(value)))
+    except (ValueError, OverflowError):
+        return 0
+
+
+class Tally:
+    """Sums of what routers counted of one step. A router that counts from 0 again, or is gone,
+    keeps what it had counted before."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self._last: dict[str, Mapping[Key, int]] = {}
+        self._past: Counter[Key] = Counter()
+
+    def take(self, name: str, words: Mapping[str, RouterWord]) -> Mapping[Key, int]:
+        """The sums with the words of routers, of the step of this name."""
+        if name != self.name:
+            self.name, self._last, self._past = name, {}, Counter()
+        for router, word in words.items():
+            if word.name != name:
+                continue
+            before = self._last.get(router, {})
+            if any(word.counts.get(key, 0) < count for key, count in before.items()):
+                self._past.update(before)
+            self._last[router] = word.counts
+        total = Counter(self._past)
+        for counts in self._last.values():
+            total.update(counts)
+        return total
+
+
+@dataclass(frozen=True)
+class SideFigures:
+    """How the requests of one side went; times of 95 %, None: none was measured."""
+
+    requests: int = 0
+    failed: int = 0
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+
+    @property
+    def error_percent(self) -> float:
+        """The part that failed."""
+        return 100 * self.failed / self.requests if self.requests else 0.0
+
+
+def figures_of(counts: Mapping[Key, int], side: str = "new") -> SideFigures:
+    """The figures of one side."""
+    failed = counts.get(Key(side, "_failed_total"), 0)
+    served = counts.get(Key(side, "_served_total"), 0)
+    times = (_quantile(counts, side, f"_{what}_seconds_bucket") for what in ("ttft", "itl"))
+    return SideFigures(served + failed, failed, *times)
+
+
+def _quantile(counts: Mapping[Key, int], side: str, what: str) -> float | None:
+    """Milliseconds that 95 % did not exceed, even within a bucket."""
+    found = sorted((k.bound, n) for k, n in counts.items() if (k.side, k.what) == (side, what))
+    total = found[-1][1] if found else 0
+    below, lower = 0, 0.0
+    for bound, amount in found:
+        if total and amount >= _QUANTILE * total:
+            if bound == inf or amount == below:
+                return 1000 * lower
+            return 1000 * (lower + (bound - lower) * (_QUANTILE * total - below) / (amount - below))
+        below, lower = amount, bound
+    return None
+
+
+@dataclass(frozen=True)
+class CanaryReport:
+    """What the routers of a fleet say. `names`: the canary of each ready one, "": none."""
+
+    name: str = ""
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    counts: Mapping[Key, int] = field(default_factory=dict[Key, int])
+
+    def know(self, revision: str) -> int:
+        """How many routers divide requests for this canary, in whatever step."""
+        return sum(name.rpartition("-")[0] == revision for name in self.names.values())
+
+    def all_know(self, revision: str) -> bool:
+        """Whether each does."""
+        return bool(self.names) and self.know(revision) == len(self.names)
+
+
+@dataclass(frozen=True)
+class CanaryState:
+    """How far the canary of a document's pods is. `revision`: of them all; `step`: the one whose
+    instances are wanted, `shown`: the one whose share routers are given; `since`: when that began,
+    or the phase; `stable`: pools and the revisions that stay; `said`: the last decision."""
+
+    revision: str
+    phase: Phase
+    step: int = 0
+    shown: int = 0
+    since: str = ""
+    stable: tuple[tuple[str, str], ...] = ()
+    said: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of the step, to routers."""
+        return f"{self.revision}-{self.shown}"
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether requests are divided, or were until now."""
+        return self.phase in ("Running", "Promoting")
+
+    def weight(self, rules: Canary) -> int:
+        """The share of the step whose instances are wanted."""
+        return rules.weights[min(self.step, len(rules.weights) - 1)]
+
+    def shown_weight(self, rules: Canary) -> int:
+        """The share that routers are given."""
+        return rules.weights[min(self.shown, len(rules.weights) - 1)]
+
+    def stage(self, rules: Canary, report: CanaryReport) -> CanaryStage | None:
+        """What it is to the plan."""
+        if self.phase == "Promoted":
+            return None
+        weight = self.weight(rules) if self.is_on_trial else 0
+        return CanaryStage(self.stable, weight, report.all_know(self.revision))
+
+
+def revision_on_trial(want: FleetWant) -> str:
+    """10 hex digits over the revisions of all pools of engines."""
+    named = sorted((pool.name, pool.revision) for pool in want.pools if pool.name != ROUTER)
+    return sha256(json.dumps(named).encode()).hexdigest()[:10]
+
+
+def read_state(found: Raw | None) -> CanaryState | None:
+    """The state in the ConfigMap; None where there is none that can be read."""
+    try:
+        said: Any = json.loads(text(found or {}, "data", STATE) or "null")
+        stable = tuple((str(pool), str(revision)) for pool, revision in said["stable"])
+        return CanaryState(
+            str(said["revision"]),
+            _PHASES[said["phase"]],
+            int(said["step"]),
+            int(said["shown"]),
+            str(said["since"]),
+            stable,
+            str(said["said"]),
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def written(state: CanaryState | None, rules: Canary, want: FleetWant) -> dict[str, str]:
+    """The data of the ConfigMap."""
+    if state is None:
+        return {CANARY_FILE: "", STATE: ""}
+    found: dict[str, Any] = {}
+    if state.phase == "Running":
+        found = {"name": state.name, "weightPercent": state.shown_weight(rules)}
+        stable = dict(state.stable)
+        for pool in want.pools:
+            if pool.name != ROUTER and stable.get(pool.name) != pool.revision:
+                of_role = found.setdefault(pool.template.role.lower(), [])
+                cast("list[str]", of_role).append(f"{pool.name}/{pool.revision}")
+    return {CANARY_FILE: json.dumps(found) if found else "", STATE: json.dumps(asdict(state))}
+
+
+def advance(
+    before: CanaryState | None,
+    *,
+    rules: Canary,
+    want: FleetWant,
+    seen: FleetSeen,
+    report: CanaryReport,
+    promote: str,
+    now: str,
+) -> CanaryState:
+    """The state now. `want`: the document's; `promote`: the revision that somebody wants without
+    further analysis."""
+    revision = revision_on_trial(want)
+    if before is None or before.revision != revision:
+        return _begun(before, revision, want, seen, now)
+    if want.paused:
+        return before
+    if before.phase in ("Running", "Failed") and promote == revision:
+        return _moved(before, "Promoting", now, "promoted by hand")
+    match before.phase:
+        case "Running":
+            if not _stays(before, want, seen):
+                return _moved(before, "Promoted", now, "nothing of the old revision is left")
+            return _judged(before, rules, want, seen, report, now)
+        case "Promoting":
+            waited_s = seconds_between(before.since, now) or 0.0
+            if not report.know(revision) and (report.names or waited_s >= FORGETS_S):
+                return _moved(before, "Promoted", now, before.said)
+            is_late = waited_s >= FORGETS_S
+            return _moved(before, "Promoted", now, before.said) if is_late else before
+        case _:
+            return before
+
+
+def _moved(state: CanaryState, phase: Phase, now: str, said: str) -> CanaryState:
+    return replace(state, phase=phase, since=now, said=said)
+
+
+def _begun(
+    before: CanaryState | None, revision: str, want: FleetWant, seen: FleetSeen, now: str
+) -> CanaryState:
+    """The state of another document: what stays is what stayed in the canary before, if that was
+    not promoted and is there."""
+    stable: dict[str, str] = {}
+    if before is not None and before.phase in ("Running", "Failed") and _stays(before, want, seen):
+        stable = dict(before.stable)
+    if not stable:
+        stable = stable_revisions(want, seen)
+    wanted = {pool.name: pool.revision for pool in want.pools}
+    if all(wanted.get(name, revision) == revision for name, revision in stable.items()):
+        return CanaryState(revision, "Promoted", since=now)
+    return CanaryState(revision, "Running", since=now, stable=tuple(sorted(stable.items())))
+
+
+def _stays(state: CanaryState, want: FleetWant, seen: FleetSeen) -> bool:
+    """Whether the old revision still has instances."""
+    wanted = {(pool.name, pool.revision) for pool in want.pools}
+    olds = set(state.stable) - wanted
+    runs = {
+        (one.workload.pool, one.workload.revision)
+        for one in seen.workloads
+        if one.alive or one.workload.replicas
+    }
+    return bool(olds & runs) or (bool(state.stable) and not olds)
+
+
+def _judged(
+    state: CanaryState,
+    rules: Canary,
+    want: FleetWant,
+    seen: FleetSeen,
+    report: CanaryReport,
+    now: str,
+) -> CanaryState:
+    figures = figures_of(report.counts) if report.name == state.name else SideFigures()
+    limits = rules.analysis
+    broken = broken_limits(rules, figures)
+    # So many failed that no further request can make it good.
+    is_lost = 100 * figures.failed > limits.error_percent * limits.min_requests
+    is_counted = figures.requests >= limits.min_requests
+    step = f"step {state.shown + 1} ({state.shown_weight(rules)} %)"
+    if broken and (is_counted or is_lost):
+        said = f"{step}: {'; '.join(broken)}; {figures_text(rules, figures)}"
+        return _moved(state, "Failed", now, said)
+    if state.shown < state.step:
+        if is_complete(replace(want, canary=state.stage(rules, report)), seen):
+            return replace(state, shown=state.step, since=now)
+        return state
+    if not is_counted:
+        return state
+    said = f"{step} held: {figures_text(rules, figures)}"
+    if state.step + 1 < len(rules.weights):
+        return replace(state, step=state.step + 1, said=said)
+    return _moved(state, "Promoting", now, said)
+
+
+def is_complete(want: FleetWant, seen: FleetSeen) -> bool:
+    """Whether all instances on trial serve."""
+    return all(
+        pool.target and pool.seen and pool.seen.ready >= pool.target
+        for pool in canary_pools(want, seen)
+    )
+
+
+def broken_limits(rules: Canary, figures: SideFigures) -> Sequence[str]:
+    """The limits that the figures break, in words."""
+    limits, found = rules.analysis, list[str]()
+    if figures.error_percent > limits.error_percent:
+        found.append(
+            f"{figures.error_percent:.3g} % of its requests failed, the limit is "
+            f"{limits.error_percent} %"
+        )
+    for what, measured, limit in (
+        ("TTFT", figures.ttft_ms, limits.ttft_milliseconds),
+        ("ITL", figures.itl_ms, limits.itl_milliseconds),
+    ):
+        if measured is not None and limit is not None and measured > limit:
+            found.append(f"its {what} p95 is {measured:.3g} ms, the limit is {limit} ms")
+    return found
+
+
+def figures_text(rules: Canary, figures: SideFigures) -> str:
+    """The figures in words."""
+    least = rules.analysis.min_requests
+    parts = [f"{figures.requests} of {least} requests", f"{figures.failed} failed"]
+    times = (("TTFT", figures.ttft_ms), ("ITL", figures.itl_ms))
+    parts += [f"{what} p95 {value:.3g} ms" for what, value in times if value is not None]
+    return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class CanaryView:
+    """What the fleet's status says of it. `reason` and `message`: Progressing's; "": it says
+    nothing of one that was promoted."""
+
+    reason: Literal["Canary", "CanaryTooFewRequests", "CanaryFailed", ""]
+    message: str
+    row: Mapping[str, Any]
+
+
+def view(
+    state: CanaryState,
+    *,
+    fleet: str,
+    rules: Canary,
+    want: FleetWant,
+    seen: FleetSeen,
+    report: CanaryReport,
+    deadline_s: float,
+    now: str,
+) -> CanaryView | None:
+    """None where the document's revision was on no trial."""
+    figures = figures_of(report.counts) if report.name == state.name else SideFigures()
+    row: dict[str, Any] = {
+        "revision": state.revision,
+        "phase": state.phase,
+        "step": state.shown + 1,
+        "weightPercent": state.shown_weight(rules) if state.phase == "Running" else 0,
+    }
+    if state.phase == "Running":
+        row |= {"requests": figures.requests, "failed": figures.failed}
+        times = {"ttftMilliseconds": figures.ttft_ms, "itlMilliseconds": figures.itl_ms}
+        row |= {name: round(value) for name, value in times.items() if value is not None}
+    if state.said:
+        row["said"] = state.said
+    if state.phase == "Promoted":
+        return CanaryView("", "", row) if state.said else None
+    if state.phase == "Failed":
+        how = f"edit the document, or `xpyd rollout undo {fleet}`"
+        return CanaryView("CanaryFailed", f"{state.said}: the old revision serves; {how}", row)
+    if state.phase == "Promoting":
+        left = report.know(state.revision)
+        what = f"promoted: waits for {left} routers to divide requests no more"
+        return CanaryView("Canary", what, row)
+    on_trial = replace(want, canary=state.stage(rules, report))
+    weight = state.shown_weight(rules)
+    head = f"canary {state.revision}, step {state.shown + 1} of {len(rules.weights)} ({weight} %)"
+    known, routers = report.know(state.revision), len(report.names)
+    sizes = ", ".join(
+        f"{pool.want.name} {pool.seen.ready if pool.seen else 0}/{pool.target}"
+        for pool in canary_pools(on_trial, seen)
+    )
+    if not is_complete(on_trial, seen):
+        waits = f"waits for its instances ({sizes} ready)"
+        if known < routers or not routers:
+            waits = f"waits for routers to know of it ({known} of {routers} do)"
+        return CanaryView("Canary", f"{head}: {waits}", row)
+    words = f"{head}: {figures_text(rules, figures)}"
+    waited_s = seconds_between(state.since, now) or 0.0
+    if waited_s >= deadline_s:
+        more = f"send more, lower minRequests, or `xpyd rollout promote {fleet}`"
+        text_ = f"{words}: too few within {deadline_s:.0f} s; {more}"
+        return CanaryView("CanaryTooFewRequests", text_, row)
+    return CanaryView("Canary", words, row)
+
+
+def routers_known(words: Mapping[str, RouterWord], ready: Iterable[str]) -> dict[str, str]:
+    """The canary of each ready router; one that does not answer goes by none."""
+    return {router: words[router].name if router in words else "" for router in ready}
+
+
+Event = tuple[Literal["Normal", "Warning"], str, str]
+
+
+def canary_events(before: Raw, after: Raw) -> list[Event]:
+    """Each decision about a revision on trial, with its numbers: type, reason and message of Events
+    when the status `after` replaces `before`."""
+    old, new = fields(before, "canary"), fields(after, "canary")
+    is_same = text(old, "revision") == text(new, "revision")
+    was, phase = text(old, "phase") if is_same else "", text(new, "phase")
+    moved = phase != was or count(old, "step") != count(new, "step")
+    said, found = text(new, "said"), list[Event]()
+    moves = condition({"status": after}, "Progressing")
+    if phase == "Running" and moved:
+        what = f"{count(new, 'weightPercent')} % of new requests are for {text(new, 'revision')}"
+        if was:
+            found.append(("Normal", "CanaryStep", f"{said}; {what}"))
+        else:
+            found.append(("Normal", "CanaryStarted", what))
+    elif phase in ("Promoting", "Promoted") and was in ("Running", "Failed"):
+        found.append(("Normal", "CanaryPromoted", said))
+    elif phase == "Failed" and moved:
+        found.append(("Warning", "CanaryFailed", text(moves, "message")))
+    reasons = text(condition({"status": before}, "Progressing"), "reason"), text(moves, "reason")
+    if reasons[0] != reasons[1] == "CanaryTooFewRequests":
+        found.append(("Warning", "CanaryTooFewRequests", text(moves, "message")))
+    return found

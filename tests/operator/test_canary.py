@@ -1,0 +1,379 @@
+"""A canary from its first instance to its end: one turn after the other, as pure functions."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from tests.operator.test_controller_turn import Children, document, look, stored, writes
+from tests.operator.test_rollout_pause import running
+from xpyd_operator.controller.decision.decide import decide
+from xpyd_operator.controller.decision.kinds import CONFIG_MAP, DEPLOYMENT, Obj, kind_of
+from xpyd_operator.controller.decision.report import report
+from xpyd_operator.controller.decision.state import Apply, DeleteObject, Scale
+from xpyd_operator.manifests.names import ANNOTATION_PROMOTE
+from xpyd_operator.status.canary import (
+    CanaryReport,
+    CanaryState,
+    Key,
+    RouterWord,
+    Tally,
+    figures_of,
+    read_state,
+    read_word,
+)
+from xpyd_operator.status.children import condition, key_of
+from xpyd_operator.status.fleet import events
+from xpyd_router.canary import CanaryTable
+
+RULES = {
+    "weightPercent": 10,
+    "steps": [50],
+    "analysis": {"errorPercent": 1, "ttftMilliseconds": 500, "minRequests": 100},
+}
+
+
+def fleet(image: str = "", **rollout: Any) -> Obj:
+    found = deepcopy(document())
+    found["spec"]["rollout"] = {"canary": RULES, "maxSurgePercent": 100, **rollout}
+    for pool in found["spec"]["pools"]:
+        pool["replicas"] = 2
+    if image:
+        found["spec"].setdefault("engine", {})["image"] = image
+    return found
+
+
+def counts(*, served: int = 0, failed: int = 0, ttft_s: float = 0.1) -> dict[Key, int]:
+    found = {Key("new", "_served_total"): served, Key("new", "_failed_total"): failed}
+    times = {bound: served * (ttft_s <= bound) for bound in (0.05, 0.1, 0.4, 1.0, float("inf"))}
+    return found | {Key("new", "_ttft_seconds_bucket", b): n for b, n in times.items()}
+
+
+@dataclass
+class Cluster:
+    """The objects of a fleet, and its routers' word of a canary."""
+
+    found: Obj
+    children: Children = field(default_factory=dict)
+    report: CanaryReport = field(default_factory=CanaryReport)
+    now: str = "2026-01-01T00:00:00Z"
+
+    def state(self) -> Any:
+        state = look(self.children, self.found)
+        return replace(state, routers_canary=self.report, now=self.now)
+
+    def turn(self) -> None:
+        """One turn, its status and its pods."""
+        for write in writes(decide(self.state())):
+            match write:
+                case Apply(obj):
+                    kind, name = kind_of(obj), obj["metadata"]["name"]
+                    self.children.setdefault(kind, {})[name] = stored(obj)
+                case DeleteObject(kind, name):
+                    del self.children[kind][name]
+                case Scale(kind, name, replicas):
+                    self.children[kind][name]["spec"]["replicas"] = replicas
+                case _:
+                    pass
+        self.children = running(self.children)
+        self.found["status"] = report(self.state(), (), has_key=True).after
+
+    def settle(self) -> None:
+        for _ in range(12):
+            before = deepcopy(self.children)
+            self.turn()
+            if before == self.children:
+                return
+        raise AssertionError("no end")
+
+    def edit(self, found: Obj) -> None:
+        self.found = {**found, "status": self.found.get("status") or {}}
+
+    @property
+    def canary(self) -> CanaryState:
+        (found,) = [o for n, o in self.children[CONFIG_MAP].items() if n.endswith("-canary")]
+        state = read_state(found)
+        assert state is not None
+        return state
+
+    @property
+    def file(self) -> dict[str, Any]:
+        """What routers read."""
+        (found,) = [o for n, o in self.children[CONFIG_MAP].items() if n.endswith("-canary")]
+        return json.loads(found["data"]["canary.json"] or "{}")
+
+    def say(self, name: str | None = None, **found: Any) -> None:
+        """Two routers say that they divide requests by this step, and what they counted."""
+        name = self.canary.name if name is None else name
+        self.report = CanaryReport(name, dict.fromkeys("ab", name), counts(**found))
+
+    def sizes(self) -> dict[str, list[int]]:
+        """Replicas of the pools of engines: of the old revision and of the document's."""
+        wanted = {(pool.name, pool.revision) for pool in self.state().want.pools}
+        found: dict[str, list[int]] = {}
+        for obj in self.children[DEPLOYMENT].values():
+            key = key_of(obj)
+            assert key is not None
+            if key[0] != "router":
+                row = found.setdefault(key[0], [0, 0])
+                row[key in wanted] += obj["spec"]["replicas"]
+        return found
+
+    def progressing(self) -> tuple[str, str]:
+        found = condition(self.found, "Progressing")
+        return str(found["reason"]), str(found["message"])
+
+
+def begun() -> Cluster:
+    """A fleet whose new image is on trial, with its instances."""
+    cluster = Cluster(fleet())
+    cluster.settle()
+    assert cluster.canary.phase == "Promoted"
+    assert cluster.file == {}
+    cluster.edit(fleet("image:1"))
+    cluster.settle()
+    cluster.say()
+    cluster.settle()
+    return cluster
+
+
+def all_at(old: int, new: int) -> dict[str, list[int]]:
+    return {"prefill": [old, new], "decode": [old, new]}
+
+
+def test_no_instance_comes_before_all_routers_know() -> None:
+    cluster = Cluster(fleet())
+    cluster.settle()
+    cluster.edit(fleet("image:1"))
+    cluster.settle()
+    assert cluster.sizes() == all_at(2, 0)
+    assert cluster.file["weightPercent"] == 10
+    assert cluster.file["name"] == cluster.canary.name
+    assert {key.split("/")[0] for role in ("prefill", "decode") for key in cluster.file[role]} == {
+        "prefill", "decode",
+    }  # fmt: skip
+    assert cluster.progressing()[0] == "Canary"
+    assert "waits for routers to know of it (0 of 0 do)" in cluster.progressing()[1]
+    cluster.report = CanaryReport(cluster.canary.name, {"a": cluster.canary.name, "b": ""})
+    cluster.settle()
+    assert cluster.sizes() == all_at(2, 0)
+    assert "(1 of 2 do)" in cluster.progressing()[1]
+    cluster.say()
+    cluster.settle()
+    assert cluster.sizes() == all_at(2, 1)
+    assert "0 of 100 requests, 0 failed" in cluster.progressing()[1]
+    assert condition(cluster.found, "Available")["status"] == "True"
+
+
+def test_a_canary_that_holds_goes_from_step_to_step_and_then_the_rest_follows() -> None:
+    cluster, told = begun(), list[str]()
+
+    def go(**found: Any) -> None:
+        before = cluster.found["status"]
+        cluster.say(**found)
+        cluster.settle()
+        told.extend(one.reason for one in events(before, cluster.found["status"]))
+
+    go(served=99)
+    assert (cluster.canary.step, cluster.file["weightPercent"]) == (0, 10)
+    go(served=100)
+    assert (cluster.canary.phase, cluster.file["weightPercent"]) == ("Running", 50)
+    assert cluster.canary.name.endswith("-1")
+    assert "step 1 (10 %) held: 100 of 100 requests, 0 failed, TTFT p95" in cluster.canary.said
+    go(served=150, failed=1)
+    assert (cluster.canary.phase, cluster.file) == ("Promoting", {})
+    assert cluster.sizes() == all_at(2, 1), "routers still send the rest few requests"
+    go(name="")
+    assert cluster.canary.phase == "Promoted"
+    assert cluster.sizes() == all_at(0, 2)
+    assert cluster.progressing()[0] == "Settled"
+    assert [word for word in told if "Canary" in word] == ["CanaryStep", "CanaryPromoted"]
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"served": 90, "failed": 10}, "10 % of its requests failed, the limit is 1 %"),
+        ({"served": 10, "failed": 2}, "16.7 % of its requests failed, the limit is 1 %"),
+        ({"served": 100, "ttft_s": 0.9}, "its TTFT p95 is 970 ms, the limit is 500 ms"),
+    ],
+)
+def test_a_canary_that_breaks_a_limit_goes_and_the_old_revision_stays(
+    found: dict[str, Any], words: str
+) -> None:
+    cluster = begun()
+    before = cluster.found["status"]
+    document_before = deepcopy(cluster.found["spec"])
+    cluster.say(**found)
+    cluster.settle()
+    assert cluster.canary.phase == "Failed"
+    assert cluster.sizes() == all_at(2, 0)
+    assert cluster.file == {}
+    assert cluster.found["spec"] == document_before
+    for kind, status in (("Degraded", "True"), ("Progressing", "False"), ("Available", "True")):
+        assert condition(cluster.found, kind)["status"] == status
+    message = condition(cluster.found, "Degraded")["message"]
+    assert words in message
+    assert "edit the document, or `xpyd rollout undo" in message
+    (event,) = [e for e in events(before, cluster.found["status"]) if e.reason == "CanaryFailed"]
+    assert (event.type, words in event.message) == ("Warning", True)
+    # The counts of routers that started anew change nothing of it.
+    cluster.report = CanaryReport()
+    cluster.settle()
+    assert cluster.canary.phase == "Failed"
+
+
+def test_slow_but_few_requests_decide_nothing() -> None:
+    cluster = begun()
+    cluster.say(served=99, ttft_s=0.9)
+    cluster.settle()
+    assert cluster.canary.phase == "Running"
+
+
+def test_another_edit_after_a_failure_is_a_new_canary_beside_the_same_old_revision() -> None:
+    cluster = begun()
+    first = cluster.canary
+    cluster.say(failed=50)
+    cluster.settle()
+    cluster.edit(fleet("image:2"))
+    cluster.settle()
+    assert cluster.canary.phase == "Running"
+    assert cluster.canary.stable == first.stable
+    assert cluster.canary.revision != first.revision
+    cluster.say()
+    cluster.settle()
+    assert cluster.sizes() == all_at(2, 1)
+
+
+def test_an_edit_in_the_middle_takes_the_place_of_what_is_on_trial() -> None:
+    cluster = begun()
+    stable = cluster.canary.stable
+    cluster.edit(fleet("image:2"))
+    cluster.settle()
+    assert cluster.canary.stable == stable
+    assert cluster.sizes() == all_at(2, 0)
+    assert len(cluster.children[DEPLOYMENT]) == 3
+
+
+def test_an_undo_ends_a_canary() -> None:
+    cluster = begun()
+    cluster.edit(fleet())
+    cluster.settle()
+    assert cluster.sizes() == all_at(0, 2)
+    assert len(cluster.children[DEPLOYMENT]) == 3
+    assert (cluster.canary.phase, cluster.file) == ("Promoted", {})
+    assert "canary" not in cluster.found["status"]
+
+
+@pytest.mark.parametrize("phase", ["Running", "Failed"])
+def test_a_person_may_promote_it(phase: str) -> None:
+    cluster = begun()
+    if phase == "Failed":
+        cluster.say(failed=50)
+        cluster.settle()
+    assert cluster.canary.phase == phase
+    revision = cluster.found["status"]["canary"]["revision"]
+    promoted = deepcopy(cluster.found)
+    promoted["metadata"].setdefault("annotations", {})[ANNOTATION_PROMOTE] = revision
+    cluster.edit(promoted)
+    cluster.say("")
+    cluster.settle()
+    assert cluster.sizes() == all_at(0, 2)
+
+
+def test_a_pause_holds_a_canary_whatever_its_figures_are() -> None:
+    cluster = begun()
+    cluster.edit(fleet("image:1", paused=True))
+    cluster.say(failed=100)
+    cluster.settle()
+    assert cluster.canary.phase == "Running"
+    assert cluster.sizes() == all_at(2, 1)
+    assert cluster.progressing()[0] == "Paused"
+    cluster.edit(fleet("image:1"))
+    cluster.settle()
+    assert cluster.canary.phase == "Failed"
+
+
+def test_too_few_requests_are_told_and_promote_nothing() -> None:
+    cluster = begun()
+    before = cluster.found["status"]
+    cluster.say(served=7)
+    cluster.now = "2026-01-01T02:00:00Z"
+    cluster.settle()
+    assert cluster.canary.phase == "Running"
+    reason, message = cluster.progressing()
+    assert reason == "CanaryTooFewRequests"
+    assert "7 of 100 requests" in message
+    assert "too few within 3600 s" in message
+    told = [one.reason for one in events(before, cluster.found["status"])]
+    assert told.count("CanaryTooFewRequests") == 1
+
+
+def test_routers_that_never_answer_do_not_hold_a_promotion_for_ever() -> None:
+    cluster = begun()
+    cluster.say(served=100)
+    cluster.settle()
+    cluster.say(served=100)
+    cluster.settle()
+    assert cluster.canary.phase == "Promoting"
+    cluster.now = "2026-01-01T00:05:00Z"
+    cluster.settle()
+    assert cluster.sizes() == all_at(0, 2)
+
+
+def test_a_document_without_a_canary_rolls_as_ever_and_has_no_map() -> None:
+    cluster = begun()
+    plain = fleet("image:1")
+    del plain["spec"]["rollout"]["canary"]
+    cluster.edit(plain)
+    cluster.settle()
+    assert cluster.sizes() == all_at(0, 2)
+    assert not any(name.endswith("-canary") for name in cluster.children[CONFIG_MAP])
+
+
+def exposition(table: CanaryTable) -> str:
+    from xpyd_router.request_metrics import Exposition
+
+    out = Exposition()
+    table.write(out)
+    return out.text().decode()
+
+
+def test_the_operator_reads_what_routers_write() -> None:
+    table = CanaryTable()
+    table.begin("abc-1")
+    side = table.of("new")
+    assert side is not None
+    side.served, side.failed = 8, 2
+    for _ in range(20):
+        side.ttft_s.observe(0.2)
+        side.itl_s.observe(0.01)
+    word = read_word(exposition(table))
+    assert word.name == "abc-1"
+    found = figures_of(word.counts)
+    assert (found.requests, found.failed, found.error_percent) == (10, 2, 20)
+    assert found.ttft_ms == pytest.approx(200, rel=0.25)
+    assert found.itl_ms == pytest.approx(10, rel=0.25)
+    assert figures_of(word.counts, "old").ttft_ms is None
+    assert read_word(exposition(table) + "xpyd_router_workers 2\n").name == "", (
+        "one has not read it"
+    )
+    assert read_word("junk{") == RouterWord()
+    assert read_word('xpyd_router_canary{canary="a-0"} NaN\n').name == ""
+
+
+def test_sums_hold_over_restarts_of_routers_and_begin_anew_with_a_step() -> None:
+    key, tally = Key("new", "_served_total"), Tally()
+
+    def word(count: int, name: str = "c-0") -> RouterWord:
+        return RouterWord(name, {key: count})
+
+    assert tally.take("c-0", {"a": word(5), "b": word(7)})[key] == 12
+    assert tally.take("c-0", {"a": word(6)})[key] == 13, "b does not answer now"
+    assert tally.take("c-0", {"a": word(2), "b": word(7)})[key] == 15, "a began anew"
+    assert tally.take("c-0", {"a": word(3), "b": word(9, "c-1")})[key] == 16
+    assert tally.take("c-1", {"a": word(1, "c-1"), "b": word(2, "c-1")})[key] == 3
