@@ -52,6 +52,11 @@ SERVICE_EDITS: list[dict[str, Any]] = [
 _MORE: list[dict[str, Any]] = [
     {}, {"labels": {"tier": "web"}}, {"annotations": {"note": "x"}}, {"path": "/v1"}
 ]  # fmt: skip
+CANARY_EDITS: list[dict[str, Any]] = [
+    {}, {"weightPercent": 5}, {"steps": [50]}, {"analysis": {"errorPercent": 2}},
+    {"analysis": {"ttftMilliseconds": 500}}, {"analysis": {"itlMilliseconds": 50}},
+    {"analysis": {"minRequests": 5}},
+]  # fmt: skip
 INGRESS_EDITS: list[dict[str, Any]] = [*_MORE, {"className": "nginx"}, {"tlsSecretName": "cert"}]
 ROUTE_EDITS: list[dict[str, Any]] = [
     *_MORE,

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from tests.operator import fleets
 from tests.operator.object_samples import (
+    CANARY_EDITS,
     FOLDER,
     INGRESS_EDITS,
     ROUTE_EDITS,
@@ -85,6 +86,7 @@ EDITS = [
     ("rollout", {"maxSurgePercent": 0, "maxUnavailablePercent": 1}),
     ("pools.0.rollout", {"maxSurgePercent": 0, "maxUnavailablePercent": 1}),
     ("rollout", {"paused": True}), ("rollout", {"historyLimit": 0}),
+    *(("rollout", {"canary": one}) for one in CANARY_EDITS),
     ("rollout", {"restartedAt": "2026-01-31T12:00:00Z"}),
     ("pools.0.replicas", 3), ("pools.0.scaling", {"maxReplicas": 3}), ("router.replicas", 1),
     ("router.auth", {"secretRef": {"name": "clients"}}),

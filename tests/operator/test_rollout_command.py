@@ -229,6 +229,30 @@ def test_pause_resume_and_restart_change_one_field_of_the_document(
     edited(restartedAt=at)  # a value that the document takes
 
 
+def test_a_canary_is_shown_and_promoted_by_its_revision(
+    kubectl: Kubectl, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = with_status(document(), ("Progressing", "True", "Canary"))
+    kubectl.has(found)
+    assert rollout("promote", "chat") == 2
+    assert "no canary is under way" in capsys.readouterr().err
+    row = {"revision": "0a1b2c3d4e", "phase": "Running", "step": 2, "weightPercent": 50}
+    row |= {"requests": 7, "failed": 1, "ttftMilliseconds": 80, "said": "step 1 (10 %) held"}
+    found["status"]["canary"] = row
+    kubectl.has(found)
+    assert rollout("status", "chat") == 3
+    assert (
+        "Canary 0a1b2c3d4e: Running, step 2, 50 % of new requests, 7 requests, 1 failed, "
+        "TTFT p95 80 ms; step 1 (10 %) held\nProgressing: of Canary\n"
+    ) in capsys.readouterr().out
+    assert rollout("promote", "chat") == 0
+    patch = {"metadata": {"annotations": {"xpyd.dev/promote-canary": "0a1b2c3d4e"}}}
+    assert kubectl.patch == patch
+    failed = with_status(document(), ("Degraded", "True", "CanaryFailed"))
+    kubectl.has(failed)
+    assert rollout("status", "chat", "--wait") == 1
+
+
 def test_plan_says_what_makes_new_pods_and_why_and_writes_nothing(
     kubectl: Kubectl, capsys: pytest.CaptureFixture[str]
 ) -> None:

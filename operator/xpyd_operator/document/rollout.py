@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from xpyd_operator.document.base import ApiModel, Unique, matching, rule
+from xpyd_operator.document.base import ApiModel, matching, rule
 
 
 class PoolRollout(ApiModel):
@@ -55,7 +55,7 @@ class Canary(ApiModel):
 
     weight_percent: Percent = 10
     """The share in the first step."""
-    steps: Annotated[tuple[Percent, ...], Field(strict=False, max_length=8), Unique()] = ()
+    steps: Annotated[tuple[Percent, ...], Field(strict=False, max_length=8)] = ()
     """The shares after it, each larger; none: the rest follows the first one."""
     analysis: CanaryAnalysis = CanaryAnalysis()
     """What it must hold."""
@@ -69,12 +69,13 @@ class Canary(ApiModel):
         return all(step > self.weight_percent for step in self.steps)
 
     @rule(
-        "!has(self.steps) || self.steps.isSorted()",
+        "!has(self.steps) || (self.steps.isSorted() && "
+        "self.steps.all(a, self.steps.exists_one(b, b == a)))",
         "each step must be above the one before",
         field="steps",
     )
     def _steps_rise(self) -> bool:
-        return list(self.steps) == sorted(self.steps)
+        return list(self.steps) == sorted(set(self.steps))
 
     @property
     def weights(self) -> tuple[int, ...]:

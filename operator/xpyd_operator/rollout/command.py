@@ -33,6 +33,7 @@ _EPILOG = """examples:
   xpyd rollout undo chat                         back to the revision before; --to 3: to that one
   xpyd rollout pause chat
   xpyd rollout resume chat
+  xpyd rollout promote chat                      a canary's analysis ends, the rest follows
   xpyd rollout restart chat                      all pods anew, as the document says
   kubectl xpyd rollout status chat               the same, as a plugin of kubectl"""
 
@@ -181,6 +182,18 @@ def _restart(args: argparse.Namespace) -> int:
     return 0
 
 
+def _promote(args: argparse.Namespace) -> int:
+    from xpyd_operator.manifests.names import ANNOTATION_PROMOTE
+    from xpyd_operator.rollout.view import revision_on_trial
+
+    kubectl = Kubectl(args)
+    fleet = kubectl.fleet(args.fleet)
+    revision = revision_on_trial(fleet)
+    kubectl.write(args.fleet, {"metadata": {"annotations": {ANNOTATION_PROMOTE: revision}}})
+    _say(args, _begun(args, fleet, f"{revision} is promoted"), {"promoted": revision})
+    return 0
+
+
 def _begun(args: argparse.Namespace, fleet: Json, what: str) -> str:
     spec: Json = fleet.get("spec") or {}
     rollout: Json = spec.get("rollout") or {}
@@ -202,6 +215,7 @@ _VERBS = {
     "undo": (_undo, "write an earlier revision into the document; sizes stay"),
     "pause": (_pause, "stop the rollout where it is, and let none begin"),
     "resume": (_resume, "go on, to the document as it is now"),
+    "promote": (_promote, "end the analysis of a canary: the rest follows"),
     "restart": (_restart, "replace all pods by new ones"),
 }
 

@@ -34,7 +34,9 @@ from xpyd_operator.status.children import (
 Json = dict[str, Any]
 
 _MOST_VALUE = 60
-_GIVES_UP = frozenset({"InvalidSpec", "InvalidTemplate", "ProgressDeadlineExceeded"})
+_GIVES_UP = frozenset(
+    {"InvalidSpec", "InvalidTemplate", "ProgressDeadlineExceeded", "CanaryFailed"}
+)
 """Reasons of Degraded that no more waiting ends; others may, while pods are replaced."""
 
 
@@ -79,6 +81,7 @@ def status_json(fleet: Json) -> Json:
     names = ("name", "revision", "replicas", "readyReplicas", "updatedReplicas", "drainingReplicas")
     pools = [{n: row.get(n) for n in names if n in row} for row in rows(fleet, "status", "pools")]
     paused = at(fleet, "spec", "rollout", "paused") is True
+    canary = fields(fleet, "status", "canary")
     return {
         "fleet": text(fleet, "metadata", "name"),
         "outcome": outcome.word,
@@ -86,7 +89,29 @@ def status_json(fleet: Json) -> Json:
         "degraded": outcome.is_degraded,
         "paused": paused,
         "pools": pools,
+        **({"canary": dict(canary)} if canary else {}),
     }
+
+
+def revision_on_trial(fleet: Json) -> str:
+    """The revision that a canary of the fleet is about. UserError where there is none."""
+    found = fields(fleet, "status", "canary")
+    if text(found, "phase") not in ("Running", "Failed"):
+        raise UserError("no canary is under way: see `xpyd rollout status`")
+    return text(found, "revision")
+
+
+def _canary_text(row: Json) -> str:
+    """A line about a revision on trial, as far as the outcome's message does not have it."""
+    parts = [f"{text(row, 'phase')}, step {count(row, 'step')}"]
+    if text(row, "phase") == "Running":
+        parts.append(f"{count(row, 'weightPercent')} % of new requests")
+        parts.append(f"{count(row, 'requests')} requests, {count(row, 'failed')} failed")
+        for name, what in (("ttftMilliseconds", "TTFT"), ("itlMilliseconds", "ITL")):
+            if name in row:
+                parts.append(f"{what} p95 {count(row, name)} ms")
+    said = f"; {text(row, 'said')}" if text(row, "said") else ""
+    return f"Canary {text(row, 'revision')}: {', '.join(parts)}{said}\n"
 
 
 def status_text(fleet: Json) -> str:
@@ -103,7 +128,8 @@ def status_text(fleet: Json) -> str:
         for row in found["pools"]
     ]
     shown = table(("POOL", "REVISION", "NEW", "READY", "LEAVING"), lines)
-    return f"{shown}{found['outcome']}: {found['message']}\n"
+    canary = _canary_text(found["canary"]) if "canary" in found else ""
+    return f"{shown}{canary}{found['outcome']}: {found['message']}\n"
 
 
 @dataclass(frozen=True)
