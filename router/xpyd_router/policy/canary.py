@@ -17,7 +17,7 @@ from xpyd_router.fleet.instances import Group, Instance, ModelInstances
 Share = Literal["new", "old", ""]
 """The side that serves a request; "": there is no canary, or no side was asked for."""
 OTHER: dict[Share, Share] = {"new": "old", "old": "new"}
-_FULL = 100
+_GOLDEN = (5**0.5 - 1) / 2
 _Revisions = Annotated[tuple[str, ...], msgspec.Meta(max_length=64)]
 
 
@@ -57,15 +57,13 @@ class Canary(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Shares:
-    """Divides requests: each hundredth part of them counts, so that the share is exact."""
+    """Divides requests by turns of the golden ratio: of any thousand a few at most are on the wrong
+    side, and no rhythm of clients, such as that each second one streams, falls on one side."""
 
     def __init__(self) -> None:
-        self._saved = 0
+        self._turn = 0
 
     def draw(self, canary: Canary) -> Share:
         """The side of the next new request, where both have a pair."""
-        self._saved += canary.weight_percent
-        if self._saved < _FULL:
-            return "old"
-        self._saved -= _FULL
-        return "new"
+        self._turn += 1
+        return "new" if self._turn * _GOLDEN % 1.0 < canary.weight_percent / 100 else "old"
