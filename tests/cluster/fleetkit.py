@@ -293,9 +293,12 @@ class FleetClient:
 
     def rollout(self, *words: str, program: str = "xpyd", code: int = 0) -> str:
         """What `xpyd rollout` prints."""
+        return self.xpyd("rollout", *words, program=program, code=code)
+
+    def xpyd(self, *words: str, program: str = "kubectl-xpyd", code: int = 0) -> str:
+        """What the command prints."""
         environment = self.cluster.client_environment()
-        argv = [str(Path(sys.executable).with_name(program)), "rollout", *words]
-        argv += ["-n", self.namespace]
+        argv = [str(Path(sys.executable).with_name(program)), *words, "-n", self.namespace]
         done = subprocess.run(argv, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == code, f"{done.stdout}{done.stderr}"
         return done.stdout

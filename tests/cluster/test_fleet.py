@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -285,6 +286,32 @@ def test_a_deleted_pod_comes_back_and_serves(
     fleet.wait_ready()
     timeline.mark("a deleted decode pod is back")
     assert fleet.load(cases, requests=12)["failed"] == 0
+
+
+def test_a_request_is_traced_and_an_instance_is_drained_with_proof_under_load(
+    fleet: FleetClient, cases: list[Any], timeline: Timeline
+) -> None:
+    fleet.scale("decode", 2)
+    fleet.wait_pool("decode", 2)
+    assert fleet.load(cases, requests=8)["failed"] == 0
+    said = fleet.kubectl("logs", "-l", "xpyd.dev/fleet=chat,xpyd.dev/role=router", "--tail=-1")
+    wanted = re.findall(r"response=(\S+)", said)[-1]
+    found = json.loads(fleet.xpyd("trace", wanted, "-o", "json"))
+    names = [phase["name"] for phase in found["phases"]]
+    assert {"queue", "prefill call", "decode call", "KV from P", "last byte"} <= set(names)
+    assert found["notFoundAt"] == []
+    load = fleet.start_load(cases)
+    leaving = fleet.pods("decode")[0]["metadata"]["name"]
+    drained = json.loads(fleet.xpyd("drain", leaving, "--wait", "--timeout", "120", "-o", "json"))
+    timeline.mark("a decode instance is drained with proof, and replaced")
+    report = finish_load(load)
+    assert drained["outcome"] == "Drained", drained
+    assert report["failed"] == 0, report
+    assert leaving not in [pod["metadata"]["name"] for pod in fleet.pods("decode")]
+    assert "Ready=True" in fleet.xpyd("status", "chat")
+    assert "Scaled: pool decode: 1 -> 2" in fleet.xpyd("why", "chat")
+    fleet.scale("decode", 1)
+    fleet.wait_pool("decode", 1)
 
 
 def test_an_operator_that_dies_and_comes_back_changes_nothing(

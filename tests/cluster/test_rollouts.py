@@ -117,3 +117,45 @@ def test_a_rollout_that_is_stuck_is_paused_in_the_middle_and_taken_back_without_
     assert serving <= now
     assert len(chat.pods("decode")) == 4
     assert marks() == [False]
+
+
+def test_status_why_and_drain_say_what_a_fleet_waits_for_and_who_left(
+    plane: Cluster, namespace: str, operator: OperatorProcess
+) -> None:
+    chat = FleetClient(plane, namespace)
+    assert chat.xpyd("status") == f"no fleet in namespace {namespace}\n"
+    chat.apply(fake_fleet(decode=2))
+    chat.wait_ready()
+    page = chat.xpyd("status", "chat")
+    assert page.startswith(f"fleet {namespace}/chat  Ready=True")
+    assert chat.xpyd("status", "chat", program="xpyd").split("\n")[2:] == (page.split("\n")[2:])
+    (found,) = json.loads(chat.xpyd("status", "-o", "json"))
+    assert {p["name"]: (p["wanted"], p["ready"]) for p in found["pools"]} == {
+        "router": (2, 2), "prefill": (1, 1), "decode": (2, 2),
+    }  # fmt: skip
+
+    # Pods of fake nodes end at once, log nothing and have no router: nothing proves it.
+    leaving = chat.pods("decode")[0]["metadata"]["name"]
+    words = chat.xpyd("drain", leaving, "--wait", "--timeout", "60", code=1)
+    assert "Unproven" in words
+    assert "pool decode has 2 of 2 instances ready" in words
+    assert leaving not in [pod["metadata"]["name"] for pod in chat.pods("decode")]
+    chat.wait_ready()
+    chat.xpyd("status", "chat")
+    smaller = chat.pods("decode")[1]["metadata"]["name"]
+    chat.xpyd("drain", smaller, "--no-replace", "--wait", "--timeout", "60", code=1)
+    chat.wait_pool("decode", 1)
+    assert smaller not in [pod["metadata"]["name"] for pod in chat.pods("decode")]
+
+    stuck = fake_fleet(decode=2)
+    for pool in stuck["spec"]["pools"]:
+        pool["template"] = {"spec": {"nodeSelector": {"no": "node"}}}
+    chat.apply(stuck)
+    wait_for(lambda: "no node fits" in chat.xpyd("why", "chat"), 30, "the pod is named")
+    why = chat.xpyd("why", "chat")
+    assert "(rollout.maxSurgePercent 25)" in why
+    assert "Rollout: pool " in why
+    waits = json.loads(chat.xpyd("why", "chat", "-o", "json"))["waits"]
+    assert {one["pool"] for one in waits} == {"prefill", "decode"}
+    assert "OLDER" in chat.xpyd("status", "chat")
+    chat.xpyd("trace", "cmpl-unknown", code=1)

@@ -261,7 +261,7 @@ def test_a_budget_refuses_a_drain_until_it_allows_one_or_force_is_used(
     )
     kubectl.answers("create --raw", "", err=refused)
     assert xpyd("drain", POD) == 4
-    assert "Refused: a PodDisruptionBudget of the pool lets no more" in capsys.readouterr().out
+    assert "Refused: a PodDisruptionBudget lets no more instance" in capsys.readouterr().out
     kubectl.answers("delete pod/", "")
     assert xpyd("drain", POD, "--force", "--wait") == 0
     assert kubectl.said_like(f"delete pod/{POD} --wait=false")

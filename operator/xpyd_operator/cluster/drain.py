@@ -102,8 +102,8 @@ def _begin(kubectl: Kubectl, args: argparse.Namespace, target: Target, until: fl
                 time.sleep(LOOK_S)
                 continue
             return (
-                f"a PodDisruptionBudget of the pool lets no more instance go: scale pool"
-                f" {target.pool} up first, or --force"
+                f"a PodDisruptionBudget lets no more instance of pool {target.pool} go now: try"
+                " again when all are ready (--wait does), or --force"
             )
         return ""
 
