@@ -481,7 +481,7 @@ def test_a_d_without_room_where_no_kv_comes_is_named_with_its_first_numbers(flee
     for _ in range(4):
         fleet.count("moved")
         assert fleet.look(said=full(5)).status is True, "it is busy, and KV comes"
-    found = [fleet.look(said=full(5 + number)) for number in range(3)]
+    found = [fleet.look(said=full(5 + number)) for number in range(4)]
     assert found[-1][:2] == (False, "NoRoom")
     assert len({one.message for one in found if one.reason == "NoRoom"}) == 1
     assert f"{D} has 1 of 64 blocks free, runs 3 requests and lets 5 wait" in found[-1].message

@@ -191,13 +191,18 @@ _FACTOR_FIXES = {
 }
 """By what the handshake names, where it is `incompatible`."""
 _FACTOR = re.compile(r"^incompatible:(\w{1,64}+)")
+_LATE = frozenset({"timeout", "no_offer"})
+"""Causes of requests that say nothing against the way where probes pass: on a slow network, or
+behind a P that is busy, the OFFER comes late as well."""
 _SHORT_WAIT = (
     "probes of the pair pass, and 64 KiB took up to {seconds:.2f} s: KV of such prompts takes "
     "longer than D waits"
 )
 _ROLES = {"P": "Prefill", "D": "Decode", "A": "Aggregated"}
-_FULL = 32
-"""D is full where less than one in so many blocks is free."""
+_FULL = 4
+"""D may be full where less than one in so many blocks is free: a prompt's KV needs many at once."""
+_FULL_S = 20.0
+"""Requests that wait so long at such a D, and no KV comes there: a busy D gives room meanwhile."""
 _ALONE = frozenset({"no_prefill", "short_prompt"})
 """Causes for which a fleet's P gets no requests."""
 _IDLE = "Decode instances served all requests alone lately: no Prefill instance was there"
@@ -355,7 +360,7 @@ class KvWatch:
     def _passed(pair: _Pair, now_s: float) -> None:
         """A probe of it passed: that says nothing against requests whose KV came too late."""
         for cause in list(pair.lost):
-            if cause != "timeout" or now_s - pair.lost_s > HOLD_S:
+            if cause not in _LATE or now_s - pair.lost_s > HOLD_S:
                 del pair.lost[cause]
 
     def _compare(
@@ -407,7 +412,7 @@ class KvWatch:
             return KvVerdict(False, "KeyMismatch", f"{_OTHER_KEY}{who}: {fix}")
         if names:
             return KvVerdict(False, "NoHeartbeats", _SILENT.format(names=names))
-        full = sorted(name for name, since_s in self._full.items() if now_s - since_s >= _APART_S)
+        full = sorted(name for name, since_s in self._full.items() if now_s - since_s >= _FULL_S)
         if full:
             named = "; ".join(self._named[name] for name in full[:_MOST_NAMED])
             return KvVerdict(False, "NoRoom", f"KV waits at Prefill instances: {named}. {_ROOM}")
@@ -484,7 +489,7 @@ def _lost(
     if len(broken) > len(named):
         named.append(f"and {len(broken) - len(named)} more pairs")
     reason = _REASONS.get(worst, "NotReceived")
-    if worst == "timeout" and measured_s is not None and broken.keys() - _failing(seen):
+    if worst in _LATE and measured_s is not None and broken.keys() - _failing(seen):
         reason = "WaitTooShort"
         named.append(_SHORT_WAIT.format(seconds=measured_s))
     fix = "; ".join(dict.fromkeys(one for one in fixes if one))
