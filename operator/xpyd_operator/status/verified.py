@@ -199,7 +199,7 @@ _SHORT_WAIT = (
     "longer than D waits"
 )
 _ROLES = {"P": "Prefill", "D": "Decode", "A": "Aggregated"}
-_FULL = 4
+_FULL = 2
 """D may be full where less than one in so many blocks is free: a prompt's KV needs many at once."""
 _FULL_S = 20.0
 """Requests that wait so long at such a D, and no KV comes there: a busy D gives room meanwhile."""
