@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from bench.change.changes import CHANGES
@@ -69,10 +69,6 @@ class Found:
     failures: list[str] = field(default_factory=list[str])
     """The first that were not answered right, in words."""
 
-    def as_json(self) -> dict[str, Any]:
-        """For a file."""
-        return asdict(self)
-
 
 class RouterWatch(threading.Thread):
     """Asks all routers, again and again, until `end`. A router's last look is before it ends: one
@@ -90,7 +86,7 @@ class RouterWatch(threading.Thread):
     def run(self) -> None:
         while not self._ended.wait(_LOOK_S):
             try:
-                self._look()
+                self.look()
             except OSError as error:
                 # Of the API server itself; a router that does not answer is no error.
                 say(f"no look at the routers: {error}")
@@ -101,7 +97,8 @@ class RouterWatch(threading.Thread):
         self.join(30)
         self._askers.shutdown(wait=False)
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Once."""
         label = f"xpyd.dev/fleet={self._fleet.name},xpyd.dev/pool=router"
         pods = self._fleet.find("pods", labels=label)
         asked = [self._askers.submit(self._ask, pod["metadata"]) for pod in pods]

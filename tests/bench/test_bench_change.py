@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from bench.change.changes import CHANGES, SMALL
 from bench.change.report import BEGIN, broken, report, with_measured
-from bench.change.run import HUNG, WRONG, Found, Look, Window
+from bench.change.run import HUNG, WRONG, Found, Look, RouterWatch, Window
 from bench.report import END
 
 
@@ -73,3 +77,64 @@ def test_the_page_gets_the_table_and_keeps_the_rest():
 
 def test_the_small_form_has_changes_of_the_whole_one():
     assert set(SMALL) < set(CHANGES)
+
+
+class Routers:
+    """A fleet's routers behind the API server: by name the P and D that each knows and how many
+    mixed pairs it had; None: it does not answer."""
+
+    name = "chat"
+    namespace = "change"
+
+    def __init__(self, **routers: tuple[int, int, int] | None) -> None:
+        self.routers = routers
+        self.cluster = SimpleNamespace(read=self.read)
+
+    def find(self, kinds: str, *, labels: str) -> list[dict[str, Any]]:
+        assert (kinds, "pool=router" in labels) == ("pods", True)
+        status = {"conditions": [{"type": "Ready", "status": "True"}]}
+        return [{"metadata": {"name": n, "uid": n}, "status": status} for n in self.routers]
+
+    def read(self, path: str, *, timeout_s: float) -> str:
+        found = self.routers[path.split("/pods/")[1].split(":")[0]]
+        if found is None:
+            raise TimeoutError(timeout_s)
+        prefill, decode, mixed = found
+        if path.endswith("/instances"):
+            kinds = ["P"] * prefill + ["D"] * decode
+            rows = [{"type": kind, "state": "Ready"} for kind in kinds]
+            rows += [{"type": "D", "state": state} for state in ("Draining", "CircuitOpen")]
+            return json.dumps({"instances": rows})
+        counts = {"same": 10, "other": mixed, "unknown": 0}
+        samples = (f'{{revisions="{word}"}} {n}.0' for word, n in counts.items())
+        return "\n".join(f"xpyd_router_pair_revisions_total{one}" for one in samples)
+
+
+def _watch(routers: Any) -> RouterWatch:
+    return RouterWatch(routers)
+
+
+def test_the_router_that_knows_fewest_instances_counts_and_pairs_of_all_are_added():
+    watch = _watch(Routers(one=(2, 3, 1), two=(2, 1, 4)))
+    watch.look()
+    (look,) = watch.looks
+    assert (look.prefill, look.decode, look.mixed_pairs, look.pairs) == (2, 1, 5, 25)
+
+
+def test_pairs_of_a_router_that_has_ended_stay():
+    routers = Routers(one=(2, 2, 1), two=(2, 2, 2))
+    watch = _watch(routers)
+    watch.look()
+    del routers.routers["one"]
+    watch.look()
+    assert [look.mixed_pairs for look in watch.looks] == [3, 3]
+
+
+def test_a_router_that_does_not_answer_is_no_capacity_of_0():
+    routers = Routers(one=(2, 2, 0), two=None)
+    watch = _watch(routers)
+    watch.look()
+    assert not watch.looks
+    routers.routers.clear()  # none at all is
+    watch.look()
+    assert [(look.prefill, look.decode) for look in watch.looks] == [(0, 0)]

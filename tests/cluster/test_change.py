@@ -22,7 +22,7 @@ from tests.e2e.oracle import long_case, mixed_cases
 
 pytestmark = pytest.mark.cluster
 REQUESTS = 500
-RATE = 3.0
+RATE = 4.0
 """Requests a second: what the changes take on a busy machine, times this, is about REQUESTS."""
 SLOW = "50m"
 """Of a CPU: an engine of the demo model puts out some ten tokens a second."""
