@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from tests.chart.render import Helm, Obj, of_kind, one
-from xpyd_operator.controller.decision.kinds import EVENT, FLEET, LEASE, POD, POOL, SECRET, WATCHED
+from xpyd_operator.controller.decision.kinds import (
+    EVENT,
+    FLEET,
+    LEASE,
+    NODE,
+    POD,
+    POOL,
+    SECRET,
+    WATCHED,
+)
 
 Right = tuple[str, str, str]
 """group, resource, verb"""
@@ -51,7 +60,8 @@ def test_the_operator_may_do_what_its_kinds_need_and_no_more(helm: Helm) -> None
     expected[FLEET.group, f"{FLEET.plural}/status"] = {"patch"}
     expected[FLEET.group, f"{FLEET.plural}/finalizers"] = {"update"}
     expected[POOL.group, f"{POOL.plural}/status"] = {"patch"}
-    expected[POD.group, POD.plural] = READ
+    expected[POD.group, POD.plural] = READ | {"patch"}
+    expected[POD.group, f"{POD.plural}/status"] = {"patch"}
     expected[SECRET.group, SECRET.plural] = {"create", "delete"}
     expected[EVENT.group, EVENT.plural] = {"create"}
     expected[LEASE.group, LEASE.plural] = {"get"}
@@ -87,7 +97,18 @@ def test_named_namespaces_leave_no_right_to_anything_elsewhere(helm: Helm) -> No
     assert _rights(hook) == {(FLEET.group, FLEET.plural, "list")}
 
 
-def test_cluster_wide_and_named_namespaces_give_the_same_rights(helm: Helm) -> None:
+def test_nodes_may_be_listed_where_all_namespaces_are_served_and_it_is_wanted(helm: Helm) -> None:
+    def given(values: dict[str, Any]) -> set[str]:
+        roles = of_kind(helm.render(values), *ROLES)
+        rights = {right for role in roles for right in _rights(role)}
+        return _verbs(rights, NODE.group, NODE.plural)
+
+    assert given({}) == {"list"}
+    assert given({"operator": {"readNodes": False}}) == set()
+    assert given(NAMESPACED) == set()
+
+
+def test_cluster_wide_and_named_namespaces_give_the_same_rights_but_for_nodes(helm: Helm) -> None:
     wide = helm.render()
     names = {role["metadata"]["name"] for role in of_kind(wide, "Role", "RoleBinding")}
     assert names == {OWN_LEASE}
@@ -98,7 +119,8 @@ def test_cluster_wide_and_named_namespaces_give_the_same_rights(helm: Helm) -> N
         if role["metadata"]["name"] == "xpyd-operator"
     ]
     assert len(named) == 2
-    assert all(_rights(role) == everywhere for role in named)
+    nodes = {(NODE.group, NODE.plural, "list")}
+    assert all(_rights(role) == everywhere - nodes for role in named)
 
 
 @pytest.mark.parametrize("values", MODES)

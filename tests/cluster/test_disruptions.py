@@ -6,8 +6,12 @@ fleet's Service. The fleet has one P, one D and one router; the operator is a pr
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Iterator
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,13 +60,14 @@ def kill(fleet: FleetClient, pod: Obj) -> None:
     fleet.kubectl("delete", "pod", pod["metadata"]["name"], "--grace-period=0", "--force")
 
 
-def evict(fleet: FleetClient, pod: Obj) -> None:
-    """As `kubectl drain` does."""
+def evict(fleet: FleetClient, pod: Obj) -> str:
+    """As `kubectl drain` does; what kubectl says of a refusal."""
     name = pod["metadata"]["name"]
     path = f"/api/v1/namespaces/{fleet.namespace}/pods/{name}/eviction"
     metadata = {"name": name, "namespace": fleet.namespace}
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata}
-    fleet.kubectl("create", "--raw", path, "-f", "-", input=json.dumps(body))
+    argv = ("create", "--raw", path, "-f", "-")
+    return fleet.kubectl(*argv, input=json.dumps(body), check=False)
 
 
 def wait_replaced(fleet: FleetClient, pod: Obj) -> None:
@@ -81,16 +86,73 @@ def wait_replaced(fleet: FleetClient, pod: Obj) -> None:
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("end", [kill, evict])
 def test_requests_wait_while_the_last_instance_of_a_pool_is_replaced(
-    fleet: FleetClient, cases: list[Case], pool: str, end: Callable[[FleetClient, Obj], None]
+    fleet: FleetClient, cases: list[Case], pool: str
 ) -> None:
     load = fleet.start_load(cases)
     (pod,) = fleet.pods(pool)
-    end(fleet, pod)
+    kill(fleet, pod)
     wait_replaced(fleet, pod)
     report = finish_load(load)
     assert report["failures"] == {}, report
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_the_only_instance_of_a_pool_is_not_evicted(fleet: FleetClient, pool: str) -> None:
+    """It leaves a cordoned node when another one serves: test_moves.py."""
+    (pod,) = fleet.pods(pool)
+    said = evict(fleet, pod)
+    assert "disruption budget" in said, said
+    assert [one["metadata"]["uid"] for one in fleet.pods(pool)] == [pod["metadata"]["uid"]]
+
+
+def processes_of(pod: Obj) -> list[int]:
+    """Of the pod's containers, as this machine numbers them."""
+    uid = pod["metadata"]["uid"]
+    found: list[int] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if uid in (folder / "cgroup").read_text().replace("_", "-"):
+                found.append(int(folder.name))
+    return found
+
+
+def states(fleet: FleetClient, pool: str, but: str) -> list[tuple[str, str]]:
+    """ContainersReady and Ready of the pool's pods but one."""
+    found: list[tuple[str, str]] = []
+    for pod in fleet.pods(pool):
+        said = {c["type"]: c["status"] for c in pod.get("status", {}).get("conditions", [])}
+        if pod["metadata"]["uid"] != but:
+            found.append((said.get("ContainersReady", ""), said.get("Ready", "")))
+    return found
+
+
+def test_a_pod_is_ready_only_when_the_router_sends_it_requests(fleet: FleetClient) -> None:
+    """While the only router stands still nobody admits the new D, although its containers are
+    ready; then `kubectl wait` for it succeeds."""
+    (router,), (old,) = fleet.pods("router"), fleet.pods("decode")
+    halted = processes_of(router)
+    assert halted
+    try:
+        for process in halted:
+            os.kill(process, signal.SIGSTOP)
+        kill(fleet, old)
+        uid = old["metadata"]["uid"]
+
+        def serves() -> bool:
+            found = states(fleet, "decode", uid)
+            assert ("True", "True") not in found, "ready, and no router has admitted it"
+            return ("True", "False") in found
+
+        wait_for(serves, 50, "the containers of the new D are ready", explain=fleet.explain)
+    finally:
+        for process in halted:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
+    (new,) = fleet.pods("decode")
+    name = new["metadata"]["name"]
+    fleet.kubectl("wait", "--for=condition=Ready", f"pod/{name}", "--timeout=60s", timeout_s=70)
+    fleet.wait_ready()
 
 
 def wait_available(fleet: FleetClient, status: str) -> None:

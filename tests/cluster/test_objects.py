@@ -17,7 +17,7 @@ import yaml
 from tests.cluster.fleetkit import find, installed_crds
 from tests.cluster.harness import Cluster, wait_for
 from tests.operator.object_samples import FOLDER, NAMES, SETTINGS, objects_of
-from xpyd_operator.controller.decision.drift import contains
+from xpyd_operator.controller.decision.compare import contains
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import parse_fleet, parse_object
 from xpyd_operator.manifests import names

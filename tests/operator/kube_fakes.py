@@ -17,7 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.operator.kube_objects import merge, pod_of, same, without_type
+from tests.operator.kube_objects import by_type, merge, pod_of, same, without_type
 from xpyd_operator.controller.client import Login
 from xpyd_operator.controller.decision.kinds import (
     CLAIM_TEMPLATE,
@@ -26,6 +26,7 @@ from xpyd_operator.controller.decision.kinds import (
     FLEET_LABEL,
     LEADER_WORKER_SET,
     LEASE,
+    NODE,
     POD,
     SECRET,
     WATCHED,
@@ -78,7 +79,9 @@ class FakeApi:
     """`async with FakeApi() as api`: listens on a free port of loopback."""
 
     def __init__(self, *, missing: Iterable[Kind] = (LEADER_WORKER_SET, CLAIM_TEMPLATE)) -> None:
-        self.kinds = {kind for kind in (*WATCHED, SECRET, EVENT, LEASE) if kind not in set(missing)}
+        self.kinds = {
+            kind for kind in (*WATCHED, SECRET, EVENT, LEASE, NODE) if kind not in set(missing)
+        }
         self.objects: dict[Kind, dict[ObjectRef, Obj]] = {}
         self.calls: list[Call] = []
         self.faults: list[Fault] = []
@@ -306,6 +309,8 @@ class FakeApi:
         after = deepcopy(before) if before is not None else {}
         if sub == "status":
             body = {"status": body.get("status")}
+            if "strategic" in content_type and before is not None:
+                body["status"]["conditions"] = by_type(before, body)
         elif before is not None:
             body.pop("status", None)
         return self._store(address.kind, merge(after, body), before=before)
@@ -461,6 +466,8 @@ def _resource(kind: Kind) -> dict[str, Any]:
 
 
 def _selected(obj: Obj, query: dict[str, str]) -> bool:
+    if query.get("fieldSelector") == "spec.unschedulable=true":
+        return obj["spec"].get("unschedulable") is True
     return not query.get("labelSelector") or _has_label(obj, query["labelSelector"])
 
 

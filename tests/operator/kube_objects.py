@@ -28,6 +28,14 @@ def merge(target: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
     return target
 
 
+def by_type(before: Obj, patch: Obj) -> list[Obj]:
+    """The conditions of an object after a strategic merge patch of some of them."""
+    new = {row["type"]: row for row in patch["status"].get("conditions", ())}
+    old = before.get("status", {}).get("conditions", ())
+    kept = [new.pop(row["type"], row) for row in old]
+    return [*kept, *new.values()]
+
+
 def without_type(obj: Obj) -> Obj:
     return {key: value for key, value in obj.items() if key not in ("apiVersion", "kind")}
 

@@ -92,6 +92,7 @@ def workloads_of(fleet: InferenceFleet) -> list[Workload]:
         in_cluster=True,
         image=SETTINGS.worker_image,
         router_image=SETTINGS.router_image,
+        gated=SETTINGS.gated,
     )
     sizes = {pool.name: pool.replicas for pool in pools_wanted(want, ())}
     return [Workload(p.name, p.revision, sizes[p.name], p.template) for p in want.pools]

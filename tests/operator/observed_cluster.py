@@ -17,7 +17,7 @@ from tests.operator.object_samples import SETTINGS, placement_of
 from xpyd_operator.controller.decision.history import FleetHistory
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import load_fleet
-from xpyd_operator.manifests.names import LABEL_POOL, LABEL_REVISION
+from xpyd_operator.manifests.names import LABEL_POOL, LABEL_REVISION, ROUTABLE
 from xpyd_operator.manifests.objects import pool_object, workload_objects
 from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.fleet import plan, pools_wanted
@@ -71,6 +71,7 @@ class Cluster:
             in_cluster=True,
             image=SETTINGS.worker_image,
             router_image=SETTINGS.router_image,
+            gated=SETTINGS.gated,
             stopping=self.stopping,
         )
 
@@ -279,7 +280,7 @@ class Cluster:
             for status in pod["status"]["containerStatuses"]:
                 status["state"] = {"running": {"startedAt": self.time}}
                 status["started"], status["ready"] = True, ready
-            for kind in ("Ready", "ContainersReady"):
+            for kind in ("Ready", "ContainersReady", ROUTABLE):
                 self._set(pod, kind, str(ready))
 
     def crashed(

@@ -54,6 +54,8 @@ class Running:
     draining: int = 0
     unplaced: int = 0
     """Of those that start: no node has room for them."""
+    cordoned: int = 0
+    """Of those that are ready: their nodes take no new pods."""
 
     @property
     def alive(self) -> int:
@@ -67,6 +69,8 @@ class Running:
         self.starting -= idle
         self.unplaced = max(0, self.unplaced - idle)
         self.ready -= over - idle
+        # By its cost one on a cordoned node goes before the others.
+        self.cordoned = max(0, self.cordoned - (over - idle))
         # One that never was ready has nothing to finish.
         self.draining += over - idle
 
@@ -137,7 +141,8 @@ class World:
 
     def seen(self) -> FleetSeen:
         found = tuple(
-            WorkloadSeen(r.workload, r.alive, r.ready, r.unplaced) for r in self.running.values()
+            WorkloadSeen(r.workload, r.alive, r.ready, r.unplaced, r.cordoned)
+            for r in self.running.values()
         )
         return FleetSeen(tuple(self.sizes.values()), found, self.status)
 
@@ -215,10 +220,16 @@ class World:
         one = self.rng.choice(list(self.running.values()))
         lost = self.rng.randint(0, one.ready)
         one.ready -= lost
+        one.cordoned = min(one.cordoned, one.ready)
         if self.rng.random() < 0.5:
             one.starting += lost
         one.starting = self.rng.randint(0, one.starting)
         one.unplaced = min(one.unplaced, one.starting)
+
+    def cordon(self) -> None:
+        """Somebody cordons the nodes of some instances, or uncordons them."""
+        for one in self.running.values():
+            one.cordoned = self.rng.randint(0, one.ready)
 
     def edit(self) -> None:
         """Somebody changes the document, or scales a pool."""
@@ -233,6 +244,7 @@ class World:
             self.change_router,
             self.undo,
             self.pause_or_resume,
+            self.cordon,
         )
         self.rng.choice(edits)()
 
@@ -299,6 +311,10 @@ class World:
             self.check_paused()
             self.paused = False
         self.come_to_rest()
+        if self.is_tight:  # who waits for room elsewhere may stay after all
+            for one in self.running.values():
+                one.cordoned = 0
+            self.come_to_rest()
         if self.stopping:
             assert self.running == {}
             return
@@ -310,6 +326,10 @@ class World:
         assert found == {(p.name, p.revision): (sizes[p.name],) * 3 for p in want.pools}
         assert self.status is not None
         assert self.status.ready
+        for pool in want.pools:  # nobody is left alone on a node that takes no new pods
+            one = self.running[pool.name, pool.revision]
+            moves = sizes[pool.name] == 1 and pool.surge_percent and not self.is_tight
+            assert not (moves and one.cordoned)
 
     def check_paused(self) -> None:
         """Each pool is complete in the revisions that it has."""

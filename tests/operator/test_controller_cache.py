@@ -23,8 +23,8 @@ from xpyd_operator.controller.decision.kinds import (
     kind_of,
     trim,
 )
-from xpyd_operator.controller.decision.state import DeleteObject
-from xpyd_operator.controller.reconcile import WriteExecutor
+from xpyd_operator.controller.decision.writes import DeleteObject
+from xpyd_operator.controller.executor import WriteExecutor
 
 CHAT = FleetKey("ns", "chat")
 CODE = FleetKey("ns", "code")
@@ -148,7 +148,9 @@ def test_paths_lead_back_to_their_kind(kind: Any) -> None:
     assert kind_of({"apiVersion": kind.api_version, "kind": kind.name}) == kind
 
 
-@pytest.mark.parametrize("path", ["/", "/api", "/apis/apps/v1", "/api/v1/nodes", "/apis/x/v1/pods"])
+@pytest.mark.parametrize(
+    "path", ["/", "/api", "/apis/apps/v1", "/api/v1/namespaces", "/apis/x/v1/pods"]
+)
 def test_other_paths_lead_nowhere(path: str) -> None:
     assert address_of(path) is None
 

@@ -29,7 +29,7 @@ from xpyd_operator.controller.decision.kinds import (
     trim,
 )
 from xpyd_operator.controller.decision.report import report
-from xpyd_operator.controller.decision.state import RemoveFields, effect_of
+from xpyd_operator.controller.decision.writes import RemoveFields, effect_of
 from xpyd_operator.status.problems import in_order
 
 

@@ -22,16 +22,14 @@ from xpyd_operator.controller.decision.kinds import (
     SERVICE,
     Obj,
 )
-from xpyd_operator.controller.decision.state import (
-    AppliedVersion,
+from xpyd_operator.controller.decision.state import AppliedVersion, ObjectRef, read
+from xpyd_operator.controller.decision.writes import (
     Apply,
     CreateKey,
     DeleteObject,
-    ObjectRef,
     Scale,
     Write,
     effect_of,
-    read,
 )
 from xpyd_operator.status.fleet import EventText
 

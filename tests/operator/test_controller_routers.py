@@ -24,7 +24,7 @@ from tests.operator.kube_objects import (
 )
 from xpyd_operator.controller.decision.kinds import CONFIG_MAP, DEPLOYMENT, POD, trim
 from xpyd_operator.controller.routers import PERIOD_S
-from xpyd_operator.manifests.names import ANNOTATION_KEY_PHASE, kv_secret_name
+from xpyd_operator.manifests.names import ANNOTATION_KEY_PHASE, ROUTABLE, kv_secret_name
 from xpyd_operator.status.drains import InstanceLoad, drains_of, drains_text, read_loads
 from xpyd_operator.status.rotation import RouterKeys
 from xpyd_operator.status.verified import METRIC
@@ -44,6 +44,7 @@ class Router:
         self.type = "D"
         self.problems: list[dict[str, str]] = []
         self.in_flight = self.running = self.kv_leases = 0
+        self.state = "Ready"
 
     @property
     def figures(self) -> list[list[str]]:
@@ -56,6 +57,7 @@ class Router:
         one = {
             "instance": "d-0",
             "type": self.type,
+            "state": self.state,
             "key_ids": self.key_ids,
             "in_flight": self.in_flight,
         }
@@ -246,6 +248,71 @@ async def test_what_leaving_instances_have_is_asked_of_all_routers_while_some_le
         router.status = 503
         await world.reader.look_at_loads(session)
         assert world.reader.loads(KEY) == {}
+
+
+def gated(name: str, *, gate: str, version: str = "1") -> Obj:
+    """A ready engine's pod with its gate, of a Deployment that gives pods one."""
+    owner = f"chat-decode-{REVISION}-5d9c7b8f4d"
+    made = pod(name, role="Decode", owner=owner)
+    conditions = [*made["status"]["conditions"], {"type": ROUTABLE, "status": gate}]
+    metadata = {**made["metadata"], "resourceVersion": version}
+    return {**made, "metadata": metadata, "status": {**made["status"], "conditions": conditions}}
+
+
+def deployment_with_gate() -> Obj:
+    made = deployment()
+    name = f"chat-decode-{REVISION}"
+    metadata = {**made["metadata"], "name": name, "uid": name, "labels": labels_of("Decode")}
+    gates = [{"conditionType": ROUTABLE}]
+    return {**made, "metadata": metadata, "spec": {"template": {"spec": {"readinessGates": gates}}}}
+
+
+async def test_gates_follow_what_ready_routers_say_and_a_settled_fleet_is_asked_rarely() -> None:
+    router = Router()
+    async with listening(router), aiohttp.ClientSession() as session:
+        world = World(router, pod("r-0"), gated("d-0", gate="False"))
+        world.cache.put(DEPLOYMENT, deployment_with_gate())
+        await world.look()
+        router.asked.clear()
+        router.state = "Starting"
+        await world.reader.look_at_gates(session, only_moving=True)
+        assert (router.asked, world.reader.gates(KEY)) == ([["/instances"]], {})
+        router.state = "Ready"
+        await world.reader.look_at_gates(session, only_moving=True)
+        assert world.reader.gates(KEY)["d-0"].is_open
+        assert world.woken == [KEY]
+        world.cache.put(POD, gated("d-0", gate="True", version="2"))
+        router.asked.clear()
+        await world.reader.look_at_gates(session, only_moving=True)
+        assert router.asked == [], "nothing waits: once in a round is enough"
+        router.state = "Ejected"
+        await world.reader.look_at_gates(session)
+        assert world.woken == [KEY]
+        world.now_s += 9.0  # three beats of 3 s
+        await world.reader.look_at_gates(session, only_moving=True)
+        assert not world.reader.gates(KEY)["d-0"].is_open
+        assert world.woken == [KEY, KEY]
+
+
+async def test_pods_of_a_revision_without_the_gate_are_let_be() -> None:
+    router = Router()
+    async with listening(router), aiohttp.ClientSession() as session:
+        owner = f"chat-decode-{REVISION}-5d9c7b8f4d"
+        world = World(router, pod("r-0"), pod("d-0", role="Decode", owner=owner))
+        await world.look()
+        router.asked.clear()
+        await world.reader.look_at_gates(session)
+        assert (router.asked, world.reader.gates(KEY), world.woken) == ([], {}, [])
+
+
+async def test_loads_of_all_instances_are_asked_for_on_demand() -> None:
+    router = Router()
+    async with listening(router):
+        world = World(router, pod("r-0"), gated("d-0", gate="True"))
+        router.in_flight = 2
+        assert await world.reader.ask_loads(KEY) == {"d-0": InstanceLoad(2, 0)}
+        router.status = 503
+        assert await world.reader.ask_loads(KEY) == {}
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"instances": [{}]}', b"\xff", b'{"instances": 7}'])

@@ -26,17 +26,15 @@ from xpyd_operator.controller.decision.kinds import (
     merge_patch,
 )
 from xpyd_operator.controller.decision.report import problem_of, report
-from xpyd_operator.controller.decision.state import (
+from xpyd_operator.controller.decision.state import FleetState, applied_version_of, read
+from xpyd_operator.controller.decision.writes import (
     Apply,
     CreateKey,
     DeleteObject,
-    FleetState,
     Scale,
     SetFinalizers,
     Write,
-    applied_version_of,
     effect_of,
-    read,
 )
 from xpyd_operator.manifests.names import Settings
 
@@ -61,8 +59,8 @@ def document(*, decode: int = 1, **metadata: Any) -> Obj:
 
 def look(children: Children | None = None, found: Obj | None = None, **more: Any) -> FleetState:
     found = found or document()
-    served = more.pop("served", frozenset(ALWAYS))
-    return FleetState(found, read(found, SETTINGS), children or {}, SETTINGS, served, NOW, **more)
+    served, settings = more.pop("served", frozenset(ALWAYS)), more.pop("settings", SETTINGS)
+    return FleetState(found, read(found, settings), children or {}, settings, served, NOW, **more)
 
 
 def writes(turn: Turn) -> list[Write]:
@@ -81,10 +79,10 @@ def stored(obj: Obj, *, version: int = 10, generation: int = 1) -> Obj:
     return found
 
 
-def settled() -> Children:
+def settled(settings: Settings = SETTINGS) -> Children:
     """All objects of the fleet as they are after the first turn."""
     children: Children = {}
-    for write in writes(decide(look())):
+    for write in writes(decide(look(settings=settings))):
         if isinstance(write, Apply):
             obj = stored(write.obj)
             children.setdefault(kind_of(obj), {})[obj["metadata"]["name"]] = obj
@@ -162,10 +160,13 @@ def test_fields_that_are_nobodys_of_ours_are_no_difference() -> None:
 def test_a_scale_of_a_pool_changes_its_deployment_and_not_the_pool() -> None:
     children = settled()
     children[POOL]["chat-decode"]["spec"]["replicas"] = 3
-    (write,) = writes(decide(look(children)))
+    budget, write = writes(decide(look(children)))
     assert isinstance(write, Apply)
     assert write.obj["kind"] == "Deployment"
     assert write.obj["spec"]["replicas"] == 3
+    # Of three a node drain may take one.
+    assert isinstance(budget, Apply)
+    assert budget.obj["spec"]["maxUnavailable"] == 1
 
 
 def test_a_new_declaration_is_written_with_the_replicas_in_one_apply() -> None:

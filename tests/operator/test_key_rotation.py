@@ -17,14 +17,8 @@ from tests.operator.test_controller_turn import Children, document, look, settle
 from xpyd_operator.controller.decision.decide import decide
 from xpyd_operator.controller.decision.kinds import CONFIG_MAP, DEPLOYMENT, POD, Obj
 from xpyd_operator.controller.decision.report import report
-from xpyd_operator.controller.decision.state import (
-    Apply,
-    CreateKey,
-    DeleteKey,
-    FleetState,
-    asked_rotation,
-    key_order,
-)
+from xpyd_operator.controller.decision.state import FleetState, asked_rotation, key_order
+from xpyd_operator.controller.decision.writes import Apply, CreateKey, DeleteKey
 from xpyd_operator.manifests.names import ANNOTATION_ROTATE, KEY_SLOTS, kv_secret_name
 from xpyd_operator.status.fleet import events
 from xpyd_operator.status.rotation import (

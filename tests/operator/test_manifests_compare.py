@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.operator.object_samples import objects_of, sample_fleet
-from xpyd_operator.controller.decision.decide import desired_hash
-from xpyd_operator.controller.decision.drift import contains, quantity_value
+from xpyd_operator.controller.decision.compare import contains, desired_hash, quantity_value
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ from xpyd_operator.controller.decision.kinds import (
     trim,
 )
 from xpyd_operator.controller.decision.report import report
-from xpyd_operator.controller.decision.state import Apply, DeleteObject, FleetState, Scale, read
+from xpyd_operator.controller.decision.state import FleetState, read
+from xpyd_operator.controller.decision.writes import Apply, DeleteObject, Scale
 from xpyd_operator.controller.downloads import DownloadReader
 from xpyd_operator.document.engines import Model
 from xpyd_operator.status.models import DownloadProgress

@@ -20,7 +20,7 @@ from xpyd_operator.controller.decision.kinds import (
     kind_of,
 )
 from xpyd_operator.controller.decision.report import report
-from xpyd_operator.controller.decision.state import Apply, DeleteObject, Scale
+from xpyd_operator.controller.decision.writes import Apply, DeleteObject, Scale
 from xpyd_operator.document.load import parse_object
 from xpyd_operator.plan.fleet import plan
 from xpyd_operator.plan.revisions import differences, record_of, restored, revision_id

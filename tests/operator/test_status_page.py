@@ -63,6 +63,7 @@ def _of_code() -> set[str]:
                 "_DRAINING",
                 "LOST_ROLES",
                 "_STAND_INS",
+                "CUT",
             }:
                 found |= set(_words(node))
             if isinstance(node, ast.FunctionDef) and node.name == "_movement":

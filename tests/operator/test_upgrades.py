@@ -14,13 +14,8 @@ from tests.operator.test_controller_turn import Children, document, settled, wri
 from xpyd_operator.controller.decision.decide import decide
 from xpyd_operator.controller.decision.kinds import ALWAYS, DEPLOYMENT, Kind, Obj, kind_of
 from xpyd_operator.controller.decision.report import report
-from xpyd_operator.controller.decision.state import (
-    Apply,
-    FleetState,
-    Scale,
-    own_children,
-    read,
-)
+from xpyd_operator.controller.decision.state import FleetState, own_children, read
+from xpyd_operator.controller.decision.writes import Apply, Scale
 from xpyd_operator.controller.reconcile import keeping
 from xpyd_operator.manifests.names import Settings
 from xpyd_operator.status.upgrades import (
@@ -100,6 +95,7 @@ def test_the_status_says_what_pods_are_made_with() -> None:
         "workerImage": "xpyd-worker:1",
         "routerImage": "xpyd-router:1",
         "imagePullPolicy": "IfNotPresent",
+        "readinessGate": True,
     }
     assert up_to_date(found["status"])[:2] == ("True", "Current")
     assert defaults_of(found["status"]) == own_defaults(found, OLD)
@@ -311,3 +307,38 @@ def test_junk_in_the_status_counts_as_none() -> None:
     assert defaults_of({"defaults": row}) is None
     found = defaults_of({"defaults": row | {"imagePullPolicy": "Never"}})
     assert found == Defaults("", "w", "r", "Never", ("a",))
+
+
+def without_gate(found: Obj) -> None:
+    """As an operator before the gate left the fleet."""
+    found["status"]["defaults"].pop("readinessGate", None)
+
+
+def gates(state: FleetState) -> dict[str, bool]:
+    return {pool.name: pool.template.gated for pool in state.want.pools}
+
+
+def test_a_fleet_of_before_the_readiness_gate_keeps_its_revisions_until_it_is_asked() -> None:
+    """The gate is a part of pods: to add it would make new ones."""
+    before = replace(OLD, gated=False)
+    children, found = settled(before), document()
+    found["status"] = told(look(children, found, before))
+    without_gate(found)
+    state = look(children, found, OLD)
+    assert writes(decide(state)) == []
+    assert gates(state) == {"router": False, "prefill": False, "decode": False}
+    assert "readiness gate off (now on)" in up_to_date(told(state))[2]
+    lost = {**found, "status": {k: v for k, v in found["status"].items() if k != "defaults"}}
+    assert writes(decide(look(children, lost, OLD))) == [], "its Deployments say it, too"
+    found["spec"]["rollout"] = {"restartedAt": "2026-01-02T00:00:00Z"}
+    assert gates(look(children, found, OLD)) == {"router": False, "prefill": True, "decode": True}
+
+
+def test_a_pods_gate_is_rendered_and_makes_another_revision() -> None:
+    of_old = {n for n in settled(replace(OLD, gated=False))[DEPLOYMENT] if "router" not in n}
+    new = settled(OLD)[DEPLOYMENT]
+    assert not of_old & new.keys()
+    for name, made in new.items():
+        spec = made["spec"]["template"]["spec"]
+        expected = None if "router" in name else [{"conditionType": "xpyd.dev/routable"}]
+        assert spec.get("readinessGates") == expected

@@ -43,7 +43,11 @@ read none. The ConfigMaps say which keys count.
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch]
+  verbs: [get, list, watch, patch]
+# Their readiness gate.
+- apiGroups: [""]
+  resources: [pods/status]
+  verbs: [patch]
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create, delete]
@@ -54,6 +58,13 @@ read none. The ConfigMaps say which keys count.
 - apiGroups: [coordination.k8s.io]
   resources: [leases]
   verbs: [get]
+{{- end -}}
+
+{{/* Which nodes are cordoned. Nodes are of no namespace, so a Role cannot give it. */}}
+{{- define "xpyd.nodeRules" -}}
+- apiGroups: [""]
+  resources: [nodes]
+  verbs: [list]
 {{- end -}}
 
 {{/* The Lease by which one pod of the release leads: in its own namespace alone. */}}

@@ -143,6 +143,8 @@ logger = logging.getLogger(__name__)
 FIELD_MANAGER = "xpyd-operator"
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
+STRATEGIC = "application/strategic-merge-patch+json"
+"""Merges lists by their keys, such as conditions by type; kinds of CRDs do not take it."""
 PAGE = 250
 """Objects per answer to a list: bounds the memory that thousands of pods take for a moment."""
 NEVER_CURRENT = "1"
@@ -205,9 +207,12 @@ class Api:
         path = kind.path(namespace, name)
         return await self._call(_Request("get", kind.plural, "GET", path))
 
-    async def list(self, kind: Kind, namespace: str | None, *, selector: str = "") -> Obj:
+    async def list(
+        self, kind: Kind, namespace: str | None, *, selector: str = "", fields: str = ""
+    ) -> Obj:
         """The whole list in one answer."""
-        query = {"labelSelector": selector} if selector else None
+        query = {"labelSelector": selector, "fieldSelector": fields}
+        query = {name: value for name, value in query.items() if value}
         path = kind.path(namespace)
         return await self._call(_Request("list", kind.plural, "GET", path, query=query))
 
@@ -256,13 +261,20 @@ class Api:
         return await self._call(request, attempts=1 if kind == EVENT else None)
 
     async def patch(
-        self, kind: Kind, namespace: str, name: str, body: Mapping[str, Any], *, sub: str = ""
+        self,
+        kind: Kind,
+        namespace: str,
+        name: str,
+        body: Mapping[str, Any],
+        *,
+        sub: str = "",
+        how: str = MERGE,
     ) -> Obj:
-        """Merge patch of the object or of its subresource `sub`."""
+        """Merge patch of the object or of its subresource `sub`; `how`: MERGE or STRATEGIC."""
         path = kind.path(namespace, name, sub)
         query = {"fieldManager": FIELD_MANAGER}
         resource = f"{kind.plural}/{sub}" if sub else kind.plural
-        return await self._call(_Request("patch", resource, "PATCH", path, body, MERGE, query))
+        return await self._call(_Request("patch", resource, "PATCH", path, body, how, query))
 
     async def delete(
         self, kind: Kind, namespace: str, name: str, *, uid: str = "", resource_version: str = ""

@@ -29,6 +29,7 @@ from xpyd_operator.controller.client import Api, Login, find_login
 from xpyd_operator.controller.decision.cache import (
     Cache,
     Feed,
+    FleetKey,
     Message,
     Missing,
     Unlisted,
@@ -39,6 +40,7 @@ from xpyd_operator.controller.decision.kinds import ALWAYS, FLEET, FLEET_LABEL, 
 from xpyd_operator.controller.downloads import DownloadReader
 from xpyd_operator.controller.events import EventPoster
 from xpyd_operator.controller.leader import Leader, Releases, place_of
+from xpyd_operator.controller.nodes import NodeReader
 from xpyd_operator.controller.probes import ProbeServer
 from xpyd_operator.controller.reconcile import Reconciler, TurnFailed
 from xpyd_operator.controller.routers import RouterReader
@@ -81,6 +83,11 @@ class OperatorMetrics:
         self._lost_roles = gauge(
             "lost_roles", "1: the fleet's RolesReady is False", "fleet_namespace", "fleet", "reason"
         )
+        self._drains_cut = counter(
+            "drains_cut",
+            "Instances that were ended when their drain had taken as long as it may",
+            *("namespace", "fleet", "pool"),
+        )
         self.events_dropped = counter("events_dropped", "Events that were not posted")
 
     def count_call(self, verb: str, resource: str, code: str) -> None:
@@ -90,6 +97,10 @@ class OperatorMetrics:
     def count_watch_event(self, kind: str) -> None:
         """A watch delivered a change."""
         self._watch_events.labels(kind).inc()
+
+    def count_cut(self, fleet: FleetKey, pool: str) -> None:
+        """An instance was cut when its time to drain was over."""
+        self._drains_cut.labels(*fleet, pool).inc()
 
     def render(
         self, *, queue_depth: int, fleets: int, lost: Iterable[tuple[str, str, str]] = ()
@@ -186,6 +197,7 @@ class Operator:
         self._queue = FleetQueue(time.monotonic)
         self._poster = EventPoster(self._api, dropped=self.metrics.events_dropped.inc)
         self._routers = RouterReader(self._cache, self._queue.wake, clock=time.monotonic)
+        self._nodes = NodeReader(self._api, self._cache, self._queue.wake)
         self._downloads = DownloadReader(self._cache, self._queue.wake)
         self._reconciler = Reconciler(
             self._api,
@@ -199,6 +211,10 @@ class Operator:
             keys=self._routers.keys,
             loads=self._routers.loads,
             canary=self._routers.canary,
+            gates=self._routers.gates,
+            ask_loads=self._routers.ask_loads,
+            cordoned=self._nodes.cordoned,
+            count_cut=self.metrics.count_cut,
             releases=Releases(self._lease_api, config.release, clock=time.monotonic),
             upgrade_fleets=config.upgrade_fleets,
         )
@@ -264,6 +280,7 @@ class Operator:
         self._spawn(self._resync(), "resync")
         self._spawn(self._routers.run(), "routers")
         self._spawn(self._downloads.run(), "downloads")
+        self._spawn(self._nodes.run(), "nodes")
 
     async def _stop(self) -> None:
         self._stopping = True
@@ -382,6 +399,7 @@ class Operator:
     # Work
 
     async def _work(self) -> None:
+        await self._nodes.asked()
         while (key := await self._queue.take()) is not None:
             begun = time.monotonic()
             result = "error"
@@ -468,7 +486,7 @@ class Operator:
         )
 
 
-_LOOPS = ("worker", "events", "resync", "kinds")
+_LOOPS = ("worker", "events", "resync", "kinds", "nodes")
 """Tasks that end only when the operator stops."""
 
 

@@ -1,70 +1,51 @@
 """One turn of one fleet: read the state, decide, write, report. The shell around `decide`.
 
-The Reconciler owns the memories of all fleets and waits for nothing but the API's answers. The
-WriteExecutor does a turn's writes, several at a time, and puts the answers into the cache at once;
-its Outcome says what the API refused, whether an object changed during the turn, and who holds a
-name.
+The Reconciler owns the memories of all fleets and waits for nothing but the API's answers, and for
+routers' before a scale-down. The WriteExecutor does a turn's writes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
-from secrets import token_hex
-from typing import cast
 
-from xpyd_core.keys import key_ids
-from xpyd_operator.controller.client import NEVER_CURRENT, Api
+from xpyd_operator.controller.client import Api
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
 from xpyd_operator.controller.decision.decide import Turn, contest_problems, decide
 from xpyd_operator.controller.decision.election import operator_of
-from xpyd_operator.controller.decision.errors import Conflict, KubeError, NotFound, Refused
+from xpyd_operator.controller.decision.errors import KubeError, NotFound
 from xpyd_operator.controller.decision.history import FleetHistory, is_ready, is_urgent
 from xpyd_operator.controller.decision.kinds import (
     FLEET,
-    FLEET_LABEL,
     POD,
     POOL,
-    SECRET,
     Kind,
     Obj,
-    controller_of,
-    holder_of,
-    kind_of,
     merge_patch,
     trim,
 )
 from xpyd_operator.controller.decision.report import Report, problem_of, report, status_of
-from xpyd_operator.controller.decision.state import (
-    AppliedVersion,
-    Apply,
+from xpyd_operator.controller.decision.state import FleetState, own_children, signing_secret
+from xpyd_operator.controller.decision.writes import (
     CreateKey,
     DeleteKey,
-    DeleteObject,
-    FleetState,
-    ObjectRef,
     RemoveFields,
-    Scale,
     SetFinalizers,
-    Write,
-    applied_version_of,
     describe,
-    own_children,
-    signing_secret,
 )
 from xpyd_operator.controller.events import EventPoster
+from xpyd_operator.controller.executor import Outcome, WriteExecutor
 from xpyd_operator.controller.leader import LOOK_S, Releases
-from xpyd_operator.manifests.names import ANNOTATION_OPERATOR, FINALIZER, Settings, kv_secret_name
-from xpyd_operator.manifests.objects import kv_secret
+from xpyd_operator.manifests.names import FINALIZER, Settings
 from xpyd_operator.status.canary import CanaryReport
-from xpyd_operator.status.drains import InstanceLoad
+from xpyd_operator.status.drains import CUT, InstanceLoad
 from xpyd_operator.status.fleet import EventText, events
 from xpyd_operator.status.models import DownloadProgress
 from xpyd_operator.status.problems import Problem
 from xpyd_operator.status.rotation import RouterKeys
+from xpyd_operator.status.routable import Gate
 from xpyd_operator.status.upgrades import (
     is_older,
     kept_revisions,
@@ -75,163 +56,6 @@ from xpyd_operator.status.upgrades import (
 from xpyd_operator.status.verified import NOT_LOOKED, KvVerdict
 
 logger = logging.getLogger(__name__)
-
-AT_ONCE = 8
-"""Writes of one fleet under way together."""
-KEY_BYTES = 32
-
-
-@dataclass
-class Outcome:
-    """The results of a turn's writes."""
-
-    refused: list[tuple[Write, Refused]] = field(default_factory=list[tuple[Write, Refused]])
-    failed: KubeError | None = None
-    """A failure that no write caused; the turn was given up."""
-    unsure: bool = False
-    """A pool's object changed since the turn read it: replicas are unknown, no stage followed."""
-    moved: list[tuple[Write, KubeError]] = field(default_factory=list[tuple[Write, KubeError]])
-    """Writes that found another state than the turn saw; the next turn reads it again."""
-    taken: dict[ObjectRef, str] = field(default_factory=dict[ObjectRef, str])
-    applied: dict[ObjectRef, AppliedVersion] = field(
-        default_factory=dict[ObjectRef, AppliedVersion]
-    )
-    done: list[Write] = field(default_factory=list[Write])
-    made_keys: dict[str, str] = field(default_factory=dict[str, str])
-
-
-class WriteExecutor:
-    """Does the writes of a turn as one client, and puts the answers into one cache."""
-
-    def __init__(self, api: Api, cache: Cache) -> None:
-        self._api = api
-        self._cache = cache
-
-    async def execute(
-        self, key: FleetKey, state: FleetState, stages: Iterable[tuple[Write, ...]]
-    ) -> Outcome:
-        """Do the stages in order; a stage in which the API did not answer is the last."""
-        outcome = Outcome()
-        for stage in stages:
-            waiting = list(reversed(stage))
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(AT_ONCE, len(waiting))):
-                    group.create_task(self._some(key, state, waiting, outcome))
-            if outcome.failed is not None or outcome.unsure:
-                break
-        return outcome
-
-    async def _some(
-        self, key: FleetKey, state: FleetState, waiting: list[Write], outcome: Outcome
-    ) -> None:
-        while waiting and outcome.failed is None:
-            write = waiting.pop()
-            try:
-                await self._one(key, state, write, outcome)
-                outcome.done.append(write)
-                logger.info("%s: %s", key, describe(write))
-            except (Conflict, NotFound) as error:
-                logger.debug("%s: %s: %s", key, describe(write), error)
-                outcome.moved.append((write, error))
-                outcome.unsure |= isinstance(write, Apply) and kind_of(write.obj) == POOL
-            except Refused as error:
-                logger.warning("%s: %s: %s", key, describe(write), error)
-                outcome.refused.append((write, error))
-            except KubeError as error:
-                outcome.failed = error
-
-    async def _one(self, key: FleetKey, state: FleetState, write: Write, outcome: Outcome) -> None:
-        match write:
-            case Apply():
-                await self._apply(state, write, outcome)
-            case Scale(kind, name, replicas, version):
-                body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
-                self._keep(kind, await self._api.patch(kind, key.namespace, name, body))
-            case RemoveFields(kind, name, patch=patch, resource_version=version):
-                body = {**patch, "metadata": {"resourceVersion": version}}
-                self._keep(kind, await self._api.patch(kind, key.namespace, name, body))
-            case DeleteObject(kind, name, uid, version):
-                await self._api.delete(kind, key.namespace, name, uid=uid, resource_version=version)
-                self._cache.removed_by_us(kind, key.namespace, name, uid)
-            case CreateKey():
-                await self._make_key(state, write, outcome)
-            case DeleteKey(slot):
-                name = kv_secret_name(key.name, state.uid, slot)
-                await self._api.delete(SECRET, key.namespace, name)
-            case SetFinalizers(finalizers, version, operator):
-                metadata: Obj = {"finalizers": [*finalizers], "resourceVersion": version}
-                if operator:
-                    metadata["annotations"] = {ANNOTATION_OPERATOR: operator}
-                body = {"metadata": metadata}
-                after = await self._api.patch(FLEET, key.namespace, key.name, body)
-                # Without its last finalizer the object is gone; the watch will deliver that.
-                if finalizers:
-                    self._keep(FLEET, after)
-
-    async def _apply(self, state: FleetState, write: Apply, outcome: Outcome) -> None:
-        kind, metadata = kind_of(write.obj), write.obj["metadata"]
-        version = NEVER_CURRENT if write.create else write.resource_version
-        obj = write.obj
-        if version:
-            obj = {**obj, "metadata": {**metadata, "resourceVersion": version}}
-        try:
-            after = await self._api.apply(obj)
-        except Conflict as conflict:
-            if not write.create:
-                raise
-            try:
-                unlabelled = await self._find_holder(state, kind, metadata["name"], outcome)
-            except NotFound:
-                # The name does not exist: the first answer has the reason.
-                raise conflict from None
-            if not unlabelled:
-                raise
-            # The watch does not see an object without its label. This restores the label, and the
-            # next turn sees the rest: a pool's replicas are written by others.
-            body = {"metadata": {"labels": metadata["labels"], "resourceVersion": unlabelled}}
-            place = (metadata["namespace"], metadata["name"])
-            self._keep(kind, await self._api.patch(kind, *place, body))
-            raise
-        outcome.applied[kind, metadata["name"]] = applied_version_of(after, write.hash)
-        self._keep(kind, after)
-
-    async def _find_holder(self, state: FleetState, kind: Kind, name: str, outcome: Outcome) -> str:
-        """Find the holder of a name that exists and is not among the fleet's objects. Returns the
-        object's version where it is the fleet's and has lost its label; else ""."""
-        namespace = state.document["metadata"]["namespace"]
-        found = await self._api.get(kind, namespace, name)
-        labels = cast("dict[str, str]", found["metadata"].get("labels") or {})
-        labelled = labels.get(FLEET_LABEL) == state.document["metadata"]["name"]
-        if controller_of(found) == state.uid and not labelled:
-            return str(found["metadata"]["resourceVersion"])
-        if controller_of(found) == state.uid or (controller_of(found) is None and labelled):
-            # The object is ours; the watch was late.
-            self._keep(kind, found)
-        else:
-            outcome.taken[kind, name] = holder_of(found)
-        return ""
-
-    async def _make_key(self, state: FleetState, write: CreateKey, outcome: Outcome) -> None:
-        if state.parsed.fleet is None:
-            return
-        key = token_hex(KEY_BYTES)
-        secret = kv_secret(state.parsed.fleet, state.placement, key, write.slot)
-        metadata = secret["metadata"]
-        if write.anew:
-            await self._api.delete(SECRET, metadata["namespace"], metadata["name"])
-        try:
-            await self._api.create(secret)
-        except Conflict:
-            if write.anew:  # the old one has not gone yet
-                raise
-            # It exists. The operator does not read Secrets.
-            logger.debug("%s: the Secret is there", state.document["metadata"]["name"])
-        else:
-            (outcome.made_keys[write.slot],) = key_ids((key.encode(),))
-
-    def _keep(self, kind: Kind, obj: Obj) -> None:
-        self._cache.put(kind, trim(kind, obj))
-
 
 _ROUNDS = 3
 """Rounds within one turn, where the next step waits only for the answer of a write."""
@@ -247,6 +71,10 @@ class TurnFailed(Exception):
     def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+async def _no_loads(_: FleetKey) -> Mapping[str, InstanceLoad]:
+    return {}
 
 
 class Reconciler:
@@ -270,12 +98,18 @@ class Reconciler:
         keys: Callable[[FleetKey], Mapping[str, RouterKeys]] = lambda _: {},
         loads: Callable[[FleetKey], Mapping[str, InstanceLoad]] = lambda _: {},
         canary: Callable[[FleetKey], CanaryReport] = lambda _: CanaryReport(),
+        gates: Callable[[FleetKey], Mapping[str, Gate]] = lambda _: {},
+        ask_loads: Callable[[FleetKey], Awaitable[Mapping[str, InstanceLoad]]] = _no_loads,
+        cordoned: Callable[[], frozenset[str] | None] = frozenset,
+        count_cut: Callable[[FleetKey, str], None] = lambda _key, _pool: None,
         releases: Releases | None = None,
         upgrade_fleets: int = 0,
     ) -> None:
         """`verdict`: what the routers' counts say of a fleet's KV; `has_pair`: whether a router has
         instances that can serve a request, None where none has said; `progress`: how far the
         download of its model is; `keys`, `loads`, `canary`: what they say of keys, who leaves, one;
+        `gates`: what readiness gates of pods should be; `ask_loads`: what every instance has now;
+        `cordoned`: nodes that take no new pods; `count_cut`: an instance of a pool was cut;
         `releases`: who reconciles which fleet, None: this operator all of them; `upgrade_fleets`:
         how many fleets at a time take the operator's defaults without being asked."""
         self._releases = releases
@@ -283,6 +117,10 @@ class Reconciler:
         self._upgrading: set[FleetKey] = set()
         self._keys = keys
         self._loads, self._canary = loads, canary
+        self._gates = gates
+        self._ask_loads = ask_loads
+        self._cordoned = cordoned
+        self._count_cut = count_cut
         self._progress = progress
         self._verdict = verdict
         self._has_pair = has_pair
@@ -311,9 +149,14 @@ class Reconciler:
                 return wait_s
             state = self._see(key, document, history, served)
             turn = decide(state)
+            if turn.asks_loads:
+                busy = await self._ask_loads(key)
+                state = replace(self._see(key, document, history, served), busy=busy)
+                turn = decide(state)
             outcome = await self._executor.execute(key, state, turn.stages)
             self._remember(history, turn, outcome)
             self._tell_removals(document, history, outcome)
+            self._tell_cuts(key, state, history)
             rounds -= 1
             if not turn.again or outcome.moved or outcome.refused or not rounds:
                 break
@@ -395,6 +238,8 @@ class Reconciler:
             keys=self._keys(key),
             loads=self._loads(key),
             routers_canary=self._canary(key),
+            gates=self._gates(key),
+            cordoned=self._cordoned(),
             made_keys=history.made_keys,
             deleted_key=history.deleted_key,
             operator=self._releases.own if self._releases else "",
@@ -422,6 +267,19 @@ class Reconciler:
                 event = EventText("Warning", "DriftRemoved", describe(write))
                 if history.posted.is_new(event, self._clock()):
                     self._poster.post(document, event)
+
+    def _tell_cuts(self, key: FleetKey, state: FleetState, history: FleetHistory) -> None:
+        """Instances whose drain took as long as it may, and that were ended with what they had."""
+        if state.parsed.fleet is None:
+            return
+        timeout_s = state.parsed.fleet.spec.drain.timeout_seconds
+        pods, now_s = self._cache.children(key).get(POD, {}).values(), self._clock()
+        for cut in history.drains.look(pods, self._loads(key), now_s, timeout_s=timeout_s):
+            self._count_cut(key, cut.pool)
+            message = f"pool {cut.pool}: {cut.pod} was cut when its drain was over: {cut.message}"
+            event = EventText("Warning", CUT, message)
+            if history.posted.is_new(event, now_s):
+                self._poster.post(state.document, event)
 
     async def _report(
         self, key: FleetKey, state: FleetState, history: FleetHistory, problems: list[Problem]

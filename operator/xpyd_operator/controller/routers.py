@@ -10,6 +10,9 @@ A router's pod is ready while it takes requests (ADR 0041), an engine's while it
 heartbeats reach a router, and whether P and D fit together, no pod's readiness says. So the
 condition Available goes by what routers answer, too, and fleets without a pair are asked each 3 s.
 
+Whether a router sends requests to an instance opens and shuts the readiness gate of its pod (ADR
+0106): asked with the rest, and each second while a pod waits at its gate, or a router has lost one.
+
 Only pods whose owner has the name of the fleet's own Deployment are asked: any pod can have a
 router's labels.
 """
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,7 +31,8 @@ from xpyd_core.pod_env import ROUTER_ADMIN_PORT
 from xpyd_core.request_id import Address
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
 from xpyd_operator.controller.decision.kinds import CONFIG_MAP, DEPLOYMENT, POD, controller_of
-from xpyd_operator.controller.decision.state import key_order
+from xpyd_operator.controller.decision.state import key_order, own_children
+from xpyd_operator.document.fleet import Heartbeat
 from xpyd_operator.manifests.names import LABEL_ROLE, canary_name
 from xpyd_operator.plan.values import ROUTER
 from xpyd_operator.status.canary import QUERY as CANARY_QUERY
@@ -41,14 +45,26 @@ from xpyd_operator.status.canary import (
 )
 from xpyd_operator.status.children import (
     WORKER_INDEX,
+    Raw,
+    count,
+    fields,
     is_leaving,
     is_of_workload,
     is_true,
     key_of,
+    name_of,
     text,
 )
 from xpyd_operator.status.drains import InstanceLoad, read_loads
 from xpyd_operator.status.rotation import RouterKeys, read_keys
+from xpyd_operator.status.routable import (
+    Gate,
+    GateWatch,
+    gated_pods,
+    is_open,
+    read_states,
+    waits_at_gate,
+)
 from xpyd_operator.status.verified import (
     NOT_LOOKED,
     QUERY,
@@ -106,6 +122,9 @@ class _Fleet:
     """What instances have, by their pods, while some of them leave."""
     loads_at_s: float = float("-inf")
     """When that was taken last."""
+    gate_watch: GateWatch = field(default_factory=GateWatch)
+    gates: dict[str, Gate] = field(default_factory=dict[str, Gate])
+    """What the gates of pods should be."""
 
 
 class RouterReader:
@@ -153,33 +172,38 @@ class RouterReader:
         found = self._fleets.get(key)
         return CanaryReport() if found is None else found.canary
 
+    def gates(self, key: FleetKey) -> Mapping[str, Gate]:
+        """What the readiness gates of the fleet's pods should be; one left out stays as it is."""
+        found = self._fleets.get(key)
+        return {} if found is None else found.gates
+
+    async def ask_loads(self, key: FleetKey) -> Mapping[str, InstanceLoad]:
+        """What every instance has now; empty where no router answers."""
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            routers = [address for _, address, _ in self._routers(key)]
+            return read_loads(body for body in await self._instances(session, routers) if body)
+
     async def run(self) -> None:
         """Read at intervals, until cancelled."""
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while True:
-                begun_s = self._clock()
-                await self._look_safely(session)
-                while (left_s := begun_s + PERIOD_S - self._clock()) > _SOON_S:
-                    await asyncio.sleep(_SOON_S)
-                    await self._look_safely(session, only_without_pair=True)
-                    await self._look_safely(session, at_instances=True)
-                await asyncio.sleep(max(1.0, left_s))
+                await self._look_safely(self.look(session))
+                await self._look_safely(self.look_at_gates(session))
+                for second in range(1, round(PERIOD_S)):
+                    await asyncio.sleep(1.0)
+                    await self._look_safely(self.look_at_gates(session, only_moving=True))
+                    if second % round(_SOON_S) == 0:
+                        await self._look_safely(self.look(session, only_without_pair=True))
+                        await self._look_safely(self.look_at_keys(session))
+                        await self._look_safely(self.look_at_loads(session))
+                        await self._look_safely(self.look_at_canaries(session))
+                await asyncio.sleep(1.0)
 
-    async def _look_safely(
-        self,
-        session: aiohttp.ClientSession,
-        *,
-        only_without_pair: bool = False,
-        at_instances: bool = False,
-    ) -> None:
+    async def _look_safely(self, looking: Coroutine[Any, Any, None]) -> None:
         try:
-            if at_instances:
-                await self.look_at_keys(session)
-                await self.look_at_loads(session)
-                await self.look_at_canaries(session)
-            else:
-                await self.look(session, only_without_pair=only_without_pair)
+            await looking
         except Exception:  # a task's edge: a round that broke must not end all later ones
             logger.exception("what routers say was not read")
 
@@ -280,7 +304,7 @@ class RouterReader:
             if is_leaving(pod) and text(pod, "metadata", "labels", LABEL_ROLE) != ROUTER
         }
         routers = [address for _, address, _ in self._routers(key)] if leaving else []
-        bodies = await asyncio.gather(*(self._get(session, one, "/instances") for one in routers))
+        bodies = await self._instances(session, routers)
         loads = read_loads(body for body in bodies if body is not None)
         loads = {name: load for name, load in loads.items() if name in leaving}
         # Counts of a busy instance change with every look, and each change is a write.
@@ -320,6 +344,53 @@ class RouterReader:
             fleet.canary = found
             self._wake(key)
 
+    async def look_at_gates(
+        self, session: aiohttp.ClientSession, *, only_moving: bool = False
+    ) -> None:
+        """Ask the ready routers of all fleets with gates which instances they send requests to; or
+        of those where a gate may have to change soon."""
+        await asyncio.gather(
+            *(
+                self._look_at_gates(session, key, fleet, only_moving=only_moving)
+                for key, fleet in self._fleets.items()
+            )
+        )
+
+    async def _look_at_gates(
+        self, session: aiohttp.ClientSession, key: FleetKey, fleet: _Fleet, *, only_moving: bool
+    ) -> None:
+        pods = self._gated(key)
+        is_moving = fleet.gate_watch.is_moving or any(map(waits_at_gate, pods.values()))
+        if not pods or (only_moving and not is_moving):
+            return
+        ready = {name: address for name, address, is_ready in self._routers(key) if is_ready}
+        staying = self._cache.children(key).get(POD, {})
+        routers = {name: one for name, one in ready.items() if not is_leaving(staying[name])}
+        bodies = await self._instances(session, routers.values())
+        said = {
+            name: None if body is None else read_states(body)
+            for name, body in zip(routers, bodies, strict=True)
+        }
+        # What became of the pods meanwhile counts.
+        pods, document = self._gated(key), self._cache.document(key)
+        gates = fleet.gate_watch.look(pods, said, self._clock(), ttl_s=_ttl_s(document or {}))
+        fleet.gates = gates
+        if any(name in gates and gates[name].is_open != is_open(pod) for name, pod in pods.items()):
+            self._wake(key)
+
+    def _gated(self, key: FleetKey) -> dict[str, Raw]:
+        """The fleet's pods with a gate, that stay."""
+        uid = text(self._cache.document(key), "metadata", "uid")
+        own = own_children(uid, self._cache.children(key))
+        return {name_of(pod): pod for pod in gated_pods(own)}
+
+    async def _instances(
+        self, session: aiohttp.ClientSession, routers: Iterable[str]
+    ) -> list[bytes | None]:
+        """What each of these addresses answers to GET /instances."""
+        asked = (self._get(session, one, "/instances") for one in routers)
+        return list(await asyncio.gather(*asked))
+
     def _routers(self, key: FleetKey) -> Iterator[tuple[str, str, bool]]:
         """Names and addresses of the routers, and whether they are ready."""
         children, fleet = self._cache.children(key), self._cache.document(key)
@@ -337,7 +408,8 @@ class RouterReader:
                 yield name, address, is_true(pod, "Ready")
 
     def _ready_engines(self, key: FleetKey) -> dict[str, str]:
-        """The roles of the pods that beat: of an instance of several pods its first one does."""
+        """The roles of the pods that beat: of an instance of several pods its first one does. Not
+        by the pod's own readiness: that of one which no router takes is kept back."""
         return {
             name: role
             for name, pod in self._cache.children(key).get(POD, {}).items()
@@ -345,7 +417,7 @@ class RouterReader:
             and (workload := key_of(pod)) is not None
             and is_of_workload(pod, workload)
             and text(pod, "metadata", "labels", WORKER_INDEX) in ("", "0")
-            and is_true(pod, "Ready")
+            and is_true(pod, "ContainersReady")
             and not is_leaving(pod)
         }
 
@@ -374,6 +446,13 @@ class RouterReader:
 def _idle(loads: Mapping[str, InstanceLoad]) -> set[str]:
     """Those that have nothing left."""
     return {name for name, load in loads.items() if not load.requests and not load.kv_leases}
+
+
+def _ttl_s(document: Raw) -> float:
+    """After how long without a beat a router drops an instance."""
+    usual, given = Heartbeat(), fields(document, "spec", "heartbeat")
+    interval_ms = count(given, "intervalMilliseconds") or usual.interval_milliseconds
+    return interval_ms / 1000 * (count(given, "missedBeats") or usual.missed_beats)
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:

@@ -116,6 +116,8 @@ class DefaultsStatus(ApiModel):
         tuple[Annotated[str, Field(max_length=253)], ...], Field(strict=False, max_length=64)
     ] = ()
     """Secrets with registry credentials."""
+    readiness_gate: bool | None = None
+    """Whether engines' pods are Ready only when routers send them requests."""
     engine_image: Annotated[str, Field(max_length=512)] | None = None
     """spec.engine.image when these were taken; another one takes the operator's own."""
     restarted_at: Annotated[str, Field(max_length=64)] | None = None

@@ -33,6 +33,8 @@ class Settings:
     """Whose pods may reach the routers' admin port, as the operator's own: it reads metrics."""
     version: str = __version__
     """Of the operator: another one may make other pods of the same document."""
+    gated: bool = True
+    """Whether engines' pods have the readiness gate ROUTABLE; a fleet that is older has none."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ ANNOTATION_OPERATOR = "xpyd.dev/operator"
 """On a fleet: the release whose operator reconciles it, as NAMESPACE/NAME of its Lease."""
 ANNOTATION_PROMOTE = "xpyd.dev/promote-canary"
 """On a fleet: the revision on trial that takes the old one's place without further analysis."""
+ANNOTATION_COST = "controller.kubernetes.io/pod-deletion-cost"
+"""On a pod: of those that are ready, a ReplicaSet gives up the one with the least first."""
+ROUTABLE = "xpyd.dev/routable"
+"""The readiness gate of engines' pods, and its condition."""
 ANNOTATION_APPLIED = "xpyd.dev/applied"
 """Hash of the object as the operator last applied it."""
 

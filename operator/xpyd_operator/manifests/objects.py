@@ -12,7 +12,7 @@ Only workload objects carry a revision: a change of another object changes no po
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT, data_port
 from xpyd_operator.document.engines import Pool
@@ -126,16 +126,21 @@ def _claim_template(
     return owned_object("resource.k8s.io/v1", kind, name, labels, fleet, placement, spec=spec)
 
 
-def support_objects(fleet: InferenceFleet, placement: Placement) -> tuple[JsonObject, ...]:
+def support_objects(
+    fleet: InferenceFleet, placement: Placement, *, guarded: Collection[str] = ()
+) -> tuple[JsonObject, ...]:
     """ServiceAccount, Services, routes, PodDisruptionBudgets, NetworkPolicies and the Job of the
-    model, in that order."""
+    model, in that order. `guarded`: pools whose only instance no eviction may take."""
     roles = [(ROUTER, ROUTER), *((pool.name, pool.role) for pool in fleet.spec.pools)]
     return (
         _service_account(fleet, placement),
         client_service(fleet, placement),
         _discovery_service(fleet, placement),
         *routes(fleet, placement),
-        *(_disruption_budget(fleet, placement, pool, role) for pool, role in roles),
+        *(
+            _disruption_budget(fleet, placement, pool, role, most=0 if pool in guarded else 1)
+            for pool, role in roles
+        ),
         *(network_policies(fleet, placement) if fleet.spec.network_policy.enabled else ()),
         *((_model_job(fleet, placement),) if fleet.spec.model.by_job else ()),
     )
@@ -246,13 +251,13 @@ def _service(
 
 
 def _disruption_budget(
-    fleet: InferenceFleet, placement: Placement, pool: str, role: str
+    fleet: InferenceFleet, placement: Placement, pool: str, role: str, *, most: int
 ) -> JsonObject:
-    """A node drain evicts one pod at a time; a broken pod never blocks a drain."""
+    """A node drain evicts `most` pods at a time; a broken pod never blocks a drain."""
     name = names.disruption_budget_name(fleet.name, pool)
     labels = names.pool_labels(fleet.name, pool, role)
     spec = {
-        "maxUnavailable": 1,
+        "maxUnavailable": most,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": names.pool_selector(fleet.name, pool)},
     }

@@ -13,7 +13,7 @@ from typing import cast
 
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests import names
-from xpyd_operator.manifests.names import JsonObject
+from xpyd_operator.manifests.names import JsonObject, list_in, map_in
 
 _OWNER_AND_GROUP_READ = 0o440
 _CA = "ca.crt"
@@ -80,10 +80,8 @@ def engine_tls_volumes(fleet: InferenceFleet) -> list[JsonObject]:
 
 def tls_of_pods(spec: Mapping[str, object], *, is_router: bool) -> int:
     """What Template.tls was of pods that have this spec: their volumes say it."""
-    # Others may have written the spec: any field may be anything.
-    volumes = spec.get("volumes")
-    listed = cast("list[object]", volumes) if isinstance(volumes, list) else []
-    mounted = [cast("JsonObject", one).get("name") for one in listed if isinstance(one, dict)]
+    volumes = list_in(cast("JsonObject", spec), "volumes")
+    mounted = [map_in({"volume": one}, "volume").get("name") for one in volumes]
     if is_router:
         trusts, shows = "xpyd-engine-ca" in mounted, "xpyd-router-tls" in mounted
         return 2 if shows else int(trusts)

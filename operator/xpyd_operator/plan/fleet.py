@@ -19,6 +19,9 @@ A revision on trial (FleetWant.canary) stands beside the one that runs: see plan
 A fleet that is paused takes none of these steps: each pool keeps the revisions that it has, and
 grows or shrinks in them when it is scaled. What has no instance yet starts. See docs/adr/0095.
 
+Where the only instance of a pool is on a node that takes no new pods, another one starts first, and
+the old one goes when that one serves. See docs/adr/0107.
+
 What holds after every step: a pool declares at most `replicas + surge` instances; an instance that
 is ready goes only if the ready ones that remain are `replicas - unavailable`; a pool that left the
 document stays while it is all that makes the fleet serve and its successors are on their way.
@@ -159,6 +162,18 @@ def pool_replicas(pool: PoolWant, seen: PoolSeen | None) -> int:
     return max(pool.least, min(found, pool.most))
 
 
+def pools_guarded(want: FleetWant, seen: FleetSeen) -> frozenset[str]:
+    """The pools whose only instance may go only when another one serves, as a surge allows."""
+    pools = [] if want.stopping else _pools(want, seen)
+    return frozenset(pool.want.name for pool in pools if pool.replicas == 1 < pool.most)
+
+
+def pools_moving(want: FleetWant, seen: FleetSeen) -> frozenset[str]:
+    """The pools whose only instance waits on a cordoned node for one that takes its place."""
+    pools = [] if want.stopping else _pools(want, seen)
+    return frozenset(pool.want.name for pool in pools if pool.moves)
+
+
 @dataclass(frozen=True)
 class _Pool:
     """A pool that is wanted: its replicas, its newest revision's workload, and the others, those
@@ -184,6 +199,13 @@ class _Pool:
         """Whether older revisions are asked for, or would be if the pool had replicas."""
         is_idle = self.new is None and not self.replicas
         return any(w.workload.replicas or is_idle for w in self.old)
+
+    @property
+    def moves(self) -> bool:
+        """Whether the only instance that serves is on a node that takes no new pods."""
+        if self.new is None or self.waits or self.is_rolling:
+            return False
+        return self.new.ready == self.new.cordoned == 1 == self.replicas < self.most
 
     @property
     def most(self) -> int:
@@ -304,6 +326,8 @@ def _old_targets(pool: _Pool, share: Fraction) -> list[int]:
 def _new_target(pool: _Pool, targets: Sequence[int]) -> int:
     """How many instances the newest revision gets next to so many of the old ones."""
     before = pool.new.workload.replicas if pool.new else 0
+    if pool.moves and not any(targets):
+        return pool.replicas + 1
     if not pool.old:
         return min(before, pool.replicas) if pool.waits else pool.replicas
     most = pool.replicas + pool.surge

@@ -41,12 +41,14 @@ def fleet_want(
     image: str = "",
     router_image: str = "",
     stopping: bool = False,
+    gated: bool = False,
 ) -> FleetWant:
     """What the document wants.
 
     `model`: what its URI means where the fleet runs. Elsewhere than in a cluster there is one
     address for the router and so one router, whose successor waits for its end. `image` and
-    `router_image`: where the document names none; "" where pods have no image.
+    `router_image`: where the document names none; "" where pods have no image. `gated`: engines'
+    pods have the readiness gate.
     """
     router, of_all = router_template(fleet, image=router_image), fleet.spec.rollout
     routers, surge, missing = 1, 0, 100
@@ -59,6 +61,7 @@ def fleet_want(
         template = engine_template(fleet, pool, model=model, image=image)
         if pool.role != "Aggregated":
             template = replace(template, fleet_revision=common)
+        template = replace(template, gated=gated)
         bounds, rollout = pool.scaling, pool.rollout or of_all
         pools.append(
             PoolWant(
@@ -82,6 +85,8 @@ def revision_of(template: Template) -> str:
     )  # fmt: skip
     if template.beats:  # left out where there are none: revisions are older than this field
         parts = (*parts, template.beats)
+    if template.gated:  # as these
+        parts = (*parts, "gated")
     return sha256(json.dumps(parts).encode()).hexdigest()[:8]
 
 

@@ -23,7 +23,7 @@ class Template:
     () where an engine sends its heartbeats itself. `tls`: what an engine asks of routers, and what
     a router can: 0 nothing, 1 HTTPS, 2 HTTPS with a certificate of its own.
     `fleet_revision`: see plan.template; it changes only together with the rest. "" where instances
-    are no part of pairs.
+    are no part of pairs. `gated`: its pods have a readiness gate, which routers open.
     """
 
     role: PoolRole
@@ -35,6 +35,7 @@ class Template:
     is_vllm: bool = False
     tls: int = 0
     fleet_revision: str = ""
+    gated: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,15 @@ class PoolSeen:
 class WorkloadSeen:
     """A workload as it was last put, and how many of its instances are alive and are routable.
 
-    `unplaced`: of those alive, the ones for which no node has room.
+    `unplaced`: of those alive, the ones for which no node has room. `cordoned`: of those ready, the
+    ones whose nodes take no new pods, where one of them can be chosen to go.
     """
 
     workload: Workload
     alive: int = 0
     ready: int = 0
     unplaced: int = 0
+    cordoned: int = 0
 
 
 @dataclass(frozen=True)

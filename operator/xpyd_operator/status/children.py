@@ -146,6 +146,8 @@ class Children:
     pods: tuple[Raw, ...] = ()
     pools: tuple[Raw, ...] = ()
     others: tuple[Raw, ...] = ()
+    cordoned: frozenset[str] = frozenset()
+    """Nodes that take no new pods."""
 
     @cached_property
     def counts(self) -> Mapping[Key, Counts]:
@@ -158,13 +160,15 @@ class Counts:
     """Instances of one workload.
 
     `alive`: those that hold a place, `draining` included. `ready`: those that serve and stay.
-    `unplaced`: those that want a place, and no node fits a pod of theirs.
+    `unplaced`: those that want a place, and no node fits a pod of theirs. `cordoned`: of those
+    ready, the ones on nodes that take no new pods.
     """
 
     alive: int = 0
     ready: int = 0
     draining: int = 0
     unplaced: int = 0
+    cordoned: int = 0
 
     @property
     def staying(self) -> int:
@@ -183,6 +187,7 @@ class _Instance:
     size: int = 1
     draining: bool = False
     unplaced: bool = False
+    cordoned: bool = False
 
 
 def key_of(obj: Raw) -> Key | None:
@@ -286,7 +291,10 @@ def fleet_seen(children: Children, before: Raw | None = None) -> FleetSeen:
                 fleet_revision=_fleet_revision_of(leads),
             ),
         )
-        found[key] = WorkloadSeen(put, alive, min(have.ready, alive), have.unplaced)
+        # A LeaderWorkerSet gives up its last group: none of its groups can be chosen.
+        cordoned = have.cordoned if fields(workload, "spec", "template") else 0
+        ready = min(have.ready, alive)
+        found[key] = WorkloadSeen(put, alive, ready, have.unplaced, min(cordoned, ready))
     pools = _pools(children.pools)
     pools += _lost_pools({pool.name for pool in pools}, found.values(), before or {})
     for key, role in sorted(_orphans(children)):
@@ -307,12 +315,12 @@ def _count_instances(children: Children) -> dict[Key, Counts]:
         name_of(s): max(1, count(s, "spec", "leaderWorkerTemplate", "size"))
         for s in children.leader_worker_sets
     }
-    found = _instances(children.pods, sizes)
+    found = _instances(children.pods, sizes, children.cordoned)
     return {key: _sum(instances.values()) for key, instances in found.items()}
 
 
 def _instances(
-    pods: Iterable[Raw], sizes: Mapping[str, int]
+    pods: Iterable[Raw], sizes: Mapping[str, int], cordoned: frozenset[str]
 ) -> dict[Key, dict[tuple[str, str], _Instance]]:
     found: dict[Key, dict[tuple[str, str], _Instance]] = {}
     for pod in pods:
@@ -326,6 +334,7 @@ def _instances(
         instance.size = sizes.get(group[0]) or _size_of(pod)
         instance.draining = instance.draining or is_leaving(pod)
         instance.ready += is_true(pod, "Ready")
+        instance.cordoned |= text(pod, "spec", "nodeName") in cordoned
         scheduled = condition(pod, "PodScheduled")
         instance.unplaced |= text(scheduled, "reason") == "Unschedulable"
     return found
@@ -338,13 +347,15 @@ def _size_of(pod: Raw) -> int:
 
 
 def _sum(instances: Iterable[_Instance]) -> Counts:
-    alive = ready = draining = unplaced = 0
+    alive = ready = draining = unplaced = cordoned = 0
     for instance in instances:
         alive += 1
         draining += instance.draining
-        ready += not instance.draining and instance.ready >= instance.size
+        serves = not instance.draining and instance.ready >= instance.size
+        ready += serves
+        cordoned += serves and instance.cordoned
         unplaced += not instance.draining and instance.unplaced
-    return Counts(alive, ready, draining, unplaced)
+    return Counts(alive, ready, draining, unplaced, cordoned)
 
 
 def _orphans(children: Children) -> set[tuple[Key, PoolRole]]:

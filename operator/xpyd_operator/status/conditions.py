@@ -311,6 +311,9 @@ def _progressing(fleet: _Fleet) -> _Verdict:
     if fleet.stopping:
         return _Verdict(True, _DRAINING, drains or "no instance is left")
     if not fleet.missing and not any(row.older for row in fleet.pools):
+        if moving := [row.name for row in fleet.pools if row.moves]:
+            what = "the only instance is on a cordoned node, another one starts elsewhere"
+            return _Verdict(True, "Moving", f"{', '.join(moving)}: {what}")
         if leaving:
             return _Verdict(True, _DRAINING, drains)
         return _Verdict(False, "Settled", "every pool is as wanted")

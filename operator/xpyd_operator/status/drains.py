@@ -1,4 +1,5 @@
-"""What the instances of a fleet that leave still have: counts by pool, for people.
+"""What the instances of a fleet that leave still have, by pool, for people; and which of them were
+cut when their time was over.
 
 Routers say how many requests and KV leases an instance has (`GET /instances`); since when a pod
 leaves, its deletion says. Each router counts its own requests, so that they add up; the engine's
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from xpyd_operator.plan.values import ROUTER
 from xpyd_operator.status.children import (
     Raw,
     count,
@@ -90,6 +92,76 @@ def read_loads(bodies: Iterable[bytes]) -> dict[str, InstanceLoad]:
         name: InstanceLoad(min(_MOST, max(in_flight[name], load.requests)), load.kv_leases)
         for name, load in own.items()
     }
+
+
+CUT = "DrainTimedOut"
+"""The reason of the Event that says so."""
+
+
+class CutDrain(NamedTuple):
+    """An instance that was ended while it had something, or may have had."""
+
+    pool: str
+    pod: str
+    message: str
+
+
+class _Leaving(NamedTuple):
+    pool: str
+    since_s: float
+    most_s: float
+    load: InstanceLoad | None
+
+
+class DrainWatch:
+    """The engines of one fleet that leave, and how each of them ended. Times are of one steady
+    clock: since when this process has seen that it leaves, not what the API server wrote."""
+
+    def __init__(self) -> None:
+        self._leaving: dict[str, _Leaving] = {}
+        """By the pod's uid and name."""
+
+    def look(
+        self,
+        pods: Iterable[Raw],
+        loads: Mapping[str, InstanceLoad],
+        now_s: float,
+        *,
+        timeout_s: float,
+    ) -> list[CutDrain]:
+        """Those that ended since the last look when their time was over. `timeout_s`: the
+        document's, `loads`: what routers say that they have."""
+        found: dict[str, _Leaving] = {}
+        for pod in pods:
+            key = key_of(pod)
+            if key is None or key[0] == ROUTER or not is_leaving(pod):
+                continue
+            named = f"{text(pod, 'metadata', 'uid')} {name_of(pod)}"
+            before = self._leaving.get(named)
+            load = loads.get(name_of(pod), before.load if before else None)
+            grace_s = count(pod, "metadata", "deletionGracePeriodSeconds")
+            since_s, most_s = (before.since_s if before else now_s), min(timeout_s, grace_s)
+            found[named] = _Leaving(key[0], since_s, most_s, load)
+        gone = {named: one for named, one in self._leaving.items() if named not in found}
+        self._leaving = found
+        cut = ((named, _cut_text(one, now_s)) for named, one in gone.items())
+        return [
+            CutDrain(gone[named].pool, named.partition(" ")[2], words)
+            for named, words in cut
+            if words
+        ]
+
+
+def _cut_text(one: _Leaving, now_s: float) -> str:
+    """What was cut; "" where the instance ended by itself, with nothing left."""
+    if now_s - one.since_s < one.most_s:
+        return ""
+    if one.load is None:
+        # Without a time to drain in, or without routers that answer, nobody knows of a loss.
+        return "what it still had is not known: no router has said" if one.most_s else ""
+    if not any(one.load):
+        return ""
+    return f"it still had {one.load.requests} requests and {one.load.kv_leases} KV leases"
 
 
 @dataclass(frozen=True)

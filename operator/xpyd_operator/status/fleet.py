@@ -97,6 +97,7 @@ def fleet_status(
     key: KeyVerdict | None = None,
     upgrade: Upgrade | None = None,
     canary: CanaryView | None = None,
+    sees_nodes: bool = True,
 ) -> dict[str, Any]:
     """The fleet's whole status; to be put in place of the one before, not merged into it.
 
@@ -108,6 +109,7 @@ def fleet_status(
     `model`: the download of its model; None: no Job downloads it. `key`: how far the rotation of
     the fleet's key is; None: nobody asked for one. `upgrade`: what the pods are made with.
     `canary`: how far it is; None: the document's revision was on no trial.
+    `sees_nodes`: the operator may list nodes.
     """
     rows = pool_rows(want, seen, children)
     port = fleet.spec.router.service.port
@@ -120,7 +122,7 @@ def fleet_status(
             rows,
             in_order(problems),
             stopping=want.stopping,
-            notices=_notices(fleet),
+            notices=(*_notices(fleet), *([] if sees_nodes else _alone(rows))),
             choice=RoleChoice(fleet.spec.router.on_no_prefill, fleet.spec.router.on_no_decode),
             kv=kv,
             has_pair=has_pair,
@@ -197,6 +199,16 @@ def _notices(fleet: InferenceFleet) -> tuple[str, ...]:
     """What the document asks for that weakens the fleet or needs more of its namespace."""
     found = {_HOST_PATH: uses_host_path(fleet), _INSECURE: fleet.spec.kv_transfer.insecure}
     return tuple(text for text, holds in found.items() if holds)
+
+
+def _alone(rows: Iterable[PoolRow]) -> tuple[str, ...]:
+    """What a node drain takes away before another instance serves."""
+    names = [row.name for row in rows if row.revision and row.replicas == 1]
+    if not names:
+        return ()
+    what = f"a drain of its node takes the only instance of {', '.join(names)} away at once"
+    how = "the operator may not list nodes (chart value operator.readNodes)"
+    return (f"{what}, as {how}: scale to 2 before you drain",)
 
 
 def _layouts(fleet: InferenceFleet) -> dict[str, str]:

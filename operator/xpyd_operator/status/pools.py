@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from xpyd_operator.plan.fleet import pools_waiting, pools_wanted
+from xpyd_operator.plan.fleet import pools_moving, pools_waiting, pools_wanted
 from xpyd_operator.plan.values import ROUTER, FleetSeen, FleetWant, PoolRole
 from xpyd_operator.status.children import NOTHING, Children, Counts
 
@@ -17,6 +17,7 @@ class PoolRow:
     `revision`: the newest; "": the pool left the document or the fleet is being deleted, and it
     only ends. `updated`: ready ones of the newest revision. `staying`: not asked to leave.
     `older`: workloads of other revisions are still there. `waits`: for whom the newest one waits.
+    `moves`: its only instance is on a cordoned node, and another one starts.
     """
 
     name: str
@@ -30,6 +31,7 @@ class PoolRow:
     draining: int = 0
     older: bool = False
     waits: str = ""
+    moves: bool = False
 
     @property
     def missing(self) -> int:
@@ -57,7 +59,7 @@ def pool_rows(want: FleetWant, seen: FleetSeen, children: Children) -> tuple[Poo
         revisions.setdefault(workload.workload.pool, set()).add(workload.workload.revision)
     rows: dict[str, PoolRow] = {}
     sizes = {size.name: size for size in pools_wanted(want, seen.pools)}
-    waiting = pools_waiting(want, seen)
+    waiting, moving = pools_waiting(want, seen), pools_moving(want, seen)
     for pool in want.pools:
         found, role = counts.get(pool.name, {}), pool.template.role
         if want.stopping:
@@ -69,6 +71,7 @@ def pool_rows(want: FleetWant, seen: FleetSeen, children: Children) -> tuple[Poo
             declared=None if pool.name == ROUTER else sizes[pool.name].declared,
             older=bool(revisions.get(pool.name, set()) - {pool.revision}),
             waits=waiting.get(pool.name, ""),
+            moves=pool.name in moving,
         )
     for workload in seen.workloads:
         name, role = workload.workload.pool, workload.workload.template.role

@@ -21,6 +21,7 @@ from typing import Literal
 from xpyd_operator.manifests.names import (
     ENGINE_CONTAINER,
     LABEL_FLEET,
+    ROUTABLE,
     ROUTER_CONTAINER,
     service_account_name,
 )
@@ -49,6 +50,7 @@ from xpyd_operator.status.children import (
     workloads,
 )
 from xpyd_operator.status.crashes import RECREATED, crash, exit_before, group_failure
+from xpyd_operator.status.routable import gate_of
 
 Kind = Literal["Degraded", "Capacity", "Waiting", "Drifted"]
 
@@ -259,7 +261,10 @@ def _starting(pod: Raw, spec: Raw, statuses: Iterable[Raw]) -> Finding:
     if not lagging:
         gates = [text(gate, "conditionType") for gate in rows(spec, "readinessGates")]
         unmet = [gate for gate in gates if not is_true(pod, gate)]
-        if unmet:
+        if unmet == [ROUTABLE] and is_true(pod, "ContainersReady"):
+            what = "its containers are ready, no router sends it requests yet"
+            return Finding("Waiting", "NotRoutable", what, gate_of(pod))
+        if [gate for gate in unmet if gate != ROUTABLE]:
             return Finding("Waiting", "ReadinessGates", "readiness gates", short(", ".join(unmet)))
         if not is_true(pod, "ContainersReady"):
             return Finding("Waiting", "NotReady", "not ready yet")

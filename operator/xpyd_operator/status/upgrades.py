@@ -27,6 +27,7 @@ from xpyd_operator.manifests.names import (
     BEATS_CONTAINER,
     ENGINE_CONTAINER,
     MODEL_CONTAINER,
+    ROUTABLE,
     ROUTER_CONTAINER,
     Settings,
 )
@@ -54,6 +55,7 @@ _NAMES = {
     "router_image": "routerImage",
     "pull_policy": "imagePullPolicy",
     "pull_secrets": "imagePullSecrets",
+    "gated": "readinessGate",
     "engine_image": "engineImage",
     "restarted_at": "restartedAt",
 }
@@ -64,6 +66,7 @@ _WORDS = {
     "router_image": "router image",
     "pull_policy": "pull policy",
     "pull_secrets": "pull secrets",
+    "gated": "readiness gate",
 }
 """The operator's own ones -> what a condition calls them."""
 
@@ -81,6 +84,7 @@ class Defaults:
     router_image: str
     pull_policy: str
     pull_secrets: tuple[str, ...] = ()
+    gated: bool = False
     engine_image: str = ""
     restarted_at: str = ""
 
@@ -103,6 +107,7 @@ class Defaults:
             router_image=self.router_image,
             image_pull_policy=self.pull_policy,
             image_pull_secrets=self.pull_secrets,
+            gated=self.gated,
         )
 
     def differences(self, ours: Defaults) -> tuple[str, ...]:
@@ -114,7 +119,9 @@ class Defaults:
         )
 
 
-def _shown(value: str | tuple[str, ...]) -> str:
+def _shown(value: str | tuple[str, ...] | bool) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return (", ".join(value) if isinstance(value, tuple) else value) or "none"
 
 
@@ -131,6 +138,7 @@ def own_defaults(document: Raw, settings: Settings) -> Defaults:
         router_image=settings.router_image,
         pull_policy=settings.image_pull_policy,
         pull_secrets=settings.image_pull_secrets,
+        gated=settings.gated,
         engine_image=text(document, "spec", "engine", "image"),
         restarted_at=asked_restart(document),
     )
@@ -146,6 +154,7 @@ def defaults_of(status: Raw) -> Defaults | None:
         found[field.name] = text(row, _NAMES[field.name])
     secrets = at(row, "imagePullSecrets")
     names = cast("list[object]", secrets) if isinstance(secrets, list) else []
+    found["gated"] = at(row, "readinessGate") is True
     found["pull_secrets"] = tuple(one for one in names if isinstance(one, str))
     return Defaults(**found)
 
@@ -164,6 +173,8 @@ def rebuilt_defaults(document: Raw, children: Children, ours: Defaults) -> Defau
         pod = specs[pool, revision][0]
         field, names = ("router_image", [ROUTER_CONTAINER])
         if pool != ROUTER:
+            gates = {text(gate, "conditionType") for gate in rows(pod, "readinessGates")}
+            found.setdefault("gated", ROUTABLE in gates)
             # Where the document names the engines' image, others may run beside them.
             own = [] if text(document, "spec", "engine", "image") else [ENGINE_CONTAINER]
             field, names = "worker_image", [*own, BEATS_CONTAINER, MODEL_CONTAINER]

@@ -7,20 +7,17 @@ compared with what they should be, and names that other objects hold are found. 
 stage do not depend on each other; a later stage may depend on an earlier one.
 
 An object is applied where a hash of the wanted one is new, or where the observed one lacks some of
-it. The API server returns more than it was sent (defaults, status, other writers' fields) and
-rewrites some values (0.5 CPU becomes 500m). `contains` allows for both: it checks only that every
-wanted value is still there.
+it (`compare`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from typing import cast
 
-from xpyd_operator.controller.decision.drift import added_fields, contains, without
+from xpyd_operator.controller.decision.compare import contains, desired_hash
+from xpyd_operator.controller.decision.drift import added_fields, without
 from xpyd_operator.controller.decision.election import operator_of
 from xpyd_operator.controller.decision.kinds import (
     CLAIM_TEMPLATE,
@@ -34,6 +31,12 @@ from xpyd_operator.controller.decision.kinds import (
     kind_of,
     merge_patch,
 )
+from xpyd_operator.controller.decision.pods import (
+    cost_writes,
+    gate_writes,
+    guarded_pools,
+    shrinking,
+)
 from xpyd_operator.controller.decision.revisions import (
     canary_maps,
     canary_stage,
@@ -43,22 +46,24 @@ from xpyd_operator.controller.decision.revisions import (
 )
 from xpyd_operator.controller.decision.state import (
     AppliedVersion,
+    FleetState,
+    ObjectRef,
+    applied_version_of,
+)
+from xpyd_operator.controller.decision.writes import (
     Apply,
     DeleteKey,
     DeleteObject,
-    FleetState,
-    ObjectRef,
     RemoveFields,
     Scale,
     SetFinalizers,
     Write,
-    applied_version_of,
     describe,
     effect_of,
     pool_of,
 )
 from xpyd_operator.document.fleet import InferenceFleet
-from xpyd_operator.manifests.names import ANNOTATION_APPLIED, FINALIZER, LABEL_POOL, JsonObject
+from xpyd_operator.manifests.names import ANNOTATION_APPLIED, FINALIZER, LABEL_POOL
 from xpyd_operator.manifests.objects import pool_object, support_objects, workload_objects
 from xpyd_operator.plan.fleet import plan, pools_wanted
 from xpyd_operator.plan.values import (
@@ -80,7 +85,8 @@ _TAKEN_RECHECK_S = 15.0
 
 @dataclass(frozen=True)
 class Turn:
-    """What a turn decided. `again`: the rest can be decided only after these writes.
+    """What a turn decided. `again`: the rest can be decided only after these writes. `asks_loads`:
+    it is to be decided again when routers have said what each instance has.
 
     `problems`: those that only the decision knows. `compared`: objects that are as they should be.
     """
@@ -92,6 +98,7 @@ class Turn:
     )
     recheck_after: float | None = None
     again: bool = False
+    asks_loads: bool = False
 
 
 def decide(state: FleetState) -> Turn:
@@ -231,11 +238,13 @@ class _Decision:
         made = plan(self._want, self._seen, 0.0)
         keys, order = state.key_changes
         maps = canary_maps(state)
-        support = (*support_objects(self._fleet, state.placement), *order, *maps)
+        guarded = guarded_pools(state)
+        support = (*support_objects(self._fleet, state.placement, guarded=guarded), *order, *maps)
         # What runs needs the objects that it has, also where it is not the document's yet.
         keeps, records = self._held or state.is_paused, recorded(state)
         wanted = filter(self._is_missing, support) if keeps else support
         first: list[Write] = [*self._applied((*wanted, *records)), *self._pools()]
+        first += [*gate_writes(state), *cost_writes(state, made)]
         second: list[Write] = list(self._newest(made))
         scales, removals = _from_plan(made, self._rendered, self._workloads)
         leftovers = () if state.is_held else self._leftovers(support)
@@ -254,6 +263,7 @@ class _Decision:
             self._compared,
             recheck_after=recheck,
             again=any(isinstance(one, DeleteKey) or one.anew for one in keys),
+            asks_loads=state.busy is None and bool(shrinking(state, made)),
         )
 
     def _is_missing(self, obj: Obj) -> bool:
@@ -417,9 +427,3 @@ def _stamped(obj: Obj, digest: str) -> Obj:
     metadata = obj["metadata"]
     annotations = {**metadata.get("annotations", {}), ANNOTATION_APPLIED: digest}
     return {**obj, "metadata": {**metadata, "annotations": annotations}}
-
-
-def desired_hash(obj: JsonObject) -> str:
-    """16 hex digits over the whole object, the same for equal objects."""
-    text = json.dumps(obj, sort_keys=True, separators=(",", ":"))
-    return sha256(text.encode()).hexdigest()[:16]

@@ -14,20 +14,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from xpyd_operator.controller.decision.kinds import Obj
-from xpyd_operator.controller.decision.state import (
+from xpyd_operator.controller.decision.state import AppliedVersion, ObjectRef, ParsedDocument, read
+from xpyd_operator.controller.decision.writes import (
     WITHOUT,
-    AppliedVersion,
     CreateKey,
     DeleteKey,
     Effect,
-    ObjectRef,
-    ParsedDocument,
     Write,
     effect_of,
-    read,
 )
 from xpyd_operator.manifests.names import KV_FOLDER, Settings
 from xpyd_operator.status.children import Raw, rows, text
+from xpyd_operator.status.drains import DrainWatch
 from xpyd_operator.status.fleet import EventText
 from xpyd_operator.status.problems import SeenState, first_seen
 
@@ -144,6 +142,7 @@ class FleetHistory:
     def __init__(self, now: float) -> None:
         self.pace = StatusPace(now)
         self.posted = RecentEvents()
+        self.drains = DrainWatch()
         self.settled: dict[ObjectRef, AppliedVersion] = {}
         self._parsed: tuple[str, int, Settings, ParsedDocument] | None = None
         self._taken: dict[ObjectRef, tuple[float, str]] = {}

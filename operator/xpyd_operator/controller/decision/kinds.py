@@ -17,8 +17,7 @@ from typing import Any, TypedDict, TypeVar, cast
 from msgspec.json import Decoder
 
 from xpyd_operator.document.load import excess
-from xpyd_operator.manifests.names import LABEL_ROLE, MANAGER, MODEL_ROLE
-from xpyd_operator.plan.values import ROUTER
+from xpyd_operator.manifests.names import MANAGER
 from xpyd_operator.status.children import Raw, rows
 
 FLEET_LABEL = "xpyd.dev/fleet"
@@ -84,6 +83,8 @@ CLAIM_TEMPLATE = Kind(
 )
 SECRET = Kind("v1", "Secret", "secrets")
 EVENT = Kind("v1", "Event", "events")
+NODE = Kind("v1", "Node", "nodes", labelled=False)
+"""Of no namespace; those that are cordoned are listed, not watched."""
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
 """Says which replica of a release works; read and written by name, not watched."""
 
@@ -129,10 +130,10 @@ MISSING_APIS = {
 """Kind -> the reason and the text of a condition, where a fleet needs it and it is missing."""
 
 _BY_TYPE: Mapping[tuple[str, str], Kind] = {
-    (kind.api_version, kind.name): kind for kind in (*WATCHED, SECRET, EVENT, LEASE)
+    (kind.api_version, kind.name): kind for kind in (*WATCHED, SECRET, EVENT, LEASE, NODE)
 }
 _BY_PATH: Mapping[tuple[str, str], Kind] = {
-    (kind.base, kind.plural): kind for kind in (*WATCHED, SECRET, EVENT, LEASE)
+    (kind.base, kind.plural): kind for kind in (*WATCHED, SECRET, EVENT, LEASE, NODE)
 }
 
 
@@ -195,7 +196,7 @@ _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 _POD_METADATA = tuple(_PodMetadata.__annotations__)
 _POD_SPEC = ("nodeName", "volumes", "resourceClaims", "readinessGates")
 _CONTAINER_SPEC = ("name", "image")
-_POD_STATUS = ("phase", "reason", "message", "conditions")
+_POD_STATUS = ("phase", "reason", "message", "conditions", "podIP")
 _CONDITION = ("type", "status", "reason", "message", "lastTransitionTime")
 _CONTAINER_STATUS = ("name", "image", "ready", "restartCount", "state", "lastState")
 
@@ -237,10 +238,6 @@ def _trim_pod(pod: Obj) -> Obj:
     metadata = _pick(pod.get("metadata"), _POD_METADATA)
     whole = cast("dict[str, Any]", pod.get("status") or {})
     status = _pick(whole, _POD_STATUS)
-    labels = cast("dict[str, Any]", metadata.get("labels") or {})
-    # Those that are asked over HTTP.
-    if labels.get(LABEL_ROLE) in (ROUTER, MODEL_ROLE) and whole.get("podIP"):
-        status["podIP"] = whole["podIP"]
     if "conditions" in status:
         status["conditions"] = [_pick(c, _CONDITION) for c in status["conditions"]]
     if _is_serving(metadata, status):

@@ -9,17 +9,17 @@ from typing import Any, cast
 
 from xpyd_operator.controller.decision.errors import Forbidden, KubeError
 from xpyd_operator.controller.decision.kinds import Obj, kind_of, merge_patch
+from xpyd_operator.controller.decision.pods import move_problems
 from xpyd_operator.controller.decision.revisions import canary_view
-from xpyd_operator.controller.decision.state import (
+from xpyd_operator.controller.decision.state import FleetState, signing_secret
+from xpyd_operator.controller.decision.writes import (
     Apply,
     DeleteObject,
-    FleetState,
     RemoveFields,
     Scale,
     Write,
     describe,
     pool_of,
-    signing_secret,
 )
 from xpyd_operator.plan.fleet import pools_wanted
 from xpyd_operator.status.children import is_leaving, rows, text
@@ -97,6 +97,7 @@ def _obeyed(
     if state.is_paused:  # nothing is to become ready by then
         seen_now = tuple(one for one in seen_now if one.reason != "ProgressDeadlineExceeded")
     problems = (*wrong, *problems, *seen_now)
+    problems = (*problems, *move_problems(state))
     if state.model is not None and (found := state.model.problem) is not None:
         problems = (*problems, found)
     if parsed.fleet is None:
@@ -131,6 +132,7 @@ def _obeyed(
         key=None if state.rotation is None else state.rotation.verdict,
         upgrade=state.upgrade,
         canary=canary_view(state),
+        sees_nodes=state.cordoned is not None,
     )
     pools = pool_statuses(parsed.fleet, want=want, seen=seen, children=children, loads=state.loads)
     return status, pools

@@ -18,7 +18,8 @@ from xpyd_operator.controller.decision.kinds import (
     Obj,
     controller_of,
 )
-from xpyd_operator.controller.decision.state import DeleteObject, FleetState
+from xpyd_operator.controller.decision.state import FleetState
+from xpyd_operator.controller.decision.writes import DeleteObject
 from xpyd_operator.manifests import names
 from xpyd_operator.manifests.objects import canary_map
 from xpyd_operator.manifests.volumes import model_in_pod

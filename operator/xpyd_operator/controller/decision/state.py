@@ -1,4 +1,4 @@
-"""What a turn of a fleet sees (FleetState) and the writes that it may decide on, as values.
+"""What a turn of a fleet sees (FleetState), as a value.
 
 A FleetState holds the document as parsed, the fleet's objects from the cache, and what earlier
 turns learnt. The methods answer questions that have one answer; `decide` makes the decisions.
@@ -25,14 +25,13 @@ from xpyd_operator.controller.decision.kinds import (
     Kind,
     Obj,
     controller_of,
-    kind_of,
 )
+from xpyd_operator.controller.decision.writes import CreateKey, DeleteKey, Effect
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import parse_object
 from xpyd_operator.manifests.names import (
     ANNOTATION_ROTATE,
     KEY_SLOTS,
-    KV_KEY,
     LABEL_POOL,
     LABEL_REVISION,
     Placement,
@@ -74,135 +73,9 @@ from xpyd_operator.status.rotation import (
     read_order,
     rotate,
 )
+from xpyd_operator.status.routable import Gate
 from xpyd_operator.status.upgrades import Upgrade
 from xpyd_operator.status.verified import NOT_LOOKED, KvVerdict
-
-
-@dataclass(frozen=True)
-class Apply:
-    """Server-side apply of `obj`, which carries its hash as an annotation.
-
-    `resource_version`: the version that was read, where a later change by others must not be
-    overwritten. `create`: no object of that name was seen; an existing one is not touched.
-    """
-
-    obj: Obj
-    hash: str
-    create: bool = False
-    resource_version: str = ""
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Change a workload's replicas and nothing else."""
-
-    kind: Kind
-    name: str
-    replicas: int
-    resource_version: str
-
-
-@dataclass(frozen=True)
-class DeleteObject:
-    """Delete exactly the object that was read."""
-
-    kind: Kind
-    name: str
-    uid: str
-    resource_version: str = ""
-
-
-@dataclass(frozen=True)
-class RemoveFields:
-    """Take out of an object what other clients added. `patch`: a merge patch; `fields`: words."""
-
-    kind: Kind
-    name: str
-    pool: str
-    patch: Obj
-    fields: tuple[str, ...]
-    resource_version: str
-
-
-@dataclass(frozen=True)
-class CreateKey:
-    """Create the fleet's KV key of this slot, unless its Secret exists. `anew`: one that exists is
-    of a rotation that ended with the process which began it, and goes."""
-
-    slot: str = KV_KEY
-    anew: bool = False
-
-
-@dataclass(frozen=True)
-class DeleteKey:
-    """Delete the Secret of this slot, which no pod uses any more."""
-
-    slot: str
-
-
-@dataclass(frozen=True)
-class SetFinalizers:
-    """Replace the document's finalizers, unless it changed meanwhile. `operator`: and mark it as
-    this release's; "": leave its mark."""
-
-    finalizers: tuple[str, ...]
-    resource_version: str
-    operator: str = ""
-
-
-Write = Apply | Scale | RemoveFields | DeleteObject | CreateKey | DeleteKey | SetFinalizers
-
-Effect = tuple[Kind, str, str]
-"""Kind and name of an object, and what became of it."""
-
-
-WITHOUT = "without "
-"""Begins the effect of RemoveFields."""
-
-
-def effect_of(write: Write) -> Effect | None:
-    """The write's effect on its object: an equal effect later means that another client undid
-    it."""
-    match write:
-        case Apply(obj, digest):
-            return kind_of(obj), str(obj["metadata"]["name"]), digest
-        case Scale(kind, name, replicas):
-            return kind, name, f"{replicas} replicas"
-        case DeleteObject(kind, name, uid):
-            return kind, name, f"no {uid}"
-        case RemoveFields(kind, name, fields=fields):
-            return kind, name, f"{WITHOUT}{', '.join(fields)}"
-        case _:
-            return None
-
-
-def pool_of(write: Write) -> str:
-    """The pool of the object; empty: the object is of the whole fleet, or the pool is unknown."""
-    if isinstance(write, RemoveFields):
-        return write.pool
-    return text(write.obj, "metadata", "labels", LABEL_POOL) if isinstance(write, Apply) else ""
-
-
-def describe(write: Write) -> str:
-    """The write for a log line or a message."""
-    match write:
-        case Apply(obj, create=create):
-            verb = "create" if create else "apply"
-            return f"{verb} {obj['kind']} {obj['metadata']['name']}"
-        case Scale(kind, name, replicas):
-            return f"scale {kind.name} {name} to {replicas}"
-        case DeleteObject(kind, name):
-            return f"delete {kind.name} {name}"
-        case RemoveFields(kind, name, fields=fields):
-            return f"remove from {kind.name} {name}: {', '.join(fields)}"
-        case CreateKey(slot):
-            return f"create the Secret with the KV key ({slot})"
-        case DeleteKey(slot):
-            return f"delete the Secret with the old KV key ({slot})"
-        case SetFinalizers(finalizers, operator=operator):
-            mark = f" and the mark {operator}" if operator else ""
-            return f"set finalizers {list(finalizers)}{mark}"
-
 
 ObjectRef = tuple[Kind, str]
 """Kind and name of an object in the fleet's namespace."""
@@ -269,6 +142,12 @@ class FleetState:
     """What instances that leave still have, by pod, as routers say."""
     routers_canary: CanaryReport = field(default_factory=CanaryReport)
     """What routers say of a canary."""
+    gates: Mapping[str, Gate] = field(default_factory=dict[str, Gate])
+    """What the readiness gates of pods should be; one that is left out stays as it is."""
+    busy: Mapping[str, InstanceLoad] | None = None
+    """What every instance has, as routers just said, where one of several has to go."""
+    cordoned: frozenset[str] | None = frozenset()
+    """Nodes that take no new pods; None: the operator may not read nodes."""
     made_keys: Mapping[str, str] = field(default_factory=dict[str, str])
     """The ids of keys that this process made, by slot."""
     deleted_key: str = ""
@@ -295,7 +174,7 @@ class FleetState:
     @cached_property
     def own(self) -> Children:
         """The children without those that another owner controls, such as a deleted fleet's."""
-        return own_children(self.uid, self.children)
+        return replace(own_children(self.uid, self.children), cordoned=self.cordoned or frozenset())
 
     @cached_property
     def seen(self) -> FleetSeen:
@@ -478,6 +357,7 @@ def read(document: Obj, settings: Settings) -> ParsedDocument:
         in_cluster=True,
         image=settings.worker_image,
         router_image=settings.router_image,
+        gated=settings.gated,
     )
     # An image of another version has other flags.
     is_known = runs_this_version(fleet, settings.worker_image)

@@ -1,0 +1,111 @@
+"""What a turn writes into pods themselves: readiness gates, and which pod goes first. Pure.
+
+Deployments make and delete the pods. Two things the operator says of a single one: whether its
+readiness gate is open (docs/adr/0106), and, right before a scale-down of which only some pods go,
+what it costs to lose it (docs/adr/0107). At other times costs are not written: each is an update of
+a pod that all its watchers get, and would be old by the time that somebody scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from xpyd_operator.controller.decision.state import FleetState
+from xpyd_operator.controller.decision.writes import SetCost, SetGate
+from xpyd_operator.manifests.names import ANNOTATION_COST
+from xpyd_operator.manifests.pods import pods_per_instance
+from xpyd_operator.plan.fleet import pools_guarded, pools_moving
+from xpyd_operator.plan.values import Plan, PutWorkload
+from xpyd_operator.status.children import (
+    Key,
+    Raw,
+    is_finished,
+    is_leaving,
+    is_of_workload,
+    key_of,
+    name_of,
+    replicas_of,
+    short,
+    text,
+)
+from xpyd_operator.status.problems import Problem
+from xpyd_operator.status.routable import gated_pods, is_open
+
+_GOES_FIRST = -1
+"""Of a pod on a cordoned node; one that has nothing to do costs 0."""
+
+
+def gate_writes(state: FleetState) -> Iterator[SetGate]:
+    """The gates that are not as they should be."""
+    for pod in gated_pods(state.own) if state.gates else ():
+        gate = state.gates.get(name_of(pod))
+        if gate is not None and gate.is_open != is_open(pod):
+            yield SetGate(name_of(pod), text(pod, "metadata", "uid"), gate)
+
+
+def shrinking(state: FleetState, made: Plan) -> frozenset[Key]:
+    """Deployments of which some pods go and others stay."""
+    sizes = {key: replicas_of(one) for one in state.own.deployments if (key := key_of(one))}
+    puts = (action.workload for action in made.actions if isinstance(action, PutWorkload))
+    return frozenset(
+        (one.pool, one.revision)
+        for one in puts
+        if 0 < one.replicas < sizes.get((one.pool, one.revision), 0)
+    )
+
+
+def cost_writes(state: FleetState, made: Plan) -> Iterator[SetCost]:
+    """The costs to write before these actions, so that what has least to do goes first."""
+    keys = shrinking(state, made)
+    for pod in state.own.pods if keys and state.busy is not None else ():
+        key = key_of(pod)
+        if key not in keys or is_leaving(pod) or is_finished(pod) or not is_of_workload(pod, key):
+            continue
+        cost = _cost(state, pod)
+        if cost is not None and cost != _written(pod):
+            yield SetCost(name_of(pod), text(pod, "metadata", "uid"), cost)
+
+
+def _cost(state: FleetState, pod: Raw) -> int | None:
+    """None: no router has said anything, and what is written stays."""
+    if text(pod, "spec", "nodeName") in (state.cordoned or ()):
+        return _GOES_FIRST
+    if not state.busy:
+        return None
+    load = state.busy.get(name_of(pod))
+    return 0 if load is None else load.requests + load.kv_leases
+
+
+def _written(pod: Raw) -> int:
+    value = text(pod, "metadata", "annotations", ANNOTATION_COST)
+    return int(value) if value.removeprefix("-").isdecimal() else 0
+
+
+def guarded_pools(state: FleetState) -> frozenset[str]:
+    """The pools whose only instance no eviction may take: the operator sees the cordoned node, and
+    moves it. Of several pods of an instance it could not choose which go."""
+    if state.cordoned is None or state.parsed.fleet is None:
+        return frozenset()
+    pools = state.parsed.fleet.spec.pools
+    grouped = {pool.name for pool in pools if pods_per_instance(pool) > 1}
+    return pools_guarded(state.want, state.seen) - grouped
+
+
+def move_problems(state: FleetState) -> tuple[Problem, ...]:
+    """Only instances on cordoned nodes for whose successors there is no room."""
+    found: list[Problem] = []
+    unplaced = {seen.workload.pool for seen in state.seen.workloads if seen.unplaced}
+    for pool in sorted(pools_moving(state.want, state.seen) & unplaced):
+        nodes = (
+            text(pod, "spec", "nodeName")
+            for pod in state.own.pods
+            if (key := key_of(pod)) and key[0] == pool and is_of_workload(pod, key)
+        )
+        node = next((one for one in nodes if one in (state.cordoned or ())), "")
+        message = (
+            f"{pool}: its only instance is on the cordoned node {short(node, 80)} and stays there, "
+            "as no node has room for one that takes its place: add a node, uncordon this one, or "
+            "delete the pod if requests may wait for the next one"
+        )
+        found.append(Problem("Capacity", "NoRoomToMove", pool, message))
+    return tuple(found)

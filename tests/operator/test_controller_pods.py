@@ -1,0 +1,294 @@
+"""What the operator writes into pods: readiness gates and deletion costs; and cut drains.
+
+As decisions of a turn, and by a whole operator against the API server in memory, with routers that
+are real HTTP servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.operator.kube_fakes import FakeApi, Fault, until
+from tests.operator.kube_objects import pod_of
+from tests.operator.kube_operating import (
+    condition,
+    fleet,
+    fleet_ready,
+    of_pool,
+    operating,
+    ready,
+    run,
+    still,
+)
+from tests.operator.test_controller_turn import Children, document, look, settled, writes
+from xpyd_operator.controller.decision.decide import decide
+from xpyd_operator.controller.decision.kinds import (
+    BUDGET,
+    DEPLOYMENT,
+    EVENT,
+    NODE,
+    POD,
+    POOL,
+    Obj,
+)
+from xpyd_operator.controller.decision.writes import Apply, SetCost, SetGate
+from xpyd_operator.manifests.names import ANNOTATION_COST, ROUTABLE
+from xpyd_operator.status.drains import CutDrain, DrainWatch, InstanceLoad
+from xpyd_operator.status.routable import Gate
+
+ADMITTED = Gate(True, "Admitted", "every ready router sends it requests")
+LOST = Gate(False, "NotAdmitted", "router r-0 sends it no requests")
+
+
+def decodes(count: int, *, gate: bool | None = True) -> tuple[Children, list[str]]:
+    """A settled fleet with so many ready D, and their names."""
+    children = settled()
+    children[POOL]["chat-decode"]["spec"]["replicas"] = count
+    for write in writes(decide(look(children))):
+        assert isinstance(write, Apply)
+        kept = children[BUDGET if write.obj["kind"] == "PodDisruptionBudget" else DEPLOYMENT]
+        held = kept[write.obj["metadata"]["name"]]
+        kept[write.obj["metadata"]["name"]] = {**write.obj, "metadata": held["metadata"]} | {
+            "metadata": {**held["metadata"], **write.obj["metadata"]}
+        }
+    (made,) = [d for name, d in children[DEPLOYMENT].items() if "decode" in name]
+    children[POD] = {}
+    for number in range(count):
+        pod = pod_of(made, f"d-{number}")
+        pod["metadata"] |= {"uid": f"u-{number}", "resourceVersion": "1"}
+        pod["spec"] = {"nodeName": f"node-{number}"}
+        kinds = {"Ready": True, "ContainersReady": True} | (
+            {} if gate is None else {ROUTABLE: gate}
+        )
+        pod["status"] = {
+            "phase": "Running",
+            "conditions": [{"type": kind, "status": str(holds)} for kind, holds in kinds.items()],
+        }
+        children[POD][f"d-{number}"] = pod
+    return children, [f"d-{number}" for number in range(count)]
+
+
+def test_a_gate_is_written_only_where_it_is_not_as_it_should_be() -> None:
+    children, names = decodes(2, gate=None)
+    gates = dict.fromkeys(names, ADMITTED)
+    assert [w for w in writes(decide(look(children, gates=gates))) if isinstance(w, SetGate)] == [
+        SetGate("d-0", "u-0", ADMITTED),
+        SetGate("d-1", "u-1", ADMITTED),
+    ]
+    children, _ = decodes(2)
+    assert writes(decide(look(children, gates=gates))) == []
+    assert writes(decide(look(children))) == [], "a new process knows nothing and writes nothing"
+    assert writes(decide(look(children, gates={"d-1": LOST}))) == [SetGate("d-1", "u-1", LOST)]
+
+
+def test_a_pod_that_leaves_or_has_no_gate_is_let_be() -> None:
+    children, _ = decodes(2)
+    children[POD]["d-0"]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    found = [
+        w for w in writes(decide(look(children, gates={"d-0": LOST}))) if isinstance(w, SetGate)
+    ]
+    assert found == []
+
+
+def scaled(children: Children, count: int) -> Children:
+    children[POOL]["chat-decode"]["spec"]["replicas"] = count
+    return children
+
+
+def costs(children: Children, **more: Any) -> dict[str, int]:
+    turn = decide(look(children, **more))
+    first = [w for stage in turn.stages[:1] for w in stage]
+    found = {w.name: w.cost for w in writes(turn) if isinstance(w, SetCost)}
+    assert {w.name: w.cost for w in first if isinstance(w, SetCost)} == found, "before the scale"
+    return found
+
+
+def test_before_a_scale_down_each_pod_costs_what_routers_say_it_has_to_do() -> None:
+    children, _ = decodes(3)
+    turn = decide(look(scaled(children, 1)))
+    assert turn.asks_loads
+    busy = {"d-0": InstanceLoad(2, 1), "d-1": InstanceLoad(0, 0), "d-2": InstanceLoad(0, 4)}
+    assert not decide(look(children, busy=busy)).asks_loads
+    assert costs(children, busy=busy) == {"d-0": 3, "d-2": 4}, "0 is what a pod costs anyway"
+
+
+def test_costs_of_an_earlier_scale_down_are_put_right_and_equal_ones_not_written_again() -> None:
+    children, _ = decodes(3)
+    for name, cost in (("d-0", "7"), ("d-1", "2")):
+        children[POD][name]["metadata"]["annotations"] = {ANNOTATION_COST: cost}
+    busy = {"d-1": InstanceLoad(2, 0)}
+    assert costs(scaled(children, 2), busy=busy) == {"d-0": 0}
+
+
+def test_where_no_router_answers_costs_stay_and_the_scale_down_goes_on() -> None:
+    children, _ = decodes(3)
+    assert costs(scaled(children, 2), busy={}) == {}
+    assert any(isinstance(w, Apply) for w in writes(decide(look(children, busy={}))))
+
+
+@pytest.mark.parametrize("count", [0, 3, 4])
+def test_nobody_is_asked_where_all_pods_go_or_all_stay(count: int) -> None:
+    children, _ = decodes(3)
+    assert not decide(look(scaled(children, count))).asks_loads
+
+
+def test_the_pod_on_a_cordoned_node_goes_first_whatever_it_has_to_do() -> None:
+    children, _ = decodes(2)
+    busy = {"d-0": InstanceLoad(9, 0)}
+    cordoned = frozenset({"node-0"})
+    assert costs(scaled(children, 1), busy=busy, cordoned=cordoned) == {"d-0": -1}
+
+
+def budget_of(children: Children, **more: Any) -> list[int]:
+    found = [w.obj for w in writes(decide(look(children, **more))) if isinstance(w, Apply)]
+    budgets = [one for one in found if one["kind"] == "PodDisruptionBudget"]
+    return [one["spec"]["maxUnavailable"] for one in budgets]
+
+
+def test_no_eviction_takes_a_pools_only_instance_where_the_operator_sees_nodes() -> None:
+    children = settled()
+    budgets = {name: one["spec"]["maxUnavailable"] for name, one in children[BUDGET].items()}
+    assert budgets == {"chat-router": 1, "chat-prefill": 0, "chat-decode": 0}
+    assert budget_of(children, cordoned=None) == [1, 1], "else a drain would wait for ever"
+
+
+def test_a_surge_of_none_lets_the_only_instance_go() -> None:
+    found = document()
+    found["spec"]["rollout"] = {"maxSurgePercent": 0, "maxUnavailablePercent": 100}
+    assert budget_of(settled(), found=found) == [1, 1]
+
+
+# Drains that were cut
+
+
+def leaving(name: str = "d-0", grace_s: int = 330, pool: str = "decode") -> Obj:
+    labels = {"xpyd.dev/pool": pool, "xpyd.dev/revision": "r"}
+    return {
+        "metadata": {
+            "name": name,
+            "uid": name,
+            "labels": labels,
+            "deletionTimestamp": "2026-01-01T00:00:00Z",
+            "deletionGracePeriodSeconds": grace_s,
+        }
+    }
+
+
+def ended(after_s: float, load: InstanceLoad | None, **made: Any) -> list[CutDrain]:
+    watch, pod = DrainWatch(), leaving(**made)
+    loads = {} if load is None else {"d-0": load}
+    assert watch.look([pod], loads, 10.0, timeout_s=300) == []
+    found = watch.look([], {}, 10.0 + after_s, timeout_s=300)
+    assert watch.look([], {}, 20.0 + after_s, timeout_s=300) == [], "told once"
+    return found
+
+
+def test_an_instance_that_ends_with_requests_when_its_time_is_over_was_cut() -> None:
+    (found,) = ended(301, InstanceLoad(3, 1))
+    assert found == CutDrain("decode", "d-0", "it still had 3 requests and 1 KV leases")
+    assert ended(301, None) != []
+    assert ended(6, InstanceLoad(3, 0), grace_s=5) != [], "kubectl delete --grace-period=5"
+
+
+def test_an_instance_that_ends_before_or_with_nothing_was_not_cut() -> None:
+    assert ended(299, InstanceLoad(3, 1)) == []
+    assert ended(301, InstanceLoad(0, 0)) == []
+    assert ended(0, None, grace_s=0) == []
+    assert ended(301, InstanceLoad(1, 0), pool="router") == []
+
+
+# A whole operator
+
+
+def pods_of(api: FakeApi, pool: str) -> list[Obj]:
+    return of_pool(api, POD, pool)
+
+
+def test_a_drain_that_was_cut_is_an_event_and_a_metric() -> None:
+    async def scenario(api: FakeApi) -> None:
+        api.add(fleet(drain={"timeoutSeconds": 1}))
+        async with fleet_ready(api) as operator:
+            (pod,) = pods_of(api, "decode")
+            name = pod["metadata"]["name"]
+            times = {"deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": 31}
+            api.change(POD, "ns", name, {"metadata": {**times, "finalizers": ["kubelet"]}})
+            await asyncio.sleep(1.2)  # what the drain takes
+            api.change(POD, "ns", name, {"metadata": {"finalizers": None}})
+            await until(lambda: told(api, "DrainTimedOut"), what="the Event")
+            (event,) = told(api, "DrainTimedOut")
+            assert name in event["message"]
+            text = operator.metrics.render(queue_depth=0, fleets=1).decode()
+            labels = 'fleet="chat",namespace="ns",pool="decode"'
+            assert f"xpyd_operator_drains_cut_total{{{labels}}} 1.0" in text
+
+    run(scenario)
+
+
+def told(api: FakeApi, reason: str) -> list[Obj]:
+    return [event for event in api.all(EVENT) if event["reason"] == reason]
+
+
+def cordon(api: FakeApi, node: str, *, is_cordoned: bool = True) -> None:
+    if api.get(NODE, "", node) is None:
+        metadata = {"name": node, "namespace": ""}
+        api.add({"apiVersion": "v1", "kind": "Node", "metadata": metadata, "spec": {}})
+    api.change(NODE, "", node, {"spec": {"unschedulable": is_cordoned or None}})
+
+
+def test_a_cordoned_node_brings_a_second_instance_and_then_the_first_is_let_go() -> None:
+    async def scenario(api: FakeApi) -> None:
+        api.add(fleet())
+        async with fleet_ready(api):
+            (old,) = pods_of(api, "decode")
+            place = old["metadata"]["namespace"], old["metadata"]["name"]
+            api.change(POD, *place, {"spec": {"nodeName": "leaving"}})
+            cordon(api, "leaving")
+            made = of_pool(api, DEPLOYMENT, "decode")[0]["metadata"]["name"]
+
+            def asked() -> int:
+                found = api.get(DEPLOYMENT, "ns", made)
+                return found["spec"]["replicas"] if found else 0
+
+            await until(lambda: asked() == 2, what="a second instance")
+            await until(lambda: condition(api, "Progressing")["reason"] == "Moving", what="told")
+            assert api.get(POD, *place) is not None
+            api.settle()
+            await until(lambda: asked() == 1, what="the first one may go")
+            cost = (api.get(POD, *place) or {})["metadata"]["annotations"][ANNOTATION_COST]
+            assert cost == "-1", "a ReplicaSet takes the one on the cordoned node"
+            bodies = [c.body for c in api.writes if c.path.endswith(f"/deployments/{made}")]
+            assert [body["spec"]["replicas"] for body in bodies][-2:] == [2, 1]
+
+    run(scenario)
+
+
+def test_without_the_right_to_list_nodes_the_condition_says_what_to_do() -> None:
+    async def scenario(api: FakeApi) -> None:
+        api.faults.append(Fault("GET", "/api/v1/nodes$", 403, times=10**6))
+        api.add(fleet())
+        async with fleet_ready(api):
+            said = condition(api, "Degraded")
+            assert said["status"] == "False"
+            assert "only instance of prefill, decode" in said["message"]
+            assert "scale to 2 before you drain" in said["message"]
+            for budget in api.all(BUDGET):
+                assert budget["spec"]["maxUnavailable"] == 1
+
+    run(scenario)
+
+
+def test_a_restarted_operator_writes_nothing_into_pods_and_budgets() -> None:
+    async def scenario(api: FakeApi) -> None:
+        api.add(fleet())
+        async with fleet_ready(api):
+            pass
+        before = len(api.writes)
+        async with operating(api):
+            await ready(api)
+            await still(api)
+        assert [call.path for call in api.writes[before:]] == []
+
+    run(scenario)
