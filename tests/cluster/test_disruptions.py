@@ -7,6 +7,7 @@ fleet's Service. The fleet has one P, one D and one router; the operator is a pr
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import signal
@@ -52,6 +53,11 @@ def document(**router: Any) -> Obj:
     made = fleet_document(prefill=1, decode=1)
     made["spec"]["router"] = {"replicas": 1, **router}
     made["spec"]["drain"] = {"timeoutSeconds": 5}
+    # There is one node: what takes the place of a D that leaves it when it is cordoned starts there.
+    decode = made["spec"]["pools"][1]
+    decode["template"] = copy.deepcopy(decode["template"])
+    unschedulable = {"key": "node.kubernetes.io/unschedulable", "operator": "Exists"}
+    decode["template"]["spec"]["tolerations"] = [unschedulable]
     return made
 
 
@@ -104,6 +110,24 @@ def test_the_only_instance_of_a_pool_is_not_evicted(fleet: FleetClient, pool: st
     said = evict(fleet, pod)
     assert "disruption budget" in said, said
     assert [one["metadata"]["uid"] for one in fleet.pods(pool)] == [pod["metadata"]["uid"]]
+
+
+def test_a_drain_of_the_node_with_the_only_d_fails_no_request(
+    fleet: FleetClient, cases: list[Case]
+) -> None:
+    """The eviction is refused until another D is routable; then the first one drains and goes."""
+    (old,) = fleet.pods("decode")
+    node, load = old["spec"]["nodeName"], fleet.start_load(cases)
+    selector = "--pod-selector=xpyd.dev/fleet=chat,xpyd.dev/pool=decode"
+    argv = ("drain", node, selector, "--ignore-daemonsets", "--delete-emptydir-data")
+    try:
+        fleet.cluster.kubectl(*argv, "--timeout=120s", timeout_s=130)
+    finally:
+        fleet.cluster.kubectl("uncordon", node)
+    assert old["metadata"]["uid"] not in [one["metadata"]["uid"] for one in fleet.pods("decode")]
+    report = finish_load(load)
+    assert report["failures"] == {}, report
+    fleet.wait_pool("decode", 1)
 
 
 def processes_of(pod: Obj) -> list[int]:

@@ -29,6 +29,7 @@ from xpyd_operator.controller.decision.kinds import (
     BUDGET,
     DEPLOYMENT,
     EVENT,
+    FLEET,
     NODE,
     POD,
     POOL,
@@ -215,7 +216,13 @@ def test_a_drain_that_was_cut_is_an_event_and_a_metric() -> None:
             name = pod["metadata"]["name"]
             times = {"deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": 31}
             api.change(POD, "ns", name, {"metadata": {**times, "finalizers": ["kubelet"]}})
-            await asyncio.sleep(1.2)  # what the drain takes
+
+            def leaves() -> bool:
+                status = (api.get(FLEET, "ns", "chat") or {})["status"]
+                return any(row["drainingReplicas"] for row in status["pools"])
+
+            await until(leaves, what="the operator has seen it")
+            await asyncio.sleep(1.1)  # what the drain takes, by the operator's clock
             api.change(POD, "ns", name, {"metadata": {"finalizers": None}})
             await until(lambda: told(api, "DrainTimedOut"), what="the Event")
             (event,) = told(api, "DrainTimedOut")

@@ -176,6 +176,8 @@ async def test_forged_heartbeats_count_while_a_ready_engine_is_at_no_router() ->
     async with listening(router):
         p = f"chat-prefill-{REVISION}-5d9c7b8f4d"
         engines = [pod(f"p-{n}", role="Prefill", owner=p) for n in range(2)]
+        # What no router takes has ready containers and is not Ready: its gate is shut.
+        engines[1]["status"]["conditions"][0] = {"type": "Ready", "status": "False"}
         others = [pod("p-2", role="Prefill", owner=p, ready="False"), pod("x", role="Prefill")]
         world = World(router, pod("r-0"), *engines, *others)
         router.instances = 2
