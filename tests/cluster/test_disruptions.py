@@ -53,7 +53,7 @@ def document(**router: Any) -> Obj:
     made = fleet_document(prefill=1, decode=1)
     made["spec"]["router"] = {"replicas": 1, **router}
     made["spec"]["drain"] = {"timeoutSeconds": 5}
-    # There is one node: what takes the place of a D that leaves it when it is cordoned starts there.
+    # There is one node: what takes the place of a D that leaves it, cordoned, starts there.
     decode = made["spec"]["pools"][1]
     decode["template"] = copy.deepcopy(decode["template"])
     unschedulable = {"key": "node.kubernetes.io/unschedulable", "operator": "Exists"}
