@@ -105,6 +105,11 @@ def settle(operator: OperatorProcess) -> None:
     wait_for(is_still, READY_S, "no more writes", explain=operator.log)
 
 
+def calls_for_fleets(operator: OperatorProcess) -> int:
+    """Without lists: cordoned nodes are asked for all the time, whatever fleets there are."""
+    return sum(count for verb, count in operator.calls().items() if verb != "list")
+
+
 def versions(chat: FleetClient) -> dict[str, str]:
     return {
         f"{item['kind']}/{item['metadata']['name']}": item["metadata"]["resourceVersion"]
@@ -115,12 +120,12 @@ def versions(chat: FleetClient) -> dict[str, str]:
 def test_a_fleet_gets_all_its_objects_owned_by_it_within_26_calls(
     chat: FleetClient, operator: OperatorProcess
 ) -> None:
-    before = sum(operator.calls().values())
+    before = calls_for_fleets(operator)
     chat.apply(fake_fleet())
     chat.wait_ready()
     # The last statuses and events follow the condition.
     wait_for(lambda: chat.find("events"), 10, "events are there")
-    calls = sum(operator.calls().values()) - before
+    calls = calls_for_fleets(operator) - before
     owner = chat.document()["metadata"]["uid"]
     found = [item for item in items(chat) if item["kind"] not in ("Pod",)]
     assert sorted((item["kind"], item["metadata"]["name"].rsplit("-", 1)[0]) for item in found) == [

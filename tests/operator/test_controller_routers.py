@@ -256,7 +256,8 @@ def gated(name: str, *, gate: str, version: str = "1") -> Obj:
     """A ready engine's pod with its gate, of a Deployment that gives pods one."""
     owner = f"chat-decode-{REVISION}-5d9c7b8f4d"
     made = pod(name, role="Decode", owner=owner)
-    conditions = [*made["status"]["conditions"], {"type": ROUTABLE, "status": gate}]
+    said = {"Ready": gate, "ContainersReady": "True", ROUTABLE: gate}
+    conditions = [{"type": kind, "status": status} for kind, status in said.items()]
     metadata = {**made["metadata"], "resourceVersion": version}
     return {**made, "metadata": metadata, "status": {**made["status"], "conditions": conditions}}
 

@@ -359,6 +359,9 @@ class RouterReader:
     async def _look_at_gates(
         self, session: aiohttp.ClientSession, key: FleetKey, fleet: _Fleet, *, only_moving: bool
     ) -> None:
+        # Looked at each second: what is cheap comes first.
+        if only_moving and not (fleet.gate_watch.is_moving or self._has_unready(key)):
+            return
         pods = self._gated(key)
         is_moving = fleet.gate_watch.is_moving or any(map(waits_at_gate, pods.values()))
         if not pods or (only_moving and not is_moving):
@@ -377,6 +380,13 @@ class RouterReader:
         fleet.gates = gates
         if any(name in gates and gates[name].is_open != is_open(pod) for name, pod in pods.items()):
             self._wake(key)
+
+    def _has_unready(self, key: FleetKey) -> bool:
+        """Whether a pod's containers are ready and the pod is not."""
+        return any(
+            not is_true(pod, "Ready") and is_true(pod, "ContainersReady")
+            for pod in self._cache.children(key).get(POD, {}).values()
+        )
 
     def _gated(self, key: FleetKey) -> dict[str, Raw]:
         """The fleet's pods with a gate, that stay."""
