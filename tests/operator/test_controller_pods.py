@@ -262,6 +262,7 @@ def test_a_cordoned_node_brings_a_second_instance_and_then_the_first_is_let_go()
             await until(lambda: asked() == 2, what="a second instance")
             await until(lambda: condition(api, "Progressing")["reason"] == "Moving", what="told")
             assert api.get(POD, *place) is not None
+            await until(lambda: told(api, "Moving"), what="the Event")
             api.settle()
             await until(lambda: asked() == 1, what="the first one may go")
             cost = (api.get(POD, *place) or {})["metadata"]["annotations"][ANNOTATION_COST]

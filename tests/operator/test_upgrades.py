@@ -334,6 +334,15 @@ def test_a_fleet_of_before_the_readiness_gate_keeps_its_revisions_until_it_is_as
     assert gates(look(children, found, OLD)) == {"router": False, "prefill": True, "decode": True}
 
 
+def test_a_fleet_with_the_gate_keeps_it_where_an_older_crd_drops_the_field() -> None:
+    children, found = made()
+    without_gate(found)
+    state = look(children, found, OLD)
+    assert writes(decide(state)) == []
+    assert gates(state)["decode"]
+    assert up_to_date(told(state))[1] == "Current"
+
+
 def test_a_pods_gate_is_rendered_and_makes_another_revision() -> None:
     of_old = {n for n in settled(replace(OLD, gated=False))[DEPLOYMENT] if "router" not in n}
     new = settled(OLD)[DEPLOYMENT]

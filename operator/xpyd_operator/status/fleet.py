@@ -441,6 +441,8 @@ def _states(before: Raw, after: Raw) -> list[EventText]:
     if _status(after, kv) == "False" and _status(before, kv) != "False":
         words = f"{text(condition_of(after, kv), 'reason')}: {_message(after, kv)}"
         found.append(EventText("Warning", "KVNotVerified", words))
+    if _moves(after) == "Moving" != _moves(before):
+        found.append(EventText("Normal", "Moving", _message(after, "Progressing")))
     found += [*_rotation(before, after), *_pauses(before, after), *_upgrade(before, after)]
     found += [EventText(*event) for event in canary_events(before, after)]
     roles = text(condition_of(after, "RolesReady"), "reason")

@@ -173,7 +173,7 @@ def rebuilt_defaults(document: Raw, children: Children, ours: Defaults) -> Defau
         pod = specs[pool, revision][0]
         field, names = ("router_image", [ROUTER_CONTAINER])
         if pool != ROUTER:
-            gates = {text(gate, "conditionType") for gate in rows(pod, "readinessGates")}
+            gates = [text(gate, "conditionType") for gate in rows(pod, "readinessGates")]
             found.setdefault("gated", ROUTABLE in gates)
             # Where the document names the engines' image, others may run beside them.
             own = [] if text(document, "spec", "engine", "image") else [ENGINE_CONTAINER]
@@ -244,6 +244,9 @@ def upgrade(document: Raw, children: Children, settings: Settings, *, turn: bool
     before = defaults_of(fields(document, "status"))
     if before is None:
         before = rebuilt_defaults(document, children, ours)
+    elif not before.gated and (made := rebuilt_defaults(document, children, ours)) is not None:
+        # A CRD that is older than the operator drops the field: workloads keep what they have.
+        before = replace(before, gated=made.gated)
     # A rollout that is paused would hold the turn for as long.
     is_paused = at(document, "spec", "rollout", "paused") is True
     now = next_defaults(before, ours, turn=turn and not is_paused)
