@@ -351,3 +351,15 @@ def test_a_pods_gate_is_rendered_and_makes_another_revision() -> None:
         spec = made["spec"]["template"]["spec"]
         expected = None if "router" in name else [{"conditionType": "xpyd.dev/routable"}]
         assert spec.get("readinessGates") == expected
+
+
+def test_gates_of_a_pools_template_come_beside_ours() -> None:
+    found = document()
+    theirs = {"conditionType": "example.com/seen"}
+    found["spec"]["pools"][1]["template"] = {"spec": {"readinessGates": [theirs]}}
+    applied = [w.obj for w in writes(decide(look({}, found, OLD))) if isinstance(w, Apply)]
+    (made,) = [
+        o for o in applied if o["kind"] == "Deployment" and "decode" in o["metadata"]["name"]
+    ]
+    gates = made["spec"]["template"]["spec"]["readinessGates"]
+    assert gates == [{"conditionType": "xpyd.dev/routable"}, theirs]

@@ -22,7 +22,7 @@ MERGE_KEYS = {
 """Name of a list -> the key that identifies its items."""
 _WHOLE_ITEMS = ("env", "volumes", "volumeMounts", "ports")
 """Lists whose items replace ours: two sources of one variable or volume would be an error."""
-APPENDED = ("tolerations",)
+APPENDED = ("tolerations", "readinessGates")
 
 
 def merged(ours: JsonObject, theirs: JsonObject) -> JsonObject:
