@@ -21,7 +21,7 @@ from tests.cluster.harness import Cluster, wait_for
 pytestmark = pytest.mark.cluster
 NAMESPACE = "canary"
 STEP_S = 300
-"""The kubelet brings the routers' file within a minute and a half; then engines and requests come."""
+"""The kubelet brings the routers' file within a minute and a half; then come engines, requests."""
 
 
 @pytest.fixture(scope="module")

@@ -40,14 +40,15 @@ def test_nothing_is_there_before_anything_was_made() -> None:
     assert (seen.workloads, seen.pools, seen.status) == ((), (), None)
 
 
-def test_workloads_are_known_by_their_labels_with_no_more_than_the_role() -> None:
+def test_workloads_are_known_by_their_labels_with_no_more_than_the_role_and_mark() -> None:
     cluster = ready_fleet()
     seen = fleet_seen(cluster.children)
+    mark = cluster.want.pools[-1].template.fleet_revision
     roles = {w.workload.pool: w.workload.template for w in seen.workloads}
     assert roles == {
         ROUTER: Template(ROUTER),
-        "prefill": Template("Prefill"),
-        "decode": Template("Decode"),
+        "prefill": Template("Prefill", fleet_revision=mark),
+        "decode": Template("Decode", fleet_revision=mark),
     }
     wanted = {p.name: p.revision for p in cluster.want.pools}
     assert {w.workload.pool: w.workload.revision for w in seen.workloads} == wanted
