@@ -58,7 +58,7 @@ class Cluster:
     """The objects of a fleet, and its routers' word of a canary."""
 
     found: Obj
-    children: Children = field(default_factory=dict)
+    children: Children = field(default_factory=dict[Any, Any])
     report: CanaryReport = field(default_factory=CanaryReport)
     now: str = "2026-01-01T00:00:00Z"
 
