@@ -334,6 +334,12 @@ def test_what_somebody_adds_to_an_object_is_removed_or_reported(
     assert versions(chat) == before
 
 
+def says(chat: FleetClient, decode: str) -> bool:
+    """Whether the fleet's status has so many Decode instances, and waits for nothing."""
+    found = chat.document()["status"]["summary"]["decode"]
+    return found == decode and chat.condition("Progressing")["reason"] == "Settled"
+
+
 def test_a_restarted_operator_writes_nothing(chat: FleetClient, no_operator: None) -> None:
     with running_operator(chat.cluster, chat.namespace) as first:
         chat.apply(fake_fleet(decode=2))
@@ -342,7 +348,9 @@ def test_a_restarted_operator_writes_nothing(chat: FleetClient, no_operator: Non
         FleetClient(chat.cluster, chat.namespace, "code").wait_ready()
         chat.kubectl("scale", "fleetpool/chat-decode", "--replicas=3")
         quiet(first, lambda: replicas(chat, "decode") == [3, 1], "scaled")
-        chat.wait_ready()
+        # A status that is due waits for its pace, up to 12 s: the next operator would write it.
+        chat.wait_pool("decode", 3)
+        quiet(first, lambda: says(chat, "3/3"), "the status says so")
         settle(first)
         assert first.stop() == 0
     before = versions(chat)

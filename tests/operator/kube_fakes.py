@@ -489,7 +489,9 @@ def _status(status: int, message: str, headers: dict[str, str] | None = None) ->
         "kind": "Status",
         "status": "Failure",
         "message": message,
-        "reason": reasons.get(status, "Unknown"),
+        "reason": "AlreadyExists"
+        if "already exists" in message
+        else reasons.get(status, "Unknown"),
         "code": status,
     }
     return web.json_response(body, status=status, headers=headers)

@@ -141,6 +141,19 @@ def test_a_wish_for_another_key_makes_a_second_secret_whatever_an_earlier_operat
     run(test)
 
 
+def test_a_conflict_that_made_no_key_is_not_taken_for_a_key_that_exists() -> None:
+    """As when another client changes the namespace's quota at that moment."""
+
+    async def test(api: FakeApi) -> None:
+        words = "Operation cannot be fulfilled on resourcequotas: the object has been modified"
+        api.faults.append(Fault("POST", "/secrets$", 409, times=2, message=words))
+        api.add(fleet())
+        async with fleet_ready(api):
+            assert len(api.all(SECRET)) == 1
+
+    run(test)
+
+
 def test_a_kind_that_is_said_to_be_there_and_is_not_stops_no_fleet() -> None:
     """Its list says 404, perhaps after all others came in."""
 

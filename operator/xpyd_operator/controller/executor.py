@@ -223,8 +223,9 @@ class WriteExecutor:
             await self._api.delete(SECRET, metadata["namespace"], metadata["name"])
         try:
             await self._api.create(secret)
-        except Conflict:
-            if write.anew:  # the old one has not gone yet
+        except Conflict as conflict:
+            # `anew`: the old one has not gone yet. Other conflicts, as a quota's, made nothing.
+            if write.anew or conflict.reason != "AlreadyExists":
                 raise
             # It exists. The operator does not read Secrets.
             logger.debug("%s: the Secret is there", state.document["metadata"]["name"])
