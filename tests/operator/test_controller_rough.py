@@ -149,7 +149,7 @@ def test_a_conflict_that_made_no_key_is_not_taken_for_a_key_that_exists() -> Non
         api.faults.append(Fault("POST", "/secrets$", 409, times=2, message=words))
         api.add(fleet())
         async with fleet_ready(api):
-            assert len(api.all(SECRET)) == 1
+            await until(lambda: api.all(SECRET), what="the next turn makes it")
 
     run(test)
 
