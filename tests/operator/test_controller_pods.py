@@ -300,3 +300,21 @@ def test_a_restarted_operator_writes_nothing_into_pods_and_budgets() -> None:
         assert [call.path for call in api.writes[before:]] == []
 
     run(scenario)
+
+
+def test_a_budget_does_not_change_only_because_nodes_were_not_listed_yet() -> None:
+    """The first turn of a new process waits for the answer."""
+
+    async def scenario(api: FakeApi) -> None:
+        api.faults.append(Fault("GET", "/api/v1/nodes$", 403, times=10**6))
+        api.add(fleet())
+        async with fleet_ready(api):
+            pass
+        before = len(api.writes)
+        api.faults.insert(0, Fault("GET", "/api/v1/nodes$", 503, times=2))  # a slow answer
+        async with operating(api):
+            await ready(api)
+            await still(api)
+        assert [call.path for call in api.writes[before:]] == []
+
+    run(scenario)
