@@ -74,6 +74,7 @@ def test_another_start_of_an_instance_needs_another_probe(kind: str) -> None:
 def test_what_a_probe_of_an_instance_that_left_has_found_is_forgotten() -> None:
     known = Known()
     p, d = known.add("P", 1), known.add("D", 2)
+    known.registry.prove(p, d, PASSED)
     known.registry.drop([p])
     assert not known.registry.prove(p, d, PASSED)
     known.registry.apply(known.beats[p], 1.0)
