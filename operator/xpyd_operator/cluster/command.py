@@ -276,8 +276,7 @@ def _configure_trace(parser: argparse.ArgumentParser) -> None:
 _STATUS_EPILOG = """examples:
   kubectl xpyd status                            all fleets of kubectl's namespace
   kubectl xpyd status chat -n llm --watch        one fleet, again every 2 s
-  xpyd status                                    the local fleet of this machine
-  xpyd status chat -n llm -o json                a fleet in a cluster: with -n, -A or --context"""
+  kubectl xpyd status -A -o json                 all that the user may see"""
 _TRACE_EPILOG = """examples:
   kubectl xpyd trace cmpl-8f3a... -n llm         from the logs of the fleet's pods
   kubectl xpyd trace my-id --fleet chat --since 2h
@@ -295,7 +294,10 @@ status = Command(
     help="show a local fleet, or with -n, -A or --context those in a cluster",
     configure=_configure_both,
     run=_status_of_either,
-    epilog=_STATUS_EPILOG,
+    epilog="""examples:
+  xpyd status
+  xpyd status demo --output json
+  xpyd status chat -n llm                        a fleet in a cluster: with -n, -A or --context""",
 )
 why = Command(
     help="say what the operator decided last for a fleet, and what it waits for",
