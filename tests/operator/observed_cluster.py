@@ -25,7 +25,8 @@ from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.plan.values import DeleteWorkload, DrainPool, FleetWant, PutWorkload, Workload
 from xpyd_operator.status.children import MOST_TEXT, Children, fleet_seen
 from xpyd_operator.status.drains import InstanceLoad
-from xpyd_operator.status.fleet import EventText, events, fleet_status
+from xpyd_operator.status.events import EventText, events
+from xpyd_operator.status.fleet import fleet_status
 from xpyd_operator.status.problems import Problem, find_problems
 
 Obj = dict[str, Any]

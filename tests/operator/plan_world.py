@@ -162,7 +162,6 @@ class World:
         return bool(planned.actions)
 
     def check(self, want: FleetWant, seen: FleetSeen, before: dict[Key, Running]) -> None:
-        """What must hold after a plan was applied to `before`."""
         check_step(want, seen, before, self)
 
     def apply(self, action: object) -> None:
@@ -212,7 +211,7 @@ class World:
         sizes = pools_wanted(self.want(), self.sizes.values())
         left = {name for name, _ in self.running} - {pool.name for pool in sizes}
         leaving = sum(one.workload.replicas for name in left for one in self.of(name))
-        most = sum(pool.replicas for pool in sizes) + leaving
+        most = leaving + sum(pool.replicas for pool in sizes)
         return most if all_of_it else self.rng.randint(0, most)
 
     def misfortune(self) -> None:

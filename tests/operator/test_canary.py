@@ -14,7 +14,7 @@ from tests.operator.test_rollout_pause import running
 from xpyd_operator.controller.decision.decide import decide
 from xpyd_operator.controller.decision.kinds import CONFIG_MAP, DEPLOYMENT, Obj, kind_of
 from xpyd_operator.controller.decision.report import report
-from xpyd_operator.controller.decision.state import Apply, DeleteObject, Scale
+from xpyd_operator.controller.decision.writes import Apply, DeleteObject, Scale
 from xpyd_operator.manifests.names import ANNOTATION_PROMOTE
 from xpyd_operator.status.canary import (
     CanaryReport,
@@ -27,7 +27,7 @@ from xpyd_operator.status.canary import (
     read_word,
 )
 from xpyd_operator.status.children import condition, key_of
-from xpyd_operator.status.fleet import events
+from xpyd_operator.status.events import events
 from xpyd_router.canary import CanaryTable
 
 RULES = {

@@ -31,7 +31,7 @@ from xpyd_operator.controller.decision.writes import (
     Write,
     effect_of,
 )
-from xpyd_operator.status.fleet import EventText
+from xpyd_operator.status.events import EventText
 
 
 def test_the_first_status_is_written_at_once_and_the_others_at_growing_distances() -> None:

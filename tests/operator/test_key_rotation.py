@@ -20,7 +20,7 @@ from xpyd_operator.controller.decision.report import report
 from xpyd_operator.controller.decision.state import FleetState, asked_rotation, key_order
 from xpyd_operator.controller.decision.writes import Apply, CreateKey, DeleteKey
 from xpyd_operator.manifests.names import ANNOTATION_ROTATE, KEY_SLOTS, kv_secret_name
-from xpyd_operator.status.fleet import events
+from xpyd_operator.status.events import events
 from xpyd_operator.status.rotation import (
     HOLD_S,
     OVERDUE_S,

@@ -34,7 +34,7 @@ from xpyd_operator.plan.values import (
     Workload,
     WorkloadSeen,
 )
-from xpyd_operator.status.fleet import events
+from xpyd_operator.status.events import events
 
 OLD, NEW = Template("Prefill", ("old",)), Template("Prefill", ("new",))
 

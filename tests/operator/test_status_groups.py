@@ -15,7 +15,8 @@ from xpyd_operator.document.load import load_fleet
 from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.status.children import Children, fleet_seen, moment
-from xpyd_operator.status.fleet import events, fleet_status
+from xpyd_operator.status.events import events
+from xpyd_operator.status.fleet import fleet_status
 from xpyd_operator.status.problems import find_problems
 
 Obj = dict[str, Any]

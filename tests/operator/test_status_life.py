@@ -13,7 +13,7 @@ from tests.operator.observed_cluster import Cluster
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import load_fleet, parse_fleet
 from xpyd_operator.document.status import FleetStatus
-from xpyd_operator.status.fleet import events
+from xpyd_operator.status.events import events
 from xpyd_operator.status.problems import Problem
 
 ROOT = Path(__file__).parents[2]

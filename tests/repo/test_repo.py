@@ -9,6 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MAX_LINES = 500
+# Made from the CRDs, and as long as these.
+GENERATED = ROOT / "docs/api.md"
 
 
 def _tracked(*patterns: str) -> list[Path]:
@@ -25,7 +27,8 @@ def _tracked(*patterns: str) -> list[Path]:
 
 def test_no_file_is_over_500_lines() -> None:
     files = _tracked("*.py", "*.sh", "*.md", "Makefile")
-    long = {str(f): n for f in files if (n := len(f.read_text().splitlines())) > MAX_LINES}
+    lines = {str(f): len(f.read_text().splitlines()) for f in files if f != GENERATED}
+    long = {name: count for name, count in lines.items() if count > MAX_LINES}
     assert files
     assert not long
 

@@ -12,7 +12,7 @@ from secrets import token_hex
 from xpyd_operator.controller.client import FIELD_MANAGER, Api
 from xpyd_operator.controller.decision.errors import KubeError
 from xpyd_operator.controller.decision.kinds import Obj
-from xpyd_operator.status.fleet import EventText
+from xpyd_operator.status.events import EventText
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from xpyd_operator.controller.client import Api
 from xpyd_operator.controller.decision.election import Election, OwnerWatch
 from xpyd_operator.controller.decision.errors import Conflict, KubeError, NotFound
 from xpyd_operator.controller.decision.kinds import LEASE, Obj
-from xpyd_operator.status.fleet import EventText
+from xpyd_operator.status.events import EventText
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from xpyd_operator.controller.leader import LOOK_S, Releases
 from xpyd_operator.manifests.names import FINALIZER, Settings
 from xpyd_operator.status.canary import CanaryReport
 from xpyd_operator.status.drains import CUT, InstanceLoad
-from xpyd_operator.status.fleet import EventText, events
+from xpyd_operator.status.events import EventText, events
 from xpyd_operator.status.models import DownloadProgress
 from xpyd_operator.status.problems import Problem
 from xpyd_operator.status.rotation import RouterKeys

@@ -14,10 +14,15 @@ from math import ceil
 
 from xpyd_operator.plan.values import (
     ROUTER,
+    Action,
     CanaryStage,
+    DeleteWorkload,
+    Event,
     FleetSeen,
     FleetWant,
     PoolWant,
+    PutWorkload,
+    Workload,
     WorkloadSeen,
 )
 
@@ -116,3 +121,16 @@ def divide(
     if is_held or (not before and not stage.may_begin):
         target = min(target, before)
     return CanaryPool(want, replicas, new, max(0, target), stable)
+
+
+def canary_actions(canary: CanaryPool) -> list[Action]:
+    """What is on trial grows, or goes."""
+    pool, seen, target = canary.want, canary.seen, canary.target
+    put = PutWorkload(Workload(pool.name, pool.revision, target, pool.template))
+    text = f"pool {pool.name}: {target} instances of revision {pool.revision} on trial"
+    if seen is None:
+        return [put, Event("Canary", text)] if target else []
+    if target != seen.workload.replicas:
+        return [put, Event("Canary", text)]
+    is_over = not target and not seen.alive
+    return [DeleteWorkload(pool.name, pool.revision)] if is_over else []

@@ -12,9 +12,8 @@ unavailable of it; a pool that must stay complete keeps all that it has. See doc
 
 Routers can call engines that ask less of them than they have (Template.tls), and no others. So
 where spec.engine.tls comes, engines wait until no router is without it; where it goes, routers wait
-until no engine has it. See docs/adr/0102.
-
-A revision on trial (FleetWant.canary) stands beside the one that runs: see plan.canary.
+until no engine has it. See docs/adr/0102. A revision on trial stands beside the one that runs: see
+plan.canary.
 
 A fleet that is paused takes none of these steps: each pool keeps the revisions that it has, and
 grows or shrinks in them when it is scaled. What has no instance yet starts. See docs/adr/0095.
@@ -35,7 +34,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 
-from xpyd_operator.plan.canary import CanaryPool, divide
+from xpyd_operator.plan.canary import CanaryPool, canary_actions, divide
 from xpyd_operator.plan.values import (
     MOST_REPLICAS,
     ROUTER,
@@ -67,7 +66,7 @@ def plan(want: FleetWant, seen: FleetSeen, now: float) -> Plan:
     share = _rollout_share(pools)
     for pool in pools:
         if pool.canary is not None:
-            actions += _canary_actions(pool.canary)
+            actions += canary_actions(pool.canary)
             if pool.new is None:
                 continue
         is_held = want.paused and pool.is_mixed
@@ -356,19 +355,6 @@ def _pool_actions(pool: _Pool, share: Fraction) -> list[Action]:
     elif target != (before := pool.new.workload.replicas):
         actions += [put, Event("Scaled", f"pool {name}: {before} -> {target} instances")]
     return actions
-
-
-def _canary_actions(canary: CanaryPool) -> list[Action]:
-    """What is on trial grows, or goes."""
-    pool, seen, target = canary.want, canary.seen, canary.target
-    put = PutWorkload(Workload(pool.name, pool.revision, target, pool.template))
-    text = f"pool {pool.name}: {target} instances of revision {pool.revision} on trial"
-    if seen is None:
-        return [put, Event("Canary", text)] if target else []
-    if target != seen.workload.replicas:
-        return [put, Event("Canary", text)]
-    is_over = not target and not seen.alive
-    return [DeleteWorkload(pool.name, pool.revision)] if is_over else []
 
 
 def _held_actions(pool: _Pool, share: Fraction) -> list[Action]:

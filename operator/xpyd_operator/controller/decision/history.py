@@ -26,7 +26,7 @@ from xpyd_operator.controller.decision.writes import (
 from xpyd_operator.manifests.names import KV_FOLDER, Settings
 from xpyd_operator.status.children import Raw, rows, text
 from xpyd_operator.status.drains import DrainWatch
-from xpyd_operator.status.fleet import EventText
+from xpyd_operator.status.events import EventText
 from xpyd_operator.status.problems import SeenState, first_seen
 
 _STEPS_S = (2.0, 6.0, 12.0)
