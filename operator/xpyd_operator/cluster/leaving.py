@@ -23,7 +23,8 @@ from xpyd_operator.status.children import (
     rows,
     text,
 )
-from xpyd_operator.status.drains import InstanceLoad, load_text, read_rows
+from xpyd_operator.status.drains import InstanceLoad, load_text
+from xpyd_operator.status.instances import read_rows
 
 Json = dict[str, Any]
 

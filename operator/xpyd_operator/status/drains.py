@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
-import msgspec
-
 from xpyd_operator.plan.values import ROUTER
 from xpyd_operator.status.children import (
     Raw,
@@ -27,6 +25,7 @@ from xpyd_operator.status.children import (
     name_of,
     text,
 )
+from xpyd_operator.status.instances import read_rows
 
 _MOST = 2**31 - 1
 DRAIN_FIELDS = frozenset({"drainingRequests", "drainingKvLeases", "drainingSince", "leaving"})
@@ -38,44 +37,6 @@ class InstanceLoad(NamedTuple):
 
     requests: int
     kv_leases: int
-
-
-class InstanceLoadRow(msgspec.Struct, frozen=True):
-    """What an instance says of itself in its heartbeats."""
-
-    running: int = 0
-    waiting: int = 0
-    kv_leases: int = 0
-
-
-class InstanceRow(msgspec.Struct, frozen=True):
-    """One instance as a router has it at GET /instances. `in_flight`: that router's requests."""
-
-    instance: str = ""
-    http_address: str = ""
-    state: str = ""
-    load: InstanceLoadRow = InstanceLoadRow()
-    in_flight: int = 0
-
-    @property
-    def requests(self) -> int:
-        """Its requests, of whichever of the two counts is larger."""
-        return max(0, self.in_flight, self.load.running + self.load.waiting)
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    instances: list[InstanceRow]
-
-
-_decoder = msgspec.json.Decoder(_Answer)
-
-
-def read_rows(body: bytes) -> list[InstanceRow] | None:
-    """What a router answers to GET /instances; None: it is no such answer."""
-    try:
-        return _decoder.decode(body).instances
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
 
 
 def read_loads(bodies: Iterable[bytes]) -> dict[str, InstanceLoad]:

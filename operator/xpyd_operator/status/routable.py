@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-import msgspec
-
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import parse_address
 from xpyd_operator.manifests.names import ROUTABLE
@@ -36,6 +34,7 @@ from xpyd_operator.status.children import (
     spec_of,
     text,
 )
+from xpyd_operator.status.instances import read_rows
 
 SILENT_S = 60.0
 """A router that is ready and has not answered for so long is not waited for."""
@@ -60,28 +59,12 @@ class InstanceState(NamedTuple):
     state: str
 
 
-class _Row(msgspec.Struct, frozen=True):
-    instance: str
-    state: str = ""
-    http_address: str = ""
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    instances: list[_Row] = []
-
-
-_decoder = msgspec.json.Decoder(_Answer)
-
-
 def read_states(body: bytes) -> tuple[InstanceState, ...] | None:
     """What a router answers to GET /instances; None: that is no answer."""
-    try:
-        answer = _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    rows = read_rows(body)
+    if rows is None:
         return None
-    return tuple(
-        InstanceState(row.instance, _host(row.http_address), row.state) for row in answer.instances
-    )
+    return tuple(InstanceState(row.instance, _host(row.http_address), row.state) for row in rows)
 
 
 def _host(address: str) -> str:

@@ -14,11 +14,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from xpyd_core.kv_outcome import PATH_CAUSES
+from xpyd_operator.status.instances import InstanceRow, ProbeRow, read_answer
 
 METRIC = "xpyd_router_kv_outcomes_total"
 _PROBES = "xpyd_router_kv_probes_total"
@@ -92,54 +91,18 @@ def _number(value: str) -> int:
         return 0
 
 
-_Text = Annotated[str, msgspec.Meta(max_length=512)]
-_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
-
-class _Load(msgspec.Struct, frozen=True):
-    running: _Number = 0
-    waiting: _Number = 0
-    free_blocks: _Number = 0
-    total_blocks: _Number = 0
-
-
-class _Instance(msgspec.Struct, frozen=True):
-    instance: _Text = ""
-    type: _Text = ""
-    load: _Load = _Load()
-
-
-class _Probed(msgspec.Struct, frozen=True):
-    prefill: _Text = ""
-    decode: _Text = ""
-    cause: _Text = ""
-    detail: _Text = ""
-    seconds: float = 0.0
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    instances: tuple[_Instance, ...] = ()
-    kv_problems: Annotated[tuple[_Probed, ...], msgspec.Meta(max_length=64)] = ()
-    kv_slowest: _Probed | None = None
-
-
 class Seen(NamedTuple):
     """What the fleet's routers say of its instances, by name, and of their last probes."""
 
-    instances: Mapping[str, _Instance]
+    instances: Mapping[str, InstanceRow]
     problems: Mapping[tuple[str, str], str]
     """By P and D what the last probe of the pair shows, where it failed."""
-    slowest: _Probed | None
+    slowest: ProbeRow | None
 
 
 def read_seen(bodies: Iterable[bytes]) -> Seen | None:
     """From the answers to GET /instances; None: no router gave one."""
-    answers: list[_Answer] = []
-    for body in bodies:
-        try:
-            answers.append(msgspec.json.decode(body, type=_Answer))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            continue
+    answers = [one for one in map(read_answer, bodies) if one is not None]
     if not answers:
         return None
     passed = [one.kv_slowest for one in answers if one.kv_slowest is not None]

@@ -41,7 +41,7 @@ from xpyd_operator.plan.values import (
     PutWorkload,
     SetStatus,
 )
-from xpyd_operator.status.drains import read_rows
+from xpyd_operator.status.instances import read_rows
 from xpyd_operator.status.verified import NOT_LOOKED, QUERY, Counts, KvWatch, read_counts, read_seen
 from xpyd_operator.up.checks import check_layouts, locate_model, weights_bytes
 from xpyd_operator.up.folder import AddressClaim, FleetFolder, FleetRecord, identify
