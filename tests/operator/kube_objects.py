@@ -100,7 +100,8 @@ def ready_pod(
 ) -> Obj:
     metadata = {"name": name, "namespace": "team", "uid": name, "labels": labels_of(role)}
     metadata |= {"ownerReferences": owned_by("ReplicaSet", owner, "r")} if owner else {}
-    status = {"podIP": ip, "conditions": [{"type": "Ready", "status": ready}]}
+    conditions = [{"type": kind, "status": ready} for kind in ("Ready", "ContainersReady")]
+    status = {"podIP": ip, "conditions": conditions}
     return trim(POD, {"metadata": {**metadata, "resourceVersion": "1"}, "status": status})
 
 

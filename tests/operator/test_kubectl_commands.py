@@ -158,7 +158,7 @@ def test_why_reads_events_and_objects_and_writes_nothing(
     assert "forbidden" in capsys.readouterr().err
 
 
-POD = "chat-decode-b7b8c253-5d9c7b8f4d-decode1"
+POD = "chat-decode-45d575f7-5d9c7b8f4d-decode1"
 
 
 def instances(state: str, in_flight: int, leases: int) -> Obj:

@@ -16,13 +16,8 @@ from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import load_fleet, parse_fleet
 from xpyd_operator.document.status import FleetStatus, PoolStatus
 from xpyd_operator.status.children import Children, fleet_seen
-from xpyd_operator.status.fleet import (
-    EventText,
-    events,
-    fleet_status,
-    invalid_status,
-    pool_statuses,
-)
+from xpyd_operator.status.events import EventText, events
+from xpyd_operator.status.fleet import fleet_status, invalid_status, pool_statuses
 from xpyd_operator.status.problems import Problem
 from xpyd_operator.status.verified import KvVerdict
 

@@ -17,8 +17,8 @@ from xpyd_operator.document.load import load_fleet
 from xpyd_operator.document.status import FleetStatus, PoolStatus
 from xpyd_operator.plan.fleet import plan
 from xpyd_operator.status.children import Children, fleet_seen
+from xpyd_operator.status.events import events
 from xpyd_operator.status.fleet import (
-    events,
     fleet_status,
     invalid_pool_statuses,
     invalid_status,

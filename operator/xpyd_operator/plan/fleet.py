@@ -202,7 +202,7 @@ class _Pool:
     @property
     def moves(self) -> bool:
         """Whether the only instance that serves is on a node that takes no new pods."""
-        if self.new is None or self.waits or self.is_rolling:
+        if self.new is None or self.waits or self.is_rolling or self.canary is not None:
             return False
         return self.new.ready == self.new.cordoned == 1 == self.replicas < self.most
 

@@ -22,7 +22,7 @@ class InstanceLoadRow(msgspec.Struct, frozen=True):
 class InstanceRow(msgspec.Struct, frozen=True):
     """One instance as a router has it. `in_flight`: that router's requests."""
 
-    instance: _Text = ""
+    instance: _Text
     type: _Text = ""
     http_address: _Text = ""
     state: _Text = ""
@@ -48,7 +48,7 @@ class ProbeRow(msgspec.Struct, frozen=True):
 class InstancesAnswer(msgspec.Struct, frozen=True):
     """The whole answer: the probes that failed, and of those that passed the slowest."""
 
-    instances: tuple[InstanceRow, ...]
+    instances: tuple[InstanceRow, ...] = ()
     kv_problems: Annotated[tuple[ProbeRow, ...], msgspec.Meta(max_length=64)] = ()
     kv_slowest: ProbeRow | None = None
 
