@@ -22,7 +22,7 @@ class InstanceLoadRow(msgspec.Struct, frozen=True):
 class InstanceRow(msgspec.Struct, frozen=True):
     """One instance as a router has it. `in_flight`: that router's requests."""
 
-    instance: _Text
+    instance: _Text = ""
     type: _Text = ""
     http_address: _Text = ""
     state: _Text = ""

@@ -62,7 +62,7 @@ class InstanceState(NamedTuple):
 def read_states(body: bytes) -> tuple[InstanceState, ...] | None:
     """What a router answers to GET /instances; None: that is no answer."""
     rows = read_rows(body)
-    if rows is None:
+    if rows is None or not all(row.instance for row in rows):
         return None
     return tuple(InstanceState(row.instance, _host(row.http_address), row.state) for row in rows)
 
