@@ -7,7 +7,6 @@ fleet's Service. The fleet has one P, one D and one router; the operator is a pr
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
 import signal
@@ -53,11 +52,6 @@ def document(**router: Any) -> Obj:
     made = fleet_document(prefill=1, decode=1)
     made["spec"]["router"] = {"replicas": 1, **router}
     made["spec"]["drain"] = {"timeoutSeconds": 5}
-    # There is one node: what takes the place of a D that leaves it, cordoned, starts there.
-    decode = made["spec"]["pools"][1]
-    decode["template"] = copy.deepcopy(decode["template"])
-    unschedulable = {"key": "node.kubernetes.io/unschedulable", "operator": "Exists"}
-    decode["template"]["spec"]["tolerations"] = [unschedulable]
     return made
 
 
@@ -105,30 +99,11 @@ def test_requests_wait_while_the_last_instance_of_a_pool_is_replaced(
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_the_only_instance_of_a_pool_is_not_evicted(fleet: FleetClient, pool: str) -> None:
-    """It leaves a cordoned node when another one serves: test_moves.py."""
+    """It leaves a cordoned node when another one serves: test_moves.py. There are two nodes."""
     (pod,) = fleet.pods(pool)
     said = evict(fleet, pod)
     assert "disruption budget" in said, said
     assert [one["metadata"]["uid"] for one in fleet.pods(pool)] == [pod["metadata"]["uid"]]
-
-
-def test_a_drain_of_the_node_with_the_only_d_fails_no_request(
-    fleet: FleetClient, cases: list[Case]
-) -> None:
-    """The eviction is refused until another D is routable; then the first one drains and goes. The
-    other one tolerates the cordon, for there is one node: it is uncordoned before a third is made.
-    """
-    (old,) = fleet.pods("decode")
-    node, load = old["spec"]["nodeName"], fleet.start_load(cases)
-    fleet.cluster.kubectl("cordon", node)
-    try:
-        wait_for(lambda: "budget" not in evict(fleet, old), 90, "evicted", explain=fleet.explain)
-    finally:
-        fleet.cluster.kubectl("uncordon", node)
-    wait_replaced(fleet, old)
-    report = finish_load(load)
-    assert report["failures"] == {}, report
-    fleet.wait_pool("decode", 1)
 
 
 def processes_of(pod: Obj) -> list[int]:
