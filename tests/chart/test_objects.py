@@ -163,6 +163,7 @@ def test_the_operator_is_told_images_namespaces_and_settings(helm: Helm) -> None
         "--release=xpyd-system/xpyd-operator",
         "--lease-seconds=15",
         "--upgrade-fleets=4",
+        "--no-read-nodes",
         "--workers=3",
         "--resync-seconds=60",
         "--log-level=debug",

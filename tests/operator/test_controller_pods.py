@@ -288,6 +288,17 @@ def test_without_the_right_to_list_nodes_the_condition_says_what_to_do() -> None
     run(scenario)
 
 
+def test_an_operator_that_may_not_list_nodes_does_not_ask_for_them() -> None:
+    async def scenario(api: FakeApi) -> None:
+        api.add(fleet())
+        async with operating(api, reads_nodes=False):
+            await ready(api)
+            assert "scale to 2 before you drain" in condition(api, "Degraded")["message"]
+        assert [call for call in api.calls if "/nodes" in call.path] == []
+
+    run(scenario)
+
+
 def test_a_restarted_operator_writes_nothing_into_pods_and_budgets() -> None:
     async def scenario(api: FakeApi) -> None:
         api.add(fleet())

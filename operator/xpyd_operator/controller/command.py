@@ -81,6 +81,13 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="fleets at a time that take changed images and settings of this operator without "
         "being asked; 0: none does before `xpyd rollout restart` (default: %(default)s)",
     )
+    add(
+        "--read-nodes",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="list the cordoned nodes, so that a pool's only instance is replaced before it leaves "
+        "one; --no-read-nodes where the operator has no right to (default: %(default)s)",
+    )
     add("--workers", type=int, default=8, help="fleets worked on at once (default: %(default)s)")
     add("--http-host", default="0.0.0.0", help="address of the HTTP port (default: %(default)s)")
     add(
@@ -134,6 +141,7 @@ def _run(args: argparse.Namespace) -> int:
         release=args.release or "",
         lease_s=args.lease_seconds,
         upgrade_fleets=args.upgrade_fleets,
+        reads_nodes=args.read_nodes,
     )
     return run_operator(config)
 

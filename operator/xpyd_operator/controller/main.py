@@ -147,6 +147,7 @@ class OperatorConfig:
     fleets; "": it neither asks who leads nor marks fleets."""
     lease_s: float = 15.0
     upgrade_fleets: int = 0
+    reads_nodes: bool = True
 
 
 def run_operator(config: OperatorConfig) -> int:
@@ -197,7 +198,7 @@ class Operator:
         self._queue = FleetQueue(time.monotonic)
         self._poster = EventPoster(self._api, dropped=self.metrics.events_dropped.inc)
         self._routers = RouterReader(self._cache, self._queue.wake, clock=time.monotonic)
-        self._nodes = NodeReader(self._api, self._cache, self._queue.wake)
+        self._nodes = NodeReader(self._api, self._cache, self._queue.wake, may=config.reads_nodes)
         self._downloads = DownloadReader(self._cache, self._queue.wake)
         self._reconciler = Reconciler(
             self._api,

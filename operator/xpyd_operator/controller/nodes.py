@@ -24,13 +24,16 @@ _FORBIDDEN_S = 60.0
 
 
 class NodeReader:
-    """See the module. `wake` plans a turn of a fleet."""
+    """See the module. `wake` plans a turn of a fleet; `may`: the operator has the right to ask."""
 
-    def __init__(self, api: Api, cache: Cache, wake: Callable[[FleetKey], None]) -> None:
+    def __init__(
+        self, api: Api, cache: Cache, wake: Callable[[FleetKey], None], *, may: bool = True
+    ) -> None:
         self._api = api
         self._cache = cache
         self._wake = wake
-        self._cordoned: frozenset[str] | None = frozenset()
+        self._may = may
+        self._cordoned: frozenset[str] | None = frozenset() if may else None
         self._asked = asyncio.Event()
 
     def cordoned(self) -> frozenset[str] | None:
@@ -45,7 +48,8 @@ class NodeReader:
         """Ask at intervals, until cancelled."""
         while True:
             try:
-                await self.look()
+                if self._may:
+                    await self.look()
             finally:
                 self._asked.set()
             await asyncio.sleep(_FORBIDDEN_S if self._cordoned is None else PERIOD_S)
