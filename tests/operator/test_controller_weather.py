@@ -45,7 +45,7 @@ FINE = Weather()
 BAD = Weather(calls=1 / 3, late_s=0.02, events=1 / 3)
 RESYNC_S = 1.0
 LEASE_S = 6.0
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 LIVES_S = 10.0
 EDITS = (scale, NEWER, PAUSE, OLDER, RESUME)
 
