@@ -59,7 +59,7 @@ def test_an_autoscaler_scales_a_pool_by_its_pods_cpu_and_back(
     }
     env = [{"name": "STAND_IN_BURNS", "value": "1"}]
     fleet.apply(document(pools=[pool], engine={"env": env}))
-    fleet.wait_ready(60)
+    fleet.wait_ready(150)
     scaler = {
         "apiVersion": "autoscaling/v2",
         "kind": "HorizontalPodAutoscaler",
