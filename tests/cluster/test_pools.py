@@ -87,13 +87,13 @@ def test_an_autoscaler_scales_a_pool_by_its_pods_cpu_and_back(
     fleet.kubectl("apply", "-f", "-", input=json.dumps(scaler))
     what = "the autoscaler has added an instance"
     wait_for(lambda: len(fleet.pods("all")) == 2, 120, what, explain=fleet.explain)
-    fleet.wait_pool("all", 2)
+    fleet.wait_pool("all", 2, timeout_s=180)
     # The same document again: the autoscaler's number stays.
     fleet.apply(document(pools=[pool], engine={"env": env}))
     assert fleet.pool("all")["spec"]["replicas"] == 2
     # Nothing burns any more; this is a new revision, at the autoscaler's number first.
     fleet.apply(document(pools=[pool]))
-    fleet.wait_pool("all", 1, timeout_s=180)
+    fleet.wait_pool("all", 1, timeout_s=420)
 
 
 def _goes_down_whole_and_returns(fleet: FleetClient) -> None:
