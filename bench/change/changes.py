@@ -6,6 +6,7 @@ must be. A new one is a function here and a line in CHANGES.
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def argument(site: Site) -> None:
 def undo(site: Site) -> None:
     """Another image, and back when the first instances of it serve."""
     other = site.other_image()
-    before = {pod["metadata"]["uid"] for n in ("prefill", "decode") for pod in site.fleet.pods(n)}
+    before = _engines(site)
     site.apply_once(lambda spec: spec["engine"].update(image=other))
 
     def is_in_the_middle() -> bool:
@@ -54,6 +55,52 @@ def undo(site: Site) -> None:
     site.fleet.rollout("undo", site.fleet.name)
     assert site.fleet.document()["spec"]["engine"]["image"] != other, "the undo changed nothing"
     site.settle("the engines have the image that they had")
+
+
+def canary_promoted(site: Site) -> None:
+    """Another variable of the engines, first for two fifths of the requests, then for all."""
+    _try_canary(site)
+    _wait_canary(site, "Promoted")
+    site.settle("the engines of the canary are all there are")
+    site.apply(lambda spec: spec.pop("rollout"))
+    site.settle("the routers follow no canary any more")
+
+
+def canary_taken_back(site: Site) -> None:
+    """The same, with a limit that no engine holds: the operator ends what it began."""
+    before, document = _engines(site), copy.deepcopy(site.document)
+    _try_canary(site, ttftMilliseconds=1)
+    _wait_canary(site, "Failed")
+    wait_for(lambda: _engines(site) == before, 120, "the canary is gone", explain=site.explain)
+    site.document = document
+    site.fleet.apply(document)
+    site.settle("the engines are those that were")
+    assert _engines(site) == before, "an engine was replaced"
+
+
+def _try_canary(site: Site, **limits: int) -> None:
+    """The routers come first, by a document of their own: they are no part of a canary."""
+    canary = {"weightPercent": 40, "analysis": {"minRequests": 50, **limits}}
+    mark = {"name": "MARK", "value": str(time.time_ns())}
+    site.apply(lambda spec: spec.update(rollout={"canary": canary}))
+    site.apply(lambda spec: spec["engine"].update(env=[mark]))
+    _wait_canary(site, "Running")
+
+
+def _wait_canary(site: Site, phase: str) -> None:
+    """Until it has come so far. The kubelet brings the routers' file within 90 s."""
+
+    def there() -> bool:
+        canary: Obj = site.fleet.document()["status"].get("canary") or {}
+        return canary.get("phase") == phase
+
+    wait_for(there, 400, f"the canary is {phase}", interval_s=0.5, explain=site.explain)
+
+
+def _engines(site: Site) -> set[str]:
+    """Their uids."""
+    pods = [pod for name in ("prefill", "decode") for pod in site.fleet.pods(name)]
+    return {pod["metadata"]["uid"] for pod in pods}
 
 
 def scale_up(site: Site) -> None:
@@ -190,6 +237,8 @@ CHANGES: dict[str, Change] = {
     "image": image,
     "argument": argument,
     "undo in the middle": undo,
+    "canary promoted": canary_promoted,
+    "canary taken back": canary_taken_back,
     "P and D scaled up": scale_up,
     "P and D scaled down": scale_down,
     "HPA, up and down": autoscaler,
