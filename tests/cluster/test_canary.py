@@ -18,7 +18,7 @@ from tests.cluster.fleetkit import (
 )
 from tests.cluster.harness import Cluster, wait_for
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.changes]
 NAMESPACE = "canary"
 STEP_S = 300
 """The kubelet brings the routers' file within a minute and a half; then come engines, requests."""

@@ -20,7 +20,7 @@ from tests.cluster.fleetkit import DEMO_MODEL, finish_load
 from tests.cluster.harness import Cluster, wait_for
 from tests.e2e.oracle import long_case, mixed_cases
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.changes]
 REQUESTS = 500
 RATE = 4.0
 """Requests a second: what the changes take on a busy machine, times this, is about REQUESTS."""

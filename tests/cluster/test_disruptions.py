@@ -27,7 +27,7 @@ from tests.cluster.fleetkit import (
 from tests.cluster.harness import Cluster, wait_for
 from tests.e2e.oracle import Case
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.changes]
 NAMESPACE = "disrupted"
 POOLS = ("prefill", "decode")
 
