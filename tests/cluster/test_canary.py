@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def document(mark: str, **analysis: int) -> Obj:
 
 def wait_phase(fleet: FleetClient, *phases: str) -> None:
     def there() -> bool:
-        return (fleet.document()["status"].get("canary") or {}).get("phase") in phases
+        return fleet.document()["status"].get("canary", {}).get("phase") in phases
 
     wait_for(there, STEP_S, f"the canary is {phases}", interval_s=1.0, explain=fleet.explain)
 
@@ -57,9 +58,7 @@ def uids(fleet: FleetClient) -> set[str]:
     return {pod["metadata"]["uid"] for pool in ("prefill", "decode") for pod in fleet.pods(pool)}
 
 
-def test_one_canary_is_promoted_and_one_is_taken_back_and_no_request_fails(
-    fleet: FleetClient,
-) -> None:
+def test_a_canary_that_holds_is_promoted_and_no_request_fails(fleet: FleetClient) -> None:
     fleet.apply(document("one"))
     fleet.wait_ready()
     first = uids(fleet)
@@ -70,17 +69,51 @@ def test_one_canary_is_promoted_and_one_is_taken_back_and_no_request_fails(
         wait_phase(fleet, "Promoted")
         fleet.wait_ready(STEP_S)
     assert report["failed"] == 0, report
-    second = uids(fleet)
-    assert not first & second
+    assert not first & uids(fleet)
     told = [event["reason"] for event in fleet.events()]
     assert {"CanaryStarted", "CanaryPromoted"} <= set(told)
 
+
+def slow() -> Obj:
+    """Engines that are fine, and a limit that none could hold."""
+    return document("slow", ttftMilliseconds=1)
+
+
+def impatient() -> Obj:
+    """Ready engines of which each request fails: KV is fetched when D asks for it, D waits no time
+    for it, and computes no prompt itself."""
+    found = document("impatient")
+    args = ("--kv-mode=get", "--kv-wait-seconds=0", "--kv-on-failure=fail")
+    found["spec"]["engine"]["args"] += args
+    return found
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        pytest.param(slow, r"its TTFT p95 is [\d.]+ ms, the limit is 1 ms", id="TTFT"),
+        pytest.param(
+            impatient,
+            r"[\d.]+ % of its requests failed, the limit is 1 %; [1-9]\d* of 10 requests, [1-9]",
+            id="errors",
+        ),
+    ],
+)
+def test_a_canary_that_breaks_a_limit_is_taken_back_and_no_request_fails(
+    fleet: FleetClient, edit: Callable[[], Obj], words: str
+) -> None:
+    fleet.apply(document("two"))
+    fleet.wait_ready()
+    before = uids(fleet)
     with fleet.under_load(small_cases(), rate=1.0) as report:
-        fleet.apply(document("three", ttftMilliseconds=1))
+        fleet.apply(edit())
+        wait_phase(fleet, "Running")
         wait_phase(fleet, "Failed")
-        wait_for(lambda: uids(fleet) == second, 120, "it is gone", explain=fleet.explain)
+        wait_for(lambda: uids(fleet) == before, 120, "it is gone", explain=fleet.explain)
     assert report["failed"] == 0, report
     degraded = fleet.condition("Degraded")
     assert degraded["reason"] == "CanaryFailed"
-    assert "the limit is 1 ms" in degraded["message"]
+    assert re.search(words, degraded["message"]), degraded
+    told = [event for event in fleet.events() if event["reason"] == "CanaryFailed"]
+    assert any(re.search(words, event["message"]) for event in told), told
     assert fleet.condition("Available")["status"] == "True"
