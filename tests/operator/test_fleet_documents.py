@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.operator.fleets import changed, cpu_pool, document
 from xpyd_core.errors import UserError
 from xpyd_operator.document.fleet import InferenceFleet
-from xpyd_operator.document.load import load_fleet, parse_fleet, parse_object
+from xpyd_operator.document.load import load_fleet, parse_fleet, parse_object, read_object
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GPUS = {"resources": {"gpus": 0}}
@@ -163,8 +163,42 @@ def test_an_object_of_the_api_is_read_without_the_servers_bookkeeping():
 def test_an_object_of_other_rules_is_refused_with_all_mistakes():
     stored = changed(BASE, {"spec.canary": {}})
     stored["spec"]["pools"][1]["replicas"] = 5000
-    with pytest.raises(UserError, match=r"(?s)chat: 2 mistakes.*5000.*spec\.canary"):
+    with pytest.raises(UserError, match=r"(?s)chat: 2 mistakes.*5000.*spec\.canary.*left out"):
         parse_object(stored)
+
+
+def test_an_object_of_newer_crds_is_read_without_what_they_added():
+    stored = changed(BASE, {"spec.fades": {"deep": [1]}, "spec.rollout": {"fadePercent": 5}})
+    stored["spec"]["pools"][1] |= {"placement": None, "scaling": {"minReplicas": 1, "step": 2}}
+    stored["scope"] = "Cluster"
+    before = copy.deepcopy(stored)
+    fleet, unknown = read_object(stored)
+    assert stored == before
+    known = changed(BASE, {"spec.rollout": {}})
+    known["spec"]["pools"][1]["scaling"] = {"minReplicas": 1}
+    assert fleet == parse_object(known) == parse(known)
+    assert sorted(unknown) == [
+        *("scope", "spec.fades", "spec.pools[1].placement", "spec.pools[1].scaling.step"),
+        "spec.rollout.fadePercent",
+    ]
+    assert read_object(known).unknown == ()
+    assert len(complaints(stored)) == len(unknown), "a file with them is refused"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("spec.rollout.maxSurgePercent", 101), ("spec.kvTransfer.mode", "Later"), ("spec.pools", [])],
+)
+def test_what_is_known_is_checked_beside_what_is_not(field: str, value: Any):
+    stored = changed(BASE, {field: value, "spec.fades": True})
+    with pytest.raises(UserError) as caught:
+        read_object(stored)
+    head, mistake, left_out = str(caught.value).split("\n  ")
+    assert head == "chat: 2 mistakes"
+    assert mistake.startswith(f"{field}: ")
+    assert (
+        left_out == 'unknown field "spec.fades"; left out, as the CRDs are newer than this version'
+    )
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ KINDS = {
     "Progressing",
     "Available",
 }
-KINDS |= {"CapacityAvailable", "KeyRotated", "RolesReady", "UpToDate"}
+KINDS |= {"CapacityAvailable", "FieldsIgnored", "KeyRotated", "RolesReady", "UpToDate"}
 PULLS = {"RegistryUnavailable", "SignatureValidationFailed"}
 """Kubelet's names of what is told as ImagePullBackOff."""
 

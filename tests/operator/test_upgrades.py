@@ -10,14 +10,24 @@ from typing import Any
 
 import pytest
 
+from tests.operator.fleets import changed
 from tests.operator.test_controller_turn import Children, document, settled, writes
+from xpyd_operator.cluster.page import concerns_of
 from xpyd_operator.controller.decision.decide import decide
-from xpyd_operator.controller.decision.kinds import ALWAYS, DEPLOYMENT, Kind, Obj, kind_of
+from xpyd_operator.controller.decision.kinds import (
+    ALWAYS,
+    CONTROLLER_REVISION,
+    DEPLOYMENT,
+    Kind,
+    Obj,
+    kind_of,
+)
 from xpyd_operator.controller.decision.report import report
 from xpyd_operator.controller.decision.state import FleetState, own_children, read
 from xpyd_operator.controller.decision.writes import Apply, Scale
 from xpyd_operator.controller.reconcile import keeping
 from xpyd_operator.manifests.names import Settings
+from xpyd_operator.status.events import events
 from xpyd_operator.status.upgrades import (
     UP_TO_DATE,
     Defaults,
@@ -363,3 +373,71 @@ def test_gates_of_a_pools_template_come_beside_ours() -> None:
     ]
     gates = made["spec"]["template"]["spec"]["readinessGates"]
     assert gates == [{"conditionType": "xpyd.dev/routable"}, theirs]
+
+
+NEWER = {"spec.rollout": {"fadePercent": 5}, "spec.pools.1.placement": "Packed"}
+"""Fields of CRDs that are newer than the operator: filled in by the API server, or a user's."""
+
+
+def ignored(status: Obj) -> list[Obj]:
+    return [c for c in status["conditions"] if c["type"] == "FieldsIgnored"]
+
+
+def test_fields_of_newer_crds_are_named_and_change_nothing_else() -> None:
+    children, found = made()
+    before = found["status"]
+    stored = changed(found, NEWER)
+    state = look(children, stored, OLD)
+    assert writes(decide(state)) == []
+    after = told(state)
+    (one,) = ignored(after)
+    assert (one["status"], one["reason"]) == ("True", "OlderOperator")
+    assert one["message"].startswith("spec.pools[1].placement, spec.rollout.fadePercent: the CRDs")
+    assert "upgrade the operator" in one["message"]
+    others = [c for c in after["conditions"] if c is not one]
+    assert after | {"conditions": others} == before
+    (event,) = events(before, after)
+    assert (event.type, event.reason, event.message) == ("Warning", "FieldsIgnored", one["message"])
+    assert one["type"] in [concern.type for concern in concerns_of({**stored, "status": after})]
+    stored["status"] = after
+    assert events(after, told(look(children, stored, OLD))) == ()
+    found["status"] = after
+    assert told(look(children, found, OLD)) == before, "an operator that knows them"
+
+
+def test_an_edit_beside_fields_of_newer_crds_is_obeyed() -> None:
+    children, found = made()
+    edit = changed(found, {"spec.engine": {"image": "engines:7"}})
+
+    def written(document: Obj) -> dict[str, Obj]:
+        turn = writes(decide(look(children, document, OLD)))
+        return {w.obj["metadata"]["name"]: w.obj for w in turn if isinstance(w, Apply)}
+
+    known, stored = written(edit), written(changed(edit, NEWER))
+    records = [name for name, obj in known.items() if kind_of(obj) == CONTROLLER_REVISION]
+    for name in records:
+        # An undo gives all of it back.
+        pools = stored[name]["data"]["spec"]["pools"]
+        assert pools.pop(1) == {
+            **known[name]["data"]["spec"]["pools"].pop(1),
+            "placement": "Packed",
+        }
+    assert (len(records), len(known)) == (1, 3)
+    assert without_marks(known) == without_marks(stored)
+
+
+def without_marks(objects: dict[str, Obj]) -> dict[str, Obj]:
+    """Without the digest over what they say."""
+    for obj in objects.values():
+        del obj["metadata"]["annotations"]["xpyd.dev/applied"]
+    return objects
+
+
+def test_a_document_with_mistakes_names_the_fields_of_newer_crds_too() -> None:
+    children, found = made()
+    wrong = {"metadata": {"labels": {"xpyd.dev/fleet": "mine"}}}
+    stored = changed(found, {**NEWER, "spec.pools.0.template": wrong})
+    after = told(look(children, stored, OLD))
+    (degraded,) = [c for c in after["conditions"] if c["type"] == "Degraded"]
+    assert degraded["reason"] == "InvalidTemplate"
+    assert "spec.rollout.fadePercent" in ignored(after)[0]["message"]

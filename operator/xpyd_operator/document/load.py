@@ -2,15 +2,18 @@
 
 A document may be junk, so its size is limited before it is parsed, keys may not repeat (YAML would
 silently take the last), and merge keys are refused, because they can grow without bound.
+
+A file with an unknown field is refused. An object of the API goes without: the server has taken the
+field, so a CRD has it that is newer than this version. See docs/adr/0114.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import yaml
 from pydantic import ValidationError
@@ -18,7 +21,7 @@ from pydantic import ValidationError
 from xpyd_core.errors import UserError
 from xpyd_operator.document.base import LOCAL
 from xpyd_operator.document.fleet import API_VERSION, KIND, InferenceFleet
-from xpyd_operator.document.mistakes import describe_mistakes
+from xpyd_operator.document.mistakes import EXTRA, describe_mistakes, path_of
 
 
 def excess(
@@ -59,6 +62,7 @@ _BOOKKEEPING = frozenset(
 )  # fmt: skip
 """Metadata fields that the API server sets; `kubectl get -o yaml` shows them."""
 _SEPARATOR = "one file holds one InferenceFleet"
+_LEFT_OUT = "left out, as the CRDs are newer than this version"
 
 
 class _Loader(yaml.SafeLoader):
@@ -116,15 +120,51 @@ def parse_fleet(content: bytes, *, source: str, local: bool = False) -> Inferenc
     return _validate(fields, source, local=local)
 
 
+class FleetObject(NamedTuple):
+    """The fleet in an object of the API, and the paths of fields that this version does not
+    know."""
+
+    fleet: InferenceFleet
+    unknown: tuple[str, ...] = ()
+
+
 def parse_object(obj: Mapping[str, Any]) -> InferenceFleet:
+    """The fleet in an object of the Kubernetes API; see read_object."""
+    return read_object(obj).fleet
+
+
+def read_object(obj: Mapping[str, Any]) -> FleetObject:
     """The fleet in an object of the Kubernetes API; the server's own fields are ignored.
 
     Labels and annotations are left out: they have the API server's bounds, not the document's.
-    UserError with all mistakes, for an object that was stored under another version's rules.
+    Unknown fields are left out and named; all others are checked as in a file. UserError with all
+    mistakes, for an object that was stored under another version's rules.
     """
     metadata: Mapping[str, Any] = obj.get("metadata") or {}
     names = {key: metadata[key] for key in ("name", "namespace") if key in metadata}
-    return _validate({**obj, "metadata": names}, metadata.get("name", "object"), local=False)
+    document, unknown = _document({**obj, "metadata": names}), list[str]()
+    while True:
+        try:
+            return FleetObject(InferenceFleet.model_validate(document), tuple(unknown))
+        except ValidationError as error:
+            extra = [e["loc"] for e in error.errors(include_url=False) if e["type"] == EXTRA]
+            taken = [path_of(loc) for loc in extra if _take_out(document, loc)]
+            if not taken:
+                lines = [f'unknown field "{path}"; {_LEFT_OUT}' for path in unknown]
+                raise _refusal(error, metadata.get("name", "object"), lines) from error
+            unknown += taken
+
+
+def _take_out(document: Any, loc: Sequence[int | str]) -> bool:  # noqa: ANN401 - any JSON
+    """Delete the field at `loc`; whether it was there."""
+    *above, name = loc
+    try:
+        for part in above:
+            document = document[part]
+        del document[name]
+    except (KeyError, IndexError, TypeError):
+        return False
+    return True
 
 
 def _refuse_huge(document: object, source: str) -> None:
@@ -138,17 +178,26 @@ def _refuse_huge(document: object, source: str) -> None:
 
 
 def _validate(fields: Mapping[str, object], source: str, *, local: bool) -> InferenceFleet:
+    try:
+        return InferenceFleet.model_validate(_document(fields), context=LOCAL if local else None)
+    except ValidationError as error:
+        raise _refusal(error, source) from error
+
+
+def _refusal(error: ValidationError, source: str, more: Sequence[str] = ()) -> UserError:
+    lines = [*describe_mistakes(error, InferenceFleet), *more]
+    count = f"{len(lines)} mistakes" if len(lines) > 1 else "1 mistake"
+    return UserError("\n  ".join([f"{source}: {count}", *lines]))
+
+
+def _document(fields: Mapping[str, object]) -> dict[str, Any]:
+    """A copy of what a user wrote, without what the API server adds."""
     document = as_sent(fields)
     document.pop("status", None)  # the API server drops a user's status, too
     if isinstance(metadata := document.get("metadata"), dict):
         known = cast("dict[str, Any]", metadata)
         document["metadata"] = {k: v for k, v in known.items() if k not in _BOOKKEEPING}
-    try:
-        return InferenceFleet.model_validate(document, context=LOCAL if local else None)
-    except ValidationError as error:
-        lines = describe_mistakes(error, InferenceFleet)
-        count = f"{len(lines)} mistakes" if len(lines) > 1 else "1 mistake"
-        raise UserError("\n  ".join([f"{source}: {count}", *lines])) from error
+    return document
 
 
 def as_sent(fields: Mapping[Any, object]) -> dict[str, Any]:

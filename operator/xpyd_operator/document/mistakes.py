@@ -17,6 +17,8 @@ from pydantic_core import ErrorDetails
 
 from xpyd_operator.document.base import DUPLICATE, INT_OR_STRING, RULE
 
+EXTRA = "extra_forbidden"
+"""pydantic's error type for an unknown field."""
 UNSUPPORTED_FIELDS = frozenset(
     {
         "spec.pools[].restartPolicy",
@@ -75,7 +77,7 @@ def _below(loc: _Loc, above: _Loc) -> bool:
 
 def _line(item: ErrorDetails, model: type[BaseModel]) -> str:
     loc, path = item["loc"], path_of(item["loc"])
-    if item["type"] == "extra_forbidden":
+    if item["type"] == EXTRA:
         return f'unknown field "{path}"; {_about_unknown(loc, model)}'
     return f"{path}: {_words(item, path)}"
 

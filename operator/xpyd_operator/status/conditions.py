@@ -1,8 +1,9 @@
 """The conditions of a fleet, and the row of counts for each pool that they are made from.
 
-All are always present, but ModelReady, which a fleet has whose model a Job downloads, and
-KeyRotated, which one has whose key somebody asked to rotate; all but Degraded and Drifted are good
-when they are True.
+All are always present, but ModelReady, which a fleet has whose model a Job downloads, KeyRotated,
+which one has whose key somebody asked to rotate, and FieldsIgnored, which one has whose document
+has fields that the operator does not know (docs/adr/0114); all but Degraded, Drifted and
+FieldsIgnored are good when they are True.
 
 Ready: every pool has its instances of the newest revision ready, and so has the router.
 Available: a request can be answered now. Progressing: something still moves; the reason says why it
@@ -90,6 +91,7 @@ def by_role(rows: Iterable[PoolRow]) -> tuple[Counter[str], Counter[str]]:
     return wanted, ready
 
 
+FIELDS_IGNORED = "FieldsIgnored"
 INVALID = "InvalidSpec"
 INVALID_TEMPLATE = "InvalidTemplate"
 """A pod template of the document sets what xpyd sets."""
@@ -160,6 +162,7 @@ def conditions(
     paused: bool = False,
     upgrade: Upgrade | None = None,
     canary: CanaryView | None = None,
+    unknown: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """`before`: the whole status before; a condition keeps its time while its status stays.
 
@@ -170,6 +173,7 @@ def conditions(
     (see `drains`). `model`: the download of its model; None: no Job downloads it. `key`: how far
     the rotation of the fleet's key is; None: nobody asked for one. `paused`: no revision takes
     another's place. `upgrade`: what the pods are made with. `canary`: of a revision on trial.
+    `unknown`: fields of the document that the operator does not know.
     """
     fleet = _Fleet(
         pools, problems, stopping, before, notices, choice, has_pair, leaving, paused, canary
@@ -191,6 +195,8 @@ def conditions(
         verdicts["ModelReady"] = _Verdict(model.is_ready, model.reason, model.message)
     if key is not None:
         verdicts["KeyRotated"] = _Verdict(key.status, key.reason, key.message)
+    if unknown:
+        verdicts[FIELDS_IGNORED] = _ignored(unknown)
     return _written(verdicts, before, now, generation)
 
 
@@ -202,23 +208,25 @@ def conditions_of_invalid(
     now: str,
     generation: int,
     reason: str,
+    unknown: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Conditions of a fleet whose document cannot be obeyed. Its `pools` may serve, as the last
     valid document declared."""
-    shown = [short(line, _MOST_MISTAKE) for line in messages[:_MOST_MISTAKES]]
-    message = "; ".join(shown) + _and_more(len(messages) - len(shown))
-    unknown = _Verdict(None, reason, "not looked at until the document is mended")
+    message = _listed(messages)
+    unseen = _Verdict(None, reason, "not looked at until the document is mended")
     verdicts = {
         "Ready": _Verdict(False, reason, message),
         "Available": _available(_Fleet(pools, (), stopping=False, before=before)),
         "Progressing": _Verdict(False, reason, "waits for a valid document"),
         "Degraded": _Verdict(True, reason, message),
-        "RouterReady": unknown,
-        "CapacityAvailable": unknown,
-        "Drifted": unknown,
-        "KVTransferVerified": unknown,
-        "RolesReady": unknown,
+        "RouterReady": unseen,
+        "CapacityAvailable": unseen,
+        "Drifted": unseen,
+        "KVTransferVerified": unseen,
+        "RolesReady": unseen,
     }
+    if unknown:
+        verdicts[FIELDS_IGNORED] = _ignored(unknown)
     return _written(verdicts, before, now, generation)
 
 
@@ -417,6 +425,17 @@ def _roles(fleet: _Fleet) -> _Verdict:
         what = f"half or more of a role is missing, {parts} ready: the others serve, and"
         return _Verdict(False, "HalfLost", f"{what} what is above router.limits waits in the queue")
     return _Verdict(True, "AllRoles", ", ".join(f"{ready[r]}/{wanted[r]} {r}" for r in roles))
+
+
+def _ignored(unknown: Sequence[str]) -> _Verdict:
+    what = "the CRDs have them and this operator does not, so it goes by the rest of the document"
+    how = "upgrade the operator, or take out what you set of them"
+    return _Verdict(True, "OlderOperator", f"{_listed(unknown, ', ')}: {what}; {how}")
+
+
+def _listed(lines: Sequence[str], separator: str = "; ") -> str:
+    shown = [short(line, _MOST_MISTAKE) for line in lines[:_MOST_MISTAKES]]
+    return separator.join(shown) + _and_more(len(lines) - len(shown))
 
 
 def _capacity(fleet: _Fleet) -> _Verdict:

@@ -12,7 +12,12 @@ from typing import Literal
 from xpyd_operator.plan.values import ROUTER
 from xpyd_operator.status.canary import canary_events
 from xpyd_operator.status.children import Raw, count, rows, seconds_between, short, text
-from xpyd_operator.status.conditions import HAD_ROLES, LOST_ROLES, condition_of
+from xpyd_operator.status.conditions import (
+    FIELDS_IGNORED,
+    HAD_ROLES,
+    LOST_ROLES,
+    condition_of,
+)
 from xpyd_operator.status.crashes import RECREATED
 from xpyd_operator.status.upgrades import UP_TO_DATE, UPGRADING
 
@@ -102,6 +107,8 @@ def _states(before: Raw, after: Raw) -> list[EventText]:
         found.append(EventText("Warning", "KVNotVerified", words))
     if _moves(after) == "Moving" != _moves(before):
         found.append(EventText("Normal", "Moving", _message(after, "Progressing")))
+    if (ignored := _message(after, FIELDS_IGNORED)) not in ("", _message(before, FIELDS_IGNORED)):
+        found.append(EventText("Warning", FIELDS_IGNORED, ignored))
     found += [*_rotation(before, after), *_pauses(before, after), *_upgrade(before, after)]
     found += [EventText(*event) for event in canary_events(before, after)]
     roles = text(condition_of(after, "RolesReady"), "reason")

@@ -88,6 +88,7 @@ def fleet_status(
     upgrade: Upgrade | None = None,
     canary: CanaryView | None = None,
     sees_nodes: bool = True,
+    unknown: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The fleet's whole status; to be put in place of the one before, not merged into it.
 
@@ -99,7 +100,7 @@ def fleet_status(
     `model`: the download of its model; None: no Job downloads it. `key`: how far the rotation of
     the fleet's key is; None: nobody asked for one. `upgrade`: what the pods are made with.
     `canary`: how far it is; None: the document's revision was on no trial.
-    `sees_nodes`: the operator may list nodes.
+    `sees_nodes`: the operator may list nodes. `unknown`: fields that the operator does not know.
     """
     rows = pool_rows(want, seen, children)
     port = fleet.spec.router.service.port
@@ -122,6 +123,7 @@ def fleet_status(
             paused=want.paused,
             upgrade=upgrade,
             canary=canary,
+            unknown=unknown,
             before=before or {},
             now=now,
             generation=generation,
@@ -250,9 +252,10 @@ def invalid_status(
     now: str,
     generation: int,
     reason: str = INVALID,
+    unknown: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The status of a fleet whose document cannot be obeyed. `messages`: its mistakes, one per
-    line; `reason`: the kind of mistakes."""
+    line; `reason`: the kind of mistakes; `unknown`: fields that the operator does not know."""
     found = conditions_of_invalid(
         list(messages),
         pool_rows(FleetWant("", ()), seen, children),
@@ -260,6 +263,7 @@ def invalid_status(
         now=now,
         generation=generation,
         reason=reason,
+        unknown=unknown,
     )
     return {**_counted(before or {}, children, generation), "conditions": found}
 

@@ -82,6 +82,7 @@ def _invalid(state: FleetState, problems: Sequence[Problem]) -> dict[str, Any]:
         now=state.now,
         generation=_generation(state),
         reason=INVALID if state.parsed.fleet is None else INVALID_TEMPLATE,
+        unknown=state.parsed.unknown,
     )
 
 
@@ -133,6 +134,7 @@ def _obeyed(
         upgrade=state.upgrade,
         canary=canary_view(state),
         sees_nodes=state.cordoned is not None,
+        unknown=parsed.unknown,
     )
     pools = pool_statuses(parsed.fleet, want=want, seen=seen, children=children, loads=state.loads)
     return status, pools

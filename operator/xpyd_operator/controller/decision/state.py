@@ -28,7 +28,7 @@ from xpyd_operator.controller.decision.kinds import (
 )
 from xpyd_operator.controller.decision.writes import CreateKey, DeleteKey, Effect
 from xpyd_operator.document.fleet import InferenceFleet
-from xpyd_operator.document.load import parse_object
+from xpyd_operator.document.load import read_object
 from xpyd_operator.manifests.names import (
     ANNOTATION_ROTATE,
     KEY_SLOTS,
@@ -85,12 +85,14 @@ ObjectRef = tuple[Kind, str]
 class ParsedDocument:
     """A document as parsed. It changes only with the object's generation.
 
-    `mistakes`: why it is not obeyed; `fleet` None: it is no fleet at all.
+    `mistakes`: why it is not obeyed; `fleet` None: it is no fleet at all. `unknown`: the fields
+    that this version does not know, and goes without.
     """
 
     fleet: InferenceFleet | None
     want: FleetWant
     mistakes: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -346,7 +348,7 @@ def read(document: Obj, settings: Settings) -> ParsedDocument:
     """Parse the document. Never raises: errors become mistakes."""
     name = str(document["metadata"]["name"])
     try:
-        fleet = parse_object(document)
+        fleet, unknown = read_object(document)
     except UserError as error:
         # The first line counts them.
         mistakes = tuple(line.strip() for line in str(error).splitlines()[1:])
@@ -363,7 +365,7 @@ def read(document: Obj, settings: Settings) -> ParsedDocument:
     is_known = runs_this_version(fleet, settings.worker_image)
     of_args = engine_args_problems(fleet) if is_known else ()
     mistakes = (*template_problems(fleet), *router_args_problems(fleet), *of_args)
-    return ParsedDocument(fleet, want, mistakes)
+    return ParsedDocument(fleet, want, mistakes, unknown)
 
 
 def applied_version_of(obj: Obj, digest: str, *, contained: bool = False) -> AppliedVersion:
