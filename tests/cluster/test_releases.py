@@ -1,10 +1,12 @@
 """Several operators on a real API server: a leader that is killed, a release that stands by, an
-upgrade that changes no object. Pods run on fake nodes.
+upgrade that changes no object, CRDs that are newer. Pods run on fake nodes.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -98,3 +100,64 @@ def test_two_releases_and_an_upgrade_change_no_object(plane: Cluster, chat: Flee
             return current and images(chat) == {"registry/worker:2", "registry/router:2"}
 
         wait_for(is_current, READY_S, "it has the new images", explain=second.log)
+
+
+_SPEC = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties"
+_NEW_FIELDS = {
+    f"{_SPEC}/rollout/properties/fadePercent": {"type": "integer", "default": 5},
+    f"{_SPEC}/pools/items/properties/placement": {"type": "string", "maxLength": 9},
+}
+
+
+@contextmanager
+def newer_crds(plane: Cluster) -> Iterator[None]:
+    """The CRD of fleets with two more fields, one of which has a default."""
+
+    def patch(op: str) -> None:
+        rows = [{"op": op, "path": path, "value": one} for path, one in _NEW_FIELDS.items()]
+        plane.kubectl(
+            "patch", "crd", "inferencefleets.xpyd.dev", "--type=json", "--patch", json.dumps(rows)
+        )
+
+    patch("add")
+    try:
+        yield
+    finally:
+        patch("remove")
+
+
+def test_an_operator_goes_on_with_newer_crds_and_says_what_it_does_not_know(
+    plane: Cluster, chat: FleetClient
+) -> None:
+    place = chat.namespace
+    document = fake_fleet()
+    with running_operator(plane, place, flags=flags(place, "xpyd")):
+        chat.apply(document)
+        chat.wait_ready()
+        before = chat.identities()
+    with newer_crds(plane):
+
+        def has_default() -> bool:
+            return chat.document()["spec"]["rollout"].get("fadePercent") == 5
+
+        wait_for(has_default, READY_S, "the API server fills the default in")
+        with running_operator(plane, place, flags=flags(place, "xpyd")) as operator:
+
+            def names(*fields: str) -> bool:
+                message = chat.condition("FieldsIgnored").get("message", "")
+                return message.startswith(f"{', '.join(fields)}: the CRDs have them")
+
+            new = "spec.rollout.fadePercent"
+            wait_for(lambda: names(new), READY_S, "it says so", explain=operator.log)
+            wait_for(lambda: told(chat, "FieldsIgnored"), READY_S, "an Event", explain=operator.log)
+            assert chat.identities() == before
+            assert chat.condition("Ready")["status"] == "True"
+            assert chat.condition("Degraded")["reason"] == "AsExpected"
+
+            document["spec"]["pools"][1] |= {"placement": "Packed", "replicas": 2}
+            chat.apply(document)
+            chat.wait_pool("decode", 2)
+            theirs = "spec.pools[1].placement"
+            wait_for(lambda: names(theirs, new), READY_S, "both are named", explain=operator.log)
+            uids = {name: uid for name, (uid, _) in before.items()}
+            assert uids.items() <= {n: uid for n, (uid, _) in chat.identities().items()}.items()
