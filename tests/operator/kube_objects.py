@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import asdict
 from typing import Any
 
 from tests.operator.fleets import document
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
-from xpyd_operator.controller.decision.kinds import DEPLOYMENT, FLEET, POD, Obj, trim
+from xpyd_operator.controller.decision.kinds import CONFIG_MAP, DEPLOYMENT, FLEET, POD, Obj, trim
 from xpyd_operator.controller.routers import RouterReader
+from xpyd_operator.manifests.names import canary_name
+from xpyd_operator.status.canary import STATE, CanaryState
 
 
 def same(before: Obj, after: Obj) -> bool:
@@ -103,6 +106,15 @@ def ready_pod(
     conditions = [{"type": kind, "status": ready} for kind in ("Ready", "ContainersReady")]
     status = {"podIP": ip, "conditions": conditions}
     return trim(POD, {"metadata": {**metadata, "resourceVersion": "1"}, "status": status})
+
+
+def canary_map(revision: str, **state: Any) -> Obj:
+    """The ConfigMap of a canary of the fleet."""
+    found = CanaryState(revision, **{"phase": "Running", **state})
+    metadata = {"name": canary_name("chat"), "namespace": "team", "uid": "c"}
+    metadata |= {"labels": labels_of("router"), "resourceVersion": f"{found.phase}-{found.shown}"}
+    metadata |= {"ownerReferences": owned_by("InferenceFleet", "chat", "u")}
+    return trim(CONFIG_MAP, {"metadata": metadata, "data": {STATE: json.dumps(asdict(found))}})
 
 
 class RoutersWorld:

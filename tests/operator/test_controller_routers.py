@@ -15,6 +15,7 @@ from tests.operator.kube_objects import (
     REVISION,
     Obj,
     RoutersWorld,
+    canary_map,
     deployment,
     labels_of,
     owned_by,
@@ -25,6 +26,7 @@ from tests.operator.kube_objects import (
 from xpyd_operator.controller.decision.kinds import CONFIG_MAP, DEPLOYMENT, POD, trim
 from xpyd_operator.controller.routers import PERIOD_S
 from xpyd_operator.manifests.names import ANNOTATION_KEY_PHASE, ROUTABLE, kv_secret_name
+from xpyd_operator.status.canary import QUERY, CanaryReport, figures_of
 from xpyd_operator.status.drains import InstanceLoad, drains_of, drains_text, read_loads
 from xpyd_operator.status.rotation import RouterKeys
 from xpyd_operator.status.verified import METRIC
@@ -45,6 +47,8 @@ class Router:
         self.problems: list[dict[str, str]] = []
         self.in_flight = self.running = self.kv_leases = 0
         self.state = "Ready"
+        self.canary = ""
+        self.canary_served = 0
 
     @property
     def figures(self) -> list[list[str]]:
@@ -74,6 +78,11 @@ class Router:
         ]
         lines.append(f'xpyd_router_heartbeats_total{{result="forged"}} {self.forged}.0')
         lines.append(f'xpyd_router_instances{{state="Ready",type="P"}} {self.instances}.0')
+        if self.canary:
+            known = f'canary="{self.canary}"'
+            lines.append(f"xpyd_router_canary{{{known}}} 1")
+            served = f'xpyd_router_canary_served_total{{{known},revision="new"}}'
+            lines.append(f"{served} {self.canary_served}")
         if self.has_pair is not None:
             lines.append(f"xpyd_router_has_pair {self.has_pair}.0")
         return web.Response(text="\n".join(lines), status=self.status)
@@ -306,6 +315,41 @@ async def test_pods_of_a_revision_without_the_gate_are_let_be() -> None:
         router.asked.clear()
         await world.reader.look_at_gates(session)
         assert (router.asked, world.reader.gates(KEY), world.woken) == ([], {}, [])
+
+
+async def test_routers_are_asked_how_a_canary_does_while_there_is_one() -> None:
+    router = Router()
+    async with listening(router), aiohttp.ClientSession() as session:
+        # The same server: each pod's counts are its.
+        world = World(router, pod("r-0"), pod("r-1", ready="False"))
+        await world.look()
+
+        async def look() -> tuple[dict[str, str], int, bool]:
+            """Which ready router goes by which canary, requests of all, whether the fleet woke."""
+            router.asked.clear()
+            world.woken.clear()
+            await world.reader.look_at_canaries(session)
+            found = world.reader.canary(KEY)
+            return dict(found.names), figures_of(found.counts).requests, world.woken == [KEY]
+
+        assert (await look(), router.asked) == (({}, 0, False), []), "there is none"
+        world.cache.put(CONFIG_MAP, canary_map("abc"))
+        assert await look() == ({"r-0": ""}, 0, True)
+        names = [part.removeprefix("name[]=") for part in QUERY.partition("?")[2].split("&")]
+        assert router.asked == [names, names]
+        assert await look() == ({"r-0": ""}, 0, False)
+        router.canary, router.canary_served = "abc-0", 3
+        assert await look() == ({"r-0": "abc-0"}, 6, True)
+        router.canary_served = 1
+        assert await look() == ({"r-0": "abc-0"}, 8, True), "they began anew"
+        router.status = 503
+        assert await look() == ({"r-0": ""}, 8, True), "their counts stay"
+        router.status = 200
+        world.cache.put(CONFIG_MAP, canary_map("abc", step=1, shown=1))
+        assert await look() == ({"r-0": "abc-0"}, 0, True), "the next step counts from 0"
+        world.cache.put(CONFIG_MAP, canary_map("abc", phase="Promoted"))
+        await look()
+        assert (router.asked, world.reader.canary(KEY)) == ([], CanaryReport())
 
 
 async def test_loads_of_all_instances_are_asked_for_on_demand() -> None:

@@ -5,18 +5,23 @@ and what becomes of it when a process dies.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from tests.operator.kube_objects import KEY, RoutersWorld, canary_map, ready_pod
 from tests.router.fakes import Call, HttpEngine, serve_model, until
 from tests.router.several import Client, Several, children, routed, several, when
 from xpyd_core.keys import key_ids
+from xpyd_operator.controller.decision.kinds import CONFIG_MAP
+from xpyd_operator.status.canary import figures_of
 from xpyd_router.admission import AdmissionLimits
 from xpyd_router.keys.lines import line_of, new_key
 
@@ -178,6 +183,67 @@ async def test_a_killed_worker_takes_only_its_own_requests_with_it_and_is_replac
         found = await clients[1].samples()
         assert found["xpyd_router_worker_deaths_total"] == 1
         assert found[ANSWERED] == before + 2, "what the dead one counted remains"
+
+
+async def test_a_canary_has_its_share_and_its_counts_over_all_workers(tmp_path: Path) -> None:
+    path = tmp_path / "canary.json"
+
+    def step(number: int, weight: int) -> str:
+        found = {"name": f"abc-{number}", "weightPercent": weight}
+        path.write_text(json.dumps(found | {"prefill": ["p/b"], "decode": ["d/b"]}))
+        return f"abc-{number}"
+
+    name = step(0, 30)
+    async with several(2, canary_file=path) as made:
+        old, new = [
+            [
+                await made.engine(kind, pool=kind.lower(), revision=own, fleet_revision=own)
+                for kind in "PD"
+            ]
+            for own in "ab"
+        ]
+        clients = await made.clients()
+        await made.known_to_all(clients)
+        # What the operator asks of the router's pod.
+        world = RoutersWorld(made.parent.admin_port, ready_pod("r-0"), clock=time.monotonic)
+        world.cache.put(CONFIG_MAP, canary_map("abc"))
+        await world.reader.look(made.http)
+
+        async def goes_by(name: str) -> bool:
+            await world.reader.look_at_canaries(made.http)
+            return world.reader.canary(KEY).names == {"r-0": name}
+
+        def counted() -> list[tuple[int, int]]:
+            counts = world.reader.canary(KEY).counts
+            sides = [figures_of(counts, side) for side in ("old", "new")]
+            return [(side.requests, side.failed) for side in sides]
+
+        assert await goes_by(name)
+        for client in clients:
+            before = new[0].served
+            for _ in range(50):
+                assert await client.status(stream=True) == 200
+            assert abs(new[0].served - before - 15) <= 1, "of each worker"
+        assert await goes_by(name)
+        served = [old[1].served, new[1].served]
+        assert counted() == [(number, 0) for number in served]
+        assert figures_of(world.reader.canary(KEY).counts).ttft_ms is not None
+        # A worker that dies takes nothing of it away; the router goes by it again with the next.
+        pid = made.workers[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: made.workers[0].pid != pid and made.workers[0].is_ready)
+        await when(lambda: goes_by(name))
+        assert await (await made.client(0)).status() == 200
+        assert await goes_by(name)
+        assert sum(requests for requests, _ in counted()) == sum(served) + 1
+        world.cache.put(CONFIG_MAP, canary_map("abc", step=1, shown=1))
+        name = step(1, 60)
+        await when(lambda: goes_by(name))
+        assert counted() == [(0, 0), (0, 0)]
+        assert await clients[1].status() == 200
+        assert await goes_by(name)
+        assert sum(requests for requests, _ in counted()) == 1
 
 
 ANSWERED = 'xpyd_router_requests_total{endpoint="completions",status="200"}'
