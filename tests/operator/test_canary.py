@@ -285,6 +285,51 @@ def test_a_person_may_promote_it(phase: str) -> None:
     assert cluster.sizes() == all_at(0, 2)
 
 
+def test_to_promote_one_revision_promotes_no_later_one() -> None:
+    cluster = begun()
+    earlier = cluster.canary.revision
+    edit = fleet("image:2")
+    edit["metadata"].setdefault("annotations", {})[ANNOTATION_PROMOTE] = earlier
+    cluster.edit(edit)
+    cluster.settle()
+    cluster.say()
+    cluster.settle()
+    assert (cluster.canary.phase, cluster.canary.revision != earlier) == ("Running", True)
+    assert cluster.sizes() == all_at(2, 1)
+
+
+def test_an_edit_during_a_pause_is_on_no_trial_before_the_pause_ends() -> None:
+    cluster = begun()
+
+    def replicas() -> dict[str, int]:
+        return {n: obj["spec"]["replicas"] for n, obj in cluster.children[DEPLOYMENT].items()}
+
+    before, file, runs, status = cluster.canary, cluster.file, replicas(), cluster.found["status"]
+    cluster.edit(fleet("image:2", paused=True))
+    cluster.say(failed=100)
+    cluster.settle()
+    assert (cluster.canary, cluster.file, replicas()) == (before, file, runs)
+    assert "canary" not in cluster.found["status"]
+    told = [event.reason for event in events(status, cluster.found["status"])]
+    assert told == ["RolloutPaused"]
+    cluster.edit(fleet("image:2"))
+    cluster.report = CanaryReport()
+    cluster.settle()
+    assert (cluster.canary.phase, cluster.canary.stable) == ("Running", before.stable)
+    assert cluster.file["name"] == cluster.canary.name != before.name
+
+
+def test_a_canary_is_over_when_nothing_is_left_beside_it() -> None:
+    cluster = begun()
+    for obj in list(cluster.children[DEPLOYMENT].values()):
+        if key_of(obj) in cluster.canary.stable:
+            del cluster.children[DEPLOYMENT][obj["metadata"]["name"]]
+    cluster.settle()
+    assert (cluster.canary.phase, cluster.file) == ("Promoted", {})
+    assert cluster.canary.said == "nothing of the old revision is left"
+    assert cluster.sizes() == all_at(0, 2)
+
+
 def test_a_pause_holds_a_canary_whatever_its_figures_are() -> None:
     cluster = begun()
     cluster.edit(fleet("image:1", paused=True))

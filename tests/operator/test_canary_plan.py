@@ -9,6 +9,7 @@ from math import ceil
 import pytest
 
 from tests.operator.plan_world import Key, Running, World, key_of
+from xpyd_operator.document.rollout import Canary, CanaryAnalysis
 from xpyd_operator.plan.canary import stable_revisions
 from xpyd_operator.plan.fleet import plan, pools_wanted
 from xpyd_operator.plan.values import (
@@ -24,6 +25,7 @@ from xpyd_operator.plan.values import (
     Workload,
     WorkloadSeen,
 )
+from xpyd_operator.status.canary import CanaryReport, CanaryState, Phase, advance
 
 P, D = Template("Prefill"), Template("Decode")
 STABLE = (("p", "old"), ("d", "old"))
@@ -108,6 +110,26 @@ def test_pools_that_left_the_document_stay_with_the_old_revision() -> None:
     assert puts(want, left) == [("p", "new", 1)]
     text = next(a.status.message for a in plan(want, left, 0.0).actions if isinstance(a, SetStatus))
     assert "d 8 stay with the old revision" in text
+
+
+@pytest.mark.parametrize("phase", ["Running", "Failed", "Promoted"])
+def test_what_stays_is_kept_over_edits_until_a_canary_is_promoted(phase: Phase) -> None:
+    # More instances of what was on trial run than of what stays: those may be lost now.
+    found = seen(("p", "old", 4, 0), ("d", "old", 8, 0), ("p", "mid", 4, 4), ("d", "mid", 8, 8))
+    state = CanaryState("another", phase, stable=STABLE)
+    rules = Canary(weight_percent=10, analysis=CanaryAnalysis())
+    after = advance(
+        state,
+        rules=rules,
+        want=wanted(),
+        seen=found,
+        report=CanaryReport(),
+        promote="",
+        now="2026-01-01T00:00:00Z",
+    )
+    assert after.phase == "Running"
+    stays = "mid" if phase == "Promoted" else "old"
+    assert dict(after.stable) == {"p": stays, "d": stays}
 
 
 def marked(*found: tuple[str, str, str, int]) -> FleetSeen:

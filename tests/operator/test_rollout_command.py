@@ -249,8 +249,12 @@ def test_a_canary_is_shown_and_promoted_by_its_revision(
     patch = {"metadata": {"annotations": {"xpyd.dev/promote-canary": "0a1b2c3d4e"}}}
     assert kubectl.patch == patch
     failed = with_status(document(), ("Degraded", "True", "CanaryFailed"))
+    failed["status"]["canary"] = {**row, "phase": "Failed", "revision": "1b2c3d4e5f"}
     kubectl.has(failed)
     assert rollout("status", "chat", "--wait") == 1
+    assert rollout("promote", "chat") == 0, "whoever knows that the limit was wrong"
+    patch["metadata"]["annotations"]["xpyd.dev/promote-canary"] = "1b2c3d4e5f"
+    assert kubectl.patch == patch
 
 
 def test_plan_says_what_makes_new_pods_and_why_and_writes_nothing(
