@@ -319,6 +319,38 @@ class FleetClient:
         found = self.find("pods", labels=f"xpyd.dev/fleet={self.name},xpyd.dev/pool={pool}")
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
+    @contextmanager
+    def copied_pod(self, pool: str, key: str) -> Iterator[str]:
+        """A pod beside the pool's, as one of them, with a KV key of its own; its name. Pods of the
+        fleet follow their key: so a ReplicaSet makes it that is named as theirs are."""
+        pod = self.pods(pool)[0]
+        labels, spec = pod["metadata"]["labels"], pod["spec"]
+        del labels["pod-template-hash"], spec["nodeName"]
+        (volume,) = [one for one in spec["volumes"] if one["name"] == "xpyd-kv"]
+        volume.pop("projected")
+        volume["secret"] = {"secretName": "other"}
+        name = f"{pod['metadata']['name'].rsplit('-', 2)[0]}-copy"
+        copy = {
+            "apiVersion": "apps/v1",
+            "kind": "ReplicaSet",
+            "metadata": {"name": name},
+            "spec": {
+                "selector": {"matchLabels": {"copy": "1"}},
+                "template": {"metadata": {"labels": labels | {"copy": "1"}}, "spec": spec},
+            },
+        }
+        other = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "other"}}
+        for made in (other | {"stringData": {"key": key}}, copy):
+            self.kubectl("apply", "-f", "-", input=json.dumps(made))
+        try:
+            found = wait_for(lambda: self.find("pods", labels="copy=1"), 30, "there is a copy")
+            yield found[0]["metadata"]["name"]
+        finally:
+            gone = ("--timeout=60s", f"replicaset/{name}", "secret/other")
+            self.kubectl("delete", *gone, timeout_s=70)
+            gone = ("--timeout=60s", "--for=delete", "pod", "-l", "copy=1")
+            self.kubectl("wait", *gone, timeout_s=70)
+
     def wait_pool(self, pool: str, ready: int, timeout_s: float = 90) -> None:
         """Until the pool object says that exactly `ready` instances are ready and none leaves."""
 

@@ -1,0 +1,363 @@
+"""Ten reasons for which KV does not move, each put into a fleet of real pods: the fleet's condition
+KVTransferVerified names the cause, the pair and the fix within 60 s.
+
+tests/e2e/test_kv_causes.py does it with processes. Here a document makes the fault where one can:
+a pool is added whose pods differ, by its template's variables, from which `engine.args` take flags,
+or by its volumes. The rest happens to a pod that runs: a rule in its network, a key of its own, too
+little time of the processor. One fleet has nine of them one after another; faults of instances come
+before those of pairs, for which the condition stays False for a minute.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.fleetkit import (
+    DEMO_MODEL,
+    FleetClient,
+    Obj,
+    delete_fleets,
+    fleet_document,
+    installed_chart,
+)
+from tests.cluster.harness import Cluster, wait_for
+from tests.cluster.images.build import worker_test_template
+from tests.operator.fleets import cpu_pool
+
+pytestmark = pytest.mark.cluster
+NAMESPACE = "causes"
+WITHIN_S = 60
+"""From the cause on, until the condition names it."""
+HELD_S = 150
+"""A condition that was False stays so for a minute after the last loss."""
+KV_PORT = 21001
+DISCOVERY_PORT = 30001
+MODEL_IN_POD = "/models/demo-model"
+_ARGS = ("dtype", "role", "kv-transport", "kv-cache-memory")
+"""Flags of which each pool's template has the value."""
+_ASK = """
+import json, random, sys, threading, time, urllib.request
+url, tokens, answer, at_once, times = sys.argv[1], *map(int, sys.argv[2:])
+
+def ask():
+    for _ in range(times):
+        prompt = [random.randrange(10, 900) for _ in range(tokens)]
+        body = {"model": "demo", "prompt": prompt, "max_tokens": answer, "ignore_eos": True}
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+        request.add_header("Content-Type", "application/json")
+        try:
+            with urllib.request.urlopen(request, timeout=100) as said:
+                said.read()
+                print(said.status, flush=True)
+        except OSError as error:
+            print(repr(error), flush=True)
+        time.sleep(0.2)
+
+threads = [threading.Thread(target=ask, daemon=True) for _ in range(at_once)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+"""Runs in the cluster's network: a line for each answer, its status or what went wrong."""
+
+
+def pool(name: str, role: str, /, *, model: Path | None = None, **flags: str) -> Obj:
+    """A pool of one engine whose flags of _ARGS are `flags`. `model`: a folder of the node with the
+    checkpoint, in place of the image's."""
+    values = {"dtype": "float32", "role": role, "kv_transport": "auto", "kv_cache_memory": "64Mi"}
+    template = worker_test_template()
+    [engine] = template["spec"]["containers"]
+    engine["env"] = [{"name": n.upper(), "value": v} for n, v in {**values, **flags}.items()]
+    if model is not None:
+        mount = {"name": "model", "mountPath": MODEL_IN_POD, "readOnly": True}
+        engine["volumeMounts"].append(mount)
+        template["spec"]["volumes"].append({"name": "model", "hostPath": {"path": str(model)}})
+    return cpu_pool(name, role, replicas=1, template=template)
+
+
+def document(name: str, *pools: Obj, **spec: Any) -> Obj:
+    """A fleet of these pools. A folder for sockets that each pod has for itself is as one of which
+    the pods' nodes have one each. The operator refuses --role and --kv-socket-dir, but of engines
+    whose image has its own version: the tests' image has none."""
+    found = fleet_document(prefill=1, decode=1)
+    found["metadata"]["name"] = name
+    args = [f"--{flag}=$({flag.replace('-', '_').upper()})" for flag in _ARGS]
+    more = ["--threads=1", "--max-model-len=2048", "--kv-socket-dir=/tmp/sockets"]
+    found["spec"] |= {
+        "engine": {"args": [*args, *more]},
+        "pools": list(pools),
+        "router": {"replicas": 1, "onNoPrefill": "PrefillOnDecode"},
+        "heartbeat": {"intervalMilliseconds": 1000},
+        "drain": {"timeoutSeconds": 1},
+        **spec,
+    }
+    return found
+
+
+def chat(*added: Obj) -> Obj:
+    """1P1D and what is added. D waits for a short time: it does on a network that is as fast."""
+    both = pool("prefill", "Prefill"), pool("decode", "Decode")
+    kv = {"bufferSize": "16Mi", "hostPoolSize": "32Mi", "waitSeconds": 2}
+    return document("chat", *both, *added, kvTransfer=kv)
+
+
+def full() -> Obj:
+    """A D with room for three prompts. A probe that a busy D answers late is no cause here."""
+    both = pool("prefill", "Prefill"), pool("decode", "Decode", kv_cache_memory="6Mi")
+    router = {"replicas": 1, "args": ["--kv-probe-seconds=0"]}
+    kv = {"bufferSize": "0", "hostPoolSize": "32Mi"}
+    return document("full", *both, kvTransfer=kv, router=router)
+
+
+@pytest.fixture(scope="module")
+def fleets(node_cluster: Cluster) -> Iterator[dict[str, FleetClient]]:
+    """The chart, and both fleets, ready."""
+    with installed_chart(node_cluster):
+        node_cluster.kubectl("create", "namespace", NAMESPACE)
+        found = {n: FleetClient(node_cluster, NAMESPACE, n) for n in ("chat", "full")}
+        found["chat"].apply(chat())
+        found["full"].apply(full())
+        for one in found.values():
+            one.wait_ready()
+        yield found
+        delete_fleets(node_cluster, NAMESPACE)
+        node_cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+
+
+@pytest.fixture
+def fleet(fleets: dict[str, FleetClient]) -> FleetClient:
+    """The one that has nine of the causes."""
+    return fleets["chat"]
+
+
+def asking(
+    fleet: FleetClient, tokens: int, *, answer: int = 4, at_once: int = 1, times: int
+) -> Any:
+    """A process that sends so many requests."""
+    router = fleet.read("services", f"{fleet.name}-router")
+    url = f"http://{router['spec']['clusterIP']}:10001"
+    argv = [sys.executable, "-c", _ASK, url, *map(str, (tokens, answer, at_once, times))]
+    return fleet.cluster.popen(argv, stdout=subprocess.PIPE, text=True)
+
+
+@contextmanager
+def asked(fleet: FleetClient) -> Iterator[None]:
+    """Requests all the time, and each has an answer."""
+    process = asking(fleet, 48, times=100_000)
+    try:
+        yield
+    finally:
+        process.kill()
+        said, _ = process.communicate()
+    assert Counter(said.split("\n")).keys() <= {"200", ""}, said
+
+
+def wait_verified(fleet: FleetClient, within_s: int = WITHIN_S) -> None:
+    """Until the condition is True; without requests, by probes."""
+
+    def is_verified() -> bool:
+        return fleet.condition("KVTransferVerified").get("status") == "True"
+
+    what = "KVTransferVerified is True"
+    wait_for(is_verified, within_s, what, interval_s=0.5, explain=fleet.explain)
+
+
+def wait_named(fleet: FleetClient, reason: str, *texts: str) -> None:
+    """Until the condition is False for `reason`, with all of `texts` in its message."""
+    last: Obj = {}
+
+    def is_named() -> bool:
+        last.update(fleet.condition("KVTransferVerified"))
+        is_right = (last.get("status"), last.get("reason")) == ("False", reason)
+        return is_right and all(one in last["message"] for one in texts)
+
+    def said_last() -> str:
+        return f"said last: {last}\n{fleet.explain()}"
+
+    wait_for(is_named, WITHIN_S, f"{reason} with {texts}", interval_s=0.5, explain=said_last)
+
+
+def name_of(fleet: FleetClient, pool: str) -> str:
+    """Of the pool's only pod."""
+    [pod] = fleet.pods(pool)
+    return str(pod["metadata"]["name"])
+
+
+@contextmanager
+def added(fleet: FleetClient, pool: Obj) -> Iterator[str]:
+    """The fleet with this pool besides; the pod of its engine, which serves."""
+    fleet.apply(chat(pool))
+    try:
+        fleet.wait_pool(pool["name"], 1)
+        yield name_of(fleet, pool["name"])
+    finally:
+        fleet.apply(chat())
+    what = f"the pool {pool['name']} is gone"
+    wait_for(lambda: not fleet.pods(pool["name"]), WITHIN_S, what, explain=fleet.explain)
+
+
+def engine_process(fleet: FleetClient, pool: str) -> int:
+    """The engine of the pool's only pod, as this machine numbers it."""
+    [pod] = fleet.pods(pool)
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            is_in_pod = f"pod{pod['metadata']['uid']}" in (folder / "cgroup").read_text()
+            is_engine = b"\0worker\0" in (folder / "cmdline").read_bytes()
+        except OSError:  # it has ended
+            continue
+        if is_in_pod and is_engine:
+            return int(folder.name)
+    raise AssertionError(f"no engine runs in {pod['metadata']['name']}")
+
+
+def in_network(process: int, *argv: str) -> None:
+    """Run a program of this machine in the network of the process' pod."""
+    command = ["nsenter", f"--net=/proc/{process}/ns/net", "--", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, f"{argv}: {done.stderr}"
+
+
+@contextmanager
+def dropped(process: int, hook: str, port: int) -> Iterator[None]:
+    """What comes to the pod's port (`input`), or what the pod sends to a port (`output`), is lost,
+    as a NetworkPolicy does it; the cluster's own network enforces none."""
+    chain = f"type filter hook {hook} priority 0; meta l4proto {{ tcp, udp }} th dport {port} drop;"
+    in_network(process, "nft", f"table ip wall {{ chain seen {{ {chain} }}; }}")
+    try:
+        yield
+    finally:
+        in_network(process, "nft", "delete table ip wall")
+
+
+def test_a_fleet_without_a_fault_is_verified(fleet: FleetClient) -> None:
+    wait_verified(fleet)
+
+
+@pytest.mark.soak
+def test_a_p_that_is_never_asked_is_named(fleet: FleetClient) -> None:
+    """Its heartbeats reach no router: D serves all requests alone."""
+    with asked(fleet):
+        with dropped(engine_process(fleet, "prefill"), "output", DISCOVERY_PORT):
+            wait_named(fleet, "PrefillIdle", name_of(fleet, "prefill"), "XPYD_DISCOVERY")
+        wait_verified(fleet)
+
+
+@pytest.mark.soak
+def test_a_wrong_role_is_named(fleet: FleetClient) -> None:
+    with added(fleet, pool("turned", "Prefill", role="Decode")) as pod:
+        wait_named(fleet, "WrongRole", f"{pod} of a Prefill pool", "it is Decode", "take --role")
+    wait_verified(fleet)
+
+
+def test_a_wrong_key_is_named(fleet: FleetClient) -> None:
+    with fleet.copied_pod("decode", key="0" * 64) as pod:
+        wait_named(fleet, "KeyMismatch", pod, "kvTransfer.keySecretRef")
+    wait_verified(fleet)
+
+
+def test_a_firewall_is_named_though_requests_wait_behind_it(fleet: FleetClient) -> None:
+    d = engine_process(fleet, "decode")
+    [pod] = fleet.pods("decode")
+    pair = f"{name_of(fleet, 'prefill')} to {pod['metadata']['name']}: no_answer"
+    address = f"no_answer at {pod['status']['podIP']}:{KV_PORT}"
+    with asked(fleet), dropped(d, "input", KV_PORT):
+        wait_named(fleet, "NoAnswer", pair, address, "a firewall or NetworkPolicy")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("factor", "fix"),
+    [
+        ("kv_dtype", "one dtype of the KV cache"),
+        ("revision", "one revision of the model"),
+        ("tokenizer", "the tokenizer files of one checkpoint"),
+    ],
+)
+def test_what_p_and_d_do_not_share_is_named_with_both_values(
+    fleet: FleetClient, factor: str, fix: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The folder of a node may have another checkpoint than the image of the other pools."""
+    model = tmp_path_factory.mktemp(factor) / "model"
+    shutil.copytree(DEMO_MODEL, model)
+    if factor == "tokenizer":
+        path = model / "tokenizer.json"
+        path.write_text(path.read_text() + "\n")
+    elif factor == "revision":
+        [path] = model.glob("*.safetensors")
+        path.write_bytes(path.read_bytes()[:-2] + b"\x3f\x3f")
+    flags = {"dtype": "bfloat16"} if factor == "kv_dtype" else {}
+    name = factor.replace("_", "-")
+    other = pool(name, "Decode", model=model, **flags)
+    with added(fleet, other) as pod, asked(fleet):
+        what = f"{name_of(fleet, 'prefill')} to {pod}: incompatible (incompatible:{factor} at "
+        wait_named(fleet, "Incompatible", what, f": {factor}: P", ", D has ", fix)
+
+
+@pytest.mark.soak
+def test_missing_shared_memory_is_named(fleet: FleetClient) -> None:
+    with added(fleet, pool("near", "Prefill", kv_transport="shm")) as pod, asked(fleet):
+        pair = f"{pod} to {name_of(fleet, 'decode')}: no_socket"
+        wait_named(fleet, "NoSharedMemory", pair, "kvTransfer.sameHostPath")
+
+
+def test_a_wait_that_is_too_short_is_named_with_what_a_probe_takes(fleet: FleetClient) -> None:
+    """P's network carries 200 KB/s, on which a probe takes a third of a second."""
+    p = engine_process(fleet, "prefill")
+    pair = f"{name_of(fleet, 'prefill')} to {name_of(fleet, 'decode')}: "
+    slow = ("dev", "eth0", "root", "tbf", "rate", "1600kbit", "burst", "8kb", "latency", "400ms")
+    in_network(p, "tc", "qdisc", "add", *slow)
+    try:
+        # KV of each prompt is 0.9 MB.
+        said, _ = asking(fleet, 300, times=3).communicate(timeout=WITHIN_S)
+        assert said.split() == ["200"] * 3
+        wait_named(fleet, "WaitTooShort", pair, "64 KiB took up to", "waitSeconds")
+    finally:
+        in_network(p, "tc", "qdisc", "delete", *slow[:3])
+
+
+@contextmanager
+def slowed(process: int) -> Iterator[None]:
+    """It runs for a twentieth of the time."""
+    over = threading.Event()
+
+    def slow() -> None:
+        while not over.wait(0.02):
+            os.kill(process, signal.SIGSTOP)
+            over.wait(0.38)
+            os.kill(process, signal.SIGCONT)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_d_without_room_is_named_with_its_numbers(fleets: dict[str, FleetClient]) -> None:
+    """Prompts of 1.8 MB of KV each, at a D that computes slowly."""
+    fleet = fleets["full"]
+    d = engine_process(fleet, "decode")
+    pod = name_of(fleet, "decode")
+    with slowed(d):
+        requests = asking(fleet, 600, answer=1400, at_once=8, times=1)
+        wait_named(fleet, "NoRoom", f"{pod} has ", " blocks free", "kvTransfer.bufferSize")
+        requests.kill()
+    with asked(fleet):
+        wait_verified(fleet)
+
+
+def test_behind_the_faults_the_fleet_is_verified_again(fleet: FleetClient) -> None:
+    wait_verified(fleet, HELD_S)
