@@ -14,7 +14,8 @@ if [ "$(uname -s)" != Linux ]; then
 fi
 
 want=$(cat pyproject.toml constraints.txt scripts/setup.sh hatch_build.py \
-  kv_transfer/xpyd_kv/native/*.c | sha256sum | cut -c1-16)
+  kv_transfer/xpyd_kv/native/*.c \
+  worker_image/xpyd_worker/{kernels/cpu,parallel/native}/*.{cpp,h} | sha256sum | cut -c1-16)
 stamp=.venv/.xpyd-setup
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
   exit 0
