@@ -19,13 +19,21 @@ PLAIN: dict[str, Any] = {
 def sizes(**fields: Any) -> set[int]:
     shape = shape_of({**PLAIN, **fields})
     assert shape is not None
-    return set(shape.intermediate_sizes)
+    return set(shape.intermediate_sizes | shape.expert_sizes)
 
 
 def test_a_shape_is_layers_heads_and_the_sizes_of_mlps() -> None:
     assert shape_of(PLAIN) == Shape(
         layers=22, heads=32, kv_heads=8, intermediate_sizes=frozenset({96})
     )
+
+
+def test_experts_are_counted_by_the_names_that_families_give_them() -> None:
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        shape = shape_of({**PLAIN, name: 8, "moe_intermediate_size": 48})
+        assert shape is not None
+        assert (shape.experts, shape.expert_sizes, shape.intermediate_sizes) == (8, {48}, set())
+    assert shape_of(PLAIN) == shape_of({**PLAIN, "num_experts": 0})
 
 
 def test_without_a_number_of_kv_heads_each_head_has_its_own() -> None:

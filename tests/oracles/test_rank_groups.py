@@ -1,12 +1,15 @@
-"""Article facts 35 to 38, 45, 49, 50 and 52: layers of stages, ranks on their axes, groups."""
+"""Article facts 35 to 38, 45, 49, 50, 52 and 54: layers of stages, experts of ranks, ranks on their
+axes, groups."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from xpyd_core.errors import UserError
 from xpyd_core.parallel.checks import Shape, check_parallel
-from xpyd_core.parallel.partition import parse_override, partition, stage_sizes
+from xpyd_core.parallel.partition import expert_shares, parse_override, partition, stage_sizes
 from xpyd_core.parallel.ranks import RankCoordinates, Sizes, group_of
 
 PARTITIONS = {
@@ -116,12 +119,49 @@ def test_groups_of_other_sizes() -> None:
     assert sizes.pipeline_groups == ((0, 4), (2, 6), (1, 5), (3, 7))
 
 
+def test_experts_are_shared_by_a_stages_ranks_of_all_replicas() -> None:
+    """Article facts 49 and 51."""
+    sizes = Sizes(data=2, pipeline=2, tensor=4)
+    assert sizes.expert_groups == ((0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15))
+    outer = Sizes(external=2, data=2, tensor=2)
+    assert outer.expert_groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+    # Without replicas they are a tensor group.
+    assert Sizes(pipeline=2, tensor=2).expert_groups == ((0, 1), (2, 3))
+
+
+def test_the_switch_makes_as_many_expert_ranks_as_tensor_ranks() -> None:
+    """Article fact 54."""
+    sizes = Sizes(tensor=8, has_whole_experts=True)
+    assert sizes.expert == 8
+    assert [len(share) for share in expert_shares(256, sizes.expert)] == [32] * 8
+    assert expert_shares(256, 8)[3] == range(96, 128)
+    assert Sizes(tensor=8).expert == 1
+    # Attention is divided as without; replicas have their ranks' experts, too.
+    assert sizes.tensor_groups == (tuple(range(8)),)
+    assert Sizes(data=2, tensor=4, pipeline=3, has_whole_experts=True).expert == 8
+
+
+@pytest.mark.parametrize(
+    ("case", "counts"),
+    [((5, 2), [3, 2]), ((8, 3), [3, 3, 2]), ((7, 7), [1] * 7), ((60, 8), [8] * 4 + [7] * 4)],
+    ids=str,
+)
+def test_experts_that_remain_go_to_the_first_ranks(
+    case: tuple[int, int], counts: list[int]
+) -> None:
+    """Article fact 54."""
+    shares = expert_shares(*case)
+    assert [len(share) for share in shares] == counts
+    assert [expert for share in shares for expert in share] == list(range(case[0]))
+
+
 def test_every_rank_is_in_one_group_of_each_kind() -> None:
     """Article facts 49 and 52."""
     sizes = Sizes(external=2, data=3, pipeline=2, context=2, tensor=3)
     assert sizes.world == 72
     assert sizes.replica == 12
-    for groups in (sizes.tensor_groups, sizes.pipeline_groups, sizes.data_groups):
+    kinds = (sizes.tensor_groups, sizes.pipeline_groups, sizes.data_groups, sizes.expert_groups)
+    for groups in kinds:
         assert sorted(rank for group in groups for rank in group) == list(range(72))
     for rank in range(72):
         place = sizes.coordinates(rank)
@@ -129,6 +169,8 @@ def test_every_rank_is_in_one_group_of_each_kind() -> None:
         assert group_of(sizes.tensor_groups, rank).index(rank) == place.tensor
         assert group_of(sizes.pipeline_groups, rank).index(rank) == place.stage
         assert group_of(sizes.data_groups, rank).index(rank) == place.data
+        in_group = (place.data * sizes.context + place.context) * sizes.tensor + place.tensor
+        assert group_of(sizes.expert_groups, rank).index(rank) == in_group
 
 
 def test_the_number_in_a_group_is_not_the_rank() -> None:
@@ -174,3 +216,35 @@ def test_all_complaints_are_said_at_once() -> None:
     with pytest.raises(UserError) as failure:
         check_parallel(SHAPE, Sizes(tensor=5, pipeline=30))
     assert len(str(failure.value).splitlines()) == 3 + 1
+
+
+MIXTRAL = Shape(layers=32, heads=32, kv_heads=8, experts=8, expert_sizes=frozenset({14336}))
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "complaint"),
+    [
+        (SHAPE, Sizes(tensor=2), "--enable-expert-parallel: the model has no experts"),
+        (MIXTRAL, Sizes(tensor=16), "16 ranks for 8 experts of a layer; each rank needs one"),
+        (MIXTRAL, Sizes(tensor=4, data=4), r"16 ranks \(4 x 4\) for 8 experts of a layer"),
+    ],
+)
+def test_experts_that_cannot_be_divided_so_are_refused_with_the_numbers(
+    shape: Shape, sizes: Sizes, complaint: str
+) -> None:
+    """Article fact 54."""
+    with pytest.raises(UserError, match=complaint):
+        check_parallel(shape, replace(sizes, has_whole_experts=True))
+    check_parallel(MIXTRAL, Sizes(tensor=4, data=2, has_whole_experts=True))
+
+
+def test_whole_experts_are_of_any_size_and_slices_are_not() -> None:
+    """Article fact 54."""
+    odd = replace(MIXTRAL, expert_sizes=frozenset({100}))
+    with pytest.raises(UserError, match="8 does not divide the experts' intermediate size of 100"):
+        check_parallel(odd, Sizes(tensor=8))
+    check_parallel(odd, Sizes(tensor=8, has_whole_experts=True))
+    # Layers without experts are divided as ever.
+    mixed = replace(odd, intermediate_sizes=frozenset({36}))
+    with pytest.raises(UserError, match="8 does not divide the MLP's intermediate size of 36"):
+        check_parallel(mixed, Sizes(tensor=8, has_whole_experts=True))

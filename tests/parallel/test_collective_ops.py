@@ -21,6 +21,8 @@ def checks(seat: Seat) -> None:
         name = state.tensor_group.unique_name
         for op in (OPS.xpyd.all_reduce_, OPS.xpyd.all_gather):
             torch.library.opcheck(op, (torch.ones(3, 4), name), test_utils=CHECKS)
+        rows = (torch.ones(3, 4), [1, 2], [1 + seat.rank] * 2, name)
+        torch.library.opcheck(OPS.xpyd.all_to_all, rows, test_utils=CHECKS)
 
 
 @pytest.mark.slow  # most of it goes into imports of torch's
@@ -30,19 +32,23 @@ def test_operators_hold_to_their_schemas_and_fakes():
 
 
 def fakes(seat: Seat) -> list[Any]:
-    with seat.open(Sizes(tensor=2)) as state:
+    with seat.open(Sizes(tensor=2, has_whole_experts=True)) as state:
         if seat.rank:  # has no part in it
             return []
         with FakeTensorMode():
             x = torch.empty(5, 8, dtype=torch.bfloat16)
-            both = state.tensor.all_reduce(x), state.tensor.all_gather(x)
-        return [(tuple(one.shape), one.dtype) for one in both]
+            all_of_them = (
+                state.tensor.all_reduce(x),
+                state.tensor.all_gather(x),
+                state.experts.all_to_all(x, [2, 3], [2, 7]),
+            )
+        return [(tuple(one.shape), one.dtype) for one in all_of_them]
 
 
 def test_fakes_have_the_shapes_of_what_they_stand_for_and_ask_nobody():
     """Article fact 51."""
     found = run_ranks(fakes, 2)[0]
-    assert found == [((5, 8), torch.bfloat16), ((5, 16), torch.bfloat16)]
+    assert found == [((5, 8), torch.bfloat16), ((5, 16), torch.bfloat16), ((9, 8), torch.bfloat16)]
 
 
 def closed(seat: Seat) -> str:

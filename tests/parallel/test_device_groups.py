@@ -57,6 +57,12 @@ class FakeBackend:
         self.calls.append(("allgather", options.asyncOp))
         return self.work if options.asyncOp else None
 
+    def alltoall_base(
+        self, out: Tensor, x: Tensor, receive: list[int], send: list[int], options: Any
+    ) -> FakeWork | None:
+        self.calls.append(("alltoall", options.asyncOp, receive, send))
+        return self.work if options.asyncOp else None
+
     def send(self, tensors: list[Tensor], to: int, tag: int) -> FakeWork:
         self.calls.append(("send", to))
         return self.work
@@ -82,9 +88,16 @@ def test_nccl_runs_on_the_current_stream_and_the_host_waits_for_nothing() -> Non
     group = _group(backend, None)
     group.all_reduce(torch.ones(2))
     group.all_gather(torch.ones(2, 2), torch.ones(2))
+    group.all_to_all(torch.ones(3, 2), torch.ones(1, 2), [1, 0], [1, 2])
     group.send(torch.ones(1), 1).wait()
     group.receive(torch.ones(1), 1).wait()
-    assert backend.calls == [("allreduce", False), ("allgather", False), ("send", 1), ("recv", 1)]
+    assert backend.calls == [
+        ("allreduce", False),
+        ("allgather", False),
+        ("alltoall", False, [1, 2], [1, 0]),
+        ("send", 1),
+        ("recv", 1),
+    ]
     # With a deadline NCCL's wait would hold the host up until the device is there.
     assert backend.work.waits == [(), ()]
     group.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 from typing import Any
 
+import pytest
 import torch
 
 from tests.ranks.kit.groups import HOST, PATIENCE_S, Seat, run_ranks
@@ -15,16 +16,19 @@ from xpyd_worker.parallel.distributed import ProcessGroup, Rendezvous, Store
 from xpyd_worker.parallel.groups import group_by_name
 
 TP2_PP2 = Sizes(tensor=2, pipeline=2)
-KINDS = ("world", "tensor", "pipeline", "data")
+KINDS = ("world", "tensor", "pipeline", "data", "expert")
+DP2_TP2 = Sizes(data=2, tensor=2, has_whole_experts=True)
 
 
 def _groups(state: Any) -> dict[str, Any]:
-    return {
+    found = {
         "world": state.world,
         "tensor": state.tensor_group,
         "pipeline": state.pipeline_group,
         "data": state.data_group,
+        "expert": state.expert_group,
     }
+    return {kind: group for kind, group in found.items() if group is not None}
 
 
 def places(seat: Seat, sizes: Sizes) -> dict[str, Any]:
@@ -62,6 +66,41 @@ def test_ranks_know_their_groups_and_parts():
     assert [one["part"].stage for one in found] == [one["pipeline"][1] for one in found]
 
 
+def test_ranks_of_two_replicas_share_their_experts():
+    """Article facts 49 and 51. Two replicas of two stages of two ranks."""
+    sizes = Sizes(data=2, pipeline=2, tensor=2, has_whole_experts=True)
+    found = run_ranks(places, 8, sizes)
+    first, last = (0, 1, 4, 5), (2, 3, 6, 7)
+    assert [one["expert"][0] for one in found] == [first] * 2 + [last] * 2 + [first] * 2 + [
+        last
+    ] * 2
+    assert [one["expert"][1] for one in found] == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert [one["data"][0] for one in found] == [(0, 4), (1, 5), (2, 6), (3, 7)] * 2
+    assert [one["tensor"][0] for one in found[4:6]] == [(4, 5)] * 2
+    assert {(one["part"].replicas, one["part"].ranks) for one in found} == {(2, 8)}
+
+
+def exchanged(seat: Seat, is_shared: bool) -> Any:
+    """Rows to rank 0 of the group, and one to each."""
+    with seat.open(DP2_TP2) as state:
+        if not is_shared:
+            state.expert_group._shared = None
+        group = state.experts
+        own = torch.arange(6.0).view(3, 2) + 100 * seat.rank
+        to_first = group.all_to_all(own, [3, 0, 0, 0], [3] * 4 if group.rank == 0 else [0] * 4)
+        ones = [1] * 4
+        to_each = group.all_to_all(torch.full((4, 1), seat.rank), ones, ones)
+        return group.replicas, to_first.tolist(), to_each.view(-1).tolist()
+
+
+@pytest.mark.parametrize("is_shared", [True, False], ids=["memory", "Gloo"])
+def test_an_expert_group_exchanges_rows_over_shared_memory_and_over_gloo_alike(is_shared: bool):
+    found = run_ranks(exchanged, 4, is_shared)
+    rows = [[[100.0 * r + 2 * i, 100.0 * r + 2 * i + 1] for i in range(3)] for r in range(4)]
+    assert found[0] == (2, sum(rows, []), [0, 1, 2, 3])
+    assert found[1:] == [(2, [], [0, 1, 2, 3])] * 3
+
+
 def sums(seat: Seat, sizes: Sizes) -> Any:
     with seat.open(sizes) as state:
         mine = torch.arange(6.0).view(2, 3) + 10 * seat.rank
@@ -79,13 +118,13 @@ def test_a_tensor_group_adds_up_and_gathers_among_its_own_ranks():
         assert beside == torch.cat([base + 10 * one for one in pair], dim=1).tolist()
 
 
-def ends(seat: Seat) -> tuple[list[str], list[str], dict[str, bool]]:
+def ends(seat: Seat, sizes: Sizes) -> tuple[list[str], list[str], dict[str, bool]]:
     """Groups in the order in which they were made, and ended; which had shared memory."""
     made: list[str] = []
     ended: list[str] = []
     _note(ProcessGroup, "__init__", made)
     _note(ProcessGroup, "close", ended)
-    with seat.open(TP2_PP2) as state:
+    with seat.open(sizes) as state:
         shared = {kind: group._fast is not None for kind, group in _groups(state).items()}
     return made, ended, shared
 
@@ -102,13 +141,24 @@ def _note(kind: Any, method: str, names: list[str]) -> None:
 
 def test_each_group_is_one_on_the_device_and_one_on_the_host_and_they_end_the_last_first():
     """Article fact 51."""
-    for rank, (made, ended, shared) in enumerate(run_ranks(ends, 4)):
+    for rank, (made, ended, shared) in enumerate(run_ranks(ends, 4, TP2_PP2)):
         data = TP2_PP2.data_groups.index((rank,))
         number = {"world": 0, "tensor": rank // 2, "pipeline": rank % 2, "data": data}
-        assert made == [f"{kind}-{number[kind]}-{on}" for kind in KINDS for on in ("cpu", "device")]
+        assert made == [
+            f"{kind}-{number[kind]}-{on}" for kind in number for on in ("cpu", "device")
+        ]
         assert ended == made[::-1]
-        assert not any(shared[kind] for kind in KINDS if kind != "tensor")
+        assert not any(shared[kind] for kind in number if kind != "tensor")
         assert shared["tensor"] == (native.library() is not None)
+
+
+def test_the_group_of_whole_experts_is_made_last_and_ends_first():
+    """Article fact 51."""
+    for made, ended, shared in run_ranks(ends, 4, DP2_TP2):
+        assert [one.partition("-")[0] for one in made[::2]] == list(KINDS)
+        assert made[-2:] == ["expert-0-cpu", "expert-0-device"]
+        assert ended == made[::-1]
+        assert shared["expert"] == shared["tensor"] == (native.library() is not None)
 
 
 def test_rank_0_listens_where_the_others_look_for_it() -> None:

@@ -125,8 +125,64 @@ def test_shares_stand_beside_each_other_by_rank(world: int):
     assert run_ranks(gathers, world) == [25] * world
 
 
+def _tables(world: int) -> list[list[list[int]]]:
+    """Rows that each rank has for each: few, none at all, one rank with all of them, and more than
+    go through the memory at once."""
+    made = torch.Generator().manual_seed(world)
+    tables = torch.randint(0, 5, (4, world, world), generator=made)
+    tables[1] = 0
+    tables[2] = 0
+    tables[2, 0] = 7
+    tables[3] *= 700
+    found: Any = tables.tolist()
+    return found
+
+
+def exchanges(seat: Seat) -> int:
+    found, done = _opened(seat), 0
+    for table in _tables(seat.world):
+        for dtype, width in ((torch.float32, 1), (torch.bfloat16, 33), (torch.int64, 130)):
+            send = table[seat.rank]
+            receive = [table[sender][seat.rank] for sender in range(seat.world)]
+            # Numbers that say whose row it is, for whom, and which.
+            x = torch.cat([_rows_for(seat.rank, to, n) for to, n in enumerate(send)])
+            x = x.unsqueeze(1).repeat(1, width).to(dtype)
+            out = torch.empty(sum(receive), width, dtype=dtype)
+            found.all_to_all(out, x, send, receive)
+            expected = torch.cat([_rows_for(f, seat.rank, n) for f, n in enumerate(receive)])
+            assert torch.equal(out, expected.unsqueeze(1).repeat(1, width).to(dtype))
+            done += 1
+    return done
+
+
+def _rows_for(sender: int, to: int, count: int) -> Tensor:
+    return (torch.arange(count) % 16) * 16 + sender * 4 + to
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_rows_go_to_the_ranks_that_they_are_for_in_their_order(world: int):
+    assert run_ranks(exchanges, world) == [12] * world
+
+
+def disagrees(seat: Seat) -> str:
+    """Rank 1 sends two rows where rank 0 counts on one."""
+    found, send = _opened(seat, step_s=SOON_S), [0, 0] if seat.rank == 0 else [2, 0]
+    with pytest.raises(GroupError) as error:
+        for _ in range(2):
+            found.all_to_all(torch.empty(1, 3), torch.ones(2, 3), send, [0, 1 - seat.rank])
+    return str(error.value)
+
+
+def test_rows_that_are_not_as_many_as_was_said_are_refused():
+    said = run_ranks(disagrees, 2)
+    assert set(said) == {
+        "all_to_all in group all: rank 1 did not take part: another call, size or type of tensor "
+        "there"
+    }
+
+
 def in_turns(seat: Seat) -> int:
-    """Each rank in three groups of four; calls in an order of which all members know the same."""
+    """Each rank in four groups; calls in an order of which all members know the same."""
     members = [(0, 1, 2, 3), (0, 1, 2), (1, 2, 3), (0, 2, 3), (0, 1, 3)]
     groups = {one: _opened(seat, str(one), one) for one in members if seat.rank in one}
     made, done = torch.Generator().manual_seed(7), 0
@@ -135,7 +191,15 @@ def in_turns(seat: Seat) -> int:
         count = int(torch.randint(1, 3000, (1,), generator=made))
         if seat.rank not in ranks:
             continue
-        if turn % 3:
+        if turn % 5 == 0:
+            out = torch.empty(len(ranks), count)
+            ones = [1] * len(ranks)
+            x = torch.tensor([[1000.0 * to + seat.rank] for to in ranks]).repeat(1, count)
+            groups[ranks].all_to_all(out, x, ones, ones)
+            assert (
+                out[:, 0].tolist() == out[:, -1].tolist() == [1000 * seat.rank + r for r in ranks]
+            )
+        elif turn % 3:
             x = torch.full((count,), float(turn + seat.rank))
             groups[ranks].all_reduce(x)
             assert torch.equal(x, torch.full((count,), float(turn * len(ranks) + sum(ranks))))

@@ -11,6 +11,7 @@ import pytest
 
 from xpyd_core.errors import UserError
 from xpyd_core.parallel.checks import shape_of
+from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.model.config import LayerConfig, ModelConfig
 from xpyd_worker.model.registry import load_config, parse_config
 from xpyd_worker.model.rope import Llama3Scaling, RopeConfig, YarnScaling
@@ -306,7 +307,10 @@ def test_the_sizes_of_vectors_are_those_of_the_layers_there_are() -> None:
     assert parsed({}).vector_sizes() == {64, 128}
     assert parsed({}, MIXTRAL).vector_sizes() == {64, 128}
     assert parsed({}, QWEN3_MOE).vector_sizes() == {64, 24}
-    assert parsed({"mlp_only_layers": [0]}, QWEN3_MOE).vector_sizes() == {64, 128, 24}
+    mixed = parsed({"mlp_only_layers": [0]}, QWEN3_MOE)
+    assert mixed.vector_sizes() == {64, 128, 24}
+    assert mixed.vector_sizes(Sizes(tensor=2)) == {64, 12}
+    assert mixed.vector_sizes(Sizes(tensor=2, has_whole_experts=True)) == {64, 24}
 
 
 def test_experts_have_the_sizes_of_their_family() -> None:

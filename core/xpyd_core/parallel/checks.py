@@ -14,25 +14,28 @@ from xpyd_core.parallel.partition import partition
 from xpyd_core.parallel.ranks import Sizes
 
 TENSOR, PIPELINE = "--tensor-parallel-size", "--pipeline-parallel-size"
+EXPERT = "--enable-expert-parallel"
 SHORT_NAMES = {TENSOR: "-tp", PIPELINE: "-pp"}
 """The engine's other names of them; `engine.args` of a fleet document may use none of the four."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What of a model decides how it can be divided. `intermediate_sizes`: of the MLPs that it has,
-    experts' included."""
+    """What of a model decides how it can be divided. `intermediate_sizes`: of its layers' MLPs;
+    `expert_sizes`: of one expert's, and `experts`: how many experts a layer has that has any."""
 
     layers: int
     heads: int
     kv_heads: int
-    intermediate_sizes: frozenset[int]
+    intermediate_sizes: frozenset[int] = frozenset()
+    experts: int = 0
+    expert_sizes: frozenset[int] = frozenset()
 
 
 def check_parallel(shape: Shape, sizes: Sizes, override: Sequence[int] = ()) -> None:
     """UserError with all that keeps `shape` from being divided so. The vocabulary need not be
     divisible: it is padded."""
-    found = list(_tensor_complaints(shape, sizes.tensor))
+    found = [*_tensor_complaints(shape, sizes), *_expert_complaints(shape, sizes)]
     try:
         partition(shape.layers, sizes.pipeline, override)
     except UserError as error:
@@ -41,7 +44,8 @@ def check_parallel(shape: Shape, sizes: Sizes, override: Sequence[int] = ()) -> 
         raise UserError("\n".join(found))
 
 
-def _tensor_complaints(shape: Shape, tensor: int) -> Iterator[str]:
+def _tensor_complaints(shape: Shape, sizes: Sizes) -> Iterator[str]:
+    tensor = sizes.tensor
     if shape.heads % tensor:
         yield f"{TENSOR}: {tensor} does not divide the model's {shape.heads} attention heads"
     kv_heads = shape.kv_heads
@@ -50,10 +54,32 @@ def _tensor_complaints(shape: Shape, tensor: int) -> Iterator[str]:
     for size in sorted(shape.intermediate_sizes):
         if size % tensor:
             yield f"{TENSOR}: {tensor} does not divide the MLP's intermediate size of {size}"
+    for size in sorted(shape.expert_sizes if not sizes.has_whole_experts else ()):
+        if size % tensor:
+            yield (
+                f"{TENSOR}: {tensor} does not divide the experts' intermediate size of {size}; "
+                f"{EXPERT} leaves experts whole"
+            )
+
+
+def _expert_complaints(shape: Shape, sizes: Sizes) -> Iterator[str]:
+    if not sizes.has_whole_experts:
+        return
+    if not shape.experts:
+        yield f"{EXPERT}: the model has no experts"
+    elif sizes.expert > shape.experts:
+        of = " x ".join(str(size) for size in (sizes.data, sizes.context, sizes.tensor) if size > 1)
+        ranks = f"{sizes.expert} ranks" + (f" ({of})" if " " in of else "")
+        yield (
+            f"{EXPERT}: {ranks} for {shape.experts} experts of a layer; each rank needs one at "
+            "least"
+        )
 
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names that families give to how many experts a layer has."""
+_DEFAULT_EXPERTS = {"MixtralForCausalLM": 8, "Qwen3MoeForCausalLM": 128}
+"""Where config.json has none of them; transformers' own."""
 
 
 def shape_of(config: Mapping[str, object]) -> Shape | None:
@@ -63,23 +89,39 @@ def shape_of(config: Mapping[str, object]) -> Shape | None:
     """
     layers, heads = _whole(config, "num_hidden_layers"), _whole(config, "num_attention_heads")
     kv_heads = _whole(config, "num_key_value_heads") or heads
-    sizes = _mlp_sizes(config)
-    if not (layers and heads and kv_heads and sizes):
-        return None
-    return Shape(layers=layers, heads=heads, kv_heads=kv_heads, intermediate_sizes=sizes)
-
-
-def _mlp_sizes(config: Mapping[str, object]) -> frozenset[int]:
     size = _whole(config, "intermediate_size")
-    if not any(_whole(config, name) for name in _EXPERTS):
-        return frozenset({size} - {0})
-    experts = _whole(config, "moe_intermediate_size") or size
-    has_plain_layers = (
-        bool(config.get("mlp_only_layers"))
+    experts = _experts(config)
+    expert_size = (_whole(config, "moe_intermediate_size") or size) if experts else 0
+    if not (layers and heads and kv_heads and (size or expert_size)):
+        return None
+    return Shape(
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        intermediate_sizes=frozenset({size} - {0} if _has_plain_layers(config, experts) else ()),
+        experts=experts,
+        expert_sizes=frozenset({expert_size} - {0}),
+    )
+
+
+def _experts(config: Mapping[str, object]) -> int:
+    if any(name in config for name in _EXPERTS):
+        return max(_whole(config, name) for name in _EXPERTS)
+    match config.get("architectures"):
+        case [str(name)]:
+            return _DEFAULT_EXPERTS.get(name, 0)
+        case _:
+            return 0
+
+
+def _has_plain_layers(config: Mapping[str, object], experts: int) -> bool:
+    """Whether some layers have an MLP in place of experts."""
+    return (
+        not experts
+        or bool(config.get("mlp_only_layers"))
         or _whole(config, "decoder_sparse_step") > 1
         or _whole(config, "first_k_dense_replace") > 0
     )
-    return frozenset(({experts, size} if has_plain_layers else {experts}) - {0})
 
 
 def _whole(config: Mapping[str, object], name: str) -> int:

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds. Pure.
+"""Which layers each pipeline stage holds, and which experts each rank of an expert group. Pure.
 
 Each stage gets as many layers as there are stages' worth of; what remains goes one by one to the
 stages before the last, from the last but one backwards, since the last also has norm, head and
@@ -66,3 +66,12 @@ def parse_override(text: str) -> tuple[int, ...]:
             )
         found.append(layers)
     return tuple(found)
+
+
+def expert_shares(experts: int, ranks: int) -> tuple[range, ...]:
+    """The experts that each rank of a group holds, as they follow each other; the first ranks have
+    one more where the numbers do not divide (vLLM's determine_expert_map). At least one each: see
+    check_parallel."""
+    each, more = divmod(experts, ranks)
+    ends = accumulate((each + (rank < more) for rank in range(ranks)), initial=0)
+    return tuple(range(*pair) for pair in pairwise(ends))

@@ -3,7 +3,8 @@
 Ranks count along ExternalDP x DP x PP x PCP x TP, the last fastest (Megatron's order, as in vLLM),
 so the ranks of a tensor group are neighbours and a pod that holds whole stages holds a run of
 ranks. ExternalDP are replicas outside of the engine; PCP (prefill context) is in the layout so that
-it may come, and is 1 everywhere. Used to start, connect and show ranks.
+it may come, and is 1 everywhere. EP is no axis of its own: the experts of a stage are divided over
+its DP x PCP x TP ranks. Used to start, connect and show ranks.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ class RankCoordinates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Length of each axis, at least 1."""
+    """Length of each axis, at least 1. `has_whole_experts` (--enable-expert-parallel): an expert is
+    whole on one rank of its expert group; without, every rank of a tensor group has a slice of each
+    expert."""
 
     external: int = 1
     data: int = 1
     pipeline: int = 1
     context: int = 1
     tensor: int = 1
+    has_whole_experts: bool = False
 
     @property
     def replica(self) -> int:
@@ -45,6 +49,11 @@ class Sizes:
     def world(self) -> int:
         """All ranks."""
         return self.external * self.data * self.replica
+
+    @property
+    def expert(self) -> int:
+        """Ranks of an expert group; 1 where experts are not whole."""
+        return self.data * self.context * self.tensor if self.has_whole_experts else 1
 
     @property
     def output_rank(self) -> int:
@@ -96,6 +105,24 @@ class Sizes:
                 range(self.external), range(self.tensor), range(self.pipeline), range(self.context)
             )
         )
+
+    @property
+    def expert_groups(self) -> Groups:
+        """Ranks that share a stage's experts, where these are whole: the stage's in all replicas of
+        an engine, the first replica's first."""
+        return tuple(
+            tuple(
+                self.rank(RankCoordinates(e, d, s, c, t))
+                for d, c, t in itertools.product(
+                    range(self.data), range(self.context), range(self.tensor)
+                )
+            )
+            for e, s in itertools.product(range(self.external), range(self.pipeline))
+        )
+
+
+ONE_RANK = Sizes()
+"""All of the model in one place."""
 
 
 def group_of(groups: Groups, rank: int) -> tuple[int, ...]:

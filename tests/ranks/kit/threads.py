@@ -41,6 +41,14 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size)
         self.slots: list[Tensor | None] = [None] * size
+        self.parts: list[tuple[Tensor, ...]] = [()] * size
+
+    def wait(self) -> None:
+        """Wait until all are here. GroupError."""
+        try:
+            self.barrier.wait(DEADLINE_S)
+        except threading.BrokenBarrierError as error:
+            raise GroupError("another rank has gone") from error
 
 
 class MemoryGroup:
@@ -72,17 +80,46 @@ class MemoryGroup:
         meeting = self._meeting
         self.calls.append((what, x.numel() * x.itemsize))
         meeting.slots[self.rank] = x
-        self._wait()
+        meeting.wait()
         tensors = [tensor for tensor in meeting.slots if tensor is not None]
         assert len({tensor.shape for tensor in tensors}) == 1, "ranks are in different places"
         yield tensors
-        self._wait()
+        meeting.wait()
 
-    def _wait(self) -> None:
-        try:
-            self._meeting.barrier.wait(DEADLINE_S)
-        except threading.BrokenBarrierError as error:
-            raise GroupError("another rank has gone") from error
+
+class MemoryExperts:
+    """An ExpertGroup over threads. `calls`: bytes that each call sent to other ranks."""
+
+    def __init__(self, meeting: Meeting, rank: int, replicas: int) -> None:
+        self.meeting, self.rank, self.size = meeting, rank, len(meeting.slots)
+        self.replicas = replicas
+        self.calls: list[int] = []
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        assert len(send) == len(receive) == self.size
+        assert sum(send) == x.shape[0], "each row is for somebody"
+        others = x.shape[0] - send[self.rank]
+        self.calls.append(others * x[:1].numel() * x.itemsize)
+        meeting = self.meeting
+        meeting.parts[self.rank] = x.split(list(send))
+        meeting.wait()
+        mine = [parts[self.rank] for parts in meeting.parts]
+        assert [len(part) for part in mine] == list(receive), "not as many as was said"
+        found = torch.cat(mine)
+        meeting.wait()
+        return found
+
+
+def expert_groups(size: int, replicas: int) -> list[MemoryExperts]:
+    """All ranks' ends of one group."""
+    meeting = Meeting(size)
+    return [MemoryExperts(meeting, rank, replicas) for rank in range(size)]
+
+
+def together(works: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each gives; each in a thread of its own, at the same time."""
+    with ThreadPoolExecutor(len(works)) as threads:
+        return [one.result(DEADLINE_S) for one in [threads.submit(work) for work in works]]
 
 
 @dataclass
@@ -167,6 +204,7 @@ class MemoryParallel:
     part: Part
     tensor: MemoryGroup
     boundary: MemoryBoundary
+    experts: MemoryExperts | None = None
     feedback: Any = None
 
 
@@ -179,25 +217,31 @@ def connect(
 ) -> list[MemoryParallel]:
     """What each rank has of the others."""
     layers = partition(config.num_layers, sizes.pipeline, override)
-    meetings = [Meeting(sizes.tensor) for _ in range(sizes.pipeline)]
+    meetings = [Meeting(sizes.tensor) for _ in sizes.tensor_groups]
     ways = [
-        [Way(config.hidden_size, dtype) for _ in range(sizes.tensor)]
-        for _ in range(sizes.pipeline - 1)
+        [Way(config.hidden_size, dtype) for _ in range(sizes.pipeline - 1)]
+        for _ in sizes.pipeline_groups
     ]
+    experts: dict[int, MemoryExperts] = {}
+    for ranks in sizes.expert_groups if sizes.expert > 1 else ():
+        experts |= zip(ranks, expert_groups(len(ranks), sizes.data), strict=True)
     found: list[MemoryParallel] = []
     for rank in range(sizes.world):
-        _, _, stage, _, tensor = sizes.coordinates(rank)
+        _, data, stage, _, tensor = sizes.coordinates(rank)
         part = Part(
             layers=layers[stage],
             stage=stage,
             stages=sizes.pipeline,
             tensor_rank=tensor,
             tensor_size=sizes.tensor,
+            replicas=sizes.data if sizes.has_whole_experts else 1,
         )
-        before = ways[stage - 1][tensor] if stage else None
-        behind = ways[stage][tensor] if not part.is_last else None
-        group = MemoryGroup(meetings[stage], tensor)
-        found.append(MemoryParallel(part, group, MemoryBoundary(before, behind)))
+        own = ways[data * sizes.tensor + tensor]
+        before = own[stage - 1] if stage else None
+        behind = own[stage] if not part.is_last else None
+        group = MemoryGroup(meetings[data * sizes.pipeline + stage], tensor)
+        boundary = MemoryBoundary(before, behind)
+        found.append(MemoryParallel(part, group, boundary, experts.get(rank)))
     return found
 
 
@@ -226,11 +270,12 @@ class Ranks:
             layer.fill_(float("nan"))
 
     def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
-        """On all ranks."""
-        futures = [
-            thread.submit(self._run, rank, step) for rank, thread in enumerate(self._threads)
-        ]
-        return Running(self, futures)
+        """On all ranks of the one replica."""
+        return self.replica(0).launch(step, layer_done)
+
+    def replica(self, data: int) -> Replica:
+        """An Executor over the ranks of one replica, whose experts wait for the others' steps."""
+        return Replica(self, range(data * self.sizes.replica, (data + 1) * self.sizes.replica))
 
     def _run(self, rank: int, step: StepInput) -> StepOutput:
         runner: ModelRunner = self.runners[rank]
@@ -244,6 +289,8 @@ class Ranks:
         """The rank's process would have ended: its neighbours see that."""
         parallel = self.parallel[rank]
         parallel.tensor._meeting.barrier.abort()
+        if parallel.experts is not None:
+            parallel.experts.meeting.barrier.abort()
         for way in (parallel.boundary._before, parallel.boundary._behind):
             if way is not None:
                 way.is_broken.set()
@@ -252,6 +299,25 @@ class Ranks:
         """End the threads."""
         for thread in self._threads:
             thread.shutdown()
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Where a ModelRunner stands for one replica."""
+
+    ranks: Ranks
+    members: range
+
+    @property
+    def num_blocks(self) -> int:
+        return self.ranks.num_blocks
+
+    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
+        """On all of its ranks."""
+        ranks = self.ranks
+        return Running(
+            ranks, [ranks._threads[one].submit(ranks._run, one, step) for one in self.members]
+        )
 
 
 @dataclass(frozen=True)

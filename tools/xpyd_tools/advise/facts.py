@@ -157,6 +157,7 @@ class ModelFacts:
     kv_heads: int
     kv_numbers: int
     intermediate_sizes: frozenset[int]
+    expert_sizes: frozenset[int]
     layers: tuple[LayerParams, ...]
     embedding: int
     head: int
@@ -196,6 +197,8 @@ class ModelFacts:
             heads=self.heads,
             kv_heads=self.kv_heads or self.heads,
             intermediate_sizes=self.intermediate_sizes,
+            experts=self.experts.count if self.experts else 0,
+            expert_sizes=self.expert_sizes,
         )
 
 
@@ -215,13 +218,15 @@ def read_facts(config: Json, *, files_bytes: int | None, overrides: Overrides) -
         kv_numbers = 2 * kv_heads * _head_dim(fields)
     embedding = fields.whole("vocab_size") * fields.whole("hidden_size")
     dtype = overrides.dtype or read_dtype(fields, outer)
+    is_mixed = experts is None or experts.layers < len(layers)
     facts = ModelFacts(
         architecture=_architecture(outer),
         hidden=fields.whole("hidden_size"),
         heads=heads,
         kv_heads=0 if is_latent else kv_heads,
         kv_numbers=kv_numbers,
-        intermediate_sizes=_intermediate_sizes(fields, experts, len(layers)),
+        intermediate_sizes=frozenset({fields.whole("intermediate_size")} if is_mixed else ()),
+        expert_sizes=frozenset({_expert_size(fields)} if experts else ()),
         layers=layers,
         embedding=embedding,
         head=0 if _is_tied(fields, outer) else embedding,
@@ -316,12 +321,8 @@ def _has_experts(fields: Fields, layer: int) -> bool:
     return (layer + 1) % fields.whole("decoder_sparse_step", 1) == 0
 
 
-def _intermediate_sizes(fields: Fields, experts: ExpertFacts | None, layers: int) -> frozenset[int]:
-    if experts is None:
-        return frozenset({fields.whole("intermediate_size")})
-    size = fields.whole("moe_intermediate_size", fields.whole("intermediate_size"))
-    is_mixed = experts.layers < layers
-    return frozenset({size} | ({fields.whole("intermediate_size")} if is_mixed else set[int]()))
+def _expert_size(fields: Fields) -> int:
+    return fields.whole("moe_intermediate_size", fields.whole("intermediate_size"))
 
 
 def _is_number(value: object, least: int = 1) -> bool:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from xpyd_core.json_fields import Fields
 from xpyd_core.parallel.checks import Shape
+from xpyd_core.parallel.ranks import ONE_RANK, Sizes
 from xpyd_worker.model.rope import RopeConfig, read_rope
 
 # Fields that change the result in variants of the families that are not built, with the values
@@ -114,12 +115,9 @@ class ModelConfig:
         return len(self.layers)
 
     @property
-    def intermediate_sizes(self) -> frozenset[int]:
-        """The widths of the MLPs that the model has, experts' included."""
-        experts = (layer.experts for layer in self.layers if layer.experts is not None)
-        is_dense = any(layer.experts is None for layer in self.layers)
-        dense = {self.intermediate_size} if is_dense else set[int]()
-        return frozenset(dense | {each.intermediate_size for each in experts})
+    def experts(self) -> tuple[ExpertsConfig, ...]:
+        """Those of each layer that has any."""
+        return tuple(layer.experts for layer in self.layers if layer.experts is not None)
 
     @property
     def shape(self) -> Shape:
@@ -128,13 +126,26 @@ class ModelConfig:
             layers=self.num_layers,
             heads=self.num_heads,
             kv_heads=self.num_kv_heads,
-            intermediate_sizes=self.intermediate_sizes,
+            intermediate_sizes=frozenset({self.intermediate_size} if self._has_mlps else ()),
+            experts=min((each.count for each in self.experts), default=0),
+            expert_sizes=frozenset(each.intermediate_size for each in self.experts),
         )
 
-    def vector_sizes(self, ranks: int = 1) -> frozenset[int]:
+    @property
+    def _has_mlps(self) -> bool:
+        return len(self.experts) < self.num_layers
+
+    def vector_sizes(self, sizes: Sizes = ONE_RANK) -> frozenset[int]:
         """How long the vectors are that norms and activations work on, but for those of heads,
-        where each layer is divided over `ranks`."""
-        return frozenset({self.hidden_size, *(size // ranks for size in self.intermediate_sizes)})
+        where each layer is divided so."""
+        shape, of_experts = self.shape, 1 if sizes.has_whole_experts else sizes.tensor
+        return frozenset(
+            {
+                self.hidden_size,
+                *(size // sizes.tensor for size in shape.intermediate_sizes),
+                *(size // of_experts for size in shape.expert_sizes),
+            }
+        )
 
 
 _NAMES = Names()

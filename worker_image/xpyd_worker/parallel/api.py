@@ -1,7 +1,8 @@
 """The seams between a rank's model and the other ranks of its engine. Documented here only.
 
 A rank holds a `Part` of the model. Within a stage its tensor group adds up what each rank computed
-of a layer; between stages hidden states go on, and what the last stage drew comes back.
+of a layer; rows go to whole experts on other ranks and come back; between stages hidden states go
+on, and what the last stage drew comes back.
 `open_parallel` (state.py) makes them; stages.py moves hidden states and drawn tokens. All calls of
 one rank come from one thread, in the same order on all ranks; every wait has a deadline and raises
 GroupError when it has passed. Imports no torch: a rank's process needs GroupError before it.
@@ -9,6 +10,7 @@ GroupError when it has passed. Imports no torch: a rank's process needs GroupErr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -27,13 +29,15 @@ class GroupError(XpydError):
 class Part:
     """What one rank holds: `layers` (absolute indices) of the model's stages, and of each layer the
     share `tensor_rank` of `tensor_size`. The first stage has the embedding; the last one the last
-    norm, the head and the sampler."""
+    norm, the head and the sampler. `replicas`: those that hold their experts together; each has all
+    else by itself."""
 
     layers: range
     stage: int = 0
     stages: int = 1
     tensor_rank: int = 0
     tensor_size: int = 1
+    replicas: int = 1
 
     @property
     def is_first(self) -> bool:
@@ -48,7 +52,7 @@ class Part:
     @property
     def ranks(self) -> int:
         """How many ranks hold the model together."""
-        return self.stages * self.tensor_size
+        return self.replicas * self.stages * self.tensor_size
 
 
 class TensorGroup(Protocol):
@@ -70,6 +74,30 @@ class TensorGroup(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' `x` [rows, n], joined along the rows by rank: [rows, n * size]; the
         caller's."""
+        ...
+
+
+class ExpertGroup(Protocol):
+    """The ranks that have a stage's experts, each some of them whole."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas the group spans, each with rows of its own. 1: all its ranks, which are
+        a tensor group, have the same rows."""
+        ...
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Give the first `send[0]` rows of `x` [rows, n] to rank 0, the next `send[1]` to rank 1
+        and so on, this rank included; what all gave to this one, by rank: [sum(receive), n], the
+        caller's. Before: `receive[r]` is what rank r sends here, and `n` is the same on all."""
         ...
 
 

@@ -176,9 +176,11 @@ class ProcessGroup:
             _c10d.AllreduceOptions(),
             _c10d.AllgatherOptions(),
         )
+        self._exchange_options = _c10d.AllToAllOptions()
         if within_s is None:
             # On the current stream, not on one of NCCL's between two events.
             self._reduce_options.asyncOp = self._gather_options.asyncOp = False
+            self._exchange_options.asyncOp = False
         self._store = store
         self.name = name
         self.ranks = ranks
@@ -195,6 +197,18 @@ class ProcessGroup:
         this rank's place in `out`."""
         with self._naming_the_missing("all_gather"):
             _wait(self._backend._allgather_base(out.view(-1), share.view(-1), self._gather_options))
+
+    def all_to_all(
+        self, out: Tensor, x: Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> None:
+        """Give each rank its `send` rows of `x`, and take `receive` rows of each into `out`, both
+        contiguous and by rank."""
+        with self._naming_the_missing("all_to_all"):
+            _wait(
+                self._backend.alltoall_base(
+                    out, x, list(receive), list(send), self._exchange_options
+                )
+            )
 
     def send(self, x: Tensor, to: int, tag: int = 0) -> Pending:
         """Begin to send contiguous `x`. What is sent to one rank with one tag arrives in order."""

@@ -11,6 +11,7 @@ decorator costs four times as much a call, and a step has two calls a layer.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -49,9 +50,10 @@ class GroupCoordinator:
         device: torch.device,
         local_rank: int,
         fast: FastReduce | None = None,
-        fast_gather: SharedMemoryCollectives | None = None,
+        shared: SharedMemoryCollectives | None = None,
     ) -> None:
-        """Takes `fast` over; all else stays its maker's."""
+        """`shared` does all but all-reduces, which are `fast`'s. Takes both over, which may be one;
+        all else stays its maker's."""
         assert device_group.ranks == cpu_group.ranks, "two process groups, one set of ranks"
         self.kind = kind
         self.device = device
@@ -65,7 +67,7 @@ class GroupCoordinator:
         """The number in the world."""
         self.local_rank = local_rank
         """The number on this host, and of its GPU."""
-        self._fast, self._fast_gather = fast, fast_gather
+        self._fast, self._shared = fast, shared
         self.unique_name = f"{kind}:{_next_number(kind)}"
         _groups[self.unique_name] = self
 
@@ -109,27 +111,38 @@ class GroupCoordinator:
 
     def all_gather_flat(self, out: Tensor, share: Tensor) -> None:
         """Put all ranks' `share` into `out`, one behind the other; `share` may be a part of it."""
-        if self._fast_gather is not None and share.numel():
-            self._fast_gather.all_gather(out, share, 1)
+        if self._shared is not None and share.numel():
+            self._shared.all_gather(out, share, 1)
         else:
             self.device_group.all_gather(out, share)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' `x` [rows, n], joined along the rows by rank: [rows, n * size]."""
         rows, width = x.shape
-        if self._fast_gather is not None and x.numel():
+        if self._shared is not None and x.numel():
             joined = x.new_empty(rows, self.size * width)
-            self._fast_gather.all_gather(joined, x.contiguous(), rows)
+            self._shared.all_gather(joined, x.contiguous(), rows)
             return joined
         out = x.new_empty(self.size, rows, width)
         self.device_group.all_gather(out, x.contiguous())
         return out.transpose(0, 1).reshape(rows, self.size * width)
 
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """See ExpertGroup."""
+        x = x.contiguous()
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        if self._shared is not None:
+            self._shared.all_to_all(out, x, send, receive)
+        else:
+            self.device_group.all_to_all(out, x, send, receive)
+        return out
+
     def close(self) -> None:
-        """Take the group out of the registry, and close its faster all-reduce."""
+        """Take the group out of the registry, and close its faster ways."""
         _groups.pop(self.unique_name, None)
-        if self._fast is not None:
-            self._fast.close()
+        for way in (self._fast, self._shared):
+            if way is not None:
+                way.close()
 
 
 _groups: WeakValueDictionary[str, GroupCoordinator] = WeakValueDictionary()
@@ -154,6 +167,7 @@ _library: Any = torch.library
 _LIBRARY: Any = _library.Library("xpyd", "FRAGMENT")
 _LIBRARY.define("all_reduce_(Tensor(a!) x, str group) -> ()")
 _LIBRARY.define("all_gather(Tensor x, str group) -> Tensor")
+_LIBRARY.define("all_to_all(Tensor x, SymInt[] send, SymInt[] receive, str group) -> Tensor")
 
 
 def _all_reduce(x: Tensor, group: str) -> None:
@@ -162,6 +176,10 @@ def _all_reduce(x: Tensor, group: str) -> None:
 
 def _all_gather(x: Tensor, group: str) -> Tensor:
     return group_by_name(group).all_gather(x)
+
+
+def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
+    return group_by_name(group).all_to_all(x, send, receive)
 
 
 def _fake_all_reduce(x: Tensor, group: str) -> None:
@@ -173,14 +191,21 @@ def _fake_all_gather(x: Tensor, group: str) -> Tensor:
     return x.new_empty(rows, width * group_by_name(group).size)
 
 
+def _fake_all_to_all(x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
+    return x.new_empty(sum(receive), *x.shape[1:])
+
+
 _LIBRARY.impl("all_reduce_", _all_reduce, "CompositeExplicitAutograd")
 _LIBRARY.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
+_LIBRARY.impl("all_to_all", _all_to_all, "CompositeExplicitAutograd")
 _library.register_fake("xpyd::all_reduce_", _fake_all_reduce, lib=_LIBRARY)
 _library.register_fake("xpyd::all_gather", _fake_all_gather, lib=_LIBRARY)
+_library.register_fake("xpyd::all_to_all", _fake_all_to_all, lib=_LIBRARY)
 
 _ops: Any = torch.ops
 _ALL_REDUCE: Any = _ops.xpyd.all_reduce_.default
 _ALL_GATHER: Any = _ops.xpyd.all_gather.default
+_ALL_TO_ALL: Any = _ops.xpyd.all_to_all.default
 
 
 class OpsTensorGroup:
@@ -199,3 +224,16 @@ class OpsTensorGroup:
         """Gather in new memory."""
         gathered: Tensor = _ALL_GATHER(x, self._name)
         return gathered
+
+
+class OpsExpertGroup:
+    """See ExpertGroup: the group's operator."""
+
+    def __init__(self, group: GroupCoordinator, replicas: int) -> None:
+        self.rank, self.size, self.replicas = group.rank_in_group, group.size, replicas
+        self._name = group.unique_name
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Exchange rows, in new memory."""
+        exchanged: Tensor = _ALL_TO_ALL(x, send, receive, self._name)
+        return exchanged

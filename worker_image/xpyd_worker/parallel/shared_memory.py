@@ -15,7 +15,7 @@ import logging
 import mmap
 import os
 import secrets
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -58,8 +58,8 @@ class Host:
 
 
 class SharedMemoryCollectives:
-    """See FastReduce; an all-gather, too, for what is in the host's memory. Made by
-    `open_shared_memory`."""
+    """See FastReduce; an all-gather and an all-to-all, too, for what is in the host's memory. Made
+    by `open_shared_memory`."""
 
     def __init__(
         self,
@@ -116,6 +116,24 @@ class SharedMemoryCollectives:
         )
         if failed:
             raise self._error("all_gather", failed)
+
+    def all_to_all(
+        self, out: Tensor, x: Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> None:
+        """`receive` rows of each rank into `out`, for `send` rows of `x` to each; both contiguous,
+        rows by rank. Raises GroupError."""
+        row_bytes = out.stride(0) * out.element_size()
+        numbers = ctypes.c_int64 * len(send)
+        failed = self._library.xpyd_all_to_all(
+            self._reference,
+            x.data_ptr(),
+            out.data_ptr(),
+            numbers(*send),
+            numbers(*receive),
+            row_bytes,
+        )
+        if failed:
+            raise self._error("all_to_all", failed)
 
     def close(self) -> None:
         """Leave: ranks that wait in it fail. The memory goes with the last rank that has it."""

@@ -14,7 +14,7 @@ import torch
 
 from xpyd_core.parallel.ranks import Groups, Sizes, group_of
 from xpyd_worker.kernels.gpu.reduce_shape import ReduceShape
-from xpyd_worker.parallel.api import NO_GROUP, Part, TensorGroup
+from xpyd_worker.parallel.api import NO_GROUP, ExpertGroup, Part, TensorGroup
 from xpyd_worker.parallel.distributed import (
     ProcessGroup,
     Rendezvous,
@@ -23,14 +23,20 @@ from xpyd_worker.parallel.distributed import (
     gloo_group,
     nccl_group,
 )
-from xpyd_worker.parallel.groups import FastReduce, GroupCoordinator, OpsTensorGroup
+from xpyd_worker.parallel.groups import (
+    FastReduce,
+    GroupCoordinator,
+    OpsExpertGroup,
+    OpsTensorGroup,
+)
 from xpyd_worker.parallel.shared_memory import Host, open_shared_memory
 from xpyd_worker.parallel.stages import HiddenSize, StageBoundary, StageFeedback
 
 
 class ParallelState:
     """What a rank has of the others. `close` it, or use it in a `with`. `boundary` and `feedback`:
-    None where there is one stage."""
+    None where there is one stage; `expert_group` and `experts`: where no other rank has whole
+    experts of this one's stage."""
 
     def __init__(
         self, part: Part, groups: dict[str, GroupCoordinator], hidden: HiddenSize, owned: ExitStack
@@ -39,10 +45,14 @@ class ParallelState:
         self.part = part
         self.world, self.tensor_group = groups["world"], groups["tensor"]
         self.pipeline_group, self.data_group = groups["pipeline"], groups["data"]
+        self.expert_group = groups.get("expert")
         self._owned = owned
         self.tensor: TensorGroup = NO_GROUP
         if part.tensor_size > 1:
             self.tensor = OpsTensorGroup(self.tensor_group)
+        self.experts: ExpertGroup | None = None
+        if self.expert_group is not None:
+            self.experts = OpsExpertGroup(self.expert_group, part.replicas)
         self.boundary: StageBoundary | None = None
         self.feedback: StageFeedback | None = None
         if part.stages > 1:
@@ -81,20 +91,15 @@ def open_parallel(
         stages=sizes.pipeline,
         tensor_rank=place.tensor,
         tensor_size=sizes.tensor,
+        replicas=sizes.data if sizes.has_whole_experts else 1,
     )
-    kinds: dict[str, Groups] = {
-        "world": (tuple(range(sizes.world)),),
-        "tensor": sizes.tensor_groups,
-        "pipeline": sizes.pipeline_groups,
-        "data": sizes.data_groups,
-    }
     store = Store(at, rank, sizes.world)
     gloo = gloo_device(at.address)
     # Perhaps some are on other hosts; that only costs what looking around saves.
     host = Host(ranks=sizes.world, cores=len(os.sched_getaffinity(0)))
     groups: dict[str, GroupCoordinator] = {}
     with ExitStack() as stack:
-        for kind, all_of_kind in kinds.items():
+        for kind, all_of_kind in _kinds(sizes).items():
             ranks = group_of(all_of_kind, rank)
             # The same on all its members, and on no other rank.
             name = f"{kind}-{all_of_kind.index(ranks)}"
@@ -105,12 +110,11 @@ def open_parallel(
             else:
                 device_group = nccl_group(store, f"{name}-device", ranks, at=at)
             stack.callback(device_group.close)
-            fast = fast_gather = None
-            # They share a host (xpyd_core.parallel); of the others some do not.
-            if kind == "tensor" and len(ranks) > 1:
+            fast = shared = None
+            if kind in _ON_ONE_HOST and len(ranks) > 1:
                 if device.type == "cpu":
-                    fast = fast_gather = open_shared_memory(store, name, ranks, at=at, host=host)
-                else:
+                    fast = shared = open_shared_memory(store, name, ranks, at=at, host=host)
+                elif kind == "tensor":
                     fast = _on_gpu(cpu_group, name, device, hidden.dtype, at, custom_all_reduce)
             groups[kind] = GroupCoordinator(
                 kind,
@@ -119,10 +123,26 @@ def open_parallel(
                 device=device,
                 local_rank=local_rank,
                 fast=fast,
-                fast_gather=fast_gather,
+                shared=shared,
             )
             stack.callback(groups[kind].close)
         return ParallelState(part, groups, hidden, stack.pop_all())
+
+
+_ON_ONE_HOST = ("tensor", "expert")
+"""Kinds whose ranks share a host: a tensor group's always (xpyd_core.parallel), an expert group's
+where its replicas do, which shows when the memory is opened."""
+
+
+def _kinds(sizes: Sizes) -> dict[str, Groups]:
+    """All groups of each kind, in the order in which they are made."""
+    found = {
+        "world": (tuple(range(sizes.world)),),
+        "tensor": sizes.tensor_groups,
+        "pipeline": sizes.pipeline_groups,
+        "data": sizes.data_groups,
+    }
+    return found | {"expert": sizes.expert_groups} if sizes.expert > 1 else found
 
 
 def _on_gpu(

@@ -17,7 +17,7 @@ import torch
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.errors import UserError
 from xpyd_core.parallel.checks import check_parallel
-from xpyd_core.parallel.ranks import Sizes
+from xpyd_core.parallel.ranks import ONE_RANK, Sizes
 from xpyd_core.sizes import format_bytes
 from xpyd_worker.kernels.api import Kernels, KvShape
 from xpyd_worker.kernels.cpu.kernels import choose_kernels
@@ -88,9 +88,8 @@ def fit_on_cpu(
     part = _part(config, parallel)
     shape = _shape(config, part, dtype, block_size_tokens)
     num_blocks = blocks_in_budget(shape, len(part.layers), kv_cache_bytes)
-    kernels = choose_kernels(
-        vector_sizes=config.vector_sizes(part.tensor_size), head_dim=config.head_dim
-    )
+    sizes = config.vector_sizes(_divided(parallel))
+    kernels = choose_kernels(vector_sizes=sizes, head_dim=config.head_dim)
     model = _load_model(folder, config, dtype=dtype, kernels=kernels, device=CPU, parallel=parallel)
     return CpuFit(model, config, kernels, shape, num_blocks, parallel)
 
@@ -153,10 +152,17 @@ def _part(config: ModelConfig, parallel: ParallelState | None) -> Part:
     """What is to be loaded. UserError where the model cannot be divided so."""
     if parallel is None:
         return Part(layers=range(config.num_layers))
-    part = parallel.part
-    # Stages may be of any lengths; that they are all layers was checked when they were made.
-    check_parallel(config.shape, Sizes(tensor=part.tensor_size))
-    return part
+    check_parallel(config.shape, _divided(parallel))
+    return parallel.part
+
+
+def _divided(parallel: ParallelState | None) -> Sizes:
+    """How a stage is divided. Stages may be of any lengths; that they are all layers was checked
+    when they were made."""
+    if parallel is None:
+        return ONE_RANK
+    part, has_whole = parallel.part, parallel.experts is not None
+    return Sizes(data=part.replicas, tensor=part.tensor_size, has_whole_experts=has_whole)
 
 
 def _shape(config: ModelConfig, part: Part, dtype: torch.dtype, block_size_tokens: int) -> KvShape:

@@ -20,6 +20,11 @@ DONE, MISSING, ENDED, CLOSED, ELSEWHERE = range(5)
 HEAD_BYTES, MOST_RANKS = 4096, 32
 """meeting.h's; the memory has two places for each rank behind its head."""
 
+_FUNCTIONS = (
+    *("xpyd_member_bytes", "xpyd_head_bytes", "xpyd_most_ranks"),
+    *("xpyd_all_reduce", "xpyd_all_gather", "xpyd_all_to_all", "xpyd_leave"),
+)
+
 
 class Member(ctypes.Structure):
     """meeting.h's Member."""
@@ -50,16 +55,24 @@ def load(level: str) -> ctypes.CDLL | None:
     path = Path(__file__).with_name(f"collectives.{level}.so")
     try:
         found = ctypes.CDLL(str(path))
-        known = found.xpyd_member_bytes(), found.xpyd_head_bytes(), found.xpyd_most_ranks()
-    except (OSError, AttributeError) as error:
+    except OSError as error:
         _log.debug("no compiled collectives: %s", error)
         return None
-    if known != (ctypes.sizeof(Member), HEAD_BYTES, MOST_RANKS):
+    if not _is_of_these_sources(found):
         _log.warning("%s is of other sources: run the installation again", path)
         return None
     member, pointer, size = ctypes.POINTER(Member), ctypes.c_void_p, ctypes.c_int64
     found.xpyd_all_reduce.argtypes = (member, ctypes.c_int, pointer, size, size)
     found.xpyd_all_gather.argtypes = (member, pointer, pointer, size, size)
+    counts = ctypes.POINTER(size)
+    found.xpyd_all_to_all.argtypes = (member, pointer, pointer, counts, counts, size)
     found.xpyd_leave.argtypes = (member,)
     found.xpyd_leave.restype = None
     return found
+
+
+def _is_of_these_sources(found: ctypes.CDLL) -> bool:
+    if not all(hasattr(found, name) for name in _FUNCTIONS):
+        return False
+    known = found.xpyd_member_bytes(), found.xpyd_head_bytes(), found.xpyd_most_ranks()
+    return known == (ctypes.sizeof(Member), HEAD_BYTES, MOST_RANKS)

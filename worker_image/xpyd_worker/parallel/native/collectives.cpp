@@ -3,7 +3,8 @@
 // Each rank has two places in it, used in turn. It copies its piece into one, meets the others, and
 // reads theirs. The place is written again two meetings later: who is at the one between has read
 // all of the one before. Sums are made in float, in the order of the ranks, and rounded once, so
-// every rank has the same bits. Called by shared_memory.py; knows nothing of Python.
+// every rank has the same bits. In an all-to-all a place begins with how many bytes its rank has for
+// each other one; who reads takes its own out of each. Called by shared_memory.py; knows nothing of Python.
 #include <algorithm>
 #include <cstring>
 
@@ -117,6 +118,65 @@ static Outcome all_gather(Member& m, const char* x, char* out, int64_t rows, int
   return kDone;
 }
 
+// What a rank has for the others: the parts of each but its own, one behind the other. `sizes`: bytes
+// for each rank, in memory behind each other with its own among them. Calls `with(in memory, in the
+// stream, bytes)` for what of bytes [at, at + bytes) of the stream each part has.
+template <typename With>
+static void each_part(const int64_t* sizes, const Member& m, int64_t at, int64_t bytes, With with) {
+  int64_t memory = 0, stream = 0;
+  for (int64_t r = 0; r < m.ranks; memory += sizes[r++]) {
+    if (r == m.rank) continue;
+    const int64_t begin = std::max(at, stream), end = std::min(at + bytes, stream + sizes[r]);
+    if (begin < end) with(memory + begin - stream, begin, end - begin);
+    stream += sizes[r];
+  }
+}
+
+// Where a rank's part for `reader` begins in its stream.
+static int64_t stream_begin(const int64_t* sizes, int64_t sender, int64_t reader) {
+  int64_t found = 0;
+  for (int64_t r = 0; r < reader; r++) found += r == sender ? 0 : sizes[r];
+  return found;
+}
+
+static Outcome all_to_all(Member& m, const char* x, char* out, const int64_t* send,
+                          const int64_t* receive, Ticket own) {
+  const int64_t head = kMostRanks * (int64_t)sizeof(int64_t), most = m.piece_bytes - head;
+  int64_t longest = 0, before = 0, behind = 0;
+  for (int64_t r = 0; r < m.rank; r++) before += send[r], behind += receive[r];
+  if (send[m.rank]) std::memcpy(out + behind, x + before, send[m.rank]);
+  const int64_t length = stream_begin(send, m.rank, m.ranks);
+  int64_t at = 0;
+  do {
+    const int which = m.pieces++ & 1;
+    char* const mine = place(m, m.rank, which);
+    std::memcpy(mine, send, m.ranks * sizeof(int64_t));
+    each_part(send, m, at, most, [&](int64_t from, int64_t to, int64_t bytes) {
+      std::memcpy(mine + head + to - at, x + from, bytes);
+    });
+    if (const Outcome failed = meet_over(m, which, own)) return failed;
+    uint64_t unlike = 0;
+    int64_t to = 0;
+    for (int64_t r = 0; r < m.ranks; to += receive[r++]) {
+      if (r == m.rank) continue;
+      const char* const theirs = place(m, r, which);
+      const int64_t* const sizes = (const int64_t*)theirs;
+      if (sizes[m.rank] != receive[r]) {
+        unlike |= 1ull << r;
+        continue;
+      }
+      longest = std::max(longest, stream_begin(sizes, r, m.ranks));
+      const int64_t first = stream_begin(sizes, r, m.rank);
+      const int64_t begin = std::max(at, first), end = std::min(at + most, first + receive[r]);
+      if (begin < end) std::memcpy(out + to + begin - first, theirs + head + begin - at, end - begin);
+    }
+    if (unlike) return give_up(m, kElsewhere, unlike);
+    longest = std::max(longest, length);
+    at += most;
+  } while (at < longest);
+  return kDone;
+}
+
 }  // namespace xpyd
 
 // What crosses over by layout must be the same on both sides.
@@ -142,6 +202,19 @@ extern "C" int xpyd_all_gather(xpyd::Member* m, const void* x, void* out, int64_
   using namespace xpyd;
   return all_gather(*m, (const char*)x, (char*)out, rows, row_bytes,
                     {16u + ((uint64_t)rows << 8), (uint64_t)(rows * row_bytes)});
+}
+
+// Gives each rank its `send` rows of x, which are by rank, and takes `receive` rows of each into `out`,
+// by rank. An Outcome; kElsewhere also where a rank sends another number of rows.
+extern "C" int xpyd_all_to_all(xpyd::Member* m, const void* x, void* out, const int64_t* send,
+                               const int64_t* receive, int64_t row_bytes) {
+  using namespace xpyd;
+  int64_t sent[kMostRanks], received[kMostRanks];
+  for (int64_t r = 0; r < m->ranks; r++) {
+    sent[r] = send[r] * row_bytes;
+    received[r] = receive[r] * row_bytes;
+  }
+  return all_to_all(*m, (const char*)x, (char*)out, sent, received, {17u, (uint64_t)row_bytes});
 }
 
 // This rank will not come again: who waits for it fails.
