@@ -17,7 +17,8 @@ from tests.gpu.conftest import Kit, modules
 from tests.gpu.waits import waits_are_errors
 from xpyd_worker.kernels.api import KvShape, Span
 from xpyd_worker.model.config import ExpertsConfig
-from xpyd_worker.model.layers import ExpertMlps, StepContext
+from xpyd_worker.model.experts import ExpertMlps
+from xpyd_worker.model.layers import StepContext
 
 META = torch.device("meta")
 

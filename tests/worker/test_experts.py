@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ranks.kit.threads import Meeting, MemoryGroup, expert_groups, together
+from xpyd_core.parallel.partition import expert_shares
+from xpyd_worker.kernels.api import NO_EXPERT
 from xpyd_worker.kernels.plain import PlainKernels, rows_by_expert
 from xpyd_worker.model.config import ExpertsConfig, MlpNames
-from xpyd_worker.model.layers import ExpertMlps, StepContext, route
+from xpyd_worker.model.experts import ExpertMlps, exchange, route
+from xpyd_worker.model.layers import StepContext
+from xpyd_worker.parallel.api import NO_GROUP
 
 HIDDEN, SIZE, COUNT, PER_TOKEN = 12, 20, 6, 2
 
@@ -34,15 +39,31 @@ class CountingKernels(PlainKernels):
         return run
 
 
+class RowKernels(PlainKernels):
+    """Plain operators whose linears sum each row by itself, as it would alone."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Any:
+        packed = super().linear(weight, bias)
+
+        def run(x: Tensor) -> Tensor:
+            rows = [packed(row.unsqueeze(0)) for row in x]
+            return torch.cat(rows) if rows else packed(x)
+
+        return run
+
+
 def make_block(
-    *, is_normalized: bool = True, dtype: torch.dtype = torch.float32
+    *,
+    is_normalized: bool = True,
+    dtype: torch.dtype = torch.float32,
+    kernels: Any = None,
 ) -> tuple[ExpertMlps, dict[str, Tensor], StepContext, CountingKernels]:
     """A block of random weights, those weights by name, and what it is called with. Linear 0 is the
     router, 2 e + 1 and 2 e + 2 are expert e's."""
     experts = ExpertsConfig(
         COUNT, PER_TOKEN, SIZE, is_normalized, names=MlpNames(("gate", "up"), "down")
     )
-    block, kernels = ExpertMlps(HIDDEN, experts, dtype), CountingKernels()
+    block, kernels = ExpertMlps(HIDDEN, experts, dtype), kernels or CountingKernels()
     block.allocate(torch.device("cpu"))
     tensors = {
         name: stored.pieces[0].destination for name, stored in block.checkpoint_tensors("").items()
@@ -139,3 +160,102 @@ def test_rows_are_grouped_by_expert_in_order() -> None:
     chosen = torch.tensor([[4, 1], [1, 0], [4, 5]])
     groups = [(expert, pairs.tolist()) for expert, pairs in rows_by_expert(chosen, 6)]
     assert groups == [(0, [3]), (1, [1, 2]), (4, [0, 4]), (5, [5])]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_each_replica_come_back_with_the_bits_of_one_rank(
+    ranks: int, dtype: torch.dtype
+) -> None:
+    """Experts uneven over ranks; replicas with many rows, one and none."""
+    alone, weights, step, _ = make_block(dtype=dtype, kernels=RowKernels())
+    made = torch.Generator().manual_seed(ranks)
+    batches = [torch.randn(n, HIDDEN, generator=made).to(dtype) for n in (17, 0, 1, 5)[:ranks]]
+    groups = expert_groups(ranks, ranks)
+    blocks = [shared_block(weights, dtype, whole_experts=group) for group in groups]
+    found = together([lambda b=b, x=x: b(x, step) for b, x in zip(blocks, batches, strict=True)])
+    for x, out in zip(batches, found, strict=True):
+        assert torch.equal(out, alone(x, step) if len(x) else x)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 40])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_with_the_same_rows_add_up_what_their_experts_make_of_them(
+    ranks: int, rows: int
+) -> None:
+    alone, weights, step, _ = make_block()
+    x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(rows))
+    meeting, experts = Meeting(ranks), expert_groups(ranks, 1)
+    blocks = [
+        shared_block(weights, x.dtype, MemoryGroup(meeting, rank), experts[rank])
+        for rank in range(ranks)
+    ]
+    for out in together([lambda block=block: block(x, step) for block in blocks]):
+        torch.testing.assert_close(out, alone(x, step), rtol=1e-5, atol=1e-5)
+    assert not any(group.calls for group in experts), "they have all rows already"
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 7])
+def test_rows_that_a_replicas_ranks_share_go_to_experts_once(rows: int) -> None:
+    """Two replicas of two ranks."""
+    alone, weights, step, _ = make_block(kernels=RowKernels())
+    made = torch.Generator().manual_seed(rows)
+    batches = [torch.randn(n, HIDDEN, generator=made) for n in (rows, 3)]
+    groups, meetings = expert_groups(4, 2), [Meeting(2), Meeting(2)]
+    blocks = [
+        shared_block(weights, torch.float32, MemoryGroup(meetings[r // 2], r % 2), groups[r])
+        for r in range(4)
+    ]
+    works = [lambda r=r: blocks[r](batches[r // 2], step) for r in range(4)]
+    for rank, out in enumerate(together(works)):
+        x = batches[rank // 2]
+        assert torch.equal(out, alone(x, step) if len(x) else x)
+    # Behind the sizes: rows there and back, each row once for each expert on another rank.
+    pairs = sum(group.calls[1] for group in groups) // (HIDDEN * 4)
+    assert pairs == sum(group.calls[2] for group in groups) // (HIDDEN * 4)
+    assert pairs <= (rows + 3) * PER_TOKEN
+
+
+def shared_block(
+    weights: dict[str, Tensor],
+    dtype: torch.dtype,
+    group: Any = NO_GROUP,
+    whole_experts: Any = None,
+) -> ExpertMlps:
+    """A rank's part of the block whose weights these are."""
+    experts = ExpertsConfig(COUNT, PER_TOKEN, SIZE, True, names=MlpNames(("gate", "up"), "down"))
+    block = ExpertMlps(HIDDEN, experts, dtype, group, whole_experts)
+    block.allocate(torch.device("cpu"))
+    for name, stored in block.checkpoint_tensors("").items():
+        for piece in stored.pieces:
+            piece.destination.copy_(weights[name][piece.slices])
+    block.pack(RowKernels())
+    return block
+
+
+def test_no_expert_computes_no_row() -> None:
+    chosen = torch.tensor([[NO_EXPERT, 2], [0, NO_EXPERT], [NO_EXPERT, NO_EXPERT]])
+    found = {expert: pairs.tolist() for expert, pairs in rows_by_expert(chosen, 3)}
+    assert found == {0: [2], 2: [1]}
+
+
+def test_bytes_of_an_exchange_are_those_of_rows_times_experts_of_a_token() -> None:
+    """Article fact 55. Scaled down by 32: 32 tokens, 8 experts of each, hidden 224 of one byte; all
+    but what stays on its rank."""
+    tokens, per_token, hidden, count = 32, 8, 224, 16
+    shares, groups = expert_shares(count, 2), expert_groups(2, 2)
+    # Rank 0 has all rows; all of their experts are on rank 1.
+    chosen = torch.arange(8, 16).repeat(tokens, 1)
+    ones = torch.ones(tokens, per_token)
+    x = torch.ones(tokens, hidden, dtype=torch.uint8)
+
+    def work(rank: int) -> Tensor:
+        own = slice(None) if rank == 0 else slice(0)
+        return exchange(
+            x[own], ones[own], chosen[own], shares, groups[rank], lambda rows, experts: rows
+        )
+
+    together([lambda: work(0), lambda: work(1)])
+    assert groups[0].calls[1] == groups[1].calls[2] == 1_835_008 // 32
+    # The two of a layer together.
+    assert groups[0].calls[1] + groups[1].calls[2] == 3_670_016 // 32

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,42 @@ def test_each_byte_is_read_by_the_ranks_that_have_it(
         assert {name: count for name, count in read.items() if count} == {
             name: count for name, count in expected.items() if count
         }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "held"),
+    [
+        (Sizes(tensor=2), [(0, 1, 2), (3, 4)]),
+        (Sizes(tensor=4), [(0, 1), (2,), (3,), (4,)]),
+        (Sizes(data=2, tensor=2), [(0, 1), (2,), (3,), (4,)]),
+        (Sizes(tensor=2, pipeline=2), [(0, 1, 2), (3, 4)] * 2),
+    ],
+    ids=["EP2", "EP4", "DP2 TP2", "EP2 PP2"],
+)
+def test_of_whole_experts_a_rank_reads_its_own_and_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: Sizes, held: list[tuple[int, ...]]
+) -> None:
+    """Article facts 54 and 61."""
+    tiny_checkpoint(tmp_path, "mixtral", num_hidden_layers=2, num_local_experts=5)
+    open_file = loader._open
+    read: dict[str, int] = {}
+    monkeypatch.setattr(loader, "_open", lambda path: CountingFile(open_file(path), read))
+    stored = load_file(tmp_path / STORED)
+    for rank, experts in enumerate(held):
+        read.clear()
+        load(tmp_path, replace(sizes, has_whole_experts=True), rank)
+        layers = range(2) if sizes.pipeline == 1 else [rank // sizes.tensor]
+        parts = [
+            f"layers.{layer}.block_sparse_moe.experts.{expert}."
+            for layer, expert in itertools.product(layers, experts)
+        ]
+        expected = {name for name in stored if any(part in name for part in parts)}
+        assert len(expected) == 3 * len(experts) * len(layers)
+        assert {name for name in read if ".experts." in name} == expected
+        assert all(read[name] == stored[name].nbytes for name in expected)
+        # Attention is divided as without.
+        queries = f"model.layers.{layers[0]}.self_attn.q_proj.weight"
+        assert read[queries] == stored[queries].nbytes // sizes.tensor
 
 
 def test_shards_without_a_rank_s_tensors_are_not_opened(folder: Path) -> None:

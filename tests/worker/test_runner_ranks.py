@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks.kit.threads import Ranks
+from tests.ranks.kit.threads import Ranks, together
 from tests.worker.runner_driver import (
     DrivenSequence,
     Driver,
@@ -102,7 +102,7 @@ def assert_greedy(oracle: Any, *sequences: DrivenSequence) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", tuple(MODELS))
 def test_chunks_decodes_and_forks_write_what_transformers_writes(
     name: str, layout: str, models: Callable[[str], tuple[Path, Any]], start: Start
 ) -> None:
@@ -120,6 +120,59 @@ def test_chunks_decodes_and_forks_write_what_transformers_writes(
     driver.step([(source, 1), (fork, 1)], copies=copies)
     assert fork.output == source.output
     assert_greedy(oracle, fork)
+
+
+# Whole experts, of which 5 and 7 are uneven over 2 ranks and over 4.
+WHOLE = {
+    "mixtral": ("mixtral", {"num_local_experts": 5, "sliding_window": 21}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"num_experts": 7, "mlp_only_layers": [1], "moe_intermediate_size": 36},
+    ),
+}
+MODELS |= {f"{name}, whole experts": model for name, model in WHOLE.items()}
+EXPERT_LAYOUTS = {
+    "EP2": Sizes(tensor=2),
+    "EP4": Sizes(tensor=4),
+    "EP2 PP2": Sizes(tensor=2, pipeline=2),
+    "DP2": Sizes(data=2),
+    "DP4": Sizes(data=4),
+    "DP2 TP2": Sizes(data=2, tensor=2),
+    "DP2 TP2 PP2": Sizes(data=2, tensor=2, pipeline=2),
+}
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+@pytest.mark.parametrize("name", WHOLE)
+def test_ranks_with_whole_experts_write_what_transformers_writes(
+    name: str, layout: str, models: Callable[[str], tuple[Path, Any]], start: Start
+) -> None:
+    """Each replica writes texts of its own; replicas begin each step together."""
+    folder, oracle = models(f"{name}, whole experts")
+    sizes = replace(EXPERT_LAYOUTS[layout], has_whole_experts=True)
+    ranks = start(folder, sizes)
+    drivers = [Driver(ranks.replica(data)) for data in range(sizes.data)]
+    batches = [
+        [driver.add(prompt) for prompt in prompts(2 + data, *lengths)]
+        for (data, driver), lengths in zip(
+            enumerate(drivers), ((1, 61, 17), (40, 3), (9,), (2, 2, 30)), strict=False
+        )
+    ]
+    steps = 9
+
+    def write(driver: Driver, batch: list[DrivenSequence]) -> None:
+        for _ in range(steps):
+            left = 33
+            chunks: list[tuple[DrivenSequence, int]] = []
+            for one in batch:
+                count = min(left, len(one.tokens) - one.computed)
+                left -= count
+                chunks += [(one, count)] if count else []
+            driver.step(chunks)
+
+    together([lambda d=d, b=b: write(d, b) for d, b in zip(drivers, batches, strict=True)])
+    assert all(one.output for batch in batches for one in batch)
+    assert_greedy(oracle, *(one for batch in batches for one in batch))
 
 
 def test_stages_work_on_different_batches_at_once(

@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+NO_EXPERT = -1
+"""The expert of a row's choice that is not computed here and adds nothing."""
 NOT_FINITE = -1
 """The token id of a row with NaN or +inf, or with nothing but -inf."""
 
@@ -83,13 +85,14 @@ class PackedExperts(Protocol):
     """Gated MLPs of which each row goes through a few, with weights that were packed for the
     device."""
 
-    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, plan: Plan) -> Tensor:
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, plan: Plan | None) -> Tensor:
         """[rows, hidden] -> [rows, hidden]: for each row the sum of what its experts `chosen`
-        [rows, per_token] (int64) make of it, down(silu(gate(x)) * up(x)), by their `weights`
-        (float32, the same shape). Summed in float32 and in the experts' order, so that a row's
-        result does not depend on what else is in the batch, but for the rounding of its linears. An
-        expert without rows is not computed; rows that `plan` has no sequence for may be left out,
-        and are zeros then."""
+        [rows, per_token] (int64; NO_EXPERT adds nothing) make of it, down(silu(gate(x)) * up(x)),
+        by their `weights` (float32, the same shape). Summed in float32 and in the experts' order,
+        so that a row's result does not depend on what else is in the batch, but for the rounding of
+        its linears. An expert without rows is not computed; rows that `plan` has no sequence for
+        may be left out, and are zeros then. A `plan` of None: rows of other ranks' steps, too, all
+        of which count."""
         ...
 
 

@@ -17,7 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xpyd_worker.kernels.api import Kernels, KvShape, PackedExperts, PackedLinear, Plan, Span
+from xpyd_worker.kernels.api import (
+    NO_EXPERT,
+    Kernels,
+    KvShape,
+    PackedExperts,
+    PackedLinear,
+    Plan,
+    Span,
+)
 
 # A group of decoding sequences gathers at most so many bytes of KV per layer: more falls out of the
 # cache between the gather and its use (and is given back to the system after each layer).
@@ -300,7 +308,7 @@ class ExpertByExpert:
             for into, out in zip(gate_up.unbind(), down.unbind(), strict=True)
         ]
 
-    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, plan: Plan) -> Tensor:
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, plan: Plan | None) -> Tensor:
         """[rows, hidden] -> [rows, hidden]; no row is left out."""
         per_token = chosen.shape[1]
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -315,11 +323,11 @@ class ExpertByExpert:
 
 def rows_by_expert(chosen: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
     """Experts that were chosen, in their order, each with the indices into the flat `chosen` that
-    name it, ascending."""
+    name it, ascending; NO_EXPERT is none."""
     flat = chosen.reshape(-1)
     order = flat.argsort(stable=True)
-    counts = cast("list[int]", cast("Any", flat.bincount(minlength=experts)).tolist())
-    first = 0
+    binned = (flat - NO_EXPERT).bincount(minlength=experts + 1)
+    first, *counts = cast("list[int]", cast("Any", binned).tolist())
     for expert, count in enumerate(counts):
         if count:
             yield expert, order[first : first + count]

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from xpyd_worker.kernels.api import Kernels, Plan
 from xpyd_worker.model.config import ModelConfig
+from xpyd_worker.model.experts import ExpertMlps
 from xpyd_worker.model.layers import (
     Attention,
-    ExpertMlps,
     Linear,
     Mlp,
     Norm,
@@ -28,7 +28,7 @@ from xpyd_worker.model.layers import (
     unfilled,
 )
 from xpyd_worker.model.shards import Cut, Stored, all_of, by_name, whole
-from xpyd_worker.parallel.api import NO_GROUP, Hidden, Part, TensorGroup
+from xpyd_worker.parallel.api import NO_GROUP, ExpertGroup, Hidden, Part, TensorGroup
 
 if TYPE_CHECKING:
     # A forward needs no safetensors.
@@ -48,11 +48,12 @@ class DecoderLayer:
         *,
         place: int,
         group: TensorGroup,
+        whole_experts: ExpertGroup | None = None,
     ) -> None:
         """Layer `index` of the model, which is `place` of those that are here."""
         self._index = index
         self._attention = Attention(config, index, dtype, place=place, group=group)
-        self._mlp, self._mlp_name = _feed_forward(config, index, dtype, group)
+        self._mlp, self._mlp_name = _feed_forward(config, index, dtype, group, whole_experts)
         eps = config.rms_norm_eps
         self._input_norm = Norm(config.hidden_size, eps=eps, dtype=dtype)
         self._mlp_norm = Norm(config.hidden_size, eps=eps, dtype=dtype)
@@ -91,12 +92,17 @@ class DecoderLayer:
 
 
 def _feed_forward(
-    config: ModelConfig, index: int, dtype: torch.dtype, group: TensorGroup
+    config: ModelConfig,
+    index: int,
+    dtype: torch.dtype,
+    group: TensorGroup,
+    whole_experts: ExpertGroup | None,
 ) -> tuple[Mlp | ExpertMlps, str]:
     """What follows attention in a layer, and its name in the checkpoint."""
     experts = config.layers[index].experts
     if experts is not None:
-        return ExpertMlps(config.hidden_size, experts, dtype, group), experts.block
+        block = ExpertMlps(config.hidden_size, experts, dtype, group, whole_experts)
+        return block, experts.block
     mlp = Mlp(
         config.hidden_size,
         config.intermediate_size,
@@ -122,13 +128,13 @@ class Decoder:
         parallel: ParallelState | None = None,
     ) -> None:
         """`parallel`: which layers, and the ranks that share each of them; None: all of it."""
-        self.part, group = Part(layers=range(config.num_layers)), NO_GROUP
+        self.part, group, experts = Part(layers=range(config.num_layers)), NO_GROUP, None
         if parallel is not None:
-            self.part, group = parallel.part, parallel.tensor
+            self.part, group, experts = parallel.part, parallel.tensor, parallel.experts
         self._kernels = kernels
         self._ends = Ends(config, dtype, self.part, group)
         self._layers = [
-            DecoderLayer(config, index, dtype, place=place, group=group)
+            DecoderLayer(config, index, dtype, place=place, group=group, whole_experts=experts)
             for place, index in enumerate(self.part.layers)
         ]
         self._rotary = Rotary(config, device)

@@ -1,4 +1,4 @@
-"""The parts of a decoder layer: linears, norms, attention, gated MLP, experts; positions' angles.
+"""The parts of a decoder layer: linears, norms, attention, gated MLP; positions' angles.
 
 The loader fills the weights and the kernels pack them. No nn.Module: at batch 1 its call overhead
 is a measurable share of a small model's step. A part is made without memory, so that a checkpoint
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xpyd_worker.kernels.api import Kernels, PackedExperts, PackedLinear, Plan
-from xpyd_worker.model.config import ExpertsConfig, MlpNames, ModelConfig
+from xpyd_worker.kernels.api import Kernels, PackedLinear, Plan
+from xpyd_worker.model.config import MlpNames, ModelConfig
 from xpyd_worker.model.rope import Llama3Scaling, RopeConfig, YarnScaling
 from xpyd_worker.model.shards import Cut, Stored, all_of, by_name, is_first, share, whole
 from xpyd_worker.parallel.api import NO_GROUP, TensorGroup
@@ -198,69 +198,6 @@ class Mlp:
             **self._gate_up.checkpoint_tensors(prefix, self._names.gate_up),
             **self._down.checkpoint_tensors(prefix, (self._names.down,)),
         }
-
-
-class ExpertMlps:
-    """Router and experts of one layer, in the place of its MLP. The experts' weights have no memory
-    before `allocate` and after `pack`."""
-
-    def __init__(
-        self, hidden: int, experts: ExpertsConfig, dtype: torch.dtype, group: TensorGroup = NO_GROUP
-    ) -> None:
-        """Each rank of `group` has the router and a share of every expert."""
-        self._experts, self._group = experts, group
-        self._hidden, self._inner = whole(hidden), share(experts.intermediate_size, group)
-        router = (whole(experts.count),)
-        self._router = Linear(self._hidden, router, bias=False, dtype=dtype)
-        count, size = experts.count, len(self._inner.held)
-        self._gate_up = torch.empty(count, 2 * size, hidden, dtype=dtype, device="meta")
-        self._down = torch.empty(count, hidden, size, dtype=dtype, device="meta")
-        self._packed: PackedExperts | None = None
-
-    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]. Only after `pack`."""
-        assert self._packed is not None, "not loaded"
-        weights, chosen = route(
-            self._router(x),
-            per_token=self._experts.per_token,
-            is_normalized=self._experts.is_normalized,
-        )
-        return self._group.all_reduce(self._packed(x, weights, chosen, step.plan))
-
-    def allocate(self, device: torch.device) -> None:
-        """Memory for all weights."""
-        self._router.allocate(device)
-        self._gate_up = unfilled(self._gate_up, device)
-        self._down = unfilled(self._down, device)
-
-    def pack(self, kernels: Kernels) -> None:
-        """Hand the weights to the kernels, once all are read."""
-        self._router.pack(kernels)
-        self._packed = kernels.experts(self._gate_up, self._down)
-        self._gate_up = unfilled(self._gate_up, "meta")
-        self._down = unfilled(self._down, "meta")
-
-    def checkpoint_tensors(self, prefix: str) -> dict[str, Stored]:
-        """Checkpoint name -> where it goes; `prefix` is the block's."""
-        names, hidden, inner = self._experts.names, self._hidden, self._inner
-        tensors = self._router.checkpoint_tensors(prefix, ("gate",))
-        for index in range(self._experts.count):
-            expert = f"{prefix}experts.{index}."
-            gate_up, down = self._gate_up[index], self._down[index]
-            tensors |= by_name(gate_up, expert, names.gate_up, rows=(inner, inner), columns=hidden)
-            tensors |= by_name(down, expert, (names.down,), rows=(hidden,), columns=inner)
-        return tensors
-
-
-def route(logits: Tensor, *, per_token: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
-    """The router's choice for [tokens, experts] logits: weights (float32) and experts, each
-    [tokens, per_token]. Softmax comes before the choice; `is_normalized` makes the weights sum to
-    1 after it. Nothing waits for the device."""
-    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
-    weights, chosen = probabilities.topk(per_token, dim=-1)
-    if is_normalized:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights, chosen
 
 
 class Rotary:

@@ -28,8 +28,6 @@ _COLUMNS_FLOAT32, _DEPTH_FLOAT32 = 32, 32
 # Neighbouring tiles that go through the same columns before the next ones: those of one expert
 # find its weights in the cache.
 _GROUP = tl.constexpr(8)
-NO_EXPERT = -1
-"""The expert of a pair that is not computed and adds nothing."""
 # Lines of the table that one program writes, and columns of a row that one adds up.
 _LINES = 64
 _SUM_COLUMNS = 1024

@@ -12,10 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xpyd_worker.kernels.api import KvShape, PackedExperts, PackedLinear, Plan, Span
+from xpyd_worker.kernels.api import (
+    NO_EXPERT,
+    KvShape,
+    PackedExperts,
+    PackedLinear,
+    Plan,
+    Span,
+)
 from xpyd_worker.kernels.gpu.decode import decode_attention
 from xpyd_worker.kernels.gpu.elementwise import rms_norm, rotate_and_store, silu_mul
-from xpyd_worker.kernels.gpu.experts import NO_EXPERT, GroupedExperts
+from xpyd_worker.kernels.gpu.experts import GroupedExperts
 from xpyd_worker.kernels.gpu.plan import GpuPlan, StaticPlan, make_plan
 from xpyd_worker.kernels.gpu.prefill import prefill_attention
 
@@ -54,9 +61,9 @@ class TritonKernels:
         choose none: they would have more experts' weights read."""
         grouped = GroupedExperts(gate_up.to(self._device), down.to(self._device))
 
-        def apply(x: Tensor, weights: Tensor, chosen: Tensor, plan: Plan) -> Tensor:
-            own = _own(plan)
-            if not own.tiles.shape[0]:
+        def apply(x: Tensor, weights: Tensor, chosen: Tensor, plan: Plan | None) -> Tensor:
+            own = None if plan is None else _own(plan)
+            if own is not None and not own.tiles.shape[0]:
                 chosen = chosen.masked_fill((own.slots < 0).unsqueeze(-1), NO_EXPERT)
             return grouped(x, weights, chosen)
 
