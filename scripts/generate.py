@@ -47,6 +47,7 @@ FLAG_PAGES = {
     "--seed": "#who-runs-when",
     "--tensor-parallel-size": "parallel.md",
     "--pipeline-parallel-size": "parallel.md",
+    "--enable-expert-parallel": "parallel.md#experts",
     "--disable-custom-all-reduce": "parallel.md#between-gpus-of-one-host",
     "--max-num-batched-tokens": "#who-runs-when",
     "--scheduling-policy": "#who-runs-when",

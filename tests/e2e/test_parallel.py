@@ -34,7 +34,9 @@ def flags(layout: Layout) -> tuple[str, ...]:
     )
 
 
-def make_model(folder: Path, family: Family, *, tie: bool = False) -> Path:
+def make_model(
+    folder: Path, family: Family, *, tie: bool = False, experts: int | None = None
+) -> Path:
     return make_checkpoint(
         folder,
         family=family,
@@ -45,6 +47,7 @@ def make_model(folder: Path, family: Family, *, tie: bool = False) -> Path:
         kv_heads=2,
         max_len=CONTEXT_TOKENS,
         tie=tie,
+        experts=experts,
     )
 
 
@@ -87,6 +90,47 @@ def test_greedy_tokens_are_those_of_transformers(
         running.wait_healthy(engine)
         written = written_by(engine)
         assert engine.stop() == 0, engine.log[-3000:]
+    check(model, written)
+
+
+WHOLE: tuple[Family, ...] = ("mixtral", "qwen3-moe")
+EXPERT = "--enable-expert-parallel"
+USUAL_EXPERTS = [("mixtral", (2, 1)), ("qwen3-moe", (4, 1))]
+# (tensor, pipeline): so many ranks share the experts of a stage.
+EXPERT_ENGINES = [
+    pytest.param(
+        *(family, layout),
+        marks=pytest.mark.slow if (family, layout) in USUAL_EXPERTS else pytest.mark.soak,
+        id=f"{family}-{named(layout)}",
+    )
+    for family, layout in itertools.product(WHOLE, [(2, 1), (4, 1), (2, 2)])
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), EXPERT_ENGINES)
+def test_greedy_tokens_of_whole_experts_are_those_of_transformers(
+    tmp_path: Path, family: Family, layout: Layout
+) -> None:
+    model = make_model(tmp_path / "model", family, experts=7)
+    with empty_fleet(tmp_path) as running:
+        engine = running.start_engine(
+            "Aggregated", *flags(layout), EXPERT, model=model, env={"XPYD_DISCOVERY": ""}
+        )
+        running.wait_healthy(engine)
+        written = written_by(engine)
+        assert engine.stop() == 0, engine.log[-3000:]
+    check(model, written)
+
+
+@pytest.mark.slow
+def test_a_p_of_whole_experts_sends_to_a_d_of_one_rank(tmp_path: Path) -> None:
+    """KV is attention's: where experts are changes nothing of it."""
+    model = make_model(tmp_path / "model", "mixtral")
+    with empty_fleet(tmp_path) as running:
+        _, decode = start_pair(running, model, (2, 1), (1, 1), EXPERT)
+        written = written_by(running.router)
+        assert decode.metric("xpyd_kv_received_bytes_total") > 0
+        assert decode.metric("xpyd_kv_recomputed_requests_total") == 0
     check(model, written)
 
 

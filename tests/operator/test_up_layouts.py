@@ -75,6 +75,27 @@ def test_all_that_does_not_fit_is_told_by_the_documents_fields(model: str) -> No
     ]
 
 
+def test_whole_experts_are_checked_against_the_experts_of_the_model(tmp_path: Path) -> None:
+    """The flag is of all pools, and is told as engine.args' with the pool's sizes."""
+    whole = {"args": ["--enable-expert-parallel"]}
+    wide = fleet({"tensor": 4}, {"tensor": 2}, engine=whole)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_local_experts": 3}))
+    assert refusals(wide, str(tmp_path)) == [
+        "spec.engine.args: --enable-expert-parallel: 4 ranks for 3 experts of a layer; each rank "
+        "needs one at least (spec.pools[0].parallelism.tensor: 4)"
+    ]
+    odd = CONFIG | {"num_local_experts": 8, "intermediate_size": 30}
+    (tmp_path / "config.json").write_text(json.dumps(odd))
+    check_layouts(wide, str(tmp_path), {})
+    assert refusals(fleet({"tensor": 4}), str(tmp_path)) == [
+        "spec.pools[0].parallelism.tensor: 4 does not divide the experts' intermediate size of 30; "
+        "--enable-expert-parallel leaves experts whole"
+    ]
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (line, _) = refusals(wide, str(tmp_path))
+    assert line.startswith("spec.engine.args: --enable-expert-parallel: the model has no experts")
+
+
 def test_the_variable_for_stages_is_checked_where_there_are_several(model: str) -> None:
     check_layouts(fleet({}, {"pipeline": 3}, engine=partition("1,2,3")), model, {})
     assert refusals(fleet({}, {"pipeline": 3}, engine=partition("1,2,4")), model) == [

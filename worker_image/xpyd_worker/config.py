@@ -96,6 +96,8 @@ class WorkerConfig:
     """Ranks that share each layer."""
     pipeline_parallel_size: int = 1
     """Stages that hold the layers one behind the other."""
+    enable_expert_parallel: bool = False
+    """Whether experts are whole on the ranks that share a layer."""
     custom_all_reduce: bool = True
     """Whether ranks on GPUs use the all-reduce of our own for small tensors, where the ranks' GPUs
     allow it."""
@@ -169,7 +171,11 @@ class WorkerConfig:
     @property
     def sizes(self) -> Sizes:
         """How the model is divided over ranks."""
-        return Sizes(tensor=self.tensor_parallel_size, pipeline=self.pipeline_parallel_size)
+        return Sizes(
+            tensor=self.tensor_parallel_size,
+            pipeline=self.pipeline_parallel_size,
+            has_whole_experts=self.enable_expert_parallel,
+        )
 
     def pod_ranks(self, pod: int) -> range:
         """The ranks that run in pod `pod`."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from xpyd_core.parallel.checks import PIPELINE, SHORT_NAMES, TENSOR
+from xpyd_core.parallel.checks import EXPERT, PIPELINE, SHORT_NAMES, TENSOR
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT, ROLES
 from xpyd_core.sizes import format_bytes
 from xpyd_kv.transport.settings import TRANSPORTS
@@ -206,6 +206,13 @@ MODEL_FLAGS = (
         metavar="N",
         help="stages that hold the layers one behind the other; how many each: "
         "VLLM_PP_LAYER_PARTITION, e.g. 5,6,6,5 (default: %(default)s)",
+    ),
+    _flag(
+        EXPERT,
+        programs=_BOTH,
+        action="store_true",
+        help="of a model with experts: each rank that shares a layer has some experts whole, "
+        "instead of a slice of each",
     ),
     _flag(
         "--disable-custom-all-reduce",

@@ -25,6 +25,7 @@ FLAGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "--threads": ("int", ()),
     "--tensor-parallel-size": ("int", ()),
     "--pipeline-parallel-size": ("int", ()),
+    "--enable-expert-parallel": ("switch", ()),
     "--disable-custom-all-reduce": ("switch", ()),
     "--max-num-seqs": ("int", ()),
     "--max-num-batched-tokens": ("tokens", ()),

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from xpyd_core.checkpoints import cache_root, checkpoint_folder
 from xpyd_core.errors import UserError
-from xpyd_core.parallel.checks import PIPELINE, TENSOR, Shape, check_parallel, shape_of
+from xpyd_core.parallel.checks import EXPERT, PIPELINE, TENSOR, Shape, check_parallel, shape_of
 from xpyd_core.parallel.partition import PARTITION_VARIABLE, parse_override
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_operator.document.engines import Model, Pool
@@ -152,7 +152,16 @@ def check_layouts(
     lines = [
         line
         for index, pool in enumerate(fleet.spec.pools)
-        for line in _mistakes(f"spec.pools[{index}].parallelism", pool, shape, override)
+        for line in _mistakes(
+            f"spec.pools[{index}].parallelism",
+            Sizes(
+                tensor=pool.parallelism.tensor,
+                pipeline=pool.parallelism.pipeline,
+                has_whole_experts=EXPERT in fleet.spec.engine.args,
+            ),
+            shape,
+            override,
+        )
     ]
     lines = list(dict.fromkeys(lines))  # a variable that is no list is one mistake for all pools
     if lines:
@@ -160,16 +169,19 @@ def check_layouts(
         raise UserError("\n  ".join([f"{model}/config.json: {count}", *lines]))
 
 
-def _mistakes(path: str, pool: Pool, shape: Shape, override: str) -> Iterator[str]:
+def _mistakes(path: str, sizes: Sizes, shape: Shape, override: str) -> Iterator[str]:
     """The worker's own words, with the document's fields in place of its flags."""
-    parallelism = pool.parallelism
-    sizes = Sizes(tensor=parallelism.tensor, pipeline=parallelism.pipeline)
     try:
         check_parallel(shape, sizes, parse_override(override))
     except UserError as error:
         for line in str(error).splitlines():
             words = line.replace(TENSOR, f"{path}.tensor").replace(PIPELINE, f"{path}.pipeline")
-            yield words if words.startswith(path) else f"spec.engine.env: {words}"
+            if words.startswith(path):
+                yield words
+            elif words.startswith(EXPERT):
+                yield f"spec.engine.args: {words} ({path}.tensor: {sizes.tensor})"
+            else:
+                yield f"spec.engine.env: {words}"
 
 
 _MAX_CONFIG_BYTES = 1 << 20
