@@ -14,15 +14,16 @@ from pathlib import Path
 
 from bench.engine.contender import ROOT, ContenderFailed
 from bench.engine.models import model
-from bench.parallel import all_reduce, engines, gpu_all_reduce
-from bench.parallel.engines import LAYOUTS, Layout, Turn
+from bench.parallel import all_reduce, engines, experts, gpu_all_reduce
+from bench.parallel.engines import EXPERT_LAYOUTS, EXPERTS, LAYOUTS, Layout, Turn
 from bench.parallel.page import with_measured
-from bench.parallel.report import report
+from bench.parallel.report import Collectives, report
 from bench.process import end_at_sigterm
 from bench.report import say, write_report
 
-MODELS = ("tiny", "small")
-"""One whose steps cost next to nothing but to be handed out, and one that has something to do."""
+MODELS = ("tiny", "small", *EXPERTS)
+"""One whose steps cost next to nothing but to be handed out, one that has something to do, and one
+with experts."""
 _QUICK_LAYOUTS = (
     Layout(),
     Layout(tensor=2),
@@ -43,19 +44,25 @@ def main(argv: list[str]) -> int:
     )
     options = parser.parse_args(argv)
     worlds, sizes_kib, layouts = all_reduce.WORLDS, all_reduce.SIZES_KIB, LAYOUTS
+    exchanged_kib, rows = experts.SIZES_KIB, experts.ROWS
     if options.quick:
         worlds, sizes_kib, layouts = worlds[:1], sizes_kib[:1], _QUICK_LAYOUTS
+        exchanged_kib, rows = exchanged_kib[:1], rows[:1]
         options.rounds, options.models = 1, options.models[:1]
     turns: dict[str, list[Turn]] = {}
     try:
         say("all-reduce")
         reduces = all_reduce.measure(worlds, sizes_kib, options.rounds)
         on_gpus = gpu_all_reduce.measure(options.rounds)
+        say("all-to-all, experts")
+        exchanges = experts.measure_exchanges(worlds, exchanged_kib, options.rounds)
+        of_experts = experts.measure_layers(worlds, rows, options.rounds)
         for name in options.models:
             with tempfile.TemporaryDirectory() as folder:
+                has_experts = name in EXPERTS
                 turns[name] = engines.measure(
-                    model(name),
-                    layouts,
+                    model(name, shapes=EXPERTS) if has_experts else model(name),
+                    EXPERT_LAYOUTS if has_experts else layouts,
                     cores=options.cores,
                     rounds=options.rounds,
                     folder=Path(folder),
@@ -64,7 +71,8 @@ def main(argv: list[str]) -> int:
     except (ContenderFailed, all_reduce.WrongSumError, gpu_all_reduce.WrongGpuSumError) as error:
         say(f"wrong: {error}")
         return 1
-    made = report(reduces, on_gpus, turns, cores=options.cores, rounds=options.rounds)
+    collectives = Collectives(reduces, on_gpus, exchanges, of_experts)
+    made = report(collectives, turns, cores=options.cores, rounds=options.rounds)
     write_report(made, options.output, with_measured)
     sys.stdout.write(json.dumps(made) + "\n")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -65,13 +66,14 @@ def _turns(seat: Seat, size_kib: int, rounds: int) -> tuple[list[float], list[fl
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(rounds):
             for way, kept in zip(ways, times, strict=True):
-                kept.append(_batch_us(way, x, count))
+                kept.append(batch_us(partial(way, x), count))
         return times
 
 
-def _batch_us(way: Callable[[Tensor], None], x: Tensor, count: int) -> float:
-    way(x)  # all are here
+def batch_us(call: Callable[[], object], count: int) -> float:
+    """Microseconds of one of `count` calls, which all ranks make."""
+    call()  # all are here
     begun_s = time.perf_counter()
     for _ in range(count):
-        way(x)
+        call()
     return (time.perf_counter() - begun_s) / count * 1e6

@@ -27,16 +27,18 @@ CASES = (DECODE_1, DECODE_8, *BATCHES)
 
 @dataclass(frozen=True)
 class Layout:
-    """`is_queued`: with as many steps under way as there are stages."""
+    """`is_queued`: with as many steps under way as there are stages; `has_whole_experts`: EP."""
 
     tensor: int = 1
     pipeline: int = 1
     is_queued: bool = True
+    has_whole_experts: bool = False
 
     @property
     def name(self) -> str:
+        experts = ", EP" if self.has_whole_experts else ""
         queue = "" if self.is_queued else ", one step at a time"
-        return f"TP {self.tensor} x PP {self.pipeline}{queue}"
+        return f"TP {self.tensor} x PP {self.pipeline}{experts}{queue}"
 
     @property
     def ranks(self) -> int:
@@ -51,6 +53,29 @@ LAYOUTS = (
     Layout(pipeline=2, is_queued=False),
     Layout(pipeline=4),
     Layout(tensor=2, pipeline=2),
+)
+
+
+EXPERTS = {
+    "experts": {
+        "family": "qwen3-moe",
+        "layers": 6,
+        "hidden": 512,
+        "intermediate": 256,
+        "heads": 8,
+        "kv_heads": 4,
+        "experts": 32,
+        "experts_per_token": 4,
+        "vocab": 32000,
+    }
+}
+"""A model with many small experts."""
+EXPERT_LAYOUTS = (
+    Layout(),
+    Layout(tensor=2),
+    Layout(tensor=2, has_whole_experts=True),
+    Layout(tensor=4),
+    Layout(tensor=4, has_whole_experts=True),
 )
 
 
@@ -103,6 +128,8 @@ def _recipe(model: Model, layout: Layout, cores: int) -> Recipe:
         # bfloat16 only where this processor computes in it.
         *("--device", "cpu", "--dtype", "auto"),
     ]
+    if layout.has_whole_experts:
+        more.append("--enable-expert-parallel")
     made = own_recipe(model.folder, max(1, cores // layout.ranks), more)
     env = dict(made.env)
     argv = list(made.argv)

@@ -16,22 +16,38 @@ def with_measured(page: str, made: dict[str, Any]) -> str:
 
 def _measured(made: dict[str, Any]) -> str:
     where = f"{where_measured(made)}Engines on {made['cores']} cores; rounds: {made['rounds']}."
-    parts = [[where], _reduces(made)]
+    parts = [[where], _by_gloo("all-reduce", made["allReduce"])]
     if made.get("gpuAllReduce"):
         parts.append(_gpu_reduces(made))
+    if made.get("allToAll"):
+        parts += [_by_gloo("all-to-all", made["allToAll"]), _layers(made)]
     for model in made["engines"]:
-        parts += [_engines(model, made["engines"][model]), _bubbles(model, made["bubble"][model])]
+        parts.append(_engines(model, made["engines"][model]))
+        if made["bubble"][model]:
+            parts.append(_bubbles(model, made["bubble"][model]))
     return "\n" + "".join("\n".join(part) + "\n\n" for part in parts)
 
 
-def _reduces(made: dict[str, Any]) -> list[str]:
+def _by_gloo(what: str, rows: list[dict[str, Any]]) -> list[str]:
     return [
-        "| all-reduce | shared memory, us | Gloo, us | ratio |",
+        f"| {what} | shared memory, us | Gloo, us | ratio |",
         "|---|---|---|---|",
         *(
             f"| {row['ranks']} ranks, {row['kib']:,} KiB | {row['oursUs']:,.0f} "
             f"| {row['glooUs']:,.0f} | {row['ratio']:.3f} |"
-            for row in made["allReduce"]
+            for row in rows
+        ),
+    ]
+
+
+def _layers(made: dict[str, Any]) -> list[str]:
+    return [
+        "| layer of 32 experts | in slices (TP), us | whole (EP), us | ratio | rows sent, us |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {row['ranks']} ranks, {row['rows']} rows | {row['slicesUs']:,.0f} "
+            f"| {row['wholeUs']:,.0f} | {row['ratio']:.3f} | {row['sentUs']:,.0f} |"
+            for row in made["expertLayers"]
         ),
     ]
 

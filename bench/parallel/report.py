@@ -11,21 +11,30 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.engine.shape import Case
 from bench.operator.report import machine
 from bench.parallel.all_reduce import Rounds
 from bench.parallel.engines import BATCHES, DECODE_1, DECODE_8, Layout, Turn
+from bench.parallel.experts import LayerRounds
 from bench.parallel.gpu_all_reduce import GpuRounds
 from xpyd_tools.bench.summary import Summary, summarize
 
 _ALONE = Layout()
 
 
+class Collectives(NamedTuple):
+    """What was measured of ranks without engines."""
+
+    reduces: Sequence[Rounds] = ()
+    on_gpus: Sequence[GpuRounds] = ()
+    exchanges: Sequence[Rounds] = ()
+    layers: Sequence[LayerRounds] = ()
+
+
 def report(
-    reduces: Sequence[Rounds],
-    on_gpus: Sequence[GpuRounds],
+    collectives: Collectives,
     turns: dict[str, list[Turn]],
     *,
     cores: int,
@@ -35,9 +44,11 @@ def report(
     return {
         "benchmark": "parallel",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "ratios": _ratios(reduces, turns),
-        "allReduce": [_reduce(one) for one in reduces],
-        "gpuAllReduce": [_gpu_reduce(one) for one in on_gpus],
+        "ratios": _ratios(collectives, turns),
+        "allReduce": [_reduce(one) for one in collectives.reduces],
+        "gpuAllReduce": [_gpu_reduce(one) for one in collectives.on_gpus],
+        "allToAll": [_reduce(one) for one in collectives.exchanges],
+        "expertLayers": [_layer(one) for one in collectives.layers],
         "engines": {model: _engines(found) for model, found in turns.items()},
         "bubble": {model: _bubbles(found) for model, found in turns.items()},
         "cores": cores,
@@ -63,13 +74,22 @@ def measured_bubble(stages: int, batches: int, *, one_s: float, all_s: float) ->
     return 1 - batches * one_s / stages / all_s
 
 
-def _ratios(reduces: Sequence[Rounds], turns: dict[str, list[Turn]]) -> list[dict[str, Any]]:
+def _ratios(collectives: Collectives, turns: dict[str, list[Turn]]) -> list[dict[str, Any]]:
     """By name, each to a peer of the same run."""
+    both = {"all-reduce": collectives.reduces, "all-to-all": collectives.exchanges}
     found = [
+        _named(f"{what}, {one.ranks} ranks, {one.size_kib} KiB", "Gloo", one.ours_us, one.gloo_us)
+        for what, rounds in both.items()
+        for one in rounds
+    ]
+    found += [
         _named(
-            f"all-reduce, {one.ranks} ranks, {one.size_kib} KiB", "Gloo", one.ours_us, one.gloo_us
+            f"layer of whole experts, {layer.ranks} ranks, {layer.rows} rows",
+            "TP",
+            layer.whole_us,
+            layer.slices_us,
         )
-        for one in reduces
+        for layer in collectives.layers
     ]
     for model, of_model in turns.items():
         layouts = _layouts(of_model)
@@ -78,6 +98,9 @@ def _ratios(reduces: Sequence[Rounds], turns: dict[str, list[Turn]]) -> list[dic
             if layout != _ALONE:
                 name = f"{model}, {layout.name}, tokens/s"
                 found.append(_named(name, _ALONE.name, rates, _rates(of_model, _ALONE)))
+            if layout.has_whole_experts:
+                sliced = _rates(of_model, replace(layout, has_whole_experts=False))
+                found.append(_named(f"{model}, {layout.name}, tokens/s", "TP", rates, sliced))
             unqueued = replace(layout, is_queued=False)
             if layout.is_queued and unqueued in layouts:
                 name = f"{model}, {layout.name}, tokens/s"
@@ -114,6 +137,17 @@ def _gpu_reduce(one: GpuRounds) -> dict[str, Any]:
     }
 
 
+def _layer(one: LayerRounds) -> dict[str, Any]:
+    return {
+        "ranks": one.ranks,
+        "rows": one.rows,
+        "slicesUs": round(median(one.slices_us), 1),
+        "wholeUs": round(median(one.whole_us), 1),
+        "sentUs": round(median(one.sent_us), 1),
+        "ratio": round(median(a / b for a, b in zip(one.whole_us, one.slices_us, strict=True)), 4),
+    }
+
+
 def _engines(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     alone = {case: _of(turns, _ALONE, case) for case in (DECODE_1, DECODE_8)}
     rows: list[dict[str, Any]] = []
@@ -130,6 +164,7 @@ def _engines(turns: Sequence[Turn]) -> list[dict[str, Any]]:
                 "tensor": layout.tensor,
                 "pipeline": layout.pipeline,
                 "queued": layout.is_queued,
+                "wholeExperts": layout.has_whole_experts,
                 "itlP50Ms": round(median(s.itl_ms.p50 for s in one), 3),
                 "tokensPerS": round(median(s.output_tokens_per_s for s in eight), 1),
                 "itlToOne": _ratio(

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from bench.parallel.__main__ import main
+from bench.parallel.all_reduce import Rounds
+from bench.parallel.experts import LayerRounds
 from bench.parallel.gpu_all_reduce import GpuRounds
 from bench.parallel.page import BEGIN, with_measured
-from bench.parallel.report import ideal_bubble, measured_bubble, report
+from bench.parallel.report import Collectives, ideal_bubble, measured_bubble, report
 from bench.report import END
 from xpyd_worker.parallel import native
 
@@ -24,15 +26,29 @@ def test_a_pipeline_of_equal_stages_has_the_bubble_of_the_formula():
 
 def test_the_gpus_rows_are_there_where_gpus_were():
     rounds = [GpuRounds(2, 16, [4.0, 5.0, 6.0], [8.0, 10.0, 10.0])]
-    rows = report([], rounds, {}, cores=2, rounds=3)["gpuAllReduce"]
+    rows = report(Collectives(on_gpus=rounds), {}, cores=2, rounds=3)["gpuAllReduce"]
     assert rows == [{"ranks": 2, "kib": 16, "oursUs": 5.0, "ncclUs": 10.0, "ratio": 0.5}]
     pages = [
-        with_measured(f"{BEGIN}{END}", report([], one, {}, cores=2, rounds=3))
+        with_measured(f"{BEGIN}{END}", report(Collectives(on_gpus=one), {}, cores=2, rounds=3))
         for one in (rounds, [])
     ]
     row = "| 2 ranks, 16 KiB | 5.0 | 10.0 | 0.500 |"
     assert [row in page for page in pages] == [True, False]
     assert ["on GPUs" in page for page in pages] == [True, False]
+
+
+def test_a_layer_of_whole_experts_is_compared_with_the_same_in_slices():
+    layers = [LayerRounds(4, 8, [10.0, 12.0, 8.0], [5.0, 5.0, 6.0], [7.0, 9.0, 8.0])]
+    made = report(
+        Collectives(exchanges=[Rounds(2, 16, [3.0], [9.0])], layers=layers), {}, cores=2, rounds=3
+    )
+    assert [(one["name"], one["peer"], one["reached"]) for one in made["ratios"]] == [
+        ("all-to-all, 2 ranks, 16 KiB", "Gloo", 0.3333),
+        ("layer of whole experts, 4 ranks, 8 rows", "TP", 0.5),
+    ]
+    page = with_measured(f"{BEGIN}{END}", made)
+    assert "| 4 ranks, 8 rows | 10 | 5 | 0.500 | 8 |" in page
+    assert "| 2 ranks, 16 KiB | 3 | 9 | 0.333 |" in page
 
 
 @pytest.mark.slow
@@ -49,6 +65,8 @@ def test_the_short_form_measures_and_writes_its_page(
     ratios = {(one["name"], one["peer"]): one for one in made["ratios"]}
     assert list(ratios) == [
         ("all-reduce, 2 ranks, 16 KiB", "Gloo"),
+        ("all-to-all, 2 ranks, 16 KiB", "Gloo"),
+        ("layer of whole experts, 2 ranks, 1 rows", "TP"),
         ("tiny, TP 2 x PP 1, tokens/s", "TP 1 x PP 1"),
         ("tiny, TP 1 x PP 2, tokens/s", "TP 1 x PP 1"),
         ("tiny, TP 1 x PP 2, tokens/s", "one step at a time"),
