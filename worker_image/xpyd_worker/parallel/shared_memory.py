@@ -121,7 +121,7 @@ class SharedMemoryCollectives:
         self, out: Tensor, x: Tensor, send: Sequence[int], receive: Sequence[int]
     ) -> None:
         """`receive` rows of each rank into `out`, for `send` rows of `x` to each; both contiguous,
-        rows by rank. Raises GroupError."""
+        rows by rank. Raises GroupError. See docs/adr/0116."""
         row_bytes = out.stride(0) * out.element_size()
         numbers = ctypes.c_int64 * len(send)
         failed = self._library.xpyd_all_to_all(
