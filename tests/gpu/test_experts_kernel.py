@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.gpu import twins
 from tests.gpu.conftest import Kit, modules
 from tests.gpu.waits import waits_are_errors
+from tests.ranks.kit.threads import expert_groups
 from xpyd_worker.kernels.api import KvShape, Span
 from xpyd_worker.model.config import ExpertsConfig
 from xpyd_worker.model.experts import ExpertMlps
@@ -232,12 +233,15 @@ def unstarted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return grids
 
 
+@pytest.mark.parametrize("is_whole", [False, True], ids=["alone", "one rank of four"])
 @pytest.mark.parametrize("is_normalized", [False, True])
 def test_a_layer_asks_the_device_for_nothing(
-    unstarted: list[tuple[int, ...]], *, is_normalized: bool
+    unstarted: list[tuple[int, ...]], *, is_normalized: bool, is_whole: bool
 ) -> None:
     """On a device without memory nobody can wait for a value; and grids are those of the shapes."""
-    block = ExpertMlps(2048, ExpertsConfig(128, 8, 768, is_normalized), torch.bfloat16)
+    config = ExpertsConfig(128, 8, 768, is_normalized)
+    others = expert_groups(4, 1)[1] if is_whole else None
+    block = ExpertMlps(2048, config, torch.bfloat16, whole_experts=others)
     block.allocate(META)
     kernels = modules().kernels.TritonKernels(META)
     block.pack(kernels)
@@ -247,10 +251,26 @@ def test_a_layer_asks_the_device_for_nothing(
     x = torch.empty(3, 2048, dtype=torch.bfloat16, device=META)
     with torch.inference_mode():
         out = block(x, step)
+        counts = torch.zeros(1, 128, dtype=torch.int64, device=META)
+        kernels.count_chosen(counts, torch.stack(step.chosen), plan)
     assert out.shape == x.shape
     assert out.dtype == x.dtype
     # 24 pairs are in at most 24 tiles; 768 columns are 12 blocks, 2,048 are 32.
     assert unstarted == [(1,), (24 * 12,), (24 * 32,), (3, 2)]
+
+
+def test_rows_that_pad_a_batch_chose_nothing() -> None:
+    kernels = modules().kernels.TritonKernels(torch.device("cpu"))
+    buffer = kernels.static_plan(
+        KvShape(1, 16, 16, torch.bfloat16), max_sequences=3, max_context=64
+    )
+    buffer.copy_([Span(3, 1, [0]), Span(20, 1, [1, 2])])
+    counts, chosen = torch.zeros(2, 4, dtype=torch.int64), torch.tensor([[0, 1], [1, 2], [3, 3]])
+    kernels.count_chosen(counts, torch.stack([chosen, chosen.flip(0)]), buffer.plan)
+    # The third row has no sequence.
+    assert counts.tolist() == [[1, 2, 1, 0], [0, 1, 1, 2]]
+    kernels.count_chosen(counts, torch.stack([chosen, chosen]), None)
+    assert counts.tolist() == [[2, 4, 2, 2], [1, 3, 2, 4]]
 
 
 @pytest.mark.gpu

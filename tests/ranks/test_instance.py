@@ -51,6 +51,19 @@ def test_steps_are_answered_by_the_first_rank_of_the_last_stage(four: Instance) 
     ], "and each rank has as many blocks as fit on the smallest"
 
 
+def test_what_ranks_say_of_their_experts_is_summed_by_layer() -> None:
+    """Rank 1 has the same rows as rank 0 and says nothing."""
+    told = {"experts 0": [1, 2], "experts 2": [10, 20]}
+    with started(FOUR, **told) as instance:
+        executor = executor_of(instance)
+        for _ in range(3):
+            step(executor, {})
+        deadline = time.monotonic() + WAIT_S
+        while instance.experts_chosen() != [(3, (11 + 6, 22 + 6))]:
+            assert time.monotonic() < deadline, instance.experts_chosen()
+            time.sleep(0.05)
+
+
 def test_each_rank_shows_its_steps_what_fits_on_it_and_whether_it_is_up() -> None:
     with started(TWO, blocks=[9, 5]) as instance:
         assert instance.fits == (9, 5)

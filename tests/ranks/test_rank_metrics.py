@@ -1,12 +1,13 @@
-"""The ranks of an engine on /metrics: one series each, by rank, stage and share."""
+"""The ranks and the experts of an engine on /metrics."""
 
 from __future__ import annotations
 
 from xpyd_core.parallel.ranks import Sizes
+from xpyd_worker.engine.executor import LayerExperts
 from xpyd_worker.ranks.start.messages import RankReady
 from xpyd_worker.ranks.watch.beats import Beat
 from xpyd_worker.ranks.watch.judge import Shown
-from xpyd_worker.server.telemetry.metrics import rank_samples
+from xpyd_worker.server.telemetry.metrics import expert_samples, rank_samples
 
 
 def test_each_rank_has_its_own_metrics_under_its_place() -> None:
@@ -36,3 +37,24 @@ def test_each_rank_has_its_own_metrics_under_its_place() -> None:
 
 def test_an_engine_that_is_one_process_shows_no_ranks() -> None:
     assert not list(rank_samples(Sizes(), shown=(), ready=(), fits=()))
+
+
+def test_experts_are_summed_over_layers_and_each_layer_shows_how_uneven_it_is() -> None:
+    samples = list(expert_samples([LayerExperts(0, (5, 1, 2)), LayerExperts(2, (0, 7, 1))]))
+    found = {(s.name.removeprefix("xpyd_engine_expert_"), s.labels): s.value for s in samples}
+    assert found == {
+        ("tokens", (("expert", "0"),)): 5,
+        ("tokens", (("expert", "1"),)): 8,
+        ("tokens", (("expert", "2"),)): 3,
+        ("layer_tokens", (("layer", "0"),)): 8,
+        ("layer_tokens", (("layer", "2"),)): 8,
+        ("layer_busiest_tokens", (("layer", "0"),)): 5,
+        ("layer_busiest_tokens", (("layer", "2"),)): 7,
+    }
+    assert {s.kind for s in samples} == {"counter"}
+    assert not list(expert_samples(())), "a model without experts has no such series"
+
+
+def test_experts_of_many_layers_are_not_as_many_series_as_layers_times_experts() -> None:
+    samples = list(expert_samples([LayerExperts(n, (1,) * 256) for n in range(58)]))
+    assert len(samples) == 256 + 2 * 58

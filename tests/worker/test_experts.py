@@ -233,6 +233,15 @@ def shared_block(
     return block
 
 
+def test_chosen_experts_are_counted_by_layer() -> None:
+    counts = torch.tensor([[1, 0, 0], [0, 0, 2]])
+    chosen = torch.tensor([[[0, 1], [1, 2]], [[0, 2], [0, 1]]])
+    PlainKernels().count_chosen(counts, chosen, None)
+    assert counts.tolist() == [[2, 2, 1], [2, 1, 3]]
+    PlainKernels().count_chosen(counts, chosen[:, :0], None)
+    assert counts.tolist() == [[2, 2, 1], [2, 1, 3]]
+
+
 def test_no_expert_computes_no_row() -> None:
     chosen = torch.tensor([[NO_EXPERT, 2], [0, NO_EXPERT], [NO_EXPERT, NO_EXPERT]])
     found = {expert: pairs.tolist() for expert, pairs in rows_by_expert(chosen, 3)}

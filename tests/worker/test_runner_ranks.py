@@ -171,6 +171,19 @@ def test_ranks_with_whole_experts_write_what_transformers_writes(
             driver.step(chunks)
 
     together([lambda d=d, b=b: write(d, b) for d, b in zip(drivers, batches, strict=True)])
+    # Each row of each replica counts once: on all ranks of a tensor group alike, or on one of them.
+    per_token = oracle.config.num_experts_per_tok
+    pairs = [per_token * sum(one.computed for one in batch) for batch in batches]
+    for rank, runner in enumerate(ranks.runners):
+        data = sizes.coordinates(rank).data
+        counts = [sum(tokens) for _, tokens in runner.experts_chosen()]
+        if sizes.data == 1:
+            assert set(counts) == {pairs[data]}
+        else:
+            most = per_token * steps
+            assert all(abs(n - pairs[data] / sizes.tensor) <= most for n in counts)
+    layers = [layer for layer, _ in ranks.runners[0].experts_chosen()]
+    assert layers == [n for n in ranks.parallel[0].part.layers if name == "mixtral" or n != 1]
     assert all(one.output for batch in batches for one in batch)
     assert_greedy(oracle, *(one for batch in batches for one in batch))
 

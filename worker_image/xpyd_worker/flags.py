@@ -211,8 +211,7 @@ MODEL_FLAGS = (
         EXPERT,
         programs=_BOTH,
         action="store_true",
-        help="of a model with experts: each rank that shares a layer has some experts whole, "
-        "instead of a slice of each",
+        help="each rank that shares a layer has some experts whole, not a slice of each",
     ),
     _flag(
         "--disable-custom-all-reduce",

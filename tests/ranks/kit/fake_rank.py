@@ -16,6 +16,7 @@ from typing import Any
 
 from xpyd_core.errors import UserError
 from xpyd_kv.ranks.engine import Channel
+from xpyd_worker.engine.executor import LayerExperts
 from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.ranks.start.fork_server import main
 from xpyd_worker.ranks.start.messages import RankReady, Start
@@ -37,7 +38,7 @@ class FakeProgram:
         self._start = start
         self._give_up = give_up
         self._told: dict[str, Any] = json.loads(start.config.model)
-        self._blocks = 0
+        self._blocks = self._steps = 0
         self._do("open")
         self._channel = channel
         channel.listen(self._hear)
@@ -68,6 +69,7 @@ class FakeProgram:
 
     def launch(self, message: bytes) -> Step:
         told = json.loads(message)
+        self._steps += 1
         rank = self._start.rank
         told_me = told.get(str(rank)) or told.get("*")
         if told_me:
@@ -79,6 +81,11 @@ class FakeProgram:
             start = self._start
             answer["where"] = [start.rendezvous[0], start.address, start.config.host]
         return Step(json.dumps(answer).encode())
+
+    def experts_chosen(self) -> tuple[LayerExperts, ...]:
+        """Layer 3 has experts on ranks that are told so, each step for one more token."""
+        told = self._told.get(f"experts {self._start.rank}", [])
+        return (LayerExperts(3, tuple(n + self._steps for n in told)),) if told else ()
 
     def close(self) -> None:
         self._do("close")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from xpyd_worker.engine.request import SampledToken, SamplingParams, TokenLogprob
 
@@ -39,6 +39,13 @@ class KnownTokens:
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
+
+
+class LayerExperts(NamedTuple):
+    """How many tokens chose each expert of the model's layer number `layer`, since the start."""
+
+    layer: int
+    tokens: tuple[int, ...]
 
 
 class TokenMask(Protocol):

@@ -110,6 +110,12 @@ class Kernels(Protocol):
         tensors."""
         ...
 
+    def count_chosen(self, counts: Tensor, chosen: Tensor, plan: Plan | None) -> None:
+        """Add to `counts` [layers, experts] (int64) how many rows chose each expert in each layer;
+        `chosen` is [layers, rows, per_token]. Rows that `plan` has no sequence for do not count;
+        with None all do. Nothing waits for the device."""
+        ...
+
     def plan(self, spans: Sequence[Span], shape: KvShape) -> Plan:
         """The plan of a flat batch whose rows are the spans' one behind the other. Any order is
         right; one-row spans first and sorted by length is fast."""

@@ -111,6 +111,10 @@ class PlainKernels:
         """The experts, computed one after the other."""
         return ExpertByExpert(self, gate_up, down)
 
+    def count_chosen(self, counts: Tensor, chosen: Tensor, plan: Plan | None) -> None:
+        """Count all: each row has a sequence."""
+        count_chosen(counts, chosen)
+
     def plan(self, spans: Sequence[Span], shape: KvShape) -> Plan:
         """Index tensors for a flat batch; with one-row spans first, sorted by length, the groups
         are few."""
@@ -319,6 +323,14 @@ class ExpertByExpert:
             share = weights.view(-1).index_select(0, pairs).unsqueeze(-1)
             out.index_add_(0, rows, part * share)
         return out.to(x.dtype)
+
+
+def count_chosen(counts: Tensor, chosen: Tensor) -> None:
+    """Add to `counts` [layers, experts] how often each is among `chosen` [layers, rows, per_token],
+    on a CPU."""
+    layers, experts = counts.shape
+    places = chosen.view(layers, -1) + torch.arange(0, counts.numel(), experts).unsqueeze(1)
+    counts += places.view(-1).bincount(minlength=counts.numel()).view(layers, experts)
 
 
 def rows_by_expert(chosen: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:

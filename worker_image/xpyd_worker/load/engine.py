@@ -44,7 +44,12 @@ from xpyd_worker.ranks.step.encoder import StepEncoder
 from xpyd_worker.ranks.step.messages import slot_count
 from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.service import ServedModel
-from xpyd_worker.server.telemetry.metrics import AnySample, rank_samples, samples_of
+from xpyd_worker.server.telemetry.metrics import (
+    AnySample,
+    expert_samples,
+    rank_samples,
+    samples_of,
+)
 from xpyd_worker.system import give_back
 
 _log = logging.getLogger(__name__)
@@ -97,8 +102,9 @@ class LoadedEngine:
         )
 
     def samples(self, stats: EngineStats) -> Iterable[AnySample]:
-        """The samples of its KV transfer and of its ranks."""
+        """The samples of its KV transfer, its experts and its ranks."""
         yield from samples_of(self.kv, stats)
+        yield from expert_samples(self.ready.experts_chosen())
         instance = self.ready.instance
         if instance is not None:
             yield from rank_samples(
@@ -261,6 +267,7 @@ def load_ranks(config: WorkerConfig, logs: Logs, incarnation: str) -> ReadyModel
         cache_bytes=sum(one.cache_bytes for one in ready),
         on_gpu=first.on_gpu,
         memory=lambda: ranks_memory_table(config, ready),
+        experts_chosen=instance.experts_chosen,
         kv=_ranked_kv(instance, ready),
         instance=instance,
     )

@@ -72,5 +72,6 @@ def load_one_rank(config: WorkerConfig, folder: Path, model: ModelConfig) -> Rea
             resident_bytes=resident_bytes(),
             gpu=use,
         ),
+        experts_chosen=runner.experts_chosen,
         kv=held,
     )

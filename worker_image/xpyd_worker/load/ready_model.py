@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from xpyd_core.sizes import format_bytes
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.engine.executor import Executor
+from xpyd_worker.engine.executor import Executor, LayerExperts
 from xpyd_worker.kv.engine import HeldKv
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ class ReadyModel:
     on_gpu: bool
     memory: Callable[[], Sequence[MemoryUse]]
     """The table of what it takes."""
+    experts_chosen: Callable[[], Sequence[LayerExperts]] = tuple
+    """By layer; none of a model without experts. Any thread."""
     kv: HeldKv | None = None
     instance: Instance | None = None
 

@@ -9,12 +9,13 @@ xpyd_worker.parallel.api. It must not know requests, block management or samplin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xpyd_worker.engine.executor import LayerExperts
 from xpyd_worker.kernels.api import Kernels, Plan
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.experts import ExpertMlps
@@ -138,6 +139,22 @@ class Decoder:
             for place, index in enumerate(self.part.layers)
         ]
         self._rotary = Rotary(config, device)
+        self._with_experts = [n for n in self.part.layers if config.layers[n].experts is not None]
+        most = max((one.count for one in config.experts), default=0)
+        self._chosen = torch.zeros(len(self._with_experts), most, dtype=torch.int64, device=device)
+        self._counts_all_rows = self.part.replicas > 1
+
+    def experts_chosen(self) -> tuple[LayerExperts, ...]:
+        """Of the rows that this rank has routed, by layer. Any thread; waits for the device."""
+        counts = cast("list[list[int]]", cast("Any", self._chosen).tolist())
+        return tuple(
+            LayerExperts(layer, tuple(tokens))
+            for layer, tokens in zip(self._with_experts, counts, strict=True)
+        )
+
+    def forget_chosen(self) -> None:
+        """Count from here on: what came before were trials."""
+        self._chosen.zero_()
 
     @property
     def num_layers(self) -> int:
@@ -183,6 +200,10 @@ class Decoder:
             x, residual = entering.get()
         for layer in self._layers:
             x = layer(x, residual, step)
+        if step.chosen:
+            # Rows that are dealt out to a replica's ranks are not the plan's.
+            rows_of = None if self._counts_all_rows else plan
+            self._kernels.count_chosen(self._chosen, torch.stack(step.chosen), rows_of)
         assert x is not None, "a stage has a layer"
         return Hidden(x, residual)
 

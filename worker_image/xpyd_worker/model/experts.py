@@ -59,25 +59,29 @@ class ExpertMlps:
         packed, others = self._packed, self._others
         assert packed is not None, "not loaded"
         if others is not None and others.replicas > 1:
-            return self._exchanged(x, others, packed)
-        weights, chosen = self._route(x)
+            return self._exchanged(x, others, packed, step)
+        weights, chosen = self._route(x, step)
         if others is not None:
             chosen = held_only(chosen, self._held)
         return self._group.all_reduce(packed(x, weights, chosen, step.plan))
 
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return route(
+    def _route(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+        weights, chosen = route(
             self._router(x),
             per_token=self._experts.per_token,
             is_normalized=self._experts.is_normalized,
         )
+        step.chosen.append(chosen)
+        return weights, chosen
 
-    def _exchanged(self, x: Tensor, others: ExpertGroup, packed: PackedExperts) -> Tensor:
+    def _exchanged(
+        self, x: Tensor, others: ExpertGroup, packed: PackedExperts, step: StepContext
+    ) -> Tensor:
         """Rows that a replica's ranks all have are dealt out to them first, one to each in turn, so
         that no row goes twice, and gathered behind."""
         rows, ranks = x.shape[0], self._group.size
         own = x[self._group.rank :: ranks]
-        weights, chosen = self._route(own)
+        weights, chosen = self._route(own, step)
 
         def compute(of_all: Tensor, experts: Tensor) -> Tensor:
             alone = torch.ones(experts.shape[0], 1, device=x.device)

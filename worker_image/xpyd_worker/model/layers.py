@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,13 +24,16 @@ from xpyd_worker.parallel.api import NO_GROUP, TensorGroup
 
 @dataclass(frozen=True)
 class StepContext:
-    """What all layers of one forward share: operators, the step's angles, caches and plan."""
+    """What all layers of one forward share: operators, the step's angles, caches and plan.
+    `chosen`: the experts that rows chose, [rows, per_token] of each layer with experts; each adds
+    its own."""
 
     kernels: Kernels
     angles: tuple[Tensor, Tensor]
     caches: Sequence[Tensor]
     plan: Plan
     kv_stored: Callable[[int], None]
+    chosen: list[Tensor] = field(default_factory=list[Tensor])
 
 
 class Linear:

@@ -11,10 +11,12 @@ import os
 import queue
 import threading
 from collections.abc import Sequence
+from operator import add
 from typing import TypeVar
 
 from xpyd_core.errors import ProtocolError, UserError
 from xpyd_worker.config import WorkerConfig
+from xpyd_worker.engine.executor import LayerExperts
 from xpyd_worker.ranks.link.frames import Frame, Kind
 from xpyd_worker.ranks.link.links import LinkChannel, Links
 from xpyd_worker.ranks.link.responses import Responses
@@ -34,6 +36,7 @@ from xpyd_worker.ranks.pods.pod import Pod
 from xpyd_worker.ranks.pods.remote import RelayedResponses, RemotePod
 from xpyd_worker.ranks.start.messages import (
     Agreed,
+    ExpertsChosen,
     Failed,
     Fits,
     FromRank,
@@ -98,6 +101,7 @@ class Instance:
         self.responses += map(Responses, self._pod.responses)
         self.channels = [LinkChannel(rank, self._post) for rank in range(sizes.replica)]
         """The KV transfer's way to each rank, by rank."""
+        self._chosen: dict[int, tuple[LayerExperts, ...]] = {}
 
     def rank_identity(self, rank: int) -> RankIdentity:
         """The rank as messages name it."""
@@ -105,6 +109,15 @@ class Instance:
         return rank_identity(
             rank, self.sizes, pid=self._pod.pid(rank), pod=rank // each if pods > 1 else None
         )
+
+    def experts_chosen(self) -> list[LayerExperts]:
+        """By layer, what its ranks have said last. Any thread."""
+        found: dict[int, tuple[int, ...]] = {}
+        for layers in list(self._chosen.values()):
+            for layer, tokens in layers:
+                before = found.get(layer, (0,) * len(tokens))
+                found[layer] = tuple(map(add, before, tokens))
+        return [LayerExperts(layer, found[layer]) for layer in sorted(found)]
 
     def show(self) -> list[Shown]:
         """What is known of each rank now, also when it is lost. Any thread."""
@@ -265,6 +278,8 @@ class Instance:
         if isinstance(message, Failed):
             failure = message.failure
             self._watch.report(lambda judge: judge.failed(rank, failure))
+        elif isinstance(message, ExpertsChosen):
+            self._chosen[rank] = message.layers
         else:
             if isinstance(message, Opened):
                 self._watch.report(lambda judge: judge.opened(rank))

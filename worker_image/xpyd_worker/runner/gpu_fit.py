@@ -140,11 +140,12 @@ class GpuPart:
         )
 
     def graphs(self, cache: KvCache) -> DecodeGraphs | None:
-        """Graphs of decoding steps over this cache. None for one of several stages: a graph cannot
-        hold that it waits for another rank on the host. Sums over a tensor group are captured, as
-        NCCL's operators are launches like others; on more than one GPU this was not run yet."""
+        """Graphs of decoding steps over this cache. None for one of several stages, and where
+        replicas' rows go to experts: a graph cannot hold that the host waits for other ranks. Sums
+        over a tensor group are captured, as NCCL's operators are launches like others; on more than
+        one GPU this was not run yet."""
         limits = self.limits
-        if not limits.use_graphs or self.model.part.stages > 1:
+        if not limits.use_graphs or self.model.part.stages > 1 or self.model.part.replicas > 1:
             return None
 
         def forward(token_ids: Tensor, positions: Tensor, plan: Plan) -> Tensor:

@@ -24,7 +24,13 @@ import torch
 from torch import Tensor
 
 from xpyd_core.errors import XpydError
-from xpyd_worker.engine.executor import ScheduledSequence, StepCounters, StepInput, StepOutput
+from xpyd_worker.engine.executor import (
+    LayerExperts,
+    ScheduledSequence,
+    StepCounters,
+    StepInput,
+    StepOutput,
+)
 from xpyd_worker.engine.request import SampledToken
 from xpyd_worker.kernels.api import Kernels, Plan
 from xpyd_worker.model.config import ModelConfig
@@ -99,11 +105,17 @@ class ModelRunner:
             for piece in stored.pieces
         )
         self.counters = StepCounters()
+        model.forget_chosen()
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the paged KV cache."""
         return self.kv_cache.num_blocks
+
+    def experts_chosen(self) -> tuple[LayerExperts, ...]:
+        """See Decoder."""
+        with self._device.use():
+            return self._model.experts_chosen()
 
     @property
     def depth(self) -> int:

@@ -28,7 +28,7 @@ from xpyd_worker.kernels.cpu.library import (
     library,
 )
 from xpyd_worker.kernels.cpu.packed import FewRowsLinear, OneDnnLinear, can_pack
-from xpyd_worker.kernels.plain import ExpertByExpert, PlainKernels, PlainLinear
+from xpyd_worker.kernels.plain import ExpertByExpert, PlainKernels, PlainLinear, count_chosen
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +78,10 @@ class CpuKernels:
     def experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
         """The experts, computed one after the other, each packed as a linear is."""
         return ExpertByExpert(self, gate_up, down)
+
+    def count_chosen(self, counts: Tensor, chosen: Tensor, plan: Plan | None) -> None:
+        """Count all: each row has a sequence."""
+        count_chosen(counts, chosen)
 
     def plan(self, spans: Sequence[Span], shape: KvShape) -> Plan:
         """Block tables and positions as arrays."""

@@ -69,6 +69,16 @@ class TritonKernels:
 
         return apply
 
+    def count_chosen(self, counts: Tensor, chosen: Tensor, plan: Plan | None) -> None:
+        """Rows that pad a graph's batch count nothing."""
+        places = chosen + torch.arange(
+            0, counts.numel(), counts.shape[1], device=chosen.device
+        ).view(-1, 1, 1)
+        ones = torch.ones((), dtype=counts.dtype, device=chosen.device)
+        if plan is not None:
+            ones = (_own(plan).slots >= 0).to(counts.dtype).unsqueeze(1)
+        counts.view(-1).scatter_add_(0, places.view(-1), ones.expand(chosen.shape).reshape(-1))
+
     def plan(self, spans: Sequence[Span], shape: KvShape) -> GpuPlan:
         """The plan of a step, on the device."""
         return make_plan(spans, shape, self._device)

@@ -8,6 +8,7 @@ main ----Start-----> rank  what to load, and where its ring and the others are
      <----Fits------       so many blocks of KV fit into what the weights leave
      ----Agreed---->       so many are made on every rank: the least
      <--RankReady---       steps may come
+     <--ExpertsChosen-     while steps run, where there are experts: what they were chosen for
      <---Failed-----       any time: why the rank ends
 """
 
@@ -22,6 +23,7 @@ from xpyd_core.errors import ProtocolError
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_worker.config import WorkerConfig
+from xpyd_worker.engine.executor import LayerExperts
 from xpyd_worker.ranks.link.ring import RingFds
 from xpyd_worker.ranks.loss import Failure
 
@@ -112,6 +114,12 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
     kv: KvReady | None = None
 
 
+class ExpertsChosen(msgspec.Struct, frozen=True, tag=True):
+    """What the rows that this rank routed have chosen, since the start."""
+
+    layers: tuple[LayerExperts, ...]
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """Why the rank ends."""
 
@@ -119,7 +127,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToRank = Start | Meet | Measure | Agreed
-FromRank = Opened | WeightsLoaded | Fits | RankReady | Failed
+FromRank = Opened | WeightsLoaded | Fits | RankReady | ExpertsChosen | Failed
 
 
 def decode_path(kind: type, value: object) -> object:

@@ -13,6 +13,7 @@ import torch
 from xpyd_core.parallel.partition import partition
 from xpyd_kv.ranks.engine import Channel
 from xpyd_worker.config import WorkerConfig
+from xpyd_worker.engine.executor import LayerExperts
 from xpyd_worker.kv.cache import CacheMemory, gpu_limits, open_cache, paged
 from xpyd_worker.kv.rank import RankKv, engine_layout, share_of, start_rank_kv
 from xpyd_worker.kv.transports import check_host
@@ -67,6 +68,7 @@ class RankProgram:
         self._parallel: ParallelState | None = None
         self._loaded: GpuPart | None = None
         self._fit: CpuFit | GpuFit | None = None
+        self._runner: ModelRunner | None = None
         self._work: RankWork | None = None
         self._kv: RankKv | None = None
 
@@ -128,7 +130,7 @@ class RankProgram:
         assert self._fit is not None, "load comes before"
         assert self._parallel is not None, "load comes before"
         config = self._start.config
-        runner = self._make_runner(blocks)
+        self._runner = runner = self._make_runner(blocks)
         kv = self._start_kv(runner) if config.moves_kv else None
         most_tokens = config.max_model_len or self._model.max_positions
         most_tokens = min(most_tokens, blocks * config.block_size)
@@ -197,6 +199,14 @@ class RankProgram:
         """Start a step; see RankWork."""
         assert self._work is not None, "make comes before"
         return self._work.launch(message)
+
+    def experts_chosen(self) -> tuple[LayerExperts, ...]:
+        """What the engine cannot learn from another rank: those of a tensor group have the same
+        rows. Any thread."""
+        assert self._parallel is not None, "make comes before"
+        part, runner = self._parallel.part, self._runner
+        has_own = part.replicas > 1 or part.tensor_rank == 0
+        return runner.experts_chosen() if runner is not None and has_own else ()
 
     def close(self) -> None:
         """Leave the other ranks. When no step is under way."""

@@ -13,6 +13,8 @@ import os
 import queue
 import socket
 import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -21,6 +23,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.logs import set_up_logging
 from xpyd_core.process import set_name, set_title
 from xpyd_kv.ranks.engine import Channel
+from xpyd_worker.engine.executor import LayerExperts
 from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.ranks.link.frames import Frame, Kind
 from xpyd_worker.ranks.link.links import Link, LinkChannel, Links
@@ -29,6 +32,7 @@ from xpyd_worker.ranks.link.ring import RingReader
 from xpyd_worker.ranks.loss import RANK_FAILED, RANK_MISSES_OTHERS, Failure
 from xpyd_worker.ranks.start.messages import (
     Agreed,
+    ExpertsChosen,
     Failed,
     Fits,
     FromRank,
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _FLUSH_S = 2.0
+_TELL_S = 1.0
 
 _T = TypeVar("_T")
 
@@ -168,6 +173,7 @@ def serve(main: _Main, start: Start, make_program: MakeProgram) -> int:
         ready = program.make(_expect(main, Agreed).blocks)
         main.tell(ready)
         is_running = True
+        tell_chosen(program.experts_chosen, main.tell)
         depth = sizes.depth(ready.depth)
         is_output = rank == sizes.output_rank
         run_steps(program, ring, answers, slot, is_output=is_output, depth=depth)
@@ -185,6 +191,28 @@ def serve(main: _Main, start: Start, make_program: MakeProgram) -> int:
             main.tell(Failed(failure))
         return RANK_MISSES_OTHERS if misses else RANK_FAILED
     return 0
+
+
+def tell_chosen(
+    chosen: Callable[[], tuple[LayerExperts, ...]], tell: Callable[[ExpertsChosen], None]
+) -> None:
+    """Start the thread that tells what experts were chosen for, once a second while that changes;
+    until the process ends. No thread where there are no experts."""
+    told = chosen()
+    if not told:
+        return
+
+    def run() -> None:
+        last = told
+        while True:
+            time.sleep(_TELL_S)
+            now = chosen()
+            if now != last:
+                tell(ExpertsChosen(now))
+            last = now
+
+    tell(ExpertsChosen(told))
+    threading.Thread(target=run, name="experts", daemon=True).start()
 
 
 def _expect(main: _Main, kind: type[_T]) -> _T:
