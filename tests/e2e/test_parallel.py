@@ -10,7 +10,7 @@ import pytest
 
 from scripts.train_demo_model.random_checkpoint import make_checkpoint
 from scripts.train_demo_model.random_weights import Family
-from tests.e2e.harness import Fleet, Process, empty_fleet
+from tests.e2e.harness import Fleet, Process, empty_fleet, wait_for
 from tests.e2e.test_families import ask, best_tokens, make_requests
 
 CONTEXT_TOKENS = 256
@@ -118,8 +118,19 @@ def test_greedy_tokens_of_whole_experts_are_those_of_transformers(
         )
         running.wait_healthy(engine)
         written = written_by(engine)
+        wait_for("ranks to tell of their experts", lambda: tokens_of_experts(engine))
         assert engine.stop() == 0, engine.log[-3000:]
     check(model, written)
+
+
+def tokens_of_experts(engine: Process) -> bool:
+    """Whether each of five layers shows two experts for each token that was computed."""
+    computed = engine.metric("xpyd_engine_prompt_tokens_computed_total")
+    computed += engine.metric("xpyd_engine_output_tokens_computed_total")
+    name = "xpyd_engine_expert_layer_tokens_total"
+    layers = [engine.metric(f"{name}{{layer={layer}}}") for layer in range(5)]
+    total = engine.metric("xpyd_engine_expert_tokens_total")
+    return layers == [2 * computed] * 5 and total == sum(layers)
 
 
 @pytest.mark.slow

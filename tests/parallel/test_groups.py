@@ -96,8 +96,8 @@ def exchanged(seat: Seat, is_shared: bool) -> Any:
 @pytest.mark.parametrize("is_shared", [True, False], ids=["memory", "Gloo"])
 def test_an_expert_group_exchanges_rows_over_shared_memory_and_over_gloo_alike(is_shared: bool):
     found = run_ranks(exchanged, 4, is_shared)
-    rows = [[[100.0 * r + 2 * i, 100.0 * r + 2 * i + 1] for i in range(3)] for r in range(4)]
-    assert found[0] == (2, [row for sent in rows for row in sent], [0, 1, 2, 3])
+    rows = [[100.0 * r + 2 * i, 100.0 * r + 2 * i + 1] for r in range(4) for i in range(3)]
+    assert found[0] == (2, rows, [0, 1, 2, 3])
     assert found[1:] == [(2, [], [0, 1, 2, 3])] * 3
 
 

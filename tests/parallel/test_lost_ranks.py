@@ -66,11 +66,18 @@ def _tell(parallel: ParallelState) -> None:
         parallel.feedback.send(Sampled(drawn, counts, counts))
 
 
+def _all_to_all(parallel: ParallelState) -> None:
+    ones = [1] * 3
+    parallel.experts.all_to_all(torch.ones(3, 4), ones, ones)
+
+
 TENSOR, PIPELINE = Sizes(tensor=3), Sizes(pipeline=3)
+EXPERTS = Sizes(tensor=3, has_whole_experts=True)
 # Sizes, the rank that is lost, the one that waits for it, and in what.
 CALLS = [
     (TENSOR, 1, 2, _all_reduce, "rank 1 did not take part"),
     (TENSOR, 2, 0, _all_gather, "rank 2 did not take part"),
+    (EXPERTS, 1, 0, _all_to_all, "all_to_all in group expert-0: rank 1 did not take part"),
     (PIPELINE, 0, 1, _receive, "rank 0 did not send what rank 1 waits for"),
     (PIPELINE, 2, 1, _send, "rank 2 did not take what rank 1 sends"),
     (PIPELINE, 2, 0, _feedback, "rank 2 did not send what rank 0 waits for"),
@@ -90,7 +97,7 @@ def waits(
     collective so do the others."""
     with seat.open(sizes, step_s=SOON_S) as state:
         _lose(state, lost, how)
-        if seat.rank != waiting and call not in (_all_reduce, _all_gather):
+        if seat.rank != waiting and call not in (_all_reduce, _all_gather, _all_to_all):
             signal.pause()
         return _error_of(lambda: call(state))
 

@@ -169,6 +169,7 @@ def disagrees(seat: Seat) -> str:
     found, send = _opened(seat, step_s=SOON_S), [0, 0] if seat.rank == 0 else [2, 0]
 
     def twice() -> None:
+        # Rank 1 sees no more than that its next call fails.
         for _ in range(2):
             found.all_to_all(torch.empty(1, 3), torch.ones(2, 3), send, [0, 1 - seat.rank])
 

@@ -53,7 +53,8 @@ def test_the_table_has_both_trees_the_layout_and_its_numbers(
     assert any(line.startswith("they differ in EP (1 and 8, taken 8): ") for line in lines)
     assert "layout: TP 8 x PP 2 x EP 8" in lines
     assert "does not serve the model: config.json: architectures" in text
-    assert "does not deal experts out yet (EP)" in text
+    assert "sends no rows to experts (EP) within one copy" in text
+    assert "--gpu-memory-utilization=0.92, --enable-expert-parallel]" in text
 
 
 def test_a_group_that_does_not_divide_the_heads_is_why_the_trees_differ(
@@ -287,11 +288,15 @@ def test_pools_of_vllm_that_move_kv_get_our_connector_where_none_is_named() -> N
     assert spec["engine"]["connector"] == "Xpyd"
 
 
-def test_experts_of_a_vllm_are_dealt_out_by_its_own_flag() -> None:
-    found = advice(facts("mixtral-8x7b"), devices(1, 8), engine=Engine("VLLM", None, "v"))
-    assert "--enable-expert-parallel" in snippet(found)
-    assert "this engine does not deal" not in "\n".join(notes_of(found))
-    assert "--enable-expert-parallel" not in snippet(advice(facts("mixtral-8x7b"), devices(1, 8)))
+def test_experts_are_dealt_out_by_a_flag_that_both_engines_have() -> None:
+    for engine in (Engine("VLLM", None, "v"), None):
+        more = {} if engine is None else {"engine": engine}
+        found = advice(facts("mixtral-8x7b"), devices(1, 8), **more)
+        assert "--enable-expert-parallel" in snippet(found)
+        said = "this engine sends no rows to experts" in "\n".join(notes_of(found))
+        assert said == (engine is None)
+    dense = advice(facts("llama-70b"), devices(1, 8))
+    assert "--enable-expert-parallel" not in snippet(dense)
 
 
 @pytest.mark.parametrize(

@@ -220,8 +220,9 @@ def notes_of(advice: Advice) -> list[str]:
     if layout.expert > 1:
         if not engine.is_vllm:
             found.append(
-                "this engine does not deal experts out yet (EP): each rank holds a share of every "
-                "expert, which takes the same memory and an all-reduce instead of all-to-alls"
+                "this engine sends no rows to experts (EP) within one copy: each rank computes "
+                "what its own experts make of all rows, and an all-reduce takes the place of the "
+                "all-to-alls"
             )
         if layout.pipeline > 1:
             found.append("elastic EP (ranks that come and go) excludes PP")
@@ -288,9 +289,9 @@ def snippet(advice: Advice) -> str:
     lines += [f"    image: {json.dumps(engine.image)}"] if engine.image else []
     args = [f"--max-model-len={wishes.context}", f"--max-num-seqs={wishes.concurrency}"]
     on_cpus = advice.hardware.on_cpus
-    # vLLM has the same flags, and one for experts, which our engine has not.
+    # vLLM has the same flags.
     args += [] if on_cpus else [f"--gpu-memory-utilization={wishes.utilization:g}"]
-    args += ["--enable-expert-parallel"] if engine.is_vllm and layout.expert > 1 else []
+    args += ["--enable-expert-parallel"] if layout.expert > 1 else []
     lines.append(f"    args: [{', '.join(args)}]")
     memory = f"{{requests: {{memory: {-(-advice.hardware.memory_bytes // MIB)}Mi}}}}"
     template = f"{{spec: {{containers: [{{name: engine, resources: {memory}}}]}}}}"
