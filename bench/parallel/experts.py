@@ -19,6 +19,7 @@ from xpyd_worker.kernels.cpu.kernels import choose_kernels
 from xpyd_worker.model.config import ExpertsConfig
 from xpyd_worker.model.experts import ExpertMlps
 from xpyd_worker.model.layers import StepContext
+from xpyd_worker.parallel.api import ExpertGroup
 from xpyd_worker.parallel.groups import OpsExpertGroup
 from xpyd_worker.parallel.state import ParallelState
 
@@ -119,13 +120,12 @@ def _layers(seat: Seat, rows: int, rounds: int) -> list[list[float]] | None:
 def _blocks(state: ParallelState) -> list[ExpertMlps]:
     """One layer, with the same weights three times."""
     assert state.expert_group is not None, "several ranks"
-    # Two replicas that happen to have the same rows are as many as rows that differ.
+    # Two replicas that happen to have the same rows send as much as any two.
+    sent = OpsExpertGroup(state.expert_group, replicas=2)
+    ways: tuple[ExpertGroup | None, ...] = (None, state.experts, sent)
     made = [
-        ExpertMlps(HIDDEN, CONFIG, torch.bfloat16, state.tensor),
-        ExpertMlps(HIDDEN, CONFIG, torch.bfloat16, state.tensor, state.experts),
-        ExpertMlps(
-            HIDDEN, CONFIG, torch.bfloat16, state.tensor, OpsExpertGroup(state.expert_group, 2)
-        ),
+        ExpertMlps(HIDDEN, CONFIG, torch.bfloat16, group=state.tensor, whole_experts=way)
+        for way in ways
     ]
     for block in made:
         block.allocate(torch.device("cpu"))

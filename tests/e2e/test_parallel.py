@@ -133,12 +133,19 @@ def tokens_of_experts(engine: Process) -> bool:
     return layers == [2 * computed] * 5 and total == sum(layers)
 
 
-@pytest.mark.slow
-def test_a_p_of_whole_experts_sends_to_a_d_of_one_rank(tmp_path: Path) -> None:
+EXPERT_PAIRS = [
+    pytest.param((2, 1), (1, 1), marks=pytest.mark.slow, id="tp2pp1-tp1pp1"),
+    pytest.param((1, 1), (4, 1), marks=pytest.mark.soak, id="tp1pp1-tp4pp1"),
+    pytest.param((2, 2), (2, 1), marks=pytest.mark.soak, id="tp2pp2-tp2pp1"),
+]
+
+
+@pytest.mark.parametrize(("p", "d"), EXPERT_PAIRS)
+def test_kv_goes_between_engines_with_whole_experts(tmp_path: Path, p: Layout, d: Layout) -> None:
     """KV is attention's: where experts are changes nothing of it."""
     model = make_model(tmp_path / "model", "mixtral")
     with empty_fleet(tmp_path) as running:
-        _, decode = start_pair(running, model, (2, 1), (1, 1), EXPERT)
+        _, decode = start_pair(running, model, p, d, EXPERT)
         written = written_by(running.router)
         assert decode.metric("xpyd_kv_received_bytes_total") > 0
         assert decode.metric("xpyd_kv_recomputed_requests_total") == 0

@@ -224,7 +224,7 @@ def shared_block(
 ) -> ExpertMlps:
     """A rank's part of the block whose weights these are."""
     experts = ExpertsConfig(COUNT, PER_TOKEN, SIZE, True, names=MlpNames(("gate", "up"), "down"))
-    block = ExpertMlps(HIDDEN, experts, dtype, group, whole_experts)
+    block = ExpertMlps(HIDDEN, experts, dtype, group=group, whole_experts=whole_experts)
     block.allocate(torch.device("cpu"))
     for name, stored in block.checkpoint_tensors("").items():
         for piece in stored.pieces:
@@ -261,7 +261,12 @@ def test_bytes_of_an_exchange_are_those_of_rows_times_experts_of_a_token() -> No
     def work(rank: int) -> Tensor:
         own = slice(None) if rank == 0 else slice(0)
         return exchange(
-            x[own], ones[own], chosen[own], shares, groups[rank], lambda rows, experts: rows
+            x[own],
+            ones[own],
+            chosen[own],
+            shares=shares,
+            group=groups[rank],
+            compute=lambda rows, experts: rows,
         )
 
     together([lambda: work(0), lambda: work(1)])

@@ -54,7 +54,9 @@ class DecoderLayer:
         """Layer `index` of the model, which is `place` of those that are here."""
         self._index = index
         self._attention = Attention(config, index, dtype, place=place, group=group)
-        self._mlp, self._mlp_name = _feed_forward(config, index, dtype, group, whole_experts)
+        self._mlp, self._mlp_name = _feed_forward(
+            config, index, dtype, group=group, whole_experts=whole_experts
+        )
         eps = config.rms_norm_eps
         self._input_norm = Norm(config.hidden_size, eps=eps, dtype=dtype)
         self._mlp_norm = Norm(config.hidden_size, eps=eps, dtype=dtype)
@@ -96,13 +98,16 @@ def _feed_forward(
     config: ModelConfig,
     index: int,
     dtype: torch.dtype,
+    *,
     group: TensorGroup,
     whole_experts: ExpertGroup | None,
 ) -> tuple[Mlp | ExpertMlps, str]:
     """What follows attention in a layer, and its name in the checkpoint."""
     experts = config.layers[index].experts
     if experts is not None:
-        block = ExpertMlps(config.hidden_size, experts, dtype, group, whole_experts)
+        block = ExpertMlps(
+            config.hidden_size, experts, dtype, group=group, whole_experts=whole_experts
+        )
         return block, experts.block
     mlp = Mlp(
         config.hidden_size,

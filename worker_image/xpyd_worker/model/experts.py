@@ -3,7 +3,7 @@
 Ranks have a slice of every expert, as of other MLPs, or some experts whole (ExpertGroup). Where all
 ranks that share whole experts have the same rows, each computes what its own experts make of them,
 and one sum ends the layer. Where replicas have rows of their own, rows go to the ranks of the
-experts that they chose, and what came of them comes back; which rank has an expert changes no bit
+experts that they chose, and what came of them comes back; which rank has an expert changes nothing
 of that. See docs/adr/0115. A layer must not know requests or block management.
 """
 
@@ -35,6 +35,7 @@ class ExpertMlps:
         hidden: int,
         experts: ExpertsConfig,
         dtype: torch.dtype,
+        *,
         group: TensorGroup = NO_GROUP,
         whole_experts: ExpertGroup | None = None,
     ) -> None:
@@ -56,14 +57,14 @@ class ExpertMlps:
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]. Only after `pack`."""
-        packed, others = self._packed, self._others
-        assert packed is not None, "not loaded"
+        assert self._packed is not None, "not loaded"
+        others = self._others
         if others is not None and others.replicas > 1:
-            return self._exchanged(x, others, packed, step)
+            return self._exchanged(x, others, step)
         weights, chosen = self._route(x, step)
         if others is not None:
             chosen = held_only(chosen, self._held)
-        return self._group.all_reduce(packed(x, weights, chosen, step.plan))
+        return self._group.all_reduce(self._packed(x, weights, chosen, step.plan))
 
     def _route(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
         weights, chosen = route(
@@ -74,20 +75,15 @@ class ExpertMlps:
         step.chosen.append(chosen)
         return weights, chosen
 
-    def _exchanged(
-        self, x: Tensor, others: ExpertGroup, packed: PackedExperts, step: StepContext
-    ) -> Tensor:
+    def _exchanged(self, x: Tensor, others: ExpertGroup, step: StepContext) -> Tensor:
         """Rows that a replica's ranks all have are dealt out to them first, one to each in turn, so
         that no row goes twice, and gathered behind."""
         rows, ranks = x.shape[0], self._group.size
         own = x[self._group.rank :: ranks]
         weights, chosen = self._route(own, step)
-
-        def compute(of_all: Tensor, experts: Tensor) -> Tensor:
-            alone = torch.ones(experts.shape[0], 1, device=x.device)
-            return packed(of_all, alone, experts.unsqueeze(1), None)
-
-        made = exchange(own, weights, chosen, self._shares, others, compute)
+        made = exchange(
+            own, weights, chosen, shares=self._shares, group=others, compute=self._computed
+        )
         if ranks == 1:
             return made
         each = -(-rows // ranks)
@@ -95,6 +91,12 @@ class ExpertMlps:
         padded[: made.shape[0]] = made
         # A line of what is gathered has a row of each rank: the rows in their order.
         return self._group.all_gather(padded).view(each * ranks, x.shape[1])[:rows]
+
+    def _computed(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """See Compute."""
+        assert self._packed is not None, "not loaded"
+        ones = torch.ones(experts.shape[0], 1, device=rows.device)
+        return self._packed(rows, ones, experts.unsqueeze(1), None)
 
     def allocate(self, device: torch.device) -> None:
         """Memory for all weights."""
@@ -142,6 +144,7 @@ def exchange(
     x: Tensor,
     weights: Tensor,
     chosen: Tensor,
+    *,
     shares: Sequence[range],
     group: ExpertGroup,
     compute: Compute,
