@@ -15,6 +15,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -44,12 +45,16 @@ def keep_waiting() -> None:
         _wait(theirs)
     theirs.close()
 
+    lock = threading.Lock()
+
     class Popen(subprocess.Popen[Any]):
         """The first start of a fork server is the process that waits; all else is as ever."""
 
         # The checks below are silenced: these methods are private to Popen, and it is replaced.
         def _execute_child(self, args: Any, *rest: Any) -> None:
-            if ours.fileno() < 0 or tuple(args[: len(COMMAND)]) != COMMAND:
+            # Replicas start their fork servers at the same time.
+            is_first = tuple(args[: len(COMMAND)]) == COMMAND and lock.acquire(blocking=False)
+            if not is_first:
                 super()._execute_child(args, *rest)  # pyright: ignore
                 return
             descriptors = sorted(rest[3])
