@@ -39,6 +39,12 @@ class Distribution:
         self._counts[bisect_left(self.bounds, value)] += count
         self.sum += value * count
 
+    def add(self, other: Distribution) -> None:
+        """All values of `other`, which has the same bounds, too."""
+        for index, count in enumerate(list(other._counts)):
+            self._counts[index] += count
+        self.sum += other.sum
+
     def cumulative(self) -> list[int]:
         """Values at most each bound, and all of them last."""
         total = 0

@@ -38,6 +38,7 @@ from xpyd_worker.server.telemetry.metrics import (
     expert_samples,
     kv_samples,
     rank_samples,
+    replica_samples,
 )
 
 CHAT_ONLY = {
@@ -242,6 +243,7 @@ def test_the_metrics_of_the_engine_are_those_of_the_page() -> None:
             *kv_samples(KvMetrics(), EndpointCounters(), StoreMetrics(), now),
             *rank_samples(Sizes(), shown=[shown], ready=[ready], fits=[1]),
             *expert_samples([LayerExperts(0, (1, 2))]),
+            *replica_samples([(None, 0)]),
         ],
         model="m",
         block_size=16,

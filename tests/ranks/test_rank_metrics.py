@@ -7,7 +7,8 @@ from xpyd_worker.engine.executor import LayerExperts
 from xpyd_worker.ranks.start.messages import RankReady
 from xpyd_worker.ranks.watch.beats import Beat
 from xpyd_worker.ranks.watch.judge import Shown
-from xpyd_worker.server.telemetry.metrics import expert_samples, rank_samples
+from xpyd_worker.replicas.coordinator import Counts
+from xpyd_worker.server.telemetry.metrics import expert_samples, rank_samples, replica_samples
 
 
 def test_each_rank_has_its_own_metrics_under_its_place() -> None:
@@ -33,6 +34,31 @@ def test_each_rank_has_its_own_metrics_under_its_place() -> None:
         "kv_blocks_fit": 8,
     }
     assert found["up", (("rank", "1"), ("stage", "0"), ("tensor", "1"))].value == 1
+
+
+def test_ranks_of_a_replica_count_behind_those_of_the_ones_before() -> None:
+    ready = [RankReady(7, 100, 200, None, "float32", 1, False)] * 2
+    shown = [Shown(True, Beat())] * 2
+    samples = rank_samples(Sizes(tensor=2), shown=shown, ready=ready, fits=(9, 9), first=4)
+    assert {sample.labels[0] for sample in samples} == {("rank", "4"), ("rank", "5")}
+
+
+def test_each_replica_has_its_own_metrics_also_while_it_is_gone() -> None:
+    rows = [(Counts(waiting=2, running=3), 0), (None, 4)]
+    found = {
+        (s.name.removeprefix("xpyd_engine_replica_"), s.labels[0][1]): s.value
+        for s in replica_samples(rows)
+    }
+    assert found == {
+        ("up", "0"): 1,
+        ("requests_waiting", "0"): 2,
+        ("requests_running", "0"): 3,
+        ("restarts", "0"): 0,
+        ("up", "1"): 0,
+        ("requests_waiting", "1"): 0,
+        ("requests_running", "1"): 0,
+        ("restarts", "1"): 4,
+    }
 
 
 def test_an_engine_that_is_one_process_shows_no_ranks() -> None:

@@ -300,6 +300,7 @@ async def serving(
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
     parsers: Parsers = NO_PARSERS,
     names: tuple[str, ...] = ("fake", "alias"),
+    replicas: int = 1,
 ) -> AsyncIterator[Running]:
     """The API over `engine` on a loopback port."""
     engine = engine or ScriptedEngine()
@@ -347,6 +348,7 @@ async def serving(
             draw_seed=seeds(seed),
             malformed_calls=metrics.malformed_calls,
             grammars=grammars,
+            replicas=replicas,
         )
         lifecycle.become("Ready")
     sockets = listen("127.0.0.1", 0)

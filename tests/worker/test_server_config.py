@@ -110,6 +110,37 @@ def test_http_does_not_take_a_port_of_the_ranks(port: int) -> None:
     assert config("--role", "Prefill", *flags).port == port
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("-dp", "0"), "--data-parallel-size: 0; expected 1 to 64"),
+        (("-dp", "65"), "--data-parallel-size: 65; expected 1 to 64"),
+        (("-dp", "2", "--device", "cuda:1"), "--device cuda:1: .* give cuda"),
+        (("-dp", "2", "--role", "Decode"), "--data-parallel-size 2: .* a Decode instance"),
+        (("-dp", "2", "--role", "Prefill"), "--data-parallel-size 2: .* a Prefill instance"),
+    ],
+)
+def test_replicas_that_cannot_be_are_refused(flags: tuple[str, ...], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        config("--role", "Aggregated", *flags)
+
+
+def test_replicas_of_several_pods_are_refused() -> None:
+    env = replace(POD, group_size=2, leader_address="10.0.0.1")
+    flags = ("--role", "Aggregated", "-pp", "2")
+    assert config(*flags, env=env).pods == 2
+    with pytest.raises(UserError, match="--data-parallel-size 2: an instance of several pods"):
+        config(*flags, "-dp", "2", env=env)
+
+
+def test_ranks_count_through_the_replicas() -> None:
+    found = config("--role", "Aggregated", "-dp", "3", "-tp", "2")
+    assert [replace(found, replica=replica).first_rank for replica in range(3)] == [0, 2, 4]
+    assert found.has_ranks
+    assert config("--role", "Aggregated", "-dp", "2").has_ranks
+    assert not config().has_ranks
+
+
 def tokens(*flags: str) -> tuple[int, int]:
     """Of a step: on a CPU, on a GPU."""
     found = config(*flags)

@@ -107,7 +107,14 @@ async def test_a_full_queue_sends_requests_elsewhere_but_not_those_whose_kv_is_h
 
 @pytest.mark.parametrize(
     ("kind", "status"),
-    [("busy", 503), ("too_long", 400), ("kv_failed", 503), ("grammar", 400), ("internal", 500)],
+    [
+        ("busy", 503),
+        ("too_long", 400),
+        ("kv_failed", 503),
+        ("grammar", 400),
+        ("replica_lost", 503),
+        ("internal", 500),
+    ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_engines_error_is_a_status_before_the_first_token(
@@ -127,6 +134,20 @@ async def test_an_error_in_a_stream_is_an_event_and_no_done_follows() -> None:
         events = [line[6:] for line in answer.text.split("\n\n") if line]
         assert len(events) == 3
         assert json.loads(events[-1])["error"]["type"] == "server_error"
+
+
+async def test_a_client_names_a_replica_by_vllms_header() -> None:
+    async with serving(replicas=3) as server:
+        for named in (None, "0", "2"):
+            headers = {} if named is None else {"X-data-parallel-rank": named}
+            assert (await server.client.post(PATH, json=GOOD, headers=headers)).is_success
+        assert [request.replica for request in server.engine.requests] == [None, 0, 2]
+        for named in ("3", "-1", "first", "", "9" * 20):
+            headers = {"X-data-parallel-rank": named}
+            answer = await server.client.post(PATH, json=GOOD, headers=headers)
+            assert answer.status_code == 400
+            message = answer.json()["error"]["message"]
+            assert message == "X-data-parallel-rank: must be 0 to 2"
 
 
 async def test_a_bug_in_a_handler_is_a_plain_500() -> None:

@@ -13,7 +13,7 @@ from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.errors import UserError
 from xpyd_core.keys import check_keys_given
 from xpyd_core.messages import HEARTBEAT_PERIOD_S
-from xpyd_core.parallel.checks import PIPELINE, TENSOR
+from xpyd_core.parallel.checks import DATA, PIPELINE, TENSOR
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
 from xpyd_core.request_id import Address, is_dialable
@@ -98,6 +98,10 @@ class WorkerConfig:
     """Stages that hold the layers one behind the other."""
     enable_expert_parallel: bool = False
     """Whether experts are whole on the ranks that share a layer."""
+    data_parallel_size: int = 1
+    """Replicas of the engine, each with a copy of the model, behind one endpoint."""
+    replica: int = 0
+    """The number of the replica that this is the configuration of."""
     custom_all_reduce: bool = True
     """Whether ranks on GPUs use the all-reduce of our own for small tensors, where the ranks' GPUs
     allow it."""
@@ -176,6 +180,17 @@ class WorkerConfig:
             pipeline=self.pipeline_parallel_size,
             has_whole_experts=self.enable_expert_parallel,
         )
+
+    @property
+    def first_rank(self) -> int:
+        """How many ranks the replicas before this one have: ranks count through all of them, as
+        processes, in logs and in metrics."""
+        return self.replica * self.sizes.replica
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether what computes is in processes of its own."""
+        return self.sizes.replica > 1 or self.data_parallel_size > 1
 
     def pod_ranks(self, pod: int) -> range:
         """The ranks that run in pod `pod`."""
@@ -326,6 +341,7 @@ def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             for flag, size in (
                 (TENSOR, config.tensor_parallel_size),
                 (PIPELINE, config.pipeline_parallel_size),
+                (DATA, config.data_parallel_size),
             )
         ),
         (
@@ -344,7 +360,16 @@ def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
         (
             f"--device {config.device}: with several ranks each takes the GPU of its own number; "
             "give cuda",
-            is_one or ":" not in config.device,
+            not config.has_ranks or ":" not in config.device,
+        ),
+        (
+            f"{DATA} {config.data_parallel_size}: routers cannot tell the replicas of a "
+            f"{config.role} instance apart yet; give each its own instance, or --role Aggregated",
+            config.data_parallel_size == 1 or not config.moves_kv,
+        ),
+        (
+            f"{DATA} {config.data_parallel_size}: an instance of several pods has no replicas yet",
+            config.data_parallel_size == 1 or config.pods == 1,
         ),
         (
             f"--kv-port {config.kv_port}: each of {config.sizes.replica} ranks takes a port behind "

@@ -3,9 +3,9 @@ table. `engine_fields` makes their part of the configuration of it.
 
 A row has a flag, its argparse options (type, default, choices, help) and the programs besides
 `xpyd worker` that take it. A default is that of WorkerConfig. The table of docs/engine.md is
-generated from this one (`make generate`), and a test compares the arguments of LLM() with it.
-Bounds that depend on other values are in config.check_config. Values only: this module must not
-know what a flag does. See docs/adr/0037.
+generated from this one (`make generate`); a test compares the arguments of LLM() with it. Bounds
+that depend on other values are in config.check_config. This module must not know what a flag does
+(docs/adr/0037).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from xpyd_core.parallel.checks import EXPERT, PIPELINE, SHORT_NAMES, TENSOR
+from xpyd_core.parallel.checks import DATA, EXPERT, PIPELINE, SHORT_NAMES, TENSOR
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT, ROLES
 from xpyd_core.sizes import format_bytes
 from xpyd_kv.transport.settings import TRANSPORTS
@@ -39,8 +39,8 @@ Program = Literal["bench", "LLM"]
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag of `xpyd worker`. `options` are those of argparse's add_argument; `programs` take
-    the flag, too: the bench's offline benchmarks as a flag, LLM() as an argument."""
+    """One flag of `xpyd worker`. `options` are argparse's; `programs` take the flag, too: the
+    bench's offline benchmarks as a flag, LLM() as an argument."""
 
     names: tuple[str, ...]
     options: Mapping[str, Any]
@@ -184,9 +184,9 @@ MODEL_FLAGS = (
         programs=_BOTH,
         type=int,
         metavar="N",
-        help="CPU threads of the forward pass, of each rank. Give it where several engines or "
-        "other work share the cores: threads that wait for each other make steps many times slower "
-        "(default: OMP_NUM_THREADS, else all cores, which ranks share)",
+        help="CPU threads of the forward pass, of each rank. Give it where other work shares the "
+        "cores: threads that wait for each other make steps many times slower (default: "
+        "OMP_NUM_THREADS, else all cores, which ranks share)",
     ),
     _flag(
         TENSOR,
@@ -214,11 +214,18 @@ MODEL_FLAGS = (
         help="each rank that shares a layer has some experts whole, not a slice of each",
     ),
     _flag(
+        *(DATA, "-dp"),
+        type=int,
+        default=1,
+        metavar="N",
+        help="replicas, each a whole engine; role Aggregated only (default: %(default)s)",
+    ),
+    _flag(
         "--disable-custom-all-reduce",
         programs=_BOTH,
         action="store_true",
-        help="NCCL adds up all that ranks on GPUs share; without, an all-reduce of our own adds up "
-        "small tensors where the GPUs reach each other's memory. No effect on a CPU",
+        help="NCCL adds up all that ranks on GPUs share; else small tensors go over an all-reduce "
+        "of our own where the GPUs reach each other's memory. No effect on a CPU",
     ),
 )
 
@@ -483,8 +490,7 @@ def flags_of(program: Program) -> tuple[Flag, ...]:
 
 
 def engine_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of WorkerConfig that the flags which LLM() takes, too, give: `arguments` has their
-    values by the names of its arguments, sizes in bytes."""
+    """The fields of WorkerConfig from the flags that LLM() takes, too; `arguments`: its own."""
     found = {flag.argument: arguments[flag.argument] for flag in flags_of("LLM")}
     found["kv_cache_bytes"] = found.pop("kv_cache_memory")
     found["custom_all_reduce"] = not found.pop("disable_custom_all_reduce")

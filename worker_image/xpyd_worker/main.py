@@ -48,7 +48,10 @@ from xpyd_worker.system import prepare_for_torch, process_age_s
 
 if TYPE_CHECKING:
     from xpyd_worker.load.engine import LoadedEngine
+    from xpyd_worker.load.replicas import LoadedReplicas
     from xpyd_worker.server.telemetry.otel import OtlpTracer
+
+    Loaded = LoadedEngine | LoadedReplicas
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -116,7 +119,7 @@ class _Worker:
         self._server = make_server(app, self._tls, only_certified=config.has_open_probes)
         self._begun_s = time.monotonic()
         self._grammars = GrammarCompiler()
-        self._loaded: LoadedEngine | None = None
+        self._loaded: Loaded | None = None
         self._heartbeat: HeartbeatSender | None = None
         self._signals = 0
         self._last_signal_s = 0.0
@@ -183,7 +186,7 @@ class _Worker:
                 self._loaded.kv.drain()
         self._woken.set()
 
-    def _refuse_more(self, loaded: LoadedEngine, left: Parting) -> None:
+    def _refuse_more(self, loaded: Loaded, left: Parting) -> None:
         """No router sends anything more, or the wait for them is over."""
         self._lifecycle.is_awaited = False
         loaded.kv.drain()
@@ -201,7 +204,7 @@ class _Worker:
                 f"--port: cannot listen on {config.host}:{config.port}: {error.strerror}"
             ) from error
 
-    def _load(self) -> LoadedEngine:
+    def _load(self) -> Loaded:
         """The loaded parts; slow, on the load's thread."""
         # What is wrong with a checkpoint is said before torch is imported, which takes seconds;
         # HTTP answers meanwhile.
@@ -212,8 +215,10 @@ class _Worker:
         # HTTP waits less long for an engine whose steps are short, and the other way round.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         from xpyd_worker.load.engine import load
+        from xpyd_worker.load.replicas import load_replicas
 
-        loaded = load(
+        make = load if config.data_parallel_size == 1 else load_replicas
+        loaded: Loaded = make(
             config,
             deliver=self._bridge.deliver,
             keys=self._keys,
@@ -225,16 +230,11 @@ class _Worker:
         self._grammars.prepare(loaded.model.grammar_target)
         return loaded
 
-    async def _serve_loaded(
-        self, loaded: LoadedEngine, port: int, serving: asyncio.Task[None]
-    ) -> int:
+    async def _serve_loaded(self, loaded: Loaded, port: int, serving: asyncio.Task[None]) -> int:
         config = self._config
         self._loaded = loaded
         self._bridge.bind(loaded.engine)
-        loaded.kv.start()
-        loaded.engine.start()
-        if loaded.ready.instance is not None:
-            loaded.ready.instance.be_watched()
+        loaded.start()
         heartbeat = self._heartbeat = HeartbeatSender(
             config.discovery,
             identity=f"{config.kv_address}/{self._incarnation}",
@@ -246,7 +246,7 @@ class _Worker:
         )
         try:
             info = InstanceInfo(config.role, self._incarnation, self._keys, config.kv_wait_s)
-            limit = config.max_num_seqs + _WAITING_REQUESTS
+            limit = config.data_parallel_size * config.max_num_seqs + _WAITING_REQUESTS
             self._api.service = Service(
                 model=loaded.model,
                 instance=info,
@@ -258,6 +258,7 @@ class _Worker:
                 kv_peers=loaded.kv.peers,
                 malformed_calls=self._metrics.malformed_calls,
                 grammars=self._grammars,
+                replicas=config.data_parallel_size,
             )
             self._lifecycle.become("Ready")
             self._metrics.watch(
@@ -286,7 +287,7 @@ class _Worker:
         age_s = process_age_s()
         return time.monotonic() - self._begun_s if age_s is None else age_s
 
-    async def _until_the_end(self, loaded: LoadedEngine, serving: asyncio.Task[None]) -> int:
+    async def _until_the_end(self, loaded: Loaded, serving: asyncio.Task[None]) -> int:
         while not self._signals and self._drain_end_s is None:
             if self._has_failed(loaded, serving):
                 return self._failure_status
@@ -303,7 +304,7 @@ class _Worker:
         except TimeoutError:
             pass
 
-    async def _drain(self, loaded: LoadedEngine, serving: asyncio.Task[None]) -> int:
+    async def _drain(self, loaded: Loaded, serving: asyncio.Task[None]) -> int:
         """Until no router has anything for this instance, and what is here is finished; at most
         --drain-timeout, or until a second signal."""
         loop = asyncio.get_running_loop()
@@ -326,7 +327,7 @@ class _Worker:
         _log.info("drained")
         return 0
 
-    def _is_wanted(self, loaded: LoadedEngine, parting: asyncio.Task[Parting]) -> bool:
+    def _is_wanted(self, loaded: Loaded, parting: asyncio.Task[Parting]) -> bool:
         """Whether somebody may still send something here, or waits for what is here."""
         if self._lifecycle.is_awaited and parting.done():
             self._refuse_more(loaded, parting.result())
@@ -335,7 +336,7 @@ class _Worker:
         is_busy = self._bridge.open_requests or answers or not loaded.engine.is_idle()
         return self._lifecycle.is_awaited or bool(is_busy)
 
-    def _say_cut(self, loaded: LoadedEngine) -> None:
+    def _say_cut(self, loaded: Loaded) -> None:
         why = "a second signal" if self._signals > 1 else "--drain-timeout"
         requests, leases = self._bridge.open_requests, loaded.engine.stats().kv_leases
         _log.warning("%s: %d requests and KV of %d prompts are cut", why, requests, leases)
@@ -344,7 +345,7 @@ class _Worker:
     def _failure_status(self) -> int:
         return EXIT_FAILED if self.loss is None else self.loss.status
 
-    def _has_failed(self, loaded: LoadedEngine, serving: asyncio.Task[None]) -> bool:
+    def _has_failed(self, loaded: Loaded, serving: asyncio.Task[None]) -> bool:
         """Whether the engine's thread or the HTTP server has ended by itself: then nothing can be
         served any more, and open requests fail."""
         if loaded.loss is not None:
@@ -363,7 +364,7 @@ class _Worker:
         self._lifecycle.fail()
         return True
 
-    def _beat(self, loaded: LoadedEngine, port: int) -> Heartbeat:
+    def _beat(self, loaded: Loaded, port: int) -> Heartbeat:
         config = self._config
         stats = loaded.engine.stats()
         return Heartbeat(
@@ -393,7 +394,7 @@ class _Worker:
             tls=0 if self._tls is None else 1,
         )
 
-    def _say_ready(self, loaded: LoadedEngine, port: int) -> None:
+    def _say_ready(self, loaded: Loaded, port: int) -> None:
         config = self._config
         routers = ",".join(map(str, config.discovery)) or "none"
         _log.info(

@@ -26,6 +26,7 @@ FLAGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "--tensor-parallel-size": ("int", ()),
     "--pipeline-parallel-size": ("int", ()),
     "--enable-expert-parallel": ("switch", ()),
+    "--data-parallel-size": ("int", ()),
     "--disable-custom-all-reduce": ("switch", ()),
     "--max-num-seqs": ("int", ()),
     "--max-num-batched-tokens": ("tokens", ()),

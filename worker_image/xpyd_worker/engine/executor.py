@@ -6,8 +6,9 @@ worker processes. The engine never sees a tensor, the executor never sees a queu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import add
 from typing import NamedTuple, Protocol
 
 from xpyd_worker.engine.request import SampledToken, SamplingParams, TokenLogprob
@@ -46,6 +47,15 @@ class LayerExperts(NamedTuple):
 
     layer: int
     tokens: tuple[int, ...]
+
+
+def sum_by_layer(counts: Iterable[LayerExperts]) -> list[LayerExperts]:
+    """One for each layer that there is, by layer, with the sums."""
+    found: dict[int, tuple[int, ...]] = {}
+    for layer, tokens in counts:
+        before = found.get(layer, (0,) * len(tokens))
+        found[layer] = tuple(map(add, before, tokens))
+    return [LayerExperts(layer, found[layer]) for layer in sorted(found)]
 
 
 class TokenMask(Protocol):

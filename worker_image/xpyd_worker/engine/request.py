@@ -23,8 +23,9 @@ Policy = Literal["fcfs", "priority"]
 POLICIES: tuple[Policy, ...] = ("fcfs", "priority")
 TransferState = Literal["none", "pending", "granted"]
 # busy: the queue is full, try another instance. too_long: it can never fit here. kv_failed: its KV
-# did not arrive and recomputing is off. internal: the step or the engine failed.
-ErrorKind = Literal["", "busy", "too_long", "kv_failed", "grammar", "internal"]
+# did not arrive and recomputing is off. replica_lost: another replica can serve it. internal: the
+# step or the engine failed.
+ErrorKind = Literal["", "busy", "too_long", "kv_failed", "grammar", "replica_lost", "internal"]
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class EngineRequest:
     `request_id` is unique within the instance. `log_id` is the id that log lines carry.
     `first_choice` is OpenAI's index of choice 0 (prompt index x n); it keys the random numbers.
     `continue_from` has the ids each choice already put out (n entries) or is empty for none.
+    `replica`: the one of the instance's that its client names.
     `priority`: the lower runs first, where the engine's policy is by priority.
     `matchers`: where each choice must follow a grammar, its place in that, behind `continue_from`;
     the engine moves them on. Empty for none.
@@ -127,6 +129,7 @@ class EngineRequest:
     kv_missing: str = ""
     cache_salt: bytes = b""
     priority: int = 0
+    replica: int | None = None
     matchers: tuple[Matcher, ...] = ()
 
 

@@ -80,6 +80,14 @@ class LoadedEngine:
         instance = self.ready.instance
         return set() if instance is None else instance.threads
 
+    def start(self) -> None:
+        """Start the KV transfer, the engine, and have the ranks watch this process. UserError when
+        the KV address is taken."""
+        self.kv.start()
+        self.engine.start()
+        if self.ready.instance is not None:
+            self.ready.instance.be_watched()
+
     def close(self, *, engine_s: float, kv_s: float) -> None:
         """End the engine, the KV transfer and the ranks, in this order; the first two have so much
         time."""
@@ -105,10 +113,18 @@ class LoadedEngine:
         """The samples of its KV transfer, its experts and its ranks."""
         yield from samples_of(self.kv, stats)
         yield from expert_samples(self.ready.experts_chosen())
+        yield from self.rank_samples()
+
+    def rank_samples(self) -> Iterable[AnySample]:
+        """The samples of its ranks. Those of several replicas count through all of them."""
         instance = self.ready.instance
         if instance is not None:
             yield from rank_samples(
-                instance.sizes, shown=instance.show(), ready=instance.ready, fits=instance.fits
+                instance.sizes,
+                shown=instance.show(),
+                ready=instance.ready,
+                fits=instance.fits,
+                first=instance.first_rank,
             )
 
 
@@ -121,12 +137,16 @@ def load(
     make_store: MakeStore | None,
     logs: Logs = _OWN_LOGS,
     checkpoint: Checkpoint | None = None,
+    load_tokenizer: Callable[[], Tokenizer] | None = None,
 ) -> LoadedEngine:
     """Load what `config` names. UserError for a checkpoint or a size that cannot work. `logs`: how
-    ranks in processes of their own log. `checkpoint`: where it has been read."""
+    ranks in processes of their own log. `checkpoint`: where it has been read. `load_tokenizer`:
+    where several engines share one."""
     checkpoint = checkpoint or read_checkpoint(config)
     folder, model_config = checkpoint.folder, checkpoint.model
-    with _tokenizer(config, folder) as load_tokenizer, ExitStack() as stack:
+    with ExitStack() as loads, ExitStack() as stack:
+        if load_tokenizer is None:
+            load_tokenizer = loads.enter_context(tokenizer_of(config, folder))
         ready = _make_ready(config, folder, model_config, logs, incarnation)
         if ready.instance is not None:
             stack.callback(ready.instance.close)
@@ -188,9 +208,9 @@ def load(
 
 
 @contextmanager
-def _tokenizer(config: WorkerConfig, folder: Path) -> Generator[Callable[[], Tokenizer]]:
+def tokenizer_of(config: WorkerConfig, folder: Path) -> Generator[Callable[[], Tokenizer]]:
     """What loads it. Ranks import torch meanwhile; in one process there would be nothing to win."""
-    if config.sizes.replica == 1:
+    if not config.has_ranks:
         yield partial(Tokenizer.load, folder, chat_template=config.chat_template)
         return
     with ThreadPoolExecutor(1, "tokenizer") as pool:
@@ -244,7 +264,7 @@ def _make_ready(
 ) -> ReadyModel:
     """The model, here or on ranks. What one rank needs of torch is imported only for it."""
     check_parallel(model.shape, config.sizes, config.layer_partition)
-    if config.sizes.replica > 1:
+    if config.has_ranks:
         return load_ranks(config, logs, incarnation)
     from xpyd_worker.load.one_rank import load_one_rank
 

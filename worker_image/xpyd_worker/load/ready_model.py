@@ -102,7 +102,7 @@ def memory_table(
 def ranks_memory_table(config: WorkerConfig, ready: Sequence[RankReady]) -> list[MemoryUse]:
     """What each rank takes, and what all of them share."""
     rows: list[MemoryUse] = []
-    for rank, one in enumerate(ready):
+    for rank, one in enumerate(ready, config.first_rank):
         rows.append(MemoryUse(f"rank {rank}: weights", one.weight_bytes))
         rows.append(MemoryUse(f"rank {rank}: KV cache", one.cache_bytes, f"{one.blocks} blocks"))
         if one.resident_bytes is not None:

@@ -11,12 +11,12 @@ import os
 import queue
 import threading
 from collections.abc import Sequence
-from operator import add
+from itertools import chain
 from typing import TypeVar
 
 from xpyd_core.errors import ProtocolError, UserError
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.engine.executor import LayerExperts
+from xpyd_worker.engine.executor import LayerExperts, sum_by_layer
 from xpyd_worker.ranks.link.frames import Frame, Kind
 from xpyd_worker.ranks.link.links import LinkChannel, Links
 from xpyd_worker.ranks.link.responses import Responses
@@ -77,6 +77,7 @@ class Instance:
     ) -> None:
         self._config = config
         self.sizes = sizes = config.sizes
+        self.first_rank = config.first_rank
         self._logs = logs
         self._incarnation = incarnation
         self._links = Links("rank-links")
@@ -107,17 +108,16 @@ class Instance:
         """The rank as messages name it."""
         pods, each = self._config.pods, len(self._pod.ranks)
         return rank_identity(
-            rank, self.sizes, pid=self._pod.pid(rank), pod=rank // each if pods > 1 else None
+            rank,
+            self.sizes,
+            pid=self._pod.pid(rank),
+            pod=rank // each if pods > 1 else None,
+            first=self.first_rank,
         )
 
     def experts_chosen(self) -> list[LayerExperts]:
         """By layer, what its ranks have said last. Any thread."""
-        found: dict[int, tuple[int, ...]] = {}
-        for layers in list(self._chosen.values()):
-            for layer, tokens in layers:
-                before = found.get(layer, (0,) * len(tokens))
-                found[layer] = tuple(map(add, before, tokens))
-        return [LayerExperts(layer, found[layer]) for layer in sorted(found)]
+        return sum_by_layer(chain.from_iterable(list(self._chosen.values())))
 
     def show(self) -> list[Shown]:
         """What is known of each rank now, also when it is lost. Any thread."""

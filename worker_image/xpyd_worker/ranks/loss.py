@@ -45,10 +45,13 @@ class RankIdentity:
         return f"rank {self.rank} ({pod}{share}{pid})"
 
 
-def rank_identity(rank: int, sizes: Sizes, *, pid: int = 0, pod: int | None = None) -> RankIdentity:
-    """The identity of rank `rank` in an instance of these sizes."""
+def rank_identity(
+    rank: int, sizes: Sizes, *, pid: int = 0, pod: int | None = None, first: int = 0
+) -> RankIdentity:
+    """The identity of rank `rank` in an instance of these sizes, or in a replica whose first rank
+    is number `first` of the instance."""
     place = sizes.coordinates(rank)
-    return RankIdentity(rank, place.stage, place.tensor, pid, pod)
+    return RankIdentity(first + rank, place.stage, place.tensor, pid, pod)
 
 
 @dataclass(frozen=True)

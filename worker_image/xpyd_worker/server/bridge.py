@@ -15,14 +15,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from xpyd_core.distribution import Distribution
 from xpyd_core.errors import ApiError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.values import OfferedPrompt
-from xpyd_worker.engine.core import EngineCore
-from xpyd_worker.engine.request import EngineOutput, EngineRequest, EngineStats
+from xpyd_worker.engine.request import EngineOutput, EngineRequest, EngineStats, ErrorKind
 
 T = TypeVar("T")
 # From a token of a small model to a long answer, or a long queue, on a CPU.
@@ -185,6 +184,50 @@ def engine_gone() -> ApiError:
     return ApiError(500, "the engine failed; this instance is going down", code="engine_failed")
 
 
+_CANNOT_GO_ON = """the answer cannot go on as the schema, pattern or rules want it: \
+they ask too much at this place, or for what no text fits; make them smaller"""
+
+
+def failure_answer(kind: ErrorKind, grammar_field: str = "") -> ApiError:
+    """The client's answer to an engine's error: no internals. `grammar_field`: see Job."""
+    match kind:
+        case "busy":
+            return ApiError(503, "too many requests are waiting", retry_after_s=1)
+        case "too_long":
+            message = "the request needs more KV cache than this instance has"
+            return ApiError(400, message, code="context_length_exceeded")
+        case "kv_failed":
+            message = "the KV cache of this request did not arrive"
+            return ApiError(503, message, code="kv_transfer_failed", retry_after_s=1)
+        case "grammar":
+            message = f"{grammar_field}: {_CANNOT_GO_ON}"
+            return ApiError(400, message, param=grammar_field, code="grammar_failed")
+        case "replica_lost":
+            message = "the replica that had the request was lost; another one can serve it"
+            return ApiError(503, message, code="replica_lost", retry_after_s=1)
+        case "internal":
+            return ApiError(500, "the engine could not run this request", code="engine_failed")
+        case "":
+            return ApiError(503, "this instance is stopping", retry_after_s=1)
+
+
+class ServedEngine(Protocol):
+    """What serves requests: an EngineCore, or several behind a ReplicatedEngine, whose docstrings
+    say what each call does. Any thread."""
+
+    def submit(self, request: EngineRequest) -> None: ...
+
+    def abort(self, request_id: str, choices: tuple[int, ...] | None = None) -> None: ...
+
+    def kv_offered(self, key: TransferKey) -> OfferedPrompt | None: ...
+
+    def kv_release(self, uuid: str) -> None: ...
+
+    def reset_prefix_cache(self, done: Callable[[bool], None]) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+
 class _Open(NamedTuple):
     """A request in the engine: where its outputs go, and when they came."""
 
@@ -202,17 +245,17 @@ class EngineBridge:
         self._metrics = metrics
         self._clock = clock
         self._open: dict[str, _Open] = {}
-        self._engine: EngineCore | None = None
+        self._engine: ServedEngine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gone = False
 
-    def bind(self, engine: EngineCore) -> None:
+    def bind(self, engine: ServedEngine) -> None:
         """Serve `engine` on the running loop."""
         self._engine = engine
         self._loop = asyncio.get_running_loop()
 
     @property
-    def engine(self) -> EngineCore:
+    def engine(self) -> ServedEngine:
         """The engine bound."""
         if self._engine is None:
             raise RuntimeError("EngineBridge.bind was not called")

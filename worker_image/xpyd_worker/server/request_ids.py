@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quart import Quart, Response, g, request
 
@@ -21,6 +21,7 @@ from xpyd_core.request_id import PairId, parse_pair_id
 
 _log = logging.getLogger(__name__)
 HEADER = "X-Request-Id"
+_REPLICA_HEADER = "X-data-parallel-rank"
 # Long enough for a W3C traceparent or two uuids. No spaces or quotes: it is part of log lines.
 _OWN = re.compile(r"[A-Za-z0-9_.:+=/@-]{1,128}")
 
@@ -29,12 +30,14 @@ _OWN = re.compile(r"[A-Za-z0-9_.:+=/@-]{1,128}")
 class RequestId:
     """What X-Request-Id says. `pair` None: this instance serves the request alone. `log_id`: what
     log lines carry, the pair's uuid or `alone`. `alone`: the caller's own id. `is_unsigned`: it was
-    a pair's without the router's MAC."""
+    a pair's without the router's MAC. `replica`: the one that the client names
+    by vLLM's X-data-parallel-rank, in its words."""
 
     log_id: str
     pair: PairId | None = None
     alone: str | None = None
     is_unsigned: bool = False
+    replica: str | None = None
 
 
 def read_request_id(header: str | None, mac: str = "", signed_by: Keys | None = None) -> RequestId:
@@ -68,7 +71,7 @@ def register_request_ids(app: Quart, signed_by: Keys | None) -> None:
                 "a pair id without the router's MAC: the request is served alone",
                 extra={"request": found.log_id},
             )
-        g.request_id = found
+        g.request_id = replace(found, replica=headers.get(_REPLICA_HEADER))
 
     async def echo(response: Response) -> Response:
         request_id: RequestId | None = getattr(g, "request_id", None)

@@ -255,7 +255,7 @@ class Service:
     the engine ranks by them. `draw_seed`: 64 bits for a request without a seed. `threads`: where
     long texts become tokens. `kv_peers`: on D, what became of the KV of requests, by P. `grammars`:
     where what an answer must look like is compiled. `malformed_calls`: tool calls that were not
-    whole, by parser."""
+    whole, by parser. `replicas`: how many the engine has."""
 
     model: ServedModel
     instance: InstanceInfo
@@ -268,3 +268,4 @@ class Service:
     kv_peers: PeerCounts = field(default_factory=PeerCounts)
     malformed_calls: Counter[str] = field(default_factory=Counter[str])
     grammars: GrammarCompiler = field(default_factory=GrammarCompiler)
+    replicas: int = 1

@@ -52,8 +52,9 @@ def check_devices(found: int, ranks: int) -> None:
     """UserError where this pod sees fewer GPUs than it has ranks, each of which needs its own."""
     if found < ranks:
         raise UserError(
-            f"--tensor-parallel-size, --pipeline-parallel-size: {ranks} ranks here, {found} GPUs "
-            "visible; each rank needs its own (CUDA_VISIBLE_DEVICES, in a fleet resources.gpus)"
+            "--tensor-parallel-size, --pipeline-parallel-size, --data-parallel-size: "
+            f"{ranks} ranks here, {found} GPUs visible; each rank needs its own "
+            "(CUDA_VISIBLE_DEVICES, in a fleet resources.gpus)"
         )
 
 

@@ -222,16 +222,18 @@ def _threads(config: WorkerConfig, pod_ranks: int) -> int:
         return config.threads
     if "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()
-    return max(1, len(os.sched_getaffinity(0)) // pod_ranks)
+    return max(1, len(os.sched_getaffinity(0)) // (pod_ranks * config.data_parallel_size))
 
 
 def _device(start: Start) -> torch.device:
-    """The GPU of the rank's number in its pod, or the CPU. UserError where there are too few."""
+    """The GPU of the rank's number in its pod, behind those of the replicas before, or the CPU.
+    UserError where there are too few."""
     chosen = choose_device(start.config.device)
     if chosen == CPU:
         return chosen
-    check_devices(torch.cuda.device_count(), start.pod_ranks)
+    config = start.config
+    check_devices(torch.cuda.device_count(), start.pod_ranks * config.data_parallel_size)
     if start.pod_rank == 0:
         look_at_network(start.sizes.replica // start.pod_ranks, os.environ)
         look_at_waits(os.environ)
-    return choose_device(f"cuda:{start.pod_rank}")
+    return choose_device(f"cuda:{config.first_rank + start.pod_rank}")

@@ -228,10 +228,12 @@ def live(rank: int, link: int, make_program: MakeProgram, *, note: str = "") -> 
     main = _Main(socket.socket(fileno=link), rank)
     start = _expect(main, Start)
     place, sizes = start.sizes.coordinates(rank), start.sizes
+    number = start.config.first_rank + rank  # among all replicas
     where = f"stage {place.stage} of {sizes.pipeline}, share {place.tensor} of {sizes.tensor}"
-    set_title(f"xpyd rank {rank}: {where}")
+    set_name(f"xpyd-rank-{number}")
+    set_title(f"xpyd rank {number}: {where}")
     set_up_logging(start.logs.level, start.logs.format)
-    logging.getLogger().handlers[0].addFilter(_Rank(rank))
+    logging.getLogger().handlers[0].addFilter(_Rank(number))
     if note:
         _log.warning(note)
     status = serve(main, start, make_program)

@@ -24,7 +24,7 @@ from xpyd_worker.engine.request import (
 )
 from xpyd_worker.parsers import Part
 from xpyd_worker.parsers.registry import ChatOptions, ChatParser
-from xpyd_worker.server.bridge import Mailbox, RequestTimes
+from xpyd_worker.server.bridge import Mailbox, RequestTimes, failure_answer
 from xpyd_worker.server.openai.jobs import Job
 from xpyd_worker.server.openai.params import Options
 from xpyd_worker.server.output_text import OutputText
@@ -38,11 +38,10 @@ _FAILURES: Mapping[ErrorKind, str] = MappingProxyType(
         "too_long": "context_length_exceeded",
         "kv_failed": "kv_transfer_failed",
         "grammar": "grammar_failed",
+        "replica_lost": "replica_lost",
         "internal": "engine_failed",
     }
 )
-_CANNOT_GO_ON = """the answer cannot go on as the schema, pattern or rules want it: \
-they ask too much at this place, or for what no text fits; make them smaller"""
 
 
 @dataclass(frozen=True)
@@ -478,23 +477,3 @@ class Generation:
             cached_tokens=sum(prompt.cached_tokens for prompt in prompts),
             reasoning_tokens=sum(c.reasoning_tokens for c in choices) if tells else None,
         )
-
-
-def failure_answer(kind: ErrorKind, grammar_field: str = "") -> ApiError:
-    """The client's answer to an engine's error: no internals. `grammar_field`: see Job."""
-    match kind:
-        case "busy":
-            return ApiError(503, "too many requests are waiting", retry_after_s=1)
-        case "too_long":
-            message = "the request needs more KV cache than this instance has"
-            return ApiError(400, message, code="context_length_exceeded")
-        case "kv_failed":
-            message = "the KV cache of this request did not arrive"
-            return ApiError(503, message, code="kv_transfer_failed", retry_after_s=1)
-        case "grammar":
-            message = f"{grammar_field}: {_CANNOT_GO_ON}"
-            return ApiError(400, message, param=grammar_field, code="grammar_failed")
-        case "internal":
-            return ApiError(500, "the engine could not run this request", code="engine_failed")
-        case "":
-            return ApiError(503, "this instance is stopping", retry_after_s=1)

@@ -70,6 +70,7 @@ def make_jobs(
     seed = _seed(service, options)
     if options.priority and not service.has_priorities:
         raise refuse("priority", "must be 0: this engine runs without --scheduling-policy priority")
+    replica = _replica(service, request_id)
     batch = os.urandom(4).hex()  # the same uuid may come twice, the engine's ids must differ
     jobs: list[Job] = []
     for index, prompt in enumerate(prompts):
@@ -97,6 +98,7 @@ def make_jobs(
             kv_missing=_kv_missing(service, request_id, options, index),
             cache_salt=options.cache_salt,
             priority=options.priority,
+            replica=replica,
         )
         emit_from = _emit_from(service, options, continued, first)
         echo_text = echo_texts[index] if echo_texts is not None else None
@@ -119,6 +121,16 @@ async def constrained(service: Service, options: Options, jobs: Sequence[Job]) -
         request = replace(request, matchers=matchers)
         found.append(replace(job, request=request, grammar_field=field))
     return found
+
+
+def _replica(service: Service, request_id: RequestId) -> int | None:
+    """The replica that the client names, if it does."""
+    named = request_id.replica
+    if named is None:
+        return None
+    if not (named.isascii() and named.isdigit() and int(named[:9]) < service.replicas):
+        raise refuse("X-data-parallel-rank", f"must be 0 to {service.replicas - 1}")
+    return int(named)
 
 
 def _check_ids(service: Service, options: Options) -> None:

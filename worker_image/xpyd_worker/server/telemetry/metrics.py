@@ -35,6 +35,7 @@ from xpyd_worker.engine.executor import LayerExperts
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.grammar.compiler import GrammarMetrics
 from xpyd_worker.parsers.registry import TOOL_FAMILIES
+from xpyd_worker.replicas.coordinator import Counts
 from xpyd_worker.server.bridge import RequestMetrics
 
 if TYPE_CHECKING:
@@ -450,13 +451,19 @@ _RANK_PREFIX = "xpyd_engine_rank_"
 
 
 def rank_samples(
-    sizes: Sizes, *, shown: Sequence[Shown], ready: Sequence[RankReady], fits: Sequence[int]
+    sizes: Sizes,
+    *,
+    shown: Sequence[Shown],
+    ready: Sequence[RankReady],
+    fits: Sequence[int],
+    first: int = 0,
 ) -> Iterable[Sample]:
     """All `xpyd_engine_rank_*`, by rank: as the watch has seen it last, what it said as it started,
-    and blocks of KV that it has room for."""
+    and blocks of KV that it has room for. `first`: the number of the first rank."""
     for rank, (now, one, blocks) in enumerate(zip(shown, ready, fits, strict=True)):
         place = sizes.coordinates(rank)
-        labels = (("rank", str(rank)), ("stage", str(place.stage)), ("tensor", str(place.tensor)))
+        number = str(first + rank)
+        labels = (("rank", number), ("stage", str(place.stage)), ("tensor", str(place.tensor)))
         processor_s = now.beat.processor_ns / 1e9
         for name, kind, text, value in (
             ("up", "gauge", "1 while the rank gives signs of life", now.is_up),
@@ -467,3 +474,18 @@ def rank_samples(
             ("kv_blocks_fit", "gauge", "KV blocks that it has room for", blocks),
         ):
             yield Sample(_RANK_PREFIX + name, kind, text, float(value), labels)
+
+
+def replica_samples(rows: Sequence[tuple[Counts | None, int]]) -> Iterable[Sample]:
+    """All `xpyd_engine_replica_*`, by replica, with vLLM's label: its requests, None where it takes
+    none, and how often it was started again."""
+    for number, (counts, restarts) in enumerate(rows):
+        labels = (("engine", str(number)),)
+        waiting, running = counts or (0, 0)
+        for name, kind, text, value in (
+            ("up", "gauge", "1 while the replica takes requests", counts is not None),
+            ("requests_waiting", "gauge", "Its requests that wait for their start", waiting),
+            ("requests_running", "gauge", "Its requests in the running batch", running),
+            ("restarts", "counter", "Times that it was started again", restarts),
+        ):
+            yield Sample(f"{_PREFIX}replica_{name}", kind, text, float(value), labels)

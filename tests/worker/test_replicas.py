@@ -1,0 +1,250 @@
+"""Replicas as one engine: which gets a request, whose requests a lost one takes along, and its
+return. The engines are played; tests/ranks/test_replica_processes.py has real ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+
+from xpyd_core.errors import UserError
+from xpyd_worker.engine.core import Deliver
+from xpyd_worker.engine.request import (
+    ChoiceOutput,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    SamplingParams,
+)
+from xpyd_worker.load.engine import LoadedEngine
+from xpyd_worker.load.replicas import ReplicatedEngine, pause_s, summed
+from xpyd_worker.ranks.loss import Loss
+
+WAIT_S = 20.0
+
+
+class FakeEngine:
+    """A LoadedEngine and its EngineCore in one: runs what it is told to."""
+
+    def __init__(self, number: int, deliver: Deliver) -> None:
+        self.number = number
+        self.engine = self
+        self.loss: Loss | None = None
+        self.failure: BaseException | None = None
+        self.submitted: list[str] = []
+        self.aborted: list[str] = []
+        self.counted = EngineStats()
+        self.is_started = False
+        self.is_closed = False
+        self.has_prefixes = False
+        self._deliver = deliver
+
+    def start(self) -> None:
+        self.is_started = True
+
+    def close(self, *, engine_s: float, kv_s: float) -> None:
+        self.is_closed = True
+        self.give(*self.submitted, error="internal")
+
+    def submit(self, request: EngineRequest) -> None:
+        self.submitted.append(request.request_id)
+
+    def abort(self, request_id: str, choices: tuple[int, ...] | None = None) -> None:
+        self.aborted.append(request_id)
+        self.submitted.remove(request_id)
+
+    def give(self, *request_ids: str, error: str = "") -> None:
+        outputs = [
+            EngineOutput(one, (ChoiceOutput(0),), True, error_kind=cast("Any", error))
+            for one in request_ids
+        ]
+        self.submitted = [one for one in self.submitted if one not in request_ids]
+        self._deliver(outputs)
+
+    def stats(self) -> EngineStats:
+        return self.counted
+
+    def is_idle(self) -> bool:
+        return not self.submitted
+
+    def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
+        done(not self.has_prefixes)
+
+
+class Stage:
+    """A ReplicatedEngine over played engines. `made` has all that were loaded."""
+
+    def __init__(self, size: int) -> None:
+        self.made: list[FakeEngine] = []
+        self.outputs: dict[str, str] = {}
+        self.cannot_load: frozenset[int] = frozenset()
+        self.lock = threading.Lock()
+        self.engine = ReplicatedEngine(size, self._load, self._take)
+
+    def _load(self, number: int, deliver: Deliver) -> LoadedEngine:
+        with self.lock:
+            if number in self.cannot_load:
+                raise UserError("no room")
+            one = FakeEngine(number, deliver)
+            self.made.append(one)
+        return cast("LoadedEngine", one)
+
+    def _take(self, outputs: Sequence[EngineOutput]) -> None:
+        self.outputs |= {one.request_id: one.error_kind for one in outputs if one.finished}
+
+    def now(self, number: int) -> FakeEngine:
+        return next(one for one in reversed(self.made) if one.number == number)
+
+    def submit(self, name: str, replica: int | None = None) -> None:
+        sampling = SamplingParams(max_tokens=4, seed=0)
+        self.engine.submit(EngineRequest(name, name, (1, 2), sampling, replica=replica))
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """The keeper looks ten times a second, and says nothing to tests."""
+        ticks = threading.Event()
+        for _ in range(round(WAIT_S / 0.01)):
+            if holds():
+                return
+            ticks.wait(0.01)
+        raise AssertionError("it did not come to pass")
+
+
+@contextmanager
+def staged(size: int) -> Generator[Stage]:
+    stage = Stage(size)
+    stage.engine.load()
+    stage.engine.start()
+    try:
+        yield stage
+    finally:
+        stage.engine.close(engine_s=WAIT_S, kv_s=0.0)
+
+
+def test_a_request_goes_to_the_replica_with_the_least_to_do() -> None:
+    with staged(3) as stage:
+        for name in "abcd":
+            stage.submit(name)
+        assert [stage.now(number).submitted for number in range(3)] == [["a", "d"], ["b"], ["c"]]
+        # 4 x waiting + running: one that waits on replica 1, two that run on replica 0.
+        stage.now(0).counted = EngineStats(running=2)
+        stage.now(2).give("c")
+        stage.submit("e")
+        stage.submit("f")
+        assert stage.now(2).submitted == ["e"]
+        assert stage.now(0).submitted == ["a", "d", "f"]
+
+
+def test_a_client_names_its_replica() -> None:
+    with staged(2) as stage:
+        for name in "abc":
+            stage.submit(name, replica=1)
+        assert stage.now(1).submitted == ["a", "b", "c"]
+
+
+def test_aborts_find_the_replica_and_what_has_ended_is_forgotten() -> None:
+    with staged(2) as stage:
+        for name in "abcd":
+            stage.submit(name)
+        stage.engine.abort("b")
+        stage.engine.abort("a", (0,))
+        stage.engine.abort("unknown")
+        assert (stage.now(0).aborted, stage.now(1).aborted) == (["a"], ["b"])
+        assert not stage.engine.is_idle()
+        stage.now(0).give("a", "c")
+        stage.now(1).give("d")
+        assert stage.engine.is_idle()
+        assert [one.open for one in stage.engine.replicas] == [set(), set()]
+
+
+def test_a_lost_replica_takes_its_own_requests_along_and_comes_back() -> None:
+    with staged(2) as stage:
+        stage.submit("a", replica=0)
+        stage.submit("b", replica=1)
+        lost = stage.now(0)
+        lost.counted = EngineStats(running=1, forwards=7, finished={"stop": 2})
+        lost.loss = Loss("rank 0 was ended by SIGKILL", 11)
+        # Before anybody has looked.
+        stage.submit("c")
+        stage.submit("d", replica=0)
+        assert stage.now(1).submitted == ["b", "c"]
+        stage.until(lambda: stage.now(0) is not lost and stage.now(0).is_started)
+        assert lost.is_closed
+        assert stage.outputs == {"a": "replica_lost", "d": "replica_lost"}
+        assert (stage.engine.loss, stage.engine.failure) == (None, None)
+        stage.submit("e", replica=0)
+        assert stage.now(0).submitted == ["e"]
+        assert [one.restarts for one in stage.engine.replicas] == [1, 0]
+        # Counters do not go down, gauges are of those that are there.
+        stats = stage.engine.stats()
+        assert (stats.forwards, stats.running, stats.finished) == (7, 0, {"stop": 2})
+
+
+def test_an_error_of_a_request_alone_stays_one() -> None:
+    with staged(2) as stage:
+        stage.submit("a")
+        stage.now(0).give("a", error="internal")
+        assert stage.outputs == {"a": "internal"}
+
+
+def test_a_replica_that_cannot_be_started_is_tried_again_while_the_others_serve() -> None:
+    with staged(2) as stage:
+        stage.cannot_load = frozenset({0})
+        lost = stage.now(0)
+        lost.failure = RuntimeError("a step")
+        stage.until(lambda: stage.engine.replicas[0].losses == 2)
+        stage.submit("a")
+        assert stage.now(1).submitted == ["a"]
+        stage.cannot_load = frozenset()
+        stage.until(lambda: stage.now(0) is not lost)
+
+
+def test_pauses_grow_between_losses_of_one_that_never_serves_for_long() -> None:
+    assert [pause_s(losses) for losses in range(9)] == [0, 0, 1, 2, 4, 8, 16, 30, 30]
+
+
+def test_the_instance_falls_with_its_last_replica() -> None:
+    with staged(2) as stage:
+        loss = Loss("rank 1 was ended by SIGKILL", 11)
+        stage.cannot_load = frozenset({0})
+        stage.now(0).failure = RuntimeError("a step")
+        stage.until(lambda: stage.now(0).is_closed)
+        assert stage.engine.loss is None
+        stage.now(1).loss = loss
+        stage.until(lambda: all(one.name != "replicas" for one in threading.enumerate()))
+        assert stage.engine.loss is loss
+        stage.submit("a")
+        assert stage.outputs == {"a": "replica_lost"}
+
+
+def test_where_one_cannot_be_loaded_none_is_left() -> None:
+    stage = Stage(3)
+    stage.cannot_load = frozenset({1})
+    with pytest.raises(UserError, match="no room"):
+        stage.engine.load()
+    assert [one.is_closed for one in stage.made] == [True, True]
+
+
+@pytest.mark.parametrize("kept", [None, 0, 1])
+def test_prefixes_are_forgotten_when_all_have_forgotten_them(kept: int | None) -> None:
+    with staged(2) as stage:
+        if kept is not None:
+            stage.now(kept).has_prefixes = True
+        said: list[bool] = []
+        stage.engine.reset_prefix_cache(said.append)
+        assert said == [kept is None]
+
+
+def test_sums_have_every_counter_and_distribution() -> None:
+    one, other = EngineStats(forwards=3, running=1), EngineStats(forwards=4, running=2)
+    one.kv_recomputed["gone"] = 1
+    other.kv_recomputed |= {"gone": 2, "late": 5}
+    one.steps.tokens.observe(8)
+    other.steps.tokens.observe(30)
+    total = summed([one, other])
+    assert (total.forwards, total.running) == (7, 3)
+    assert total.kv_recomputed == {"gone": 3, "late": 5}
+    assert (total.steps.tokens.count, total.steps.tokens.sum) == (2, 38)
+    assert one.steps.tokens.count == 1
