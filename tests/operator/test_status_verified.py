@@ -432,21 +432,6 @@ def test_requests_that_time_out_while_probes_pass_wait_too_short(fleet: Fleet) -
     assert last[:2] == (True, "Probed"), "none was late for a minute"
 
 
-def test_requests_that_wait_behind_a_firewall_do_not_hide_it(fleet: Fleet) -> None:
-    """D waits for each of them; one probe for twenty of them tells why."""
-    said = problem("no_answer", "no_answer at 10.0.0.2:21001")
-    for _ in range(3):
-        fleet.count("recomputed", "timeout", 20)
-        fleet.count("probed failed", "no_answer")
-        found = fleet.look(said=said)
-        assert found[:2] == (False, "NoAnswer")
-        assert f"{P} to {D}: no_answer (no_answer at 10.0.0.2:21001)" in found.message
-        assert "waitSeconds" not in found.message
-    fleet.count("probed moved")
-    fleet.count("recomputed", "timeout", 20)
-    assert fleet.look(said={})[:2] == (False, "Timeout"), "the way is free, and that is the cause"
-
-
 def test_a_probe_that_times_out_is_no_short_wait(fleet: Fleet) -> None:
     fleet.count("probed failed", "timeout", 2)
     said = {**problem("timeout", "timeout"), "kv_slowest": {"seconds": 9.0}}

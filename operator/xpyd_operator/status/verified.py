@@ -192,16 +192,6 @@ class _Pair:
     moved_s: float = float("-inf")
     lost_s: float = float("-inf")
     lost: Counter[str] = field(default_factory=Counter[str])
-    probe: str = ""
-    """The cause of its last probe, where that failed."""
-
-    @property
-    def named(self) -> Counter[str]:
-        """What to name of it. A failed probe has tried the way and nothing else: behind a firewall
-        most requests are lost to D's wait, and that is no cause."""
-        if self.probe in self.lost and self.probe not in _LATE:
-            return Counter({self.probe: self.lost.total()})
-        return self.lost
 
 
 @dataclass
@@ -305,10 +295,8 @@ class KvWatch:
                 if outcome == _PROBED + "moved":
                     self._probed_s = now_s
                     pair.moved_s = now_s
-                    pair.probe = ""
                     self._passed(pair, now_s)
                 else:
-                    pair.probe = cause
                     pair.lost[cause] += count
                     pair.lost_s = self._lost_s = now_s
                 continue
@@ -450,12 +438,12 @@ def _lost(
     `measured_s`, the slowest probe that passed, is that of the first."""
     causes: Counter[str] = Counter()
     for pair in broken.values():
-        causes.update(pair.named)
+        causes.update(pair.lost)
     worst = max(sorted(causes), key=causes.__getitem__)
     named: list[str] = []
     fixes: list[str] = []
     for (prefill, decode), pair in sorted(broken.items())[:_MOST_NAMED]:
-        cause = max(pair.named, key=pair.named.__getitem__)
+        cause = max(pair.lost, key=pair.lost.__getitem__)
         detail = "" if seen is None else seen.problems.get((prefill, decode), "")
         named.append(f"{prefill} to {decode}: {cause}{detail and f' ({detail})'}")
         factor = _FACTOR.match(detail)
