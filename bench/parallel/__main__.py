@@ -15,7 +15,15 @@ from pathlib import Path
 from bench.engine.contender import ROOT, ContenderFailed
 from bench.engine.models import model
 from bench.parallel import all_reduce, engines, experts, gpu_all_reduce
-from bench.parallel.engines import EXPERT_LAYOUTS, EXPERTS, LAYOUTS, Layout, Turn
+from bench.parallel.engines import (
+    CASES,
+    DECODES,
+    EXPERT_LAYOUTS,
+    EXPERTS,
+    LAYOUTS,
+    Layout,
+    Turn,
+)
 from bench.parallel.page import with_measured
 from bench.parallel.report import Collectives, report
 from bench.process import end_at_sigterm
@@ -67,6 +75,8 @@ def main(argv: list[str]) -> int:
                     rounds=options.rounds,
                     folder=Path(folder),
                     say=say,
+                    # Without stages there is no bubble.
+                    cases=DECODES if has_experts else CASES,
                 )
     except (ContenderFailed, all_reduce.WrongSumError, gpu_all_reduce.WrongGpuSumError) as error:
         say(f"wrong: {error}")

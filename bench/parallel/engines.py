@@ -22,7 +22,8 @@ DECODE_1 = Case("decode, 1 at once", 32, 64, 1, 2)
 DECODE_8 = Case("decode, 8 at once", 32, 64, 8, 16)
 BATCHES = tuple(Case(f"{m} prompts", PROMPT_TOKENS, 1, m, m) for m in (1, 2, 4, 8))
 """Each prompt is one step, so they go through a pipeline as that many batches."""
-CASES = (DECODE_1, DECODE_8, *BATCHES)
+DECODES = (DECODE_1, DECODE_8)
+CASES = (*DECODES, *BATCHES)
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def measure(
     rounds: int,
     folder: Path,
     say: Callable[[str], None],
+    cases: Sequence[Case] = CASES,
 ) -> list[Turn]:
     """Each layout with each case in each round. ContenderFailed."""
     turns: list[Turn] = []
@@ -110,7 +112,7 @@ def measure(
             servers.append((layout, server))
             server.run(BATCHES[1], seed=10_000)  # what the first steps alone cost
         for number in range(rounds):
-            for at, case in enumerate(CASES):
+            for at, case in enumerate(cases):
                 for layout, server in servers:
                     say(f"{model.name}: round {number + 1}, {case.name}, {layout.name}")
                     before_s = server.main_cpu_s()
