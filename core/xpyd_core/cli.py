@@ -7,13 +7,14 @@ because its extra is not installed answers with the pip line that brings it.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from xpyd_core import __version__
 from xpyd_core.errors import UserError
@@ -66,6 +67,17 @@ def parse_flag(name: str, parse: Callable[[str], _T], text: str) -> _T:
         return parse(text)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A flag's `type` of argparse."""
+    try:
+        value: object = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected a JSON object: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
+    return cast("dict[str, Any]", value)
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):

@@ -11,12 +11,12 @@ that depend on other values are in config.check_config. This module must not kno
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
+from xpyd_core.cli import json_object
 from xpyd_core.parallel.checks import DATA, EXPERT, PIPELINE, SHORT_NAMES, TENSOR
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT, ROLES
 from xpyd_core.sizes import format_bytes
@@ -71,16 +71,6 @@ def _tokens_or_auto(text: str) -> int | None:
         raise argparse.ArgumentTypeError(
             f"expected a number of tokens or auto, got {text!r}"
         ) from error
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value: object = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected a JSON object: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
-    return cast("dict[str, Any]", value)
 
 
 MODEL_FLAGS = (
@@ -147,7 +137,7 @@ MODEL_FLAGS = (
     _flag(
         "--override-generation-config",
         programs=_LLM,
-        type=_json_object,
+        type=json_object,
         metavar="JSON",
         help="sampling defaults that win over those, e.g. '{\"temperature\": 0.2}' (default: none)",
     ),
