@@ -14,6 +14,7 @@ SCRIPT = Path(__file__).parents[2] / ".ci/run"
 MAKE = """#!/usr/bin/env bash
 part=$1
 [[ $* == *ONLY=node* ]] && part=test-node
+[[ $* == *ONLY=changes* ]] && part=test-changes
 echo "$*" >> "$ASKED"
 echo "output of $part"
 [[ $* == *--last-failed* ]] && times=2 || times=1
@@ -29,6 +30,7 @@ HEADER = "=== parts; behind setup and collect they ran at once"
 PARTS = {
     "test-all": "tests",
     "test-cluster": "cluster",
+    "test-changes": "changes",
     "test-node": "node",
     "test-agents": "agents",
     "test-vllm": "vllm",
@@ -80,7 +82,8 @@ def test_all_parts_run_once_and_each_is_shown_whole(tmp_path: Path) -> None:
         "setup",
         "test-agents",
         f"test-all WORKERS={len(os.sched_getaffinity(0)) + 1}",
-        "test-cluster ONLY=node",
+        "test-cluster ONLY=changes",
+        "test-cluster ONLY=node and not changes",
         "test-cluster ONLY=not node",
         "test-vllm",
     ]
@@ -100,6 +103,9 @@ def test_all_parts_run_once_and_each_is_shown_whole(tmp_path: Path) -> None:
         "=== cluster",
         "output of test-cluster",
         summary,
+        "=== changes",
+        "output of test-changes",
+        summary,
         "=== node",
         "output of test-node",
         summary,
@@ -113,17 +119,17 @@ def test_it_ends_with_the_time_of_each_part_and_the_sums(tmp_path: Path) -> None
     _, lines, _ = run(tmp_path)
     parts = dict.fromkeys(("setup", "collect", "checks", "images", *PARTS.values()), "ok")
     assert times(lines) == {**parts, "whole": ""}
-    assert lines[-1] == "150 passed, 0 failed, 0 skipped"
+    assert lines[-1] == "180 passed, 0 failed, 0 skipped"
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_tests_that_fail_twice_fail_the_run_and_are_shown_last(tmp_path: Path, part: str) -> None:
     status, lines, asked = run(tmp_path, f"{part}:1 {part}:2")
     assert status == 1
-    assert len(asked) == 10
+    assert len(asked) == 11
     name = PARTS[part]
     assert times(lines)[name] == "failed"
-    assert lines[-1] == "140 passed, 1 failed, 4 skipped"
+    assert lines[-1] == "170 passed, 1 failed, 4 skipped"
     shown = lines[lines.index(f"=== {name} failed") + 1 : lines.index(HEADER)]
     assert [line for line in shown if line.startswith("output")] == [f"output of {part}"] * 2
     assert any(line.startswith("FAILED ONCE: ") for line in shown)
@@ -138,14 +144,14 @@ def test_what_fails_once_is_run_again_by_itself(tmp_path: Path, part: str) -> No
     assert same == again
     name = PARTS[part]
     assert f"cache_dir=.pytest_cache/{name}" in first
-    assert lines[-1] == "145 passed, 0 failed, 2 skipped"
+    assert lines[-1] == "175 passed, 0 failed, 2 skipped"
 
 
 def test_a_check_that_fails_fails_the_run_and_counts(tmp_path: Path) -> None:
     status, lines, _ = run(tmp_path, "lint:1")
     assert status == 1
     assert times(lines)["checks"] == "failed"
-    assert lines[-1] == "150 passed, 1 failed, 0 skipped"
+    assert lines[-1] == "180 passed, 1 failed, 0 skipped"
 
 
 def test_tests_that_cannot_be_imported_are_not_run(tmp_path: Path) -> None:
