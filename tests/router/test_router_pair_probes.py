@@ -240,6 +240,21 @@ async def test_an_engine_that_knows_no_probe_is_not_asked_again(world: World, st
         assert world.counted() == {}
 
 
+@pytest.mark.parametrize("dialect", ["xpyd", "pair-id"])
+async def test_where_pairs_must_be_verified_the_log_names_an_engine_that_knows_no_probe(
+    world: World, dialect: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a P gets no requests, though nothing of it fails."""
+    registry = Registry(period_s=1e6, missed_beats=3, only_verified=True)
+    world.view, world.status = FleetView(registry, lambda: 1.0), 404
+    async with contextlib.AsyncExitStack() as stack:
+        world.add("P", 1, http_address=await world.serve(stack), dialect=dialect)
+        world.add("D", 11, dialect=dialect)
+        async with probing(world):
+            await until(lambda: "P p1 knows no probes" in caplog.text)
+    assert ("VLLM_PLUGINS=xpyd" in caplog.text) == (dialect == "pair-id")
+
+
 @pytest.mark.parametrize("busy", ["status", "reason"])
 async def test_a_busy_p_is_asked_again_and_says_nothing_of_the_pair(
     world: World, busy: str

@@ -268,11 +268,19 @@ class PairProber:
             most_bytes=_MAX_ANSWER_BYTES,
         )
         if answer.status in _UNKNOWN_CALL:
-            self._dumb.add(p.key)
+            self._give_up(p)
         if answer.status != 200:
             return None
         try:
             return msgspec.json.decode(answer.body, type=_Answer)
         except msgspec.DecodeError:
-            self._dumb.add(p.key)
+            self._give_up(p)
             return None
+
+    def _give_up(self, p: Instance) -> None:
+        """Ask it no more: it knows no probes."""
+        self._dumb.add(p.key)
+        if self._fleet.only_verified:
+            text = "P %s knows no probes: with --kv-verify strict it is in no pair%s"
+            is_vllm = p.dialect == "pair-id"
+            logger.warning(text, p.name, "; VLLM_PLUGINS=xpyd brings them" if is_vllm else "")
