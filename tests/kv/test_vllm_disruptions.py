@@ -1,4 +1,5 @@
-"""Several vLLM with our connector whose P and D stop, die and start again under load.
+"""Several vLLM with our connector whose P and D leave, stop, die and start again under load, behind
+a router that wants verified pairs.
 
 Soak: see test_vllm_real; four vLLM take 10 GB.
 """
@@ -12,7 +13,9 @@ import threading
 import time
 import urllib.error
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from uuid import uuid4
 
 import pytest
@@ -23,15 +26,19 @@ from tests.kv.vllm_kit import (
     KV_PORT,
     ROUTER,
     ROUTER_PORT,
+    STRICT,
     D,
+    Options,
     P,
     Vllm,
     by_router,
+    disturbed,
     fleet,
     pair,
     prompt,
     text_of,
     until_free,
+    until_verified,
 )
 from xpyd_core.request_id import pair_id_text
 
@@ -49,7 +56,8 @@ Engines = tuple[list[Vllm], list[Vllm]]
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory) -> Iterator[Engines]:
     skip_without_vllm()
-    with fleet(tmp_path_factory.mktemp("vllm"), [ON_P, ON_P], [ON_D, ON_D]) as both:
+    with fleet(tmp_path_factory.mktemp("vllm"), [ON_P, ON_P], [ON_D, ON_D], *STRICT) as both:
+        until_verified(4)
         yield both
 
 
@@ -126,6 +134,48 @@ def ask(ids: list[int], *, stream: bool) -> str:
     return text_of(by_router(**body(ids, stream=stream)))
 
 
+class DistinctLoad:
+    """An open loop of prompts that no prefix cache knows, until it is left; what each answers."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self.answers: dict[str, Future[str]] = {}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Behind it all have an answer, or their exception."""
+        over = threading.Event()
+        with ThreadPoolExecutor(64) as clients:
+            driver = clients.submit(self._run, clients, over)
+            try:
+                yield
+            finally:
+                over.set()
+                driver.result(10.0)
+
+    def until_more(self, requests: int) -> None:
+        """Until so many more have been sent."""
+        enough, deadline = len(self.answers) + requests, time.monotonic() + 60.0
+        while len(self.answers) < enough:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def prompt_of(self, at: int) -> list[int]:
+        return prompt(100 + 13 * at % 300, self._seed + at)
+
+    def _run(self, clients: Executor, over: threading.Event) -> None:
+        began = time.monotonic()
+        for at in count():
+            if over.wait(max(0.0, began + at * PERIOD_S - time.monotonic())):
+                return
+            name = f"drain-{self._seed + at}"
+            self.answers[name] = clients.submit(self._ask, at, name)
+
+    def _ask(self, at: int, name: str) -> str:
+        asked = body(self.prompt_of(at), stream=at % 2 == 0)
+        return text_of(by_router(request_id=name, **asked))
+
+
 @contextmanager
 def stopped(one: Vllm) -> Iterator[None]:
     one.signal(signal.SIGSTOP)
@@ -151,6 +201,68 @@ def halt(one: Vllm) -> None:
         time.sleep(8.0)
 
 
+def until_said(one: Vllm, words: str) -> None:
+    """Until its log has them."""
+    deadline = time.monotonic() + 30.0
+    while words not in one.log.read_text():
+        assert time.monotonic() < deadline, one.log.read_text()[-2000:]
+        time.sleep(0.1)
+
+
+def computed_by(p: Vllm, ids: list[int]) -> tuple[str, Options]:
+    """Have P compute the prompt; the request's name and body for D, which has no memory for KV that
+    comes before its request: P keeps it until then."""
+    name = pair_id_text(f"{P}:{KV_PORT}", f"{D}:{KV_PORT}", uuid4().hex)
+    said = p.complete(name, prompt=ids, max_tokens=1)["kv_transfer_params"]
+    return name, {"prompt": ids, "max_tokens": 8, "kv_transfer_params": said}
+
+
+def test_a_drained_p_ends_when_its_kv_is_sent_and_a_killed_one_is_not_waited_for(tmp_path):
+    """Before those of `engines`, which have the same addresses."""
+    skip_without_vllm()
+    # Longer than a client's patience: an answer proves that D did not wait so long.
+    of_d = {"cores": "1", "pool_bytes": 0, "wait_s": 300.0}
+    with pair(tmp_path, ON_P, of_d) as (p, d):
+        drained, killed = prompt(700, 76), prompt(700, 77)
+        alone = [d.text(prompt=ids, max_tokens=8, cache_salt="x") for ids in (drained, killed)]
+
+        name, asked = computed_by(p, drained)
+        p.process.send_signal(signal.SIGTERM)
+        until_said(p, "routers have 0 requests here")
+        assert d.complete(name, **asked)["choices"][0]["text"] == alone[0]
+        assert p.process.wait(60.0) == 0
+        assert d.metric("xpyd_kv_recomputed_tokens_total") == 0
+
+        p.start()
+        p.wait()
+        name, asked = computed_by(p, killed)
+        kill(p)
+        assert d.complete(name, **asked)["choices"][0]["text"] == alone[1]
+        assert d.metric("xpyd_kv_recomputed_tokens_total") > 0
+        until_free(d)
+
+
+@pytest.mark.parametrize("role", ["P", "D"])
+def test_no_request_is_even_tried_again_when_an_instance_is_drained(engines, role):
+    some_p, some_d = engines
+    victim = (some_p if role == "P" else some_d)[1]
+    load = DistinctLoad(400 if role == "P" else 800)
+    with load.running():
+        load.until_more(8)
+        victim.process.send_signal(signal.SIGTERM)
+        assert victim.process.wait(60.0) == 0
+        load.until_more(2)
+    assert "routers have 0 requests here" in victim.log.read_text()
+    answers = [answer.result() for answer in load.answers.values()]
+    assert disturbed(victim.log.parent / "router.log", list(load.answers)) == []
+    for at, answer in enumerate(answers):
+        asked = body(load.prompt_of(at), stream=False)
+        assert answer == some_p[0].text(cache_salt="alone", **asked), at
+    victim.start()
+    victim.wait()
+    until_verified(4)
+
+
 def test_under_load_nothing_hangs_and_every_answer_is_right(engines):
     some_p, some_d = engines
     alone = [some_p[0].complete(uuid4().hex, **body(ids, stream=False)) for ids in PROMPTS]
@@ -173,20 +285,3 @@ def test_under_load_nothing_hangs_and_every_answer_is_right(engines):
     assert load.right == REQUESTS * 4 // 5
     for one in (*some_p, *some_d):
         until_free(one)
-
-
-def test_d_does_not_wait_its_deadline_for_a_p_that_was_killed(tmp_path):
-    skip_without_vllm()
-    # Longer than a client's patience: an answer proves that D did not wait so long.
-    of_d = {"cores": "1", "pool_bytes": 0, "wait_s": 300.0}
-    with pair(tmp_path, ON_P, of_d) as (p, d):
-        ids = prompt(700, 77)
-        alone = d.complete(uuid4().hex, prompt=ids, max_tokens=8, cache_salt="alone")
-        name = pair_id_text(f"{P}:{KV_PORT}", f"{D}:{KV_PORT}", uuid4().hex)
-        # Without memory for KV that comes early, P keeps it until D's request runs.
-        said = p.complete(name, prompt=ids, max_tokens=1)["kv_transfer_params"]
-        kill(p)
-        answer = d.complete(name, prompt=ids, max_tokens=8, kv_transfer_params=said)
-        assert answer["choices"][0]["text"] == alone["choices"][0]["text"]
-        assert d.metric("xpyd_kv_recomputed_tokens_total") > 0
-        until_free(d)

@@ -6,12 +6,10 @@ Soak: see test_vllm_real.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,23 +17,25 @@ from pathlib import Path
 import pytest
 
 from tests.kv.vllm_kit import (
-    ADMIN_PORT,
     DISCOVERY_PORT,
     KV_PORT,
     MODEL,
     PORT,
     ROUTER,
+    STRICT,
     D,
     P,
     Vllm,
     by_router,
     greedy,
+    instances,
     metric,
     pair,
     post,
     prompt,
     router,
     text_of,
+    until_verified,
 )
 
 pytestmark = pytest.mark.soak
@@ -85,8 +85,7 @@ def until_introduced(folder: Path, log: Path, what: str) -> str:
 
 def without_kv() -> dict[str, list[str]]:
     """The names at /instances of partners without KV, by list."""
-    with urllib.request.urlopen(f"http://{ROUTER}:{ADMIN_PORT}/instances", timeout=20) as answer:
-        found = json.loads(answer.read())["instances"]
+    found = instances()["instances"]
     return {of: [name for one in found for name in one[of]] for of in ("unmet", "refused")}
 
 
@@ -107,11 +106,12 @@ def key(folder: Path) -> None:
 
 def test_kv_of_a_vllm_goes_to_an_engine_of_ours(tmp_path):
     key(tmp_path)
-    with router(tmp_path), worker("Decode", D, tmp_path) as log:
+    with router(tmp_path, *STRICT), worker("Decode", D, tmp_path) as log:
         p = Vllm.of_ours("kv_producer", P, tmp_path / "p.log", portable=True)
         try:
             p.wait()
             until_introduced(tmp_path, log, "is ours, and is used")
+            until_verified(1)
             assert_answers_as_one("xpyd_kv_recomputed_requests_total")
         finally:
             p.stop()

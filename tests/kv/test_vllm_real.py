@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import signal
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from uuid import uuid4
@@ -23,6 +21,7 @@ from bench.engine.peer import VERSION
 from tests.kv.vllm_kit import (
     KV_PORT,
     LENGTHS,
+    STRICT,
     D,
     P,
     PromptTokens,
@@ -30,11 +29,15 @@ from tests.kv.vllm_kit import (
     assert_d_got,
     by_router,
     chats,
+    disturbed,
+    instances,
     pair,
     prompt,
     prompts,
     text_of,
     until_free,
+    until_given,
+    until_verified,
 )
 from xpyd_core.request_id import pair_id_text
 
@@ -53,7 +56,7 @@ MODES = ["put_async", *(pytest.param(name, marks=pytest.mark.soak) for name in (
 def engines(request, tmp_path_factory) -> Iterator[tuple[Vllm, Vllm]]:
     if not (cache() / f"vllm-{VERSION}/ready").exists():
         pytest.skip("run scripts/vllm_environment.py first")
-    with pair(tmp_path_factory.mktemp("vllm"), *OPTIONS[request.param]) as both:
+    with pair(tmp_path_factory.mktemp("vllm"), *OPTIONS[request.param], *STRICT) as both:
         yield both
 
 
@@ -136,12 +139,34 @@ def test_what_p_will_not_send_is_computed_at_once(engines):
     assert answer["choices"][0]["text"] == p.text(prompt=tokens, max_tokens=8)
 
 
-def test_a_drained_d_takes_no_more_and_ends(engines):
-    _, d = engines
-    d.process.send_signal(signal.SIGTERM)
-    assert d.process.wait(60.0) == 0
-    log = d.log.read_text()
-    assert "this instance is Draining" in log
-    assert "this instance is Gone" in log
-    with pytest.raises(urllib.error.HTTPError, match="503"):
-        by_router(prompt=[1, 2, 3], max_tokens=2)
+def test_a_pair_that_must_be_verified_is_by_its_probe(engines):
+    until_verified(1)
+    found = instances()
+    assert (found["kv_verify"], found["kv_problems"]) == ("strict", [])
+    assert [one["unverified"] for one in found["instances"]] == [[], []]
+
+
+def test_what_is_under_way_when_both_are_drained_is_served(engines):
+    p, d = engines
+    asked = {f"drain-{seed}": prompt(600 + 50 * seed, 700 + seed) for seed in range(6)}
+    # Salted, so that neither has any of them in its prefix cache.
+    body = {"max_tokens": 256, "cache_salt": "alone"}
+    alone = [p.text(prompt=ids, **body) for ids in asked.values()]
+
+    def ask(name: str) -> str:
+        body = {"prompt": asked[name], "max_tokens": 256, "stream": name[-1] in "024"}
+        return text_of(by_router(request_id=name, **body))
+
+    with ThreadPoolExecutor(len(asked)) as threads:
+        answers = threads.map(ask, asked)
+        until_given(d, len(asked))
+        for one in engines:
+            one.process.send_signal(signal.SIGTERM)
+        assert list(answers) == alone
+    assert disturbed(d.log.parent / "router.log", list(asked)) == []
+    for one in engines:
+        assert one.process.wait(60.0) == 0
+        log = one.log.read_text()
+        assert "this instance is Draining" in log
+        assert "routers have 0 requests here" in log
+        assert "this instance is Gone" in log

@@ -21,6 +21,8 @@ from uuid import uuid4
 from scripts.vllm_environment import ROOT, nixl_path, vllm_environment
 
 START_S = 400.0
+STRICT = ("--kv-verify", "strict")
+"""Flags of a router whose pairs get requests only while probes pass."""
 MODEL = ROOT / "examples/demo-model"
 PAGE = ROOT / "docs/vllm.md"
 ROUTER, P, D = "127.0.62.9", "127.0.62.1", "127.0.62.2"
@@ -31,6 +33,7 @@ LENGTHS = (
     *(300, 511, 512, 513, 700, 900, 1200, 1500, 1900, 3000),
 )
 """Of prompts: around a block (128 tokens), a chunk (512), and several of both."""
+CLIENT_ID = re.compile(r" client_id=(\S+)")
 FREE_S = 60.0
 """Over the 30 s of a lease."""
 Json = Mapping[str, object]
@@ -264,9 +267,29 @@ def router(folder: Path, *flags: str) -> Iterator[None]:
         process.wait(20.0)
 
 
-def by_router(path: str = "/v1/completions", **body: object) -> bytes:
+def by_router(path: str = "/v1/completions", request_id: str = "", **body: object) -> bytes:
     """What the router's client gets, greedy."""
-    return post(ROUTER, ROUTER_PORT, path, greedy(body))
+    return post(ROUTER, ROUTER_PORT, path, greedy(body), request_id)
+
+
+def instances() -> dict[str, Any]:
+    """The router's registry."""
+    with urllib.request.urlopen(f"http://{ROUTER}:{ADMIN_PORT}/instances", timeout=20) as answer:
+        return json.loads(answer.read())
+
+
+def disturbed(log: Path, sent: Sequence[str]) -> list[str]:
+    """The router's access lines, in its `log`, of those of the requests `sent` that were tried more
+    than once or whose KV did not move. A D on a busy core may be too late to say that it did."""
+    deadline = time.monotonic() + 30.0
+    while True:
+        lines = log.read_text().splitlines()
+        found = {match[1]: line for line in lines if (match := CLIENT_ID.search(line))}
+        if set(sent) <= set(found):
+            good = re.compile(r" tries=1 .* kv=(moved|unreported)$")
+            return [found[one] for one in sent if good.search(found[one]) is None]
+        assert time.monotonic() < deadline, set(sent) - set(found)
+        time.sleep(0.2)
 
 
 @contextmanager
@@ -293,8 +316,8 @@ def fleet(
 
 
 @contextmanager
-def pair(folder: Path, of_p: Options, of_d: Options) -> Iterator[tuple[Vllm, Vllm]]:
-    with fleet(folder, [of_p], [of_d]) as (p, d):
+def pair(folder: Path, of_p: Options, of_d: Options, *flags: str) -> Iterator[tuple[Vllm, Vllm]]:
+    with fleet(folder, [of_p], [of_d], *flags) as (p, d):
         yield p[0], d[0]
 
 
@@ -310,6 +333,33 @@ def until_routed() -> None:
             time.sleep(0.2)
         else:
             return
+
+
+def until_given(one: Vllm, requests: int) -> None:
+    """Until the router has given it so many requests, none of them over."""
+    deadline = time.monotonic() + 30.0
+    while True:
+        here = (
+            row for row in instances()["instances"] if row["http_address"] == f"{one.host}:{PORT}"
+        )
+        if (found := [row["in_flight"] for row in here]) == [requests]:
+            return
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
+def until_verified(pairs: int) -> None:
+    """Until a probe has got there in each of so many pairs, and the router knows no others."""
+    deadline = time.monotonic() + 30.0
+    while True:
+        by_state = {
+            state: metric(ROUTER, ADMIN_PORT, "xpyd_router_kv_pairs", f'state="{state}"')
+            for state in ("verified", "unprobed", "failed")
+        }
+        if by_state == {"verified": pairs, "unprobed": 0, "failed": 0}:
+            return
+        assert time.monotonic() < deadline, (by_state, instances()["kv_problems"])
+        time.sleep(0.2)
 
 
 def until_free(one: Vllm) -> None:
