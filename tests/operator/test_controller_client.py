@@ -285,7 +285,7 @@ def test_a_field_that_does_not_exist_is_the_documents_fault() -> None:
         (404, NotFound),
         (405, Refused),
         (409, Conflict),
-        (410, NotFound),
+        (410, Conflict),
         (422, Invalid),
         (429, Throttled),
         (500, Unavailable),

@@ -235,3 +235,19 @@ def test_a_copy_of_a_deployment_does_not_keep_a_deleted_fleet() -> None:
             assert not api.all(DEPLOYMENT)
 
     run(test)
+
+
+def test_a_deletion_that_is_answered_with_410_is_asked_for_again() -> None:
+    async def test(api: FakeApi) -> None:
+        api.add(fleet())
+        async with fleet_ready(api):
+            api.faults.append(Fault("DELETE", "/deployments/chat-decode-", 410))
+            api.change(FLEET, "ns", "chat", {"spec": {"engine": {"args": ["--seed=1"]}}})
+
+            def is_rolled() -> bool:
+                api.settle()
+                return not api.faults[0].times and replicas(api, "decode") == [1]
+
+            await until(is_rolled, what="the old revision is deleted")
+
+    run(test)

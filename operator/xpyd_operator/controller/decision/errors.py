@@ -1,7 +1,8 @@
 """The errors of calls to the Kubernetes API, and what to do about each.
 
     KubeError
-    |-- Conflict      409: the object changed, or exists already; observe again
+    |-- Conflict      409: the object changed, or exists already; 410: what the call began from is
+    |                 too old. Observe again
     |-- NotFound      404: no such object, or no such API
     |-- Refused       4xx: the server refuses it; a retry of the same call is useless
     |   |-- Forbidden 403: RBAC, or a quota
@@ -81,7 +82,8 @@ def error_of(status: int, body: bytes, retry_after: str | None) -> KubeError:
         403: Forbidden,
         404: NotFound,
         409: Conflict,
-        410: NotFound,
+        # Not NotFound: the object may well be there, and a deletion would count as done.
+        410: Conflict,
         422: Invalid,
     }
     return tree.get(status, Refused)(message, status=status, reason=reason)
