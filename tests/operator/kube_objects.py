@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import asdict
-from typing import Any
+from itertools import zip_longest
+from typing import Any, cast
 
 from tests.operator.fleets import document
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
@@ -131,3 +132,37 @@ class RoutersWorld:
             self.cache.put(POD, one)
         self.woken: list[FleetKey] = []
         self.reader = RouterReader(self.cache, self.woken.append, clock=clock, port=port)
+
+
+_OWN = ("uid", "resourceVersion", "creationTimestamp", "generation")
+_TIMES = ("lastTransitionTime", "observedGeneration", "startedAt", "keyId")
+
+
+def plain(obj: Obj, *, is_secret: bool) -> Obj:
+    """The object without what differs from one play of the same edits to another."""
+    metadata = {k: v for k, v in obj["metadata"].items() if k not in _OWN}
+    data = {"data": sorted(obj["data"])} if is_secret else {}
+    return _timeless({**obj, "metadata": metadata, **data})
+
+
+def _timeless(found: Any) -> Any:
+    if isinstance(found, dict):
+        fields = cast("dict[str, Any]", found)
+        return {key: _timeless(value) for key, value in fields.items() if key not in _TIMES}
+    if isinstance(found, list):
+        return [_timeless(one) for one in cast("list[Any]", found)]
+    return found
+
+
+def differing(place: str, found: Any, wanted: Any) -> Iterator[str]:
+    """Where two values differ, as lines."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        ours, theirs = cast("Obj", found), cast("Obj", wanted)
+        for key in {**ours, **theirs}:
+            yield from differing(f"{place}/{key}", ours.get(key), theirs.get(key))
+    elif isinstance(found, list) and isinstance(wanted, list):
+        pairs = zip_longest(cast("list[Any]", found), cast("list[Any]", wanted))
+        for number, pair in enumerate(pairs):
+            yield from differing(f"{place}/{number}", *pair)
+    elif found != wanted:
+        yield f"{place}: {found} instead of {wanted}"

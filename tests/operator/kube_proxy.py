@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 
 import aiohttp
@@ -25,6 +27,7 @@ _HOP_HEADERS = {"transfer-encoding", "content-length", "connection", "content-en
 _EXPIRED = {"kind": "Status", "code": 410, "message": "too old resource version (injected)"}
 _SWAP_S = 0.1
 """An event that waits to be swapped with the next one goes alone after so long."""
+_START_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,11 @@ class FaultProxy:
         self.crash_behind = ""
         """A part of a path: it is gone behind the first write there."""
         self.crashed = asyncio.Event()
+
+    def revive(self) -> None:
+        """After a crash: what comes now is the next operator's."""
+        self.crash_after = None
+        self.crashed.clear()
 
     async def login(self) -> Login:
         """What find_login would give."""
@@ -186,6 +194,28 @@ class FaultProxy:
         finally:
             reading.cancel()
             ended.cancel()
+
+
+@contextmanager
+def served(upstream: Login, *, weather: Weather = Weather(), seed: int = 0) -> Iterator[FaultProxy]:
+    """A proxy in a thread of its own, for tests without a loop and operators in processes. Its
+    weather, counts and crash may be read and set from there."""
+    started: Future[tuple[FaultProxy, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        async with FaultProxy(upstream, weather=weather, seed=seed) as proxy:
+            started.set_result((proxy, asyncio.get_running_loop(), stop))
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="proxy", daemon=True)
+    thread.start()
+    proxy, loop, stop = started.result(_START_S)
+    try:
+        yield proxy
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(_START_S)
 
 
 def _line(event: object) -> bytes:

@@ -15,11 +15,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from tests.operator.kube_fakes import FakeApi
+from tests.operator.kube_objects import plain
 from tests.operator.kube_operating import SETTINGS, fleet
 from tests.operator.kube_proxy import FaultProxy
 from xpyd_operator.controller.client import Api
@@ -114,8 +115,7 @@ class World:
     async def restart(self) -> None:
         """The next operator knows nothing of the one before."""
         await self.process.close()
-        self.proxy.crash_after = None
-        self.proxy.crashed.clear()
+        self.proxy.revive()
         self.process = Process(self.proxy, self._clock)
 
 
@@ -215,30 +215,11 @@ def pods_of(api: FakeApi) -> Counter[str]:
 def picture_of(api: FakeApi) -> dict[tuple[str, str], Obj]:
     """Every object, without what differs from one play to another."""
     return {
-        (kind.name, name): _plain(obj, is_secret=kind == SECRET)
+        (kind.name, name): plain(obj, is_secret=kind == SECRET)
         for kind, objects in api.objects.items()
         for (_, name), obj in objects.items()
         if kind not in (EVENT, LEASE, POD)
     }
-
-
-_OWN = ("uid", "resourceVersion", "creationTimestamp", "generation")
-_TIMES = ("lastTransitionTime", "observedGeneration", "startedAt", "keyId")
-
-
-def _plain(obj: Obj, *, is_secret: bool) -> Obj:
-    metadata = {k: v for k, v in obj["metadata"].items() if k not in _OWN}
-    data = {"data": sorted(obj["data"])} if is_secret else {}
-    return _timeless({**obj, "metadata": metadata, **data})
-
-
-def _timeless(found: Any) -> Any:
-    if isinstance(found, dict):
-        fields = cast("dict[str, Any]", found)
-        return {key: _timeless(value) for key, value in fields.items() if key not in _TIMES}
-    if isinstance(found, list):
-        return [_timeless(one) for one in cast("list[Any]", found)]
-    return found
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)

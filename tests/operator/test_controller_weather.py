@@ -11,15 +11,14 @@ import asyncio
 import contextlib
 import random
 import sys
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Any, cast
 
 import pytest
 
 from tests.operator.kube_fakes import FakeApi, until
+from tests.operator.kube_objects import differing
 from tests.operator.kube_operating import SETTINGS, condition, fleet, replicas, run
 from tests.operator.kube_proxy import FaultProxy, Weather
 from tests.operator.test_controller_crashes import (
@@ -175,20 +174,6 @@ async def reach(api: FakeApi, wanted: Picture, *, with_records: bool) -> None:
     except AssertionError as error:
         differences = [*differing("", shown(picture_of(api)), shown(wanted))]
         raise AssertionError("\n".join(differences)) from error
-
-
-def differing(place: str, found: Any, wanted: Any) -> Iterator[str]:
-    """Where two values differ, as lines."""
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        ours, theirs = cast("Obj", found), cast("Obj", wanted)
-        for key in {**ours, **theirs}:
-            yield from differing(f"{place}/{key}", ours.get(key), theirs.get(key))
-    elif isinstance(found, list) and isinstance(wanted, list):
-        pairs = zip_longest(cast("list[Any]", found), cast("list[Any]", wanted))
-        for number, pair in enumerate(pairs):
-            yield from differing(f"{place}/{number}", *pair)
-    elif found != wanted:
-        yield f"{place}: {found} instead of {wanted}"
 
 
 async def calm(api: FakeApi) -> None:
