@@ -72,6 +72,7 @@ EDITS = [
     ("pools.0.resources", {"gpus": 2, "deviceClassName": "gpu.example"}),
     ("pools.0.resources.sharedMemory", "1Gi"), ("pools.0.template", {"spec": {"hostPID": True}}),
     ("pools.1.parallelism.pipeline", 4), ("pools.1.parallelism.pipeline", 1),
+    ("pools.0.parallelism.expert", 2), ("pools.1.parallelism.expert", 4),
     ("kvTransfer.port", 22001), ("kvTransfer.bufferSize", "1Gi"),
     ("kvTransfer.hostPoolSize", "1Gi"), ("kvTransfer.leaseSeconds", 60),
     ("kvTransfer.waitSeconds", 60), ("kvTransfer.onFailure", "Fail"),
@@ -193,6 +194,7 @@ def test_what_a_document_says_by_default_makes_no_other_revision():
         ("spec.model.secretRef.key", "token"),
         ("spec.router.discoveryPort", 30001),
         ("spec.pools.0.parallelism.pipeline", 1),
+        ("spec.pools.0.parallelism.expert", 1),
         ("spec.pools.0.resources.sharedMemory", "8Gi"),
         ("spec.kvTransfer.insecure", False),
     )

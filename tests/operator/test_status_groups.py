@@ -192,3 +192,20 @@ def test_a_first_fall_is_remembered_by_an_event() -> None:
 def test_a_status_shows_how_instances_split_the_model() -> None:
     pools = {p["name"]: p.get("layout") for p in status(fleet_of_groups(), None)["pools"]}
     assert pools == {"router": None, "prefill": "TP1xPP1", "decode": "TP2xPP2"}
+
+
+@pytest.mark.parametrize("is_field", [True, False])
+def test_a_status_shows_whole_experts_whoever_asks_for_them(is_field: bool) -> None:
+    fleet = fleet_of_groups()
+    spec = fleet.spec
+    if is_field:
+        prefill, decode = spec.pools
+        whole = decode.parallelism.model_copy(update={"expert": 2})
+        decode = decode.model_copy(update={"parallelism": whole})
+        spec = spec.model_copy(update={"pools": (prefill, decode)})
+    else:
+        args = spec.engine.model_copy(update={"args": ("--enable-expert-parallel",)})
+        spec = spec.model_copy(update={"engine": args})
+    fleet = fleet.model_copy(update={"spec": spec})
+    pools = {p["name"]: p.get("layout") for p in status(fleet, None)["pools"]}
+    assert pools == {"router": None, "prefill": "TP1xPP1", "decode": "TP2xPP2xEP2"}

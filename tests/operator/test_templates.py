@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.operator.fleets import parsed, prefill_and_decode
-from xpyd_operator.plan.template import fleet_want
+from xpyd_operator.plan.template import fleet_want, layout_of
 from xpyd_operator.plan.values import ROUTER
 from xpyd_operator.up.memory import Machine, plan_memory
 from xpyd_operator.up.programs import LocalSettings, Pod, pod_arguments, pod_environment
@@ -89,6 +89,40 @@ def test_ranks_of_an_instance_reach_the_engines_flags_by_the_names_that_vllm_has
         "--tensor-parallel-size=2",
         "--pipeline-parallel-size=4",
     )
+
+
+def test_whole_experts_are_a_flag_of_the_pools_that_ask_for_them():
+    """Left out at 1, so that revisions are those of documents without the field."""
+    pools = [
+        {"name": "prefill", "role": "Prefill", "parallelism": {"tensor": 2}},
+        {"name": "decode", "role": "Decode", "parallelism": {"tensor": 2}},
+    ]
+    pools = [pool | {"resources": {"gpus": 0}} for pool in pools]
+    before = want(pools=pools)
+    divided = pools[0] | {"parallelism": {"tensor": 2, "expert": 1}}
+    assert want(pools=[divided, pools[1]]) == before
+    whole = pools[1] | {"parallelism": {"tensor": 2, "expert": 2}}
+    after = want(pools=[pools[0], whole])
+    assert {name for name in after if after[name] != before[name]} == {"decode"}
+    args = after["decode"].template.args
+    assert args[2:5] == ("--device=cpu", "--tensor-parallel-size=2", "--enable-expert-parallel")
+    layouts = {name: layout_of(pool.template) for name, pool in after.items()}
+    assert layouts == {ROUTER: "", "prefill": "TP2xPP1", "decode": "TP2xPP1xEP2"}
+    marks = {after[name].template.fleet_revision for name in ("prefill", "decode")}
+    assert marks == {before["decode"].template.fleet_revision}, "P and D may differ in it"
+
+
+def test_the_flag_in_engine_args_deals_out_the_experts_of_all_pools():
+    """A document that had it before there was the field keeps its revisions."""
+    pools = [
+        {"name": "all", "role": "Aggregated", "parallelism": {"tensor": 4}},
+        {"name": "one", "role": "Aggregated"},
+    ]
+    pools = [pool | {"resources": {"gpus": 0}} for pool in pools]
+    found = want(pools=pools, engine={"args": ["--enable-expert-parallel"]})
+    assert found["all"].template.args.count("--enable-expert-parallel") == 1
+    layouts = [layout_of(found[name].template) for name in ("all", "one")]
+    assert layouts == ["TP4xPP1xEP4", "TP1xPP1"]
 
 
 def test_routers_and_bounds_of_a_cluster_reach_the_wants():

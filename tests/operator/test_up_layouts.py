@@ -89,11 +89,33 @@ def test_whole_experts_are_checked_against_the_experts_of_the_model(tmp_path: Pa
     check_layouts(wide, str(tmp_path), {})
     assert refusals(fleet({"tensor": 4}), str(tmp_path)) == [
         "spec.pools[0].parallelism.tensor: 4 does not divide the experts' intermediate size of 30; "
-        "--enable-expert-parallel leaves experts whole"
+        "expert: 4 leaves experts whole"
     ]
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (line, _) = refusals(wide, str(tmp_path))
     assert line.startswith("spec.engine.args: --enable-expert-parallel: the model has no experts")
+
+
+def test_whole_experts_of_a_pool_are_told_by_its_own_field(tmp_path: Path) -> None:
+    whole = fleet({"tensor": 4, "expert": 4}, {"tensor": 2})
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    line = "spec.pools[0].parallelism.expert: the model has no experts"
+    assert refusals(whole, str(tmp_path)) == [line]
+    both = {"args": ["--enable-expert-parallel"]}
+    of_all = refusals(fleet({"tensor": 4, "expert": 4}, engine=both), str(tmp_path))
+    assert of_all == [
+        line,
+        "spec.engine.args: --enable-expert-parallel: the model has no experts "
+        "(spec.pools[1].parallelism.tensor: 1)",
+    ]
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_local_experts": 3}))
+    assert refusals(whole, str(tmp_path)) == [
+        "spec.pools[0].parallelism.expert: 4 ranks for 3 experts of a layer; each rank needs one "
+        "at least"
+    ]
+    odd = CONFIG | {"num_local_experts": 4, "intermediate_size": 30}
+    (tmp_path / "config.json").write_text(json.dumps(odd))
+    check_layouts(whole, str(tmp_path), {})
 
 
 def test_the_variable_for_stages_is_checked_where_there_are_several(model: str) -> None:

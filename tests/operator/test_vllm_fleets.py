@@ -89,6 +89,17 @@ def test_every_field_reaches_vllm(tmp_path: Path) -> None:
     assert options_of(found["prefill"], key) == options.Options(**of_both, mode="get")
 
 
+def test_whole_experts_are_vllms_own_flag() -> None:
+    pools = prefill_and_decode(parallelism={"tensor": 2, "expert": 2})
+    decode = templates(pools=pools)["decode"]
+    assert decode.args[-2:] == ("--tensor-parallel-size=2", "--enable-expert-parallel")
+    assert layout_of(decode) == "TP2xPP1xEP2"
+    short = templates(
+        pools=prefill_and_decode(parallelism={"tensor": 2}), engine=ENGINE | {"args": ["-ep"]}
+    )["decode"]
+    assert (short.args[-1], layout_of(short)) == ("-ep", "TP2xPP1xEP2")
+
+
 def test_the_least_document_says_what_the_connector_needs(tmp_path: Path) -> None:
     found = templates()
     key = tmp_path / "key"

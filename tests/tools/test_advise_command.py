@@ -54,7 +54,7 @@ def test_the_table_has_both_trees_the_layout_and_its_numbers(
     assert "layout: TP 8 x PP 2 x EP 8" in lines
     assert "does not serve the model: config.json: architectures" in text
     assert "sends no rows to experts (EP) within one copy" in text
-    assert "--gpu-memory-utilization=0.92, --enable-expert-parallel]" in text
+    assert "parallelism: {tensor: 8, pipeline: 2, expert: 8}" in text
 
 
 def test_a_group_that_does_not_divide_the_heads_is_why_the_trees_differ(
@@ -206,6 +206,7 @@ def test_the_fleet_document_is_accepted(name: str, role: str) -> None:
     accepted = fleet.spec.pools[0]
     assert accepted.parallelism.tensor == found.layout.tensor == pool["parallelism"]["tensor"]
     assert accepted.parallelism.pipeline == found.layout.pipeline
+    assert accepted.parallelism.expert == found.layout.expert
     assert (accepted.resources.gpus, accepted.replicas) == (found.pod_gpus, found.layout.data)
 
 
@@ -288,15 +289,15 @@ def test_pools_of_vllm_that_move_kv_get_our_connector_where_none_is_named() -> N
     assert spec["engine"]["connector"] == "Xpyd"
 
 
-def test_experts_are_dealt_out_by_a_flag_that_both_engines_have() -> None:
+def test_experts_are_dealt_out_by_a_field_that_both_engines_have() -> None:
     for engine in (Engine("VLLM", None, "v"), None):
         more = {} if engine is None else {"engine": engine}
         found = advice(facts("mixtral-8x7b"), devices(1, 8), **more)
-        assert "--enable-expert-parallel" in snippet(found)
+        assert "{tensor: 8, pipeline: 1, expert: 8}" in snippet(found)
         said = "this engine sends no rows to experts" in "\n".join(notes_of(found))
         assert said == (engine is None)
     dense = advice(facts("llama-70b"), devices(1, 8))
-    assert "--enable-expert-parallel" not in snippet(dense)
+    assert "expert" not in snippet(dense)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from xpyd_core.parallel.checks import SHORT_NAMES
+from xpyd_core.parallel.checks import EXPERT, SHORT_NAMES
 from xpyd_operator.document.base import (
     ApiModel,
     Check,
@@ -110,6 +110,11 @@ def flag_name(arg: str) -> str:
     name = _NAME.match(arg)
     assert name is not None, "the pattern matches any text"
     return name[0].replace("_", "-")
+
+
+def has_whole_experts(args: Iterable[str]) -> bool:
+    """Whether an engine with `args` has whole experts on its ranks: -ep is vLLM's short name."""
+    return any(flag_name(arg) in (EXPERT, "-ep") for arg in args)
 
 
 def _name_in(variable: str) -> str:
@@ -336,6 +341,10 @@ class Engine(ApiModel):
     )
     _leaves_parallelism = _without(
         " ".join(SHORT_NAMES), "spec.pools[].parallelism says how an instance splits the model"
+    )
+    _leaves_experts = _without(
+        EXPERT.replace("--", "--no-"),
+        "spec.pools[].parallelism.expert says whether experts are whole",
     )
     _leaves_address = _without(
         "--host --port --uds --grpc --headless",

@@ -257,6 +257,10 @@ POOL_ROLES = ListCheck(
 )
 
 
+def _expert_and_tensor(parallelism: Parallelism) -> tuple[int, ...]:
+    return parallelism.expert, parallelism.tensor
+
+
 class Parallelism(ApiModel):
     """How one instance splits the model: tensor * pipeline ranks, each a process with a GPU of its
     own or, in an instance on the CPU, a share of the cores. Any layout of Prefill pools goes with
@@ -267,6 +271,9 @@ class Parallelism(ApiModel):
     their pod."""
     pipeline: Annotated[int, Field(ge=1, le=64)] = 1
     """Stages, which share the layers among them; each has `tensor` ranks."""
+    expert: Annotated[int, Field(ge=1, le=64)] = 1
+    """Ranks that share the experts of a layer, each of which then has whole ones: all of a stage,
+    so `tensor`. 1: each expert is divided as the rest of its layer."""
 
     @property
     def ranks(self) -> int:
@@ -275,8 +282,19 @@ class Parallelism(ApiModel):
 
     @property
     def layout(self) -> str:
-        """For people: TP2xPP2."""
-        return f"TP{self.tensor}xPP{self.pipeline}"
+        """For people: TP2xPP2, with whole experts TP2xPP2xEP2."""
+        experts = f"xEP{self.expert}" if self.expert > 1 else ""
+        return f"TP{self.tensor}xPP{self.pipeline}{experts}"
+
+    @rule(
+        "self.expert <= 1 || self.expert == self.tensor",
+        "experts lie on all ranks of a stage, which are parallelism.tensor: "
+        "set parallelism.expert to the same number, or leave it out",
+        field="expert",
+        numbers=Numbers("expert %d, tensor %d", "self.expert, self.tensor", _expert_and_tensor),
+    )
+    def _experts_are_on_a_stage(self) -> bool:
+        return self.expert in (1, self.tensor)
 
 
 class Resources(ApiModel):

@@ -35,12 +35,13 @@ from xpyd_operator.document.base import (
     other_port,
     rule,
 )
-from xpyd_operator.document.engine import Engine
+from xpyd_operator.document.engine import Engine, has_whole_experts
 from xpyd_operator.document.engines import (
     POOL_ROLES,
     Annotations,
     Labels,
     Model,
+    Parallelism,
     PodTemplate,
     Pool,
     ShapedLike,
@@ -308,6 +309,14 @@ class Spec(ApiModel):
     """How a new revision replaces an old one."""
     network_policy: NetworkPolicy = NetworkPolicy()
     """Who may reach the fleet's ports."""
+
+    def parallelism_of(self, pool: Pool) -> Parallelism:
+        """How an instance of `pool` splits the model; engine.args may deal out the experts of all
+        pools."""
+        found = pool.parallelism
+        if not has_whole_experts(self.engine.args):
+            return found
+        return found.model_copy(update={"expert": found.tensor})
 
     @rule(
         f"self.pools.all(p, !({_PORTS_CLASH}))",

@@ -51,7 +51,8 @@ class FleetPoolStatus(ApiModel):
     role: Role | Literal["router"] | None = None
     """What its instances do."""
     layout: Layout | None = None
-    """How one instance splits the model: TP2xPP2 is 2 ranks that share each layer, in 2 stages."""
+    """How one instance splits the model: TP2xPP2 is 2 ranks that share each layer, in 2 stages;
+    xEP2 behind it: each has whole experts."""
     replicas: Count | None = None
     """Instances wanted now."""
     declared_replicas: Count | None = None
@@ -187,7 +188,8 @@ class PoolStatus(ApiModel):
     observed_generation: Generation | None = None
     """The metadata.generation that this status is about."""
     layout: Layout | None = None
-    """How one instance splits the model: TP2xPP2 is 2 ranks that share each layer, in 2 stages."""
+    """How one instance splits the model: TP2xPP2 is 2 ranks that share each layer, in 2 stages;
+    xEP2 behind it: each has whole experts."""
     replicas: Count | None = None
     """Instances there are."""
     ready_replicas: Count | None = None

@@ -15,7 +15,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from xpyd_core.checkpoints import own_name
-from xpyd_core.parallel.checks import PIPELINE, TENSOR
+from xpyd_core.parallel.checks import EXPERT, PIPELINE, TENSOR
+from xpyd_operator.document.engine import has_whole_experts
 from xpyd_operator.document.engines import Model, Parallelism, Pool
 from xpyd_operator.document.fleet import InferenceFleet, Router
 from xpyd_operator.document.transfer import KvTransfer
@@ -179,7 +180,8 @@ def _served_names(model: Model, given: str) -> tuple[str, ...]:
 def _parallel_args(pool: Pool) -> list[str]:
     """vLLM's flags. Left out at 1, so that an instance of one rank keeps its revision."""
     sizes = {TENSOR: pool.parallelism.tensor, PIPELINE: pool.parallelism.pipeline}
-    return [f"{flag}={size}" for flag, size in sizes.items() if size > 1]
+    experts = [EXPERT] if pool.parallelism.expert > 1 else []
+    return [*(f"{flag}={size}" for flag, size in sizes.items() if size > 1), *experts]
 
 
 def layout_of(template: Template) -> str:
@@ -188,7 +190,8 @@ def layout_of(template: Template) -> str:
         return ""
     given = dict(arg.split("=", 1) for arg in template.args if arg.startswith((TENSOR, PIPELINE)))
     tensor, pipeline = int(given.get(TENSOR, 1)), int(given.get(PIPELINE, 1))
-    return Parallelism(tensor=tensor, pipeline=pipeline).layout
+    expert = tensor if has_whole_experts(template.args) else 1
+    return Parallelism(tensor=tensor, pipeline=pipeline, expert=expert).layout
 
 
 def _kv_args(kv: KvTransfer, role: str) -> list[str]:

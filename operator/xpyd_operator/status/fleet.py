@@ -205,7 +205,7 @@ def _alone(rows: Iterable[PoolRow]) -> tuple[str, ...]:
 
 def _layouts(fleet: InferenceFleet) -> dict[str, str]:
     """How the instances of each pool of the document split the model."""
-    return {pool.name: pool.parallelism.layout for pool in fleet.spec.pools}
+    return {pool.name: fleet.spec.parallelism_of(pool).layout for pool in fleet.spec.pools}
 
 
 def _pool(row: PoolRow, layouts: Mapping[str, str], drain: Drain) -> dict[str, Any]:

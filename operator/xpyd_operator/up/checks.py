@@ -22,6 +22,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.parallel.checks import EXPERT, PIPELINE, TENSOR, Shape, check_parallel, shape_of
 from xpyd_core.parallel.partition import PARTITION_VARIABLE, parse_override
 from xpyd_core.parallel.ranks import Sizes
+from xpyd_operator.document.engine import has_whole_experts
 from xpyd_operator.document.engines import Model, Pool
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests.refusals import (
@@ -149,6 +150,7 @@ def check_layouts(
     variables = {item.name: item.value for item in fleet.spec.engine.env if not item.value_from}
     inherited = (os.environ if environ is None else environ).get(PARTITION_VARIABLE, "")
     override = variables.get(PARTITION_VARIABLE, inherited)
+    by_args = has_whole_experts(fleet.spec.engine.args)
     lines = [
         line
         for index, pool in enumerate(fleet.spec.pools)
@@ -157,10 +159,11 @@ def check_layouts(
             Sizes(
                 tensor=pool.parallelism.tensor,
                 pipeline=pool.parallelism.pipeline,
-                has_whole_experts=EXPERT in fleet.spec.engine.args,
+                has_whole_experts=by_args or pool.parallelism.expert > 1,
             ),
             shape,
             override,
+            by_args=by_args and pool.parallelism.expert == 1,
         )
     ]
     lines = list(dict.fromkeys(lines))  # a variable that is no list is one mistake for all pools
@@ -169,17 +172,21 @@ def check_layouts(
         raise UserError("\n  ".join([f"{model}/config.json: {count}", *lines]))
 
 
-def _mistakes(path: str, sizes: Sizes, shape: Shape, override: str) -> Iterator[str]:
-    """The worker's own words, with the document's fields in place of its flags."""
+def _mistakes(
+    path: str, sizes: Sizes, shape: Shape, override: str, *, by_args: bool
+) -> Iterator[str]:
+    """The worker's own words, with the document's fields in place of its flags. `by_args`: experts
+    are whole by engine.args, which are of all pools."""
     try:
         check_parallel(shape, sizes, parse_override(override))
     except UserError as error:
         for line in str(error).splitlines():
             words = line.replace(TENSOR, f"{path}.tensor").replace(PIPELINE, f"{path}.pipeline")
-            if words.startswith(path):
-                yield words
-            elif words.startswith(EXPERT):
+            if words.startswith(EXPERT) and by_args:
                 yield f"spec.engine.args: {words} ({path}.tensor: {sizes.tensor})"
+            elif words.startswith((path, EXPERT)):
+                given = f"{path}.expert" if words.startswith(EXPERT) else f"expert: {sizes.tensor}"
+                yield words.replace(EXPERT, given)
             else:
                 yield f"spec.engine.env: {words}"
 

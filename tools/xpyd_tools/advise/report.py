@@ -291,8 +291,8 @@ def snippet(advice: Advice) -> str:
     on_cpus = advice.hardware.on_cpus
     # vLLM has the same flags.
     args += [] if on_cpus else [f"--gpu-memory-utilization={wishes.utilization:g}"]
-    args += ["--enable-expert-parallel"] if layout.expert > 1 else []
     lines.append(f"    args: [{', '.join(args)}]")
+    experts = f", expert: {layout.expert}" if layout.expert > 1 else ""
     memory = f"{{requests: {{memory: {-(-advice.hardware.memory_bytes // MIB)}Mi}}}}"
     template = f"{{spec: {{containers: [{{name: engine, resources: {memory}}}]}}}}"
     if on_cpus:
@@ -307,7 +307,7 @@ def snippet(advice: Advice) -> str:
             f"  - name: {wishes.role.lower()}",
             f"    role: {wishes.role}",
             f"    replicas: {layout.data}",
-            f"    parallelism: {{tensor: {layout.tensor}, pipeline: {layout.pipeline}}}",
+            f"    parallelism: {{tensor: {layout.tensor}, pipeline: {layout.pipeline}{experts}}}",
             f"    resources: {{gpus: {0 if on_cpus else advice.pod_gpus}}}",
             *([f"    template: {template}"] if on_cpus else []),
             "",
