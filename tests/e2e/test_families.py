@@ -67,6 +67,11 @@ def make_requests() -> list[tuple[list[int], int]]:
 def ask(server: Process, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
     """The ids that a router or an engine writes behind each prompt of one call, whatever they
     are."""
+    return ask_at(server.url, prompts, new_tokens)
+
+
+def ask_at(url: str, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """As `ask`, by address."""
     body = {
         "model": "demo",
         "prompt": prompts,
@@ -75,7 +80,7 @@ def ask(server: Process, prompts: list[list[int]], new_tokens: int) -> list[list
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    status, answer = http(f"{server.url}/v1/completions", body)
+    status, answer = http(f"{url}/v1/completions", body)
     assert status == 200, answer
     choices = sorted(json.loads(answer)["choices"], key=lambda choice: choice["index"])
     return [choice["token_ids"] for choice in choices]

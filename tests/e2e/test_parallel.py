@@ -10,8 +10,9 @@ import pytest
 
 from scripts.train_demo_model.random_checkpoint import make_checkpoint
 from scripts.train_demo_model.random_weights import Family
-from tests.e2e.harness import Fleet, Process, empty_fleet, wait_for
-from tests.e2e.test_families import ask, best_tokens, make_requests
+from tests.e2e.harness import Fleet, Process, empty_fleet, free_port, http, wait_for
+from tests.e2e.test_families import ask_at, best_tokens, make_requests
+from tests.e2e.test_local_fleet import Local
 
 CONTEXT_TOKENS = 256
 FAMILIES: tuple[Family, ...] = ("llama", "qwen3", "mixtral")
@@ -53,11 +54,16 @@ def make_model(
 
 def written_by(server: Process) -> list[tuple[list[int], list[int]]]:
     """Prompts and what the server writes behind them: one by one, then four at once."""
+    return written_at(server.url)
+
+
+def written_at(url: str) -> list[tuple[list[int], list[int]]]:
+    """As `written_by`, by address."""
     written: list[tuple[list[int], list[int]]] = []
     for prompt, new in make_requests():
-        written += [(prompt, ids) for ids in ask(server, [prompt], new)]
+        written += [(prompt, ids) for ids in ask_at(url, [prompt], new)]
     together = [prompt for prompt, _ in make_requests()][3:7]
-    written += zip(together, ask(server, together, 24), strict=True)
+    written += zip(together, ask_at(url, together, 24), strict=True)
     return written
 
 
@@ -150,6 +156,53 @@ def test_kv_goes_between_engines_with_whole_experts(tmp_path: Path, p: Layout, d
         assert decode.metric("xpyd_kv_received_bytes_total") > 0
         assert decode.metric("xpyd_kv_recomputed_requests_total") == 0
     check(model, written)
+
+
+DOCUMENT = """
+apiVersion: xpyd.dev/v1alpha1
+kind: InferenceFleet
+metadata: {name: whole}
+spec:
+  model: {uri: "file://model", servedNames: [demo]}
+  engine: {args: [--dtype=float32, --max-model-len=256, --kv-cache-memory=16Mi, --threads=1]}
+  pools:
+  - {name: prefill, role: Prefill, replicas: 1, resources: {gpus: 0},
+     parallelism: {tensor: 2, expert: 2}}
+  - {name: decode, role: Decode, replicas: 1, resources: {gpus: 0}, parallelism: {tensor: 2}}
+  kvTransfer: {bufferSize: 16Mi, hostPoolSize: 32Mi, onFailure: Fail}
+"""
+
+
+@pytest.mark.slow
+def test_a_pool_of_a_local_fleet_has_whole_experts_where_its_document_says_so(
+    tmp_path: Path,
+) -> None:
+    """Of seven experts one rank has four, the other three, so that their weights differ; those of
+    the pool that does not ask for it are divided."""
+    model = make_model(tmp_path / "model", "mixtral", experts=7)
+    file, local = tmp_path / "fleet.yaml", Local("whole", tmp_path / "state")
+    file.write_text(DOCUMENT)
+    try:
+        local.xpyd("up", "-f", str(file), "--detach", "--port", str(free_port()))
+        local.wait_ready()
+        status = local.status()
+        layouts = {pod["role"]: pod["layout"] for pod in status["pods"]}
+        assert layouts == {"Router": "", "Prefill": "TP2xPP1xEP2", "Decode": "TP2xPP1"}
+        engines = [pod for pod in status["pods"] if pod["role"] != "Router"]
+        weights = {pod["role"]: rank_weights(pod["http"]) for pod in engines}
+        assert len(weights["Prefill"]) == 2, "ranks do not share experts evenly"
+        assert len(weights["Decode"]) == 1, "ranks share each expert"
+        written = written_at(status["endpoint"])
+    finally:
+        local.xpyd("down", "whole")
+    check(model, written)
+
+
+def rank_weights(address: str) -> set[str]:
+    """Sizes of an engine's ranks."""
+    lines = http(f"http://{address}/metrics")[1].decode().splitlines()
+    name = "xpyd_engine_rank_weight_bytes{"
+    return {line.rpartition(" ")[2] for line in lines if line.startswith(name)}
 
 
 def start_pair(running: Fleet, model: Path, p: Layout, d: Layout, *more: str) -> list[Process]:
