@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.operator.fleets import parsed, prefill_and_decode
 from xpyd_operator.plan.template import fleet_want, layout_of
 from xpyd_operator.plan.values import ROUTER
@@ -112,15 +114,16 @@ def test_whole_experts_are_a_flag_of_the_pools_that_ask_for_them():
     assert marks == {before["decode"].template.fleet_revision}, "P and D may differ in it"
 
 
-def test_the_flag_in_engine_args_deals_out_the_experts_of_all_pools():
+@pytest.mark.parametrize("flag", ["--enable-expert-parallel", "--enable_expert_parallel", "-ep"])
+def test_the_flag_in_engine_args_deals_out_the_experts_of_all_pools(flag):
     """A document that had it before there was the field keeps its revisions."""
     pools = [
         {"name": "all", "role": "Aggregated", "parallelism": {"tensor": 4}},
         {"name": "one", "role": "Aggregated"},
     ]
     pools = [pool | {"resources": {"gpus": 0}} for pool in pools]
-    found = want(pools=pools, engine={"args": ["--enable-expert-parallel"]})
-    assert found["all"].template.args.count("--enable-expert-parallel") == 1
+    found = want(pools=pools, engine={"args": [flag]})
+    assert found["all"].template.args.count(flag) == 1
     layouts = [layout_of(found[name].template) for name in ("all", "one")]
     assert layouts == ["TP4xPP1xEP4", "TP1xPP1"]
 

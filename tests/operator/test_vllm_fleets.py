@@ -64,7 +64,7 @@ def test_every_field_reaches_vllm(tmp_path: Path) -> None:
     found = templates(
         model=MODEL | {"servedNames": ["a", "b"]},
         engine=ENGINE | {"args": ["--dtype=float32"], "env": [{"name": "A", "value": "1"}]},
-        pools=prefill_and_decode(parallelism={"tensor": 2, "pipeline": 3}),
+        pools=prefill_and_decode(parallelism={"tensor": 2, "pipeline": 3, "expert": 2}),
         kvTransfer={"port": 22001, "bufferSize": "1Gi", "hostPoolSize": 8, "leaseSeconds": 7,
                     "waitSeconds": 3, "onFailure": "Fail", "mode": "Get"},
         heartbeat={"intervalMilliseconds": 500},
@@ -74,11 +74,11 @@ def test_every_field_reaches_vllm(tmp_path: Path) -> None:
     assert [arg for arg in decode.args if not arg.startswith("--kv-transfer-config")] == [
         "/models/chat", "--served-model-name", "a", "b", "--host=$(XPYD_POD_IP)", "--port=20001",
         "--shutdown-timeout=9", "--tensor-parallel-size=2", "--pipeline-parallel-size=3",
-        "--dtype=float32",
+        "--enable-expert-parallel", "--dtype=float32",
     ]  # fmt: skip
     assert decode.env == (("A", "1"), ("XPYD_KV_PORT", "22001"), ("VLLM_PLUGINS", "xpyd"))
     assert decode.beats == (), "the plugin beats"
-    assert (decode.image, layout_of(decode)) == ("vllm:1", "TP2xPP3")
+    assert (decode.image, layout_of(decode)) == ("vllm:1", "TP2xPP3xEP2")
     assert transfer_of(decode)["kv_port"] == 22001
     assert transfer_of(decode)["kv_load_failure_policy"] == "fail"
     key = tmp_path / "key"
@@ -87,17 +87,6 @@ def test_every_field_reaches_vllm(tmp_path: Path) -> None:
                "heartbeat_period_s": 0.5}  # fmt: skip
     assert options_of(decode, key) == options.Options(**of_both)
     assert options_of(found["prefill"], key) == options.Options(**of_both, mode="get")
-
-
-def test_whole_experts_are_vllms_own_flag() -> None:
-    pools = prefill_and_decode(parallelism={"tensor": 2, "expert": 2})
-    decode = templates(pools=pools)["decode"]
-    assert decode.args[-2:] == ("--tensor-parallel-size=2", "--enable-expert-parallel")
-    assert layout_of(decode) == "TP2xPP1xEP2"
-    short = templates(
-        pools=prefill_and_decode(parallelism={"tensor": 2}), engine=ENGINE | {"args": ["-ep"]}
-    )["decode"]
-    assert (short.args[-1], layout_of(short)) == ("-ep", "TP2xPP1xEP2")
 
 
 def test_the_least_document_says_what_the_connector_needs(tmp_path: Path) -> None:

@@ -41,7 +41,6 @@ from xpyd_operator.document.engines import (
     Annotations,
     Labels,
     Model,
-    Parallelism,
     PodTemplate,
     Pool,
     ShapedLike,
@@ -310,13 +309,13 @@ class Spec(ApiModel):
     network_policy: NetworkPolicy = NetworkPolicy()
     """Who may reach the fleet's ports."""
 
-    def parallelism_of(self, pool: Pool) -> Parallelism:
-        """How an instance of `pool` splits the model; engine.args may deal out the experts of all
+    def layouts(self) -> dict[str, str]:
+        """By pool: how its instances split the model; engine.args may deal out the experts of all
         pools."""
-        found = pool.parallelism
-        if not has_whole_experts(self.engine.args):
-            return found
-        return found.model_copy(update={"expert": found.tensor})
+        whole = has_whole_experts(self.engine.args)
+        parts = {pool.name: pool.parallelism for pool in self.pools}
+        more = {name: {"expert": part.tensor} if whole else {} for name, part in parts.items()}
+        return {name: p.model_copy(update=more[name]).layout for name, p in parts.items()}
 
     @rule(
         f"self.pools.all(p, !({_PORTS_CLASH}))",

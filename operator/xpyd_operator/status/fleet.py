@@ -104,7 +104,7 @@ def fleet_status(
     """
     rows = pool_rows(want, seen, children)
     port = fleet.spec.router.service.port
-    layouts = _layouts(fleet)
+    layouts = fleet.spec.layouts()
     drains = drains_of(children.pods, loads or {})
     status: dict[str, Any] = {
         "observedGeneration": generation,
@@ -162,7 +162,7 @@ def pool_statuses(
         for p in children.pools
         if is_pool_object(p)
     }
-    layouts = _layouts(fleet)
+    layouts = fleet.spec.layouts()
     drains = drains_of(children.pods, loads or {})
     grouped = {pool.name for pool in fleet.spec.pools if pods_per_instance(pool) > 1}
     found: dict[str, dict[str, Any]] = {}
@@ -201,11 +201,6 @@ def _alone(rows: Iterable[PoolRow]) -> tuple[str, ...]:
     what = f"a drain of its node takes the only instance of {', '.join(names)} away at once"
     how = "the operator may not list nodes (chart value operator.readNodes)"
     return (f"{what}, as {how}: scale to 2 before you drain",)
-
-
-def _layouts(fleet: InferenceFleet) -> dict[str, str]:
-    """How the instances of each pool of the document split the model."""
-    return {pool.name: fleet.spec.parallelism_of(pool).layout for pool in fleet.spec.pools}
 
 
 def _pool(row: PoolRow, layouts: Mapping[str, str], drain: Drain) -> dict[str, Any]:

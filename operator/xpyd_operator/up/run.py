@@ -108,8 +108,7 @@ def _refuse_changes(supervisor: Supervisor, ask: ApplyRequest) -> None:
 def view_of(supervisor: Supervisor, now: float) -> FleetView:
     """The fleet as it is now; `now` in the supervisor's clock."""
     status, settings = supervisor.status, supervisor.pods.settings
-    spec = supervisor.fleet.spec
-    layouts = {pool.name: spec.parallelism_of(pool).layout for pool in spec.pools}
+    layouts = supervisor.fleet.spec.layouts()
     return FleetView(
         fleet=settings.fleet,
         endpoint=settings.endpoint,
