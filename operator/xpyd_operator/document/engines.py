@@ -287,7 +287,7 @@ class Parallelism(ApiModel):
         return f"TP{self.tensor}xPP{self.pipeline}{experts}"
 
     @rule(
-        "self.expert <= 1 || self.expert == self.tensor",
+        "!has(self.expert) || self.expert <= 1 || (has(self.tensor) && self.expert == self.tensor)",
         "experts lie on all ranks of a stage, which are parallelism.tensor: "
         "set parallelism.expert to the same number, or leave it out",
         field="expert",
