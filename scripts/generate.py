@@ -303,7 +303,7 @@ def flag_kind(flag: Flag) -> str:
     if flag.names[0] in SHARES:
         return "share"
     made = flag.options.get("type")
-    words = {"int": "int", "float": "float", "_tokens_or_auto": "tokens", "_json_object": "json"}
+    words = {"int": "int", "float": "float", "_tokens_or_auto": "tokens", "json_object": "json"}
     return words.get(getattr(made, "__name__", ""), "text")
 
 
