@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,7 +16,6 @@ from torch import Tensor
 from tests.gpu import twins
 from tests.gpu.conftest import Kit, modules
 from tests.gpu.waits import waits_are_errors
-from tests.ranks.kit.threads import expert_groups
 from xpyd_worker.kernels.api import KvShape, Span
 from xpyd_worker.model.config import ExpertsConfig
 from xpyd_worker.model.experts import ExpertMlps
@@ -240,7 +240,9 @@ def test_a_layer_asks_the_device_for_nothing(
 ) -> None:
     """On a device without memory nobody can wait for a value; and grids are those of the shapes."""
     config = ExpertsConfig(128, 8, 768, is_normalized)
-    others = expert_groups(4, 1)[1] if is_whole else None
+    # Of one replica: nothing is exchanged.
+    group: Any = SimpleNamespace(size=4, rank=1, replicas=1)
+    others = group if is_whole else None
     block = ExpertMlps(2048, config, torch.bfloat16, whole_experts=others)
     block.allocate(META)
     kernels = modules().kernels.TritonKernels(META)

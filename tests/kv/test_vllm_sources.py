@@ -221,6 +221,7 @@ def test_a_document_treats_a_flag_as_vllm_reads_it(sources):
 
 def test_every_flag_that_a_document_is_refused_by_name_is_one_of_vllms(sources):
     known = {name for own in flags_of(sources) for name in own}
+    known |= {f"--no-{name[2:]}" for name in known}
     lists = [re.match(r"leave out (-[^:]+): ", rule.message) for rule in Engine.rules]
     refused = {name for found in lists if found for name in found[1].split(", ")}
     assert len(refused) > 30

@@ -12,6 +12,7 @@ import pytest
 
 from xpyd_core.errors import UserError
 from xpyd_worker.engine.core import Deliver
+from xpyd_worker.engine.executor import LayerExperts
 from xpyd_worker.engine.request import (
     ChoiceOutput,
     EngineOutput,
@@ -32,6 +33,7 @@ class FakeEngine:
     def __init__(self, number: int, deliver: Deliver) -> None:
         self.number = number
         self.engine = self
+        self.ready = self
         self.loss: Loss | None = None
         self.failure: BaseException | None = None
         self.submitted: list[str] = []
@@ -48,6 +50,9 @@ class FakeEngine:
     def close(self, *, engine_s: float, kv_s: float) -> None:
         self.is_closed = True
         self.give(*self.submitted, error="internal")
+
+    def experts_chosen(self) -> list[LayerExperts]:
+        return [LayerExperts(0, (1, self.number))]
 
     def submit(self, request: EngineRequest) -> None:
         self.submitted.append(request.request_id)
@@ -180,6 +185,8 @@ def test_a_lost_replica_takes_its_own_requests_along_and_comes_back() -> None:
         # Counters do not go down, gauges are of those that are there.
         stats = stage.engine.stats()
         assert (stats.forwards, stats.running, stats.finished) == (7, 0, {"stop": 2})
+        # The lost one's, the new one's and the other's.
+        assert stage.engine.experts_chosen() == [LayerExperts(0, (3, 1))]
 
 
 def test_an_error_of_a_request_alone_stays_one() -> None:
