@@ -2,7 +2,7 @@
 delete, preconditions, finalizers, owner references, and faults on demand.
 
 It is no validator and merges lists by replacing them. What it must get right is what the operator
-relies on: ascending resourceVersions, Conflicts, watches from a version on, 410 for an old one.
+relies on: ascending resourceVersions, Conflicts, what an apply leaves out, watches from a version.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.operator.kube_objects import by_type, merge, pod_of, same, without_type
+from tests.operator.kube_objects import Applied, by_type, merge, pod_of, same, without_type
 from xpyd_operator.controller.client import Login
 from xpyd_operator.controller.decision.kinds import (
     CLAIM_TEMPLATE,
@@ -90,6 +90,7 @@ class FakeApi:
         self.hidden_groups: set[str] = set()
         """Left out of the list of groups, as those of a CRD that was installed just now."""
         self._uids = 0
+        self._applied = Applied()
         self._watches: list[_Watch] = []
         self._history: list[tuple[int, str, Kind, Obj]] = []
         self._runner: web.AppRunner | None = None
@@ -229,17 +230,15 @@ class FakeApi:
             headers = {"Retry-After": fault.retry_after} if fault.retry_after else None
             return _status(fault.status, fault.message, headers=headers)
         address = address_of(request.path)
-        known = address is not None and address.kind in self.kinds
-        if request.query.get("watch") == "true" and known:
+        if query.get("watch") == "true" and address is not None and address.kind in self.kinds:
             self._log(request, query, 200, body)
             return await self._stream(request)
         try:
             answer = self._answer(request, query, body)
-            status = 200
         except _HttpError as error:
             self._log(request, query, error.status, body)
             return _status(error.status, str(error))
-        self._log(request, query, status, body)
+        self._log(request, query, 200, body)
         return web.json_response(answer)
 
     def _log(self, request: web.Request, query: dict[str, str], status: int, body: Any) -> None:
@@ -301,12 +300,13 @@ class FakeApi:
     def _patch(self, address: Address, sub: str, content_type: str, body: Any) -> Obj:
         place = (address.namespace or "", address.name)
         before = self.objects.get(address.kind, {}).get(place)
-        if before is None and (sub or "apply" not in content_type):
+        is_apply = "apply" in content_type
+        if before is None and (sub or not is_apply):
             raise _HttpError(404, f'{address.kind.plural} "{address.name}" not found')
         wanted = body.get("metadata", {}).pop("resourceVersion", None)
         if before is not None and wanted not in (None, before["metadata"]["resourceVersion"]):
             raise _HttpError(409, "the object has been modified")
-        after = deepcopy(before) if before is not None else {}
+        after = self._applied.left(before, body) if is_apply else deepcopy(before or {})
         if sub == "status":
             body = {"status": body.get("status")}
             if "strategic" in content_type and before is not None:

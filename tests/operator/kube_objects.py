@@ -32,6 +32,35 @@ def merge(target: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
     return target
 
 
+class Applied:
+    """What each object got by its last apply: a later apply removes of that what it leaves out, as
+    the managedFields of a real server have it, and keeps what another client made of it."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, str, str], Obj] = {}
+
+    def left(self, before: Obj | None, body: Obj) -> Obj:
+        """What is left of the object where this body is about to be applied; {}: it is new."""
+        metadata = body["metadata"]
+        place = (body["kind"], metadata["namespace"], metadata["name"])
+        last, self._last[place] = self._last.get(place, {}), deepcopy(body)
+        return _without(before, last, body) if before is not None else {}
+
+
+def _without(found: Obj, last: Obj, new: Obj) -> Obj:
+    """A copy of `found` without the values that are in `last` and whose keys are not in `new`."""
+    left: Obj = {}
+    for key, value in found.items():
+        below = last.get(key)
+        if isinstance(value, dict) and isinstance(below, dict):
+            rest = _without(cast("Obj", value), cast("Obj", below), new.get(key) or {})
+            if rest or key in new:
+                left[key] = rest
+        elif key in new or key not in last or value != below:
+            left[key] = deepcopy(value)
+    return left
+
+
 def by_type(before: Obj, patch: Obj) -> list[Obj]:
     """The conditions of an object after a strategic merge patch of some of them."""
     new = {row["type"]: row for row in patch["status"].get("conditions", ())}

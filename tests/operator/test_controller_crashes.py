@@ -27,6 +27,7 @@ from xpyd_operator.controller.client import Api
 from xpyd_operator.controller.decision.cache import Cache, Feed, FleetKey
 from xpyd_operator.controller.decision.errors import KubeError
 from xpyd_operator.controller.decision.kinds import (
+    DEPLOYMENT,
     EVENT,
     FLEET,
     LEASE,
@@ -125,8 +126,8 @@ class Scenario:
 
     name: str
     edits: tuple[Callable[[FakeApi], object], ...]
-    is_late: bool = False
-    """The last edit comes one turn behind the one before, in the middle of what that began."""
+    late: Callable[[FakeApi], object] | None = None
+    """This edit comes one turn behind the one before, in the middle of what that began."""
 
 
 def apply(api: FakeApi) -> object:
@@ -153,13 +154,14 @@ SCENARIOS = (
     Scenario("apply", (apply,)),
     Scenario("scale", (apply, scale)),
     Scenario("rollout", (apply, NEWER)),
-    Scenario("pause", (apply, NEWER, PAUSE), is_late=True),
+    Scenario("pause", (apply, NEWER, PAUSE), late=PAUSE),
     Scenario("resume", (apply, PAUSE, NEWER, RESUME)),
+    Scenario("resume in the middle", (apply, NEWER, PAUSE, RESUME), late=PAUSE),
     Scenario("undo", (apply, NEWER, OLDER)),
-    Scenario("undo in the middle", (apply, NEWER, OLDER), is_late=True),
+    Scenario("undo in the middle", (apply, NEWER, OLDER), late=OLDER),
     Scenario("restart", (apply, RESTART)),
     Scenario("delete", (apply, delete)),
-    Scenario("delete in the middle", (apply, NEWER, delete), is_late=True),
+    Scenario("delete in the middle", (apply, NEWER, delete), late=delete),
 )
 
 
@@ -180,7 +182,7 @@ async def play(scenario: Scenario, crash_after: int | None = None) -> Played:
         try:
             for number, make in enumerate(scenario.edits, start=1):
                 is_last = number == len(scenario.edits)
-                if is_last and scenario.is_late:
+                if make is scenario.late:
                     await world.process.turn(api)
                 elif number > 1:
                     await world.rest()
@@ -233,5 +235,16 @@ def test_a_crash_behind_any_write_leaves_the_same_objects(scenario: Scenario) ->
             assert crashed.picture == whole.picture, where
             assert sorted(crashed.pods.values()) == sorted(whole.pods.values()), where
             assert crashed.writes <= whole.writes + TWICE, where
+
+    asyncio.run(test())
+
+
+def test_a_rollout_that_was_paused_in_the_middle_ends_as_one_that_was_not() -> None:
+    async def deployments(name: str) -> dict[tuple[str, str], Obj]:
+        played = await play(next(one for one in SCENARIOS if one.name == name))
+        return {n: obj for n, obj in played.picture.items() if n[0] == DEPLOYMENT.name}
+
+    async def test() -> None:
+        assert await deployments("resume in the middle") == await deployments("rollout")
 
     asyncio.run(test())
