@@ -20,7 +20,7 @@ from tests.operator.kube_operating import (
     still,
 )
 from xpyd_core.keys import key_ids
-from xpyd_operator.controller import main
+from xpyd_operator.controller import main, watch
 from xpyd_operator.controller.decision.kinds import (
     CLAIM_TEMPLATE,
     CONFIG_MAP,
@@ -166,7 +166,7 @@ def test_a_kind_that_is_said_to_be_there_and_is_not_stops_no_fleet() -> None:
     run(test, missing=(CLAIM_TEMPLATE,))
 
 
-@pytest.mark.parametrize("status", [403, 429, 500, 503])
+@pytest.mark.parametrize("status", [400, 403, 405, 409, 410, 429, 500, 503])
 def test_a_kind_that_cannot_be_listed_stops_no_fleet_that_does_not_need_it(
     status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +188,25 @@ def test_a_kind_that_cannot_be_listed_stops_no_fleet_that_does_not_need_it(
             await until(lambda: condition(api, "Ready", "two"), what="the new fleet has a status")
 
     run(test, missing=(LEADER_WORKER_SET, CLAIM_TEMPLATE))
+
+
+@pytest.mark.parametrize("status", [409, 503])
+def test_a_kind_of_a_group_that_cannot_be_read_stops_no_fleet_that_does_not_need_it(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_ALL_TRIED_S", 0.5)
+    monkeypatch.setattr(watch, "RESTART_FIRST_S", 0.05)
+
+    async def test(api: FakeApi) -> None:
+        fault = Fault("GET", "/apis/leaderworkerset.x-k8s.io/v1$", status, times=10**6)
+        api.faults.append(fault)
+        api.add(fleet())
+        async with operating(api):
+            await until(lambda: len(api.all(DEPLOYMENT)) == 3, what="the fleet is made")
+            fault.times = 0
+            await until(lambda: "leaderworkersets" in api.watching, what="watched in the end")
+
+    run(test, missing=(CLAIM_TEMPLATE,))
 
 
 @pytest.mark.parametrize("status", [404, 409, 410])

@@ -120,8 +120,7 @@ _CRD_POLL_S = 3.0
 _OPTIONAL_POLL_S = 30.0
 """How soon a kind that is installed later is noticed; a call each for two small answers."""
 _RESYNC_SPREAD_S = 0.02
-"""Between two fleets of a resync: five hundred fleets take ten seconds and do not take all
-workers."""
+"""Between two fleets of a resync: five hundred take ten seconds, and not all workers."""
 _TURN_TIMEOUT_S = 300.0
 """Far more than a turn's calls take with all their attempts; it ends a turn that hangs."""
 _STOP_TIMEOUT_S = 5.0
@@ -324,7 +323,7 @@ class Operator:
             try:
                 served = await self._api.resources(FLEET.api_version)
                 if {FLEET.plural, POOL.plural} <= served:
-                    return [kind for kind in OPTIONAL if await self._is_served(kind)]
+                    return [kind for kind in OPTIONAL if await self._may_be_served(kind)]
                 waits_for = f"the CRDs of {FLEET.api_version}: kubectl apply -f crds/"
             except KubeError as error:
                 waits_for = f"the API server: {error}"
@@ -332,6 +331,13 @@ class Operator:
                 logger.warning("waiting for %s", waits_for)
             self._waits_for = waits_for
             await asyncio.sleep(_CRD_POLL_S)
+
+    async def _may_be_served(self, kind: Kind) -> bool:
+        """False only where the server says so: what is unknown, the watch of the kind finds out."""
+        try:
+            return await self._is_served(kind)
+        except KubeError:
+            return True
 
     async def _is_served(self, kind: Kind) -> bool:
         return kind.plural in await self._api.resources(kind.api_version)
@@ -342,9 +348,7 @@ class Operator:
         """
         while True:
             await asyncio.sleep(_OPTIONAL_POLL_S)
-            for kind in OPTIONAL:
-                if kind in self._watched:
-                    continue
+            for kind in [kind for kind in OPTIONAL if kind not in self._watched]:
                 try:
                     if await self._is_served(kind):
                         logger.info("%s is installed now", kind.name)
@@ -474,11 +478,11 @@ class Operator:
         return [*complaints, *([f"tasks that ended: {', '.join(ended)}"] if ended else [])]
 
     def _metrics_text(self) -> bytes:
-        documents = [(key, self._cache.document(key)) for key in self._cache.documents()]
-        roles = ((key, condition(document, "RolesReady")) for key, document in documents)
+        fleets = self._cache.documents()
+        roles = [(key, condition(self._cache.document(key), "RolesReady")) for key in fleets]
         return self.metrics.render(
             queue_depth=self._queue.depth(),
-            fleets=len(documents),
+            fleets=len(roles),
             lost=[
                 (key.namespace, key.name, text(found, "reason"))
                 for key, found in roles
@@ -492,6 +496,5 @@ _LOOPS = ("worker", "events", "resync", "kinds", "nodes")
 
 
 def _ended(task: asyncio.Task[None]) -> bool:
-    if not task.done():
-        return False
-    return task.get_name() in _LOOPS or task.cancelled() or task.exception() is not None
+    has_failed = task.done() and (task.cancelled() or task.exception() is not None)
+    return has_failed or (task.done() and task.get_name() in _LOOPS)

@@ -168,7 +168,7 @@ class WatchInterceptor:
     ) -> aiohttp.ClientResponse:
         if answer.status == 404:
             self._send(Missing(address.kind))
-        if answer.status == 403 or (not watch and _is_fault(answer.status)):
+        if answer.status == 403 or (not watch and answer.status not in (200, 401, 404)):
             self._send(Unlisted(address.kind))
         if answer.status == 200 and watch:
             self._streams[address] = answer
@@ -199,8 +199,15 @@ class WatchInterceptor:
 
     def untried(self) -> list[str]:
         """Kinds that were never listed."""
-        tried = {address.kind for address in self._trying}
-        return sorted(kind.plural for kind in self._kinds - tried)
+        return sorted(kind.plural for kind in self._untried())
+
+    def give_up(self) -> None:
+        """kopf has ended: let nobody wait for the kinds that it has not found."""
+        for kind in self._untried():
+            self._send(Unlisted(kind))
+
+    def _untried(self) -> frozenset[Kind]:
+        return self._kinds - {address.kind for address in self._trying}
 
     def silent(self, now: float) -> list[str]:
         """Streams that are neither open nor being opened; `now` by time.monotonic."""
@@ -319,10 +326,6 @@ def _ends_kopf(status: int) -> bool:
     return 400 <= status < 500 and status not in (401, 403, 429)
 
 
-def _is_fault(status: int) -> bool:
-    return status == 429 or status >= 500
-
-
 def _bookmark(version: str) -> bytes:
     if not version:
         return b""
@@ -422,6 +425,7 @@ class Watcher:
                 names = ", ".join(kind.plural for kind in self._kinds)
                 logger.error("watches of %s: %r; again in %g s", names, error, wait_s)
                 logger.debug("where it failed", exc_info=True)
+            self._interceptor.give_up()
             if time.monotonic() - started > RESTART_MOST_S:
                 wait_s = RESTART_FIRST_S
             self._waits = True
