@@ -27,6 +27,7 @@ from xpyd_operator.controller.decision.state import FleetState, own_children, re
 from xpyd_operator.controller.decision.writes import Apply, Scale
 from xpyd_operator.controller.reconcile import keeping
 from xpyd_operator.manifests.names import Settings
+from xpyd_operator.plan.revisions import record_of, restored
 from xpyd_operator.status.events import events
 from xpyd_operator.status.upgrades import (
     UP_TO_DATE,
@@ -172,6 +173,43 @@ def test_a_restart_takes_the_operators_own_once() -> None:
     assert next_defaults(taken, replace(newest, restarted_at=""), turn=False) == taken
     again = replace(newest, restarted_at="2026-01-02T00:00:00Z")
     assert next_defaults(taken, again, turn=False) == again
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_new"),
+    [
+        ("2026-01-01T12:00:01Z", True),
+        ("2026-01-01T12:00:00Z", False),
+        ("2026-01-01T11:59:59Z", False),
+        ("2026-01-01T13:00:00+01:00", False),
+        ("2026-01-01T12:00:00-01:00", True),
+        ("2026-99-01T12:00:00Z", False),
+    ],
+)
+def test_only_a_later_restart_takes_the_operators_own(asked: str, is_new: bool) -> None:
+    before = replace(own_defaults(document(), OLD), restarted_at="2026-01-01T12:00:00Z")
+    ours = replace(own_defaults(document(), NEW), restarted_at=asked)
+    assert next_defaults(before, ours, turn=False) == (ours if is_new else before)
+    # What is taken for another reason does not forget which one was obeyed.
+    for now in (replace(ours, engine_image="mine:7"), ours):
+        taken = next_defaults(before, now, turn=now is ours)
+        assert taken.worker_image == NEW.worker_image
+        assert taken.restarted_at == (asked if is_new else before.restarted_at)
+
+
+def test_an_undo_of_a_restart_keeps_the_images() -> None:
+    first = changed(document(), {"spec.rollout": {"restartedAt": "2026-01-01T00:00:00Z"}})
+    second = changed(document(), {"spec.rollout": {"restartedAt": "2026-01-02T00:00:00Z"}})
+    children = settled()
+    second["status"] = told(look(children, second, OLD))
+    undone = {**second, "spec": restored(second["spec"], record_of(first["spec"]))}
+    assert undone["spec"]["rollout"] == first["spec"]["rollout"]
+    state = look(children, undone, NEW)
+    assert images(state) == OLD_IMAGES
+    assert up_to_date(told(state))[1] == "OlderDefaults"
+    undone["status"] = told(state)
+    redone = {**undone, "spec": second["spec"]}
+    assert images(look(children, redone, NEW)) == OLD_IMAGES
 
 
 def test_the_wish_is_read_where_the_document_has_it() -> None:

@@ -122,7 +122,7 @@ class DefaultsStatus(ApiModel):
     engine_image: Annotated[str, Field(max_length=512)] | None = None
     """spec.engine.image when these were taken; another one takes the operator's own."""
     restarted_at: Annotated[str, Field(max_length=64)] | None = None
-    """spec.rollout.restartedAt when these were taken; another one takes the operator's own."""
+    """The spec.rollout.restartedAt that was obeyed; a later one takes the operator's own."""
 
 
 class CanaryStatus(ApiModel):

@@ -1,7 +1,7 @@
 """The operator's defaults that a fleet's pods are made with, and when it takes newer ones. Pure.
 
 A fleet keeps the images, the pull policy and the version with which it was made (status.defaults),
-so that another operator or chart changes none of its pods until somebody asks: by a new
+so that another operator or chart changes none of its pods until somebody asks: by a later
 spec.rollout.restartedAt, by another spec.engine.image, or by --upgrade-fleets, which lets so many
 fleets at a time take the new ones. Where the status is lost, the Deployments say what they are made
 with.
@@ -39,6 +39,7 @@ from xpyd_operator.status.children import (
     condition,
     fields,
     key_of,
+    moment,
     pod_specs,
     replicas_of,
     rows,
@@ -76,7 +77,7 @@ class Defaults:
     """What the operator adds to a document to make pods of it.
 
     `engine_image`, `restarted_at`: what the document said when the fleet took these defaults; a
-    change asks for new ones.
+    change of the one and a later time ask for new ones.
     """
 
     version: str
@@ -126,7 +127,7 @@ def _shown(value: str | tuple[str, ...] | bool) -> str:
 
 
 def asked_restart(document: Raw) -> str:
-    """The document's wish for new pods: any new text asks for the operator's own defaults."""
+    """The document's wish for new pods: a later time asks for the operator's own defaults."""
     return text(document, "spec", "rollout", "restartedAt")
 
 
@@ -219,12 +220,17 @@ def next_defaults(before: Defaults | None, ours: Defaults, *, turn: bool) -> Def
     operator's own without being asked."""
     if before is None:
         return ours
-    is_asked = ours.restarted_at not in ("", before.restarted_at)
-    if is_asked or ours.engine_image != before.engine_image:
-        return ours
-    if turn and before.differences(ours):
-        return replace(ours, restarted_at=before.restarted_at)
+    is_asked = _is_later(ours.restarted_at, before.restarted_at)
+    is_due = ours.engine_image != before.engine_image or (turn and before.differences(ours))
+    if is_asked or is_due:
+        return ours if is_asked else replace(ours, restarted_at=before.restarted_at)
     return before
+
+
+def _is_later(asked: str, obeyed: str) -> bool:
+    """An undo goes back to the time of an earlier restart, which asks for nothing."""
+    at, before = moment(asked), moment(obeyed)
+    return at is not None and (before is None or at > before)
 
 
 @dataclass(frozen=True)
