@@ -215,8 +215,9 @@ def test_the_metrics_of_the_router_are_those_of_the_page() -> None:
     metrics.objectives.count("ttft", predicted="met", result="met")
     metrics.keys.ended(Trace("completions", 0.0, key="a"), 200)
     metrics.keys.loads["ok"] = metrics.keys.refusals["no key"] = 1
+    metrics.canary.begin("0a1b2c3d-0")
     out = Exposition()
-    tables = (metrics.requests, metrics.instances, metrics.kv, metrics.kv_probes)
+    tables = (metrics.requests, metrics.instances, metrics.kv, metrics.kv_probes, metrics.canary)
     for table in (*tables, metrics.objectives, metrics.keys):
         table.write(out)
     counted = _written(out.text().decode())
