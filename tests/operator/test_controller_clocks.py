@@ -18,7 +18,9 @@ from xpyd_operator.controller.client import Api
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
 from xpyd_operator.controller.decision.kinds import DEPLOYMENT, POD, WATCHED, Obj, trim
 from xpyd_operator.controller.events import EventPoster
+from xpyd_operator.controller.leader import Releases
 from xpyd_operator.controller.reconcile import Reconciler
+from xpyd_operator.manifests.names import Settings
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 GRACE_S = 90
@@ -34,7 +36,16 @@ def clock(seconds: float) -> str:
 class OperatorProcess:
     """`at_s`: the steady clock. `ahead_s`: by how much its time of day is wrong."""
 
-    def __init__(self, api: FakeApi, *, at_s: float = 0.0, ahead_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        api: FakeApi,
+        *,
+        at_s: float = 0.0,
+        ahead_s: float = 0.0,
+        release: str = "",
+        settings: Settings = SETTINGS,
+        upgrade_fleets: int = 0,
+    ) -> None:
         self.at_s = at_s
         self.ahead_s = ahead_s
         self._api = api
@@ -45,9 +56,11 @@ class OperatorProcess:
             self._client,
             self._cache,
             EventPoster(self._client, dropped=lambda: None),
-            settings=SETTINGS,
+            settings=settings,
             clock=lambda: self.at_s,
             now=lambda: BEGIN + timedelta(seconds=self.at_s + self.ahead_s),
+            releases=Releases(self._client, release, clock=lambda: self.at_s) if release else None,
+            upgrade_fleets=upgrade_fleets,
         )
 
     def event(self) -> None:

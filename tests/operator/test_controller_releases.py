@@ -19,6 +19,7 @@ from tests.operator.kube_operating import (
     operating,
     run,
 )
+from tests.operator.test_controller_clocks import OperatorProcess
 from xpyd_operator.controller import leader, reconcile
 from xpyd_operator.controller.decision import election
 from xpyd_operator.controller.decision.kinds import DEPLOYMENT, EVENT, FLEET, LEASE, POD, Obj
@@ -277,5 +278,21 @@ def test_so_many_fleets_at_a_time_take_a_new_image() -> None:
         async with replica(api, settings=NEW, upgrade_fleets=1):
             await until(is_done, what="all fleets have the new images", timeout_s=90)
         assert most == 1
+
+    run(test)
+
+
+def test_a_fleet_of_another_release_that_is_stuck_blocks_no_upgrade() -> None:
+    async def test(api: FakeApi) -> None:
+        async with OperatorProcess(api, release=FIRST) as operator:
+            await operator.bring_up()
+        theirs = fleet("theirs")
+        theirs["metadata"]["annotations"] = {MARK: SECOND}
+        stuck = {"type": "UpToDate", "status": "False", "reason": "Upgrading"}
+        api.add({**theirs, "status": {"conditions": [stuck]}})
+        async with OperatorProcess(api, release=FIRST, settings=NEW, upgrade_fleets=1) as newer:
+            await newer.work(1)
+        assert mark(api) == FIRST
+        assert condition(api, "UpToDate")["reason"] == "Upgrading"
 
     run(test)

@@ -201,8 +201,10 @@ class Reconciler:
         """Whether the fleet may take the operator's defaults without being asked."""
         if not self._upgrade_fleets:
             return False
-        documents = ((one, self._cache.document(one)) for one in self._cache.documents())
-        statuses = {one: status_of(found or {}) for one, found in documents}
+        documents = ((one, self._cache.document(one) or {}) for one in self._cache.documents())
+        # Another release has places of its own.
+        ours = ("", self._releases.own if self._releases else "")
+        statuses = {one: status_of(found) for one, found in documents if operator_of(found) in ours}
         # A claim holds until the fleet's status says it, too.
         claims = [one for one in self._upgrading if one in statuses]
         self._upgrading = {one for one in claims if is_older(statuses[one], self._settings)}
