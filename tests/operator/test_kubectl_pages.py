@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
+from tests.operator import test_canary
 from tests.operator.observed_cluster import Cluster, new_cluster, settled
+from tests.operator.test_status_children import group_pod, group_set
 from tests.operator.test_status_conditions import Obj, fleet_of
 from xpyd_operator.cluster.page import WIDTH, page_json, page_text, pages_text
-from xpyd_operator.cluster.why import waits_of, why_json, why_text
+from xpyd_operator.cluster.why import Wait, waits_of, why_json, why_text
+from xpyd_operator.controller.decision.kinds import DEPLOYMENT
+from xpyd_operator.status.children import Children, key_of
 from xpyd_operator.status.drains import InstanceLoad
 
 GOLDEN = Path(__file__).parent / "testdata" / "kubectl" / "pages.txt"
@@ -231,6 +235,114 @@ def test_a_document_with_mistakes_is_what_a_fleet_waits_for() -> None:
     (wait,) = waits_of(fleet, cluster.children, cluster.time)
     assert wait.what == "waits for a valid document"
     assert any("spec.pools[0].role" in line for line in wait.by)
+
+
+def waits_in(cluster: test_canary.Cluster) -> dict[str, Wait]:
+    """What pools of a fleet with a canary wait for."""
+    found = waits_of(cluster.found, cluster.state().own, cluster.now)
+    return {one.pool: one for one in found}
+
+
+def revisions_in(cluster: test_canary.Cluster, pool: str) -> tuple[str, str]:
+    """The pool's revision that stays, and the document's."""
+    (new,) = [one.revision for one in cluster.state().want.pools if one.name == pool]
+    keys = filter(None, map(key_of, cluster.children[DEPLOYMENT].values()))
+    (old,) = {revision for name, revision in keys if name == pool} - {new}
+    return old, new
+
+
+def test_while_a_canary_is_held_nothing_is_next_and_what_stays_is_named() -> None:
+    cluster = test_canary.begun()
+    old, new = revisions_in(cluster, "decode")
+    what = f"1 of 1 instances of revision {new} on trial ready; stay: {old} 2/2"
+    waits = waits_in(cluster)
+    assert waits["decode"] == Wait("decode", what)
+    assert {pool: wait.next for pool, wait in waits.items()} == {"prefill": "", "decode": ""}
+
+
+def test_a_canary_that_no_router_knows_has_no_next_instance() -> None:
+    cluster = test_canary.Cluster(test_canary.fleet())
+    cluster.settle()
+    cluster.edit(test_canary.fleet("image:1"))
+    cluster.settle()
+    assert [wait.next for wait in waits_in(cluster).values() if wait.next] == []
+
+
+def test_a_canary_whose_next_step_has_its_instances_takes_none_of_them_back() -> None:
+    found = test_canary.fleet()
+    for pool in found["spec"]["pools"]:
+        pool["replicas"] = 4
+    cluster = test_canary.Cluster(found)
+    cluster.settle()
+    found["spec"]["engine"] = {"image": "image:1"}
+    cluster.edit({**found, "metadata": {**found["metadata"], "generation": 2}})
+    cluster.settle()
+    cluster.say()
+    cluster.settle()
+    cluster.say(served=100)
+    cluster.turn()
+    assert cluster.sizes() == test_canary.all_at(4, 2), "the second step wants a half"
+    # As the operator writes it while they are not ready.
+    cluster.found["status"]["canary"] |= {"step": 1, "weightPercent": 10}
+    assert [wait.next for wait in waits_in(cluster).values() if wait.next] == []
+
+
+def test_after_a_failed_canary_nothing_of_its_revision_is_next() -> None:
+    cluster = test_canary.begun()
+    cluster.say(served=90, failed=10)
+    cluster.settle()
+    assert cluster.progressing()[0] == "CanaryFailed"
+    assert waits_in(cluster) == {}
+
+
+def test_a_promoted_canary_is_waited_for_as_any_rollout() -> None:
+    cluster = test_canary.begun()
+    cluster.say(served=100)
+    cluster.settle()
+    cluster.say(served=100)
+    cluster.settle()
+    assert cluster.canary.phase == "Promoting"
+    assert [wait.next for wait in waits_in(cluster).values() if wait.next] == []
+    cluster.say(name="")
+    cluster.settle()
+    assert waits_in(cluster) == {}
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_template_with_mistakes_is_what_a_fleet_waits_for_and_nothing_is_next(
+    is_seen: bool,
+) -> None:
+    cluster = test_canary.Cluster(test_canary.fleet())
+    cluster.settle()
+    found = test_canary.fleet()
+    found["metadata"]["generation"] = 2
+    found["spec"]["pools"][1] |= {"replicas": 5, "template": {"spec": {"nonsense": 1}}}
+    cluster.edit(found)
+    if is_seen:
+        cluster.settle()
+        assert cluster.progressing()[0] == "InvalidTemplate"
+    waits = waits_in(cluster)
+    assert list(waits) == [""]
+    assert waits[""].what == "waits for a valid document"
+    assert "spec.pools[1].template.spec.nonsense" in "".join(waits[""].by)
+
+
+def test_a_pod_of_a_group_that_was_ready_all_the_time_is_not_late() -> None:
+    cluster = settled(fleet_of())
+    pod = group_pod(0, 1)
+    pod["metadata"] |= {"uid": "u", "creationTimestamp": "2026-11-21T08:00:00Z"}
+    ready: Obj = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-11-21T08:01:00Z"}
+    pod["status"] = {"phase": "Running", "conditions": [ready]}
+    children = Children(leader_worker_sets=(group_set(1),), pods=(pod,))
+
+    def told() -> str:
+        return str([wait.by for wait in waits_of(stored(cluster), children, cluster.time)])
+
+    assert "no pod became ready within" not in told()
+    ready |= {"status": "False", "lastTransitionTime": "2026-11-21T09:59:00Z"}
+    assert "no pod became ready within" not in told(), "it was ready a minute ago"
+    ready["lastTransitionTime"] = "2026-11-21T08:01:00Z"
+    assert "no pod became ready within 3600 s" in told()
 
 
 if __name__ == "__main__":

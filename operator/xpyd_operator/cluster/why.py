@@ -14,30 +14,40 @@ from typing import Any
 
 from xpyd_core.errors import UserError
 from xpyd_operator.cluster.page import ago, concerns_of, movement_of, wrapped
+from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import parse_object
+from xpyd_operator.document.rollout import Canary
+from xpyd_operator.manifests.refusals import document_mistakes
 from xpyd_operator.manifests.volumes import model_in_pod
-from xpyd_operator.plan.fleet import plan, pools_waiting, pools_wanted
+from xpyd_operator.plan.canary import CanaryPool, stable_revisions
+from xpyd_operator.plan.fleet import canary_pools, plan, pools_waiting, pools_wanted
 from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.plan.values import (
+    ROUTER,
+    CanaryStage,
     DeleteWorkload,
     DrainPool,
     FleetSeen,
     FleetWant,
     PoolWant,
     PutWorkload,
+    WorkloadSeen,
 )
 from xpyd_operator.status.children import (
     Children,
     Raw,
+    condition,
     count,
     fields,
     fleet_seen,
     is_leaving,
+    is_true,
     moment,
     rows,
     seconds_between,
     text,
 )
+from xpyd_operator.status.conditions import INVALID, INVALID_TEMPLATE
 from xpyd_operator.status.problems import find_problems
 from xpyd_operator.status.upgrades import with_revisions
 
@@ -98,6 +108,8 @@ def waits_of(fleet: Raw, children: Children, now: str) -> tuple[Wait, ...]:
     except UserError as error:
         lines = [line.strip() for line in str(error).splitlines()]
         return (Wait("", "waits for a valid document", tuple(lines)),)
+    if mistakes := _mistakes(fleet, parsed):
+        return (Wait("", "waits for a valid document", mistakes),)
     status = fields(fleet, "status")
     # The operator's images count in a revision, so the revisions are those that it wrote down.
     known = {text(row, "name"): text(row, "revision") for row in rows(status, "pools")}
@@ -105,6 +117,8 @@ def waits_of(fleet: Raw, children: Children, now: str) -> tuple[Wait, ...]:
     want = with_revisions(want, {name: rev for name, rev in known.items() if rev})
     want = replace(want, stopping=is_leaving(fleet))
     seen = fleet_seen(children, status)
+    stage = _stage(want, seen, parsed.spec.rollout.canary, fields(status, "canary"))
+    want = replace(want, canary=stage)
     ages = {text(p, "metadata", "uid"): _age(p, now) for p in children.pods}
     deadline_s = float(parsed.spec.rollout.progress_deadline_seconds)
     problems = find_problems(children, ages, deadline_s)
@@ -119,9 +133,51 @@ def waits_of(fleet: Raw, children: Children, now: str) -> tuple[Wait, ...]:
     return (*found, *((Wait("", "waits for its objects", tuple(whole)),) if whole else ()))
 
 
+def _mistakes(fleet: Raw, parsed: InferenceFleet) -> tuple[str, ...]:
+    """Why the operator makes no new pods of the document; () also where its pods run already."""
+    if is_leaving(fleet):
+        return ()
+    status = fields(fleet, "status")
+    if count(status, "observedGeneration") < count(fleet, "metadata", "generation"):
+        return document_mistakes(parsed, text(status, "defaults", "workerImage"))
+    is_held = text(condition(fleet, "Progressing"), "reason") in (INVALID, INVALID_TEMPLATE)
+    return (text(condition(fleet, "Ready"), "message"),) if is_held else ()
+
+
+def _stage(want: FleetWant, seen: FleetSeen, rules: Canary | None, row: Raw) -> CanaryStage | None:
+    """What the canary is to the plan, as far as the fleet's status says."""
+    phase, stable = text(row, "phase"), tuple(sorted(stable_revisions(want, seen).items()))
+    if rules is None or not stable or phase not in ("Running", "Promoting", "Failed"):
+        return None
+    engines = [pool for pool in want.pools if pool.name != ROUTER]
+    wanted = {(pool.name, pool.revision) for pool in engines} - set(stable)
+    # What routers say is not in the status: when all know of it, the first instances are asked for.
+    begun = any((one.workload.pool, one.workload.revision) in wanted for one in seen.workloads)
+    step = min(max(0, count(row, "step") - 1), len(rules.weights) - 1)
+    weights = (0,) if phase == "Failed" else rules.weights[step : step + 2]
+    stages = [CanaryStage(stable, weight, begun) for weight in weights]
+    # The instances of a step come before the share that the status has.
+    return next((one for one in stages if not _shrinks(replace(want, canary=one), seen)), stages[0])
+
+
+def _shrinks(want: FleetWant, seen: FleetSeen) -> bool:
+    """Whether more is on trial than this stage wants."""
+    pools = canary_pools(want, seen)
+    return any(pool.seen and pool.seen.workload.replicas > pool.target for pool in pools)
+
+
 def _age(pod: Raw, now: str) -> float:
-    """The state of a pod is at most as old as the pod."""
-    return max(0.0, seconds_between(text(pod, "metadata", "creationTimestamp"), now) or 0.0)
+    """For how long the state of a pod has lasted that should not last (first_seen); 0: there is
+    none. The operator may have begun to look later."""
+    if is_leaving(pod):
+        until = seconds_between(text(pod, "metadata", "deletionTimestamp"), now) or 0.0
+        return max(0.0, until + count(pod, "metadata", "deletionGracePeriodSeconds"))
+    if is_true(pod, "Ready"):
+        return 0.0
+    since = [text(pod, "metadata", "creationTimestamp")]
+    since += [text(condition(pod, one), "lastTransitionTime") for one in ("PodScheduled", "Ready")]
+    lasted = [found for at in since if (found := seconds_between(at, now)) is not None]
+    return max(0.0, min(lasted, default=0.0))
 
 
 def _steps(want: FleetWant, seen: FleetSeen) -> dict[str, list[str]]:
@@ -150,6 +206,9 @@ def _pool_wait(name: str, want: FleetWant, seen: FleetSeen) -> tuple[tuple[str, 
     alive = sum(one.alive for one in mine)
     if pool is None or want.stopping:
         return ((), f"{alive} instances to leave") if alive else None
+    trial = next((one for one in canary_pools(want, seen) if one.want.name == name), None)
+    if trial is not None:
+        return _trial_wait(trial, mine)
     sizes = {size.name: size.replicas for size in pools_wanted(want, seen.pools)}
     wanted = sizes[name]
     new = next((one for one in mine if one.workload.revision == pool.revision), None)
@@ -166,6 +225,23 @@ def _pool_wait(name: str, want: FleetWant, seen: FleetSeen) -> tuple[tuple[str, 
     if other := pools_waiting(want, seen).get(name, ""):
         bounds.append(f"{name} waits for {other}")
     return tuple(bounds), what
+
+
+def _trial_wait(
+    trial: CanaryPool, mine: Sequence[WorkloadSeen]
+) -> tuple[tuple[str, ...], str] | None:
+    """The same of a pool of which a revision is on trial, or failed: the fleet's Progressing says
+    what the canary waits for."""
+    revision, new = trial.want.revision, trial.seen
+    old = [one for one in mine if one is not new and one.alive]
+    ready, alive = (new.ready, new.alive) if new else (0, 0)
+    what = f"{ready} of {trial.target} instances of revision {revision} on trial ready"
+    if alive > trial.target:
+        what = f"{alive - trial.target} instances of revision {revision} on trial to leave"
+    elif not trial.target and sum(one.ready for one in old) == trial.stable:
+        return None
+    parts = ", ".join(f"{one.workload.revision} {one.ready}/{one.alive}" for one in old)
+    return (), f"{what}; stay: {parts or 'none'}"
 
 
 def _bound(pool: PoolWant, wanted: int, alive: int, ready: int) -> str:

@@ -261,6 +261,14 @@ def runs_this_version(fleet: InferenceFleet, worker_image: str) -> bool:
     return not fleet.spec.engine.image and not own
 
 
+def document_mistakes(fleet: InferenceFleet, worker_image: str) -> tuple[str, ...]:
+    """Why no new pods are made of a document that parses, one per line. `worker_image`: of the
+    operator that makes them."""
+    # An image of another version has other flags.
+    of_args = engine_args_problems(fleet) if runs_this_version(fleet, worker_image) else ()
+    return (*template_problems(fleet), *router_args_problems(fleet), *of_args)
+
+
 def engine_args_problems(fleet: InferenceFleet) -> tuple[str, ...]:
     """One line for each of engine.args that an engine of this version would refuse. Flags of vLLM
     are known to vLLM alone."""

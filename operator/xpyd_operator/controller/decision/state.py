@@ -40,12 +40,7 @@ from xpyd_operator.manifests.names import (
     model_job_name,
 )
 from xpyd_operator.manifests.objects import kv_order
-from xpyd_operator.manifests.refusals import (
-    engine_args_problems,
-    router_args_problems,
-    runs_this_version,
-    template_problems,
-)
+from xpyd_operator.manifests.refusals import document_mistakes
 from xpyd_operator.manifests.volumes import job_digest, model_in_pod
 from xpyd_operator.plan.fleet import as_it_runs
 from xpyd_operator.plan.template import fleet_want
@@ -361,11 +356,7 @@ def read(document: Obj, settings: Settings) -> ParsedDocument:
         router_image=settings.router_image,
         gated=settings.gated,
     )
-    # An image of another version has other flags.
-    is_known = runs_this_version(fleet, settings.worker_image)
-    of_args = engine_args_problems(fleet) if is_known else ()
-    mistakes = (*template_problems(fleet), *router_args_problems(fleet), *of_args)
-    return ParsedDocument(fleet, want, mistakes, unknown)
+    return ParsedDocument(fleet, want, document_mistakes(fleet, settings.worker_image), unknown)
 
 
 def applied_version_of(obj: Obj, digest: str, *, contained: bool = False) -> AppliedVersion:
