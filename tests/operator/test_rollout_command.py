@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import pytest
 from tests.operator.kube_objects import merge
 from tests.operator.test_controller_turn import document
 from tests.operator.test_rollout_pause import after_turn, edited
-from xpyd_core import cli
+from xpyd_core import __version__, cli
 from xpyd_operator.cluster.command import kubectl_main
 from xpyd_operator.controller.decision.kinds import CONTROLLER_REVISION, Obj
 from xpyd_operator.rollout import command as rollout_command
+from xpyd_operator.rollout.view import edit_json, edit_of
+from xpyd_operator.status.upgrades import Defaults
 
 _KUBECTL = f"""#!{sys.executable}
 import json, sys
@@ -300,6 +303,99 @@ def test_plan_of_an_image_names_it_for_each_pool_of_engines_and_not_for_routers(
     (kubectl.folder / "fleet").write_text("[{}]")
     assert rollout("plan", "-f", "fleet.yaml") == 0
     assert capsys.readouterr().out.count("new pool") == 3
+
+
+def plan_of(before: Obj, after: Obj) -> dict[str, Any]:
+    """What an edit would do, for machines; pools by name."""
+    found = edit_json(edit_of(before, after))
+    return {**found, "pools": {one["pool"]: one for one in found["pools"]}}
+
+
+def made_by_operator(found: Obj, **status: Any) -> Obj:
+    """The fleet with the defaults of an operator of this version."""
+    defaults = Defaults(__version__, f"worker:{__version__}", "router:1", "IfNotPresent")
+    return {**found, "status": {"defaults": defaults.row, **status}}
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (
+            {"engine": {"args": ["--no-such-flag=1"]}},
+            "spec.engine.args[0]: '--no-such-flag=1' is no flag",
+        ),
+        (
+            {"router": {"args": ["--no-such-flag=1"]}},
+            "spec.router.args[0]: '--no-such-flag=1' is no flag",
+        ),
+        ({"router": {"template": {"spec": {"nonsense": 1}}}}, "spec.router.template.spec.nonsense"),
+    ],
+)
+def test_plan_refuses_what_the_operator_would_hold_back(
+    kubectl: Kubectl, capsys: pytest.CaptureFixture[str], edit: Obj, says: str
+) -> None:
+    before = made_by_operator(document())
+    after = deepcopy(before)
+    after["spec"] |= edit
+    kubectl.has(before, edit=after)
+    assert rollout("plan", "-f", "fleet.yaml") == 2
+    shown = capsys.readouterr()
+    assert says in shown.err
+    assert "the operator would hold this edit back" in shown.err
+    assert shown.out == ""
+
+
+def test_plan_refuses_no_scale_of_a_fleet_whose_mistake_is_older_than_its_operator() -> None:
+    before = made_by_operator(document())
+    before["spec"]["engine"] = {"args": ["--no-such-flag=1"]}
+    after = deepcopy(before)
+    after["spec"]["pools"][1]["replicas"] = 3
+    assert plan_of(before, after)["pools"]["decode"]["change"] == "scale"
+
+
+def test_plan_names_routers_that_take_the_operators_newer_image() -> None:
+    kept = Defaults("0.0.9", f"worker:{__version__}", "router:1", "IfNotPresent")
+    newer = replace(kept, version=__version__, router_image="router:2")
+    what = f"pods are made with {', '.join(kept.differences(newer))}, until a restart"
+    older = {"type": "UpToDate", "status": "False", "reason": "OlderDefaults", "message": what}
+    before = made_by_operator(document(), conditions=[older])
+    found = plan_of(before, {**before, "spec": edited("a:2")["spec"]})["pools"]
+    assert found["router"]["change"] == "new revision"
+    assert found["router"]["why"] == ["the operator's defaults"]
+    assert found["decode"]["why"] == ["engine.image"]
+    scaled = {**before, "spec": document(decode=3)["spec"]}
+    found = plan_of(before, scaled)["pools"]
+    assert {one["change"] for name, one in found.items() if name != "decode"} == {"unchanged"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("pairing", "Compatible"), ("canary", {"weightPercent": 10})]
+)
+def test_plan_names_the_field_of_the_rollout_that_makes_new_routers(field: str, value: Any) -> None:
+    before = made_by_operator(document())
+    found = plan_of(before, edited("", before, **{field: value, "historyLimit": 3}))
+    assert found["pools"]["router"]["why"] == [f"rollout.{field}"]
+    assert found["pools"]["decode"]["change"] == "unchanged"
+    assert "canary" not in found, "no engine's pod is new"
+
+
+def test_plan_says_that_an_edit_begins_a_canary(
+    kubectl: Kubectl, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = {"weightPercent": 10, "steps": [50], "analysis": {"ttftMilliseconds": 500}}
+    kubectl.has(edited("a:1"), edit=edited("a:2", canary=rules))
+    assert rollout("plan", "-f", "fleet.yaml") == 0
+    assert (
+        "begins a canary, where the old revision runs: 10 %, then 50 % of new requests, then all\n"
+        "  it waits for all routers to know of it, and in each step for 100 requests: at most 1 % "
+        "of them failed, TTFT p95 at most 500 ms\n"
+    ) in capsys.readouterr().out
+    assert plan_of(edited("a:1"), edited("a:2", canary=rules))["canary"]["steps"] == [50]
+    failed = edited("a:1") | {"status": {"canary": {"phase": "Failed", "revision": "0a1b2c3d4e"}}}
+    kubectl.has(failed, edit=edited("a:2", canary=rules))
+    assert rollout("plan", "-f", "fleet.yaml") == 0
+    assert "  in place of 0a1b2c3d4e; an edit back to what stays" in capsys.readouterr().out
+    assert "canary" not in plan_of(edited("a:1"), edited("a:2"))
 
 
 def test_kubectl_xpyd_has_the_same_commands_and_no_local_ones(

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Literal
 
 from xpyd_core.errors import UserError
 from xpyd_operator.document.load import parse_object
+from xpyd_operator.document.rollout import Canary
 from xpyd_operator.manifests.names import revision_name
+from xpyd_operator.manifests.refusals import document_mistakes
 from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.fleet import pool_replicas
 from xpyd_operator.plan.revisions import OF_NOW, differences, record_of, revision_id
@@ -30,6 +32,13 @@ from xpyd_operator.status.children import (
     short,
     text,
 )
+from xpyd_operator.status.upgrades import (
+    UP_TO_DATE,
+    Defaults,
+    asked_restart,
+    defaults_of,
+    next_defaults,
+)
 
 Json = dict[str, Any]
 
@@ -38,6 +47,8 @@ _GIVES_UP = frozenset(
     {"InvalidSpec", "InvalidTemplate", "ProgressDeadlineExceeded", "CanaryFailed"}
 )
 """Reasons of Degraded that no more waiting ends; others may, while pods are replaced."""
+_OF_OPERATOR = "the operator's defaults"
+"""Why a pool has a new revision where no field of the document makes it."""
 
 
 def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -95,10 +106,15 @@ def status_json(fleet: Json) -> Json:
 
 def revision_on_trial(fleet: Json) -> str:
     """The revision that a canary of the fleet is about. UserError where there is none."""
-    found = fields(fleet, "status", "canary")
-    if text(found, "phase") not in ("Running", "Failed"):
+    found = _on_trial(fleet)
+    if not found:
         raise UserError("no canary is under way: see `xpyd rollout status`")
-    return text(found, "revision")
+    return found
+
+
+def _on_trial(fleet: Json | None) -> str:
+    row = fields(fleet or {}, "status", "canary")
+    return text(row, "revision") if text(row, "phase") in ("Running", "Failed") else ""
 
 
 def _canary_text(row: Json) -> str:
@@ -224,22 +240,30 @@ class PoolChange:
 
 @dataclass(frozen=True)
 class Edit:
-    """What an edit does. `fields`: all that differ, with both values."""
+    """What an edit does. `fields`: all that differ, with both values; `canary`: how the new
+    revision is tried first, None: it is not."""
 
     fleet: str
     pools: tuple[PoolChange, ...]
     fields: tuple[tuple[str, object, object], ...]
     paused: bool
+    canary: Canary | None = None
+    on_trial: str = ""
+    """The revision whose canary has no end yet, or failed: the edit takes its place."""
 
 
 def edit_of(before: Json | None, after: Json) -> Edit:
-    """What becomes of a fleet when `after` replaces `before`; None: there is no such fleet."""
-    old, new = _wants(before), _wants(after)
+    """What becomes of a fleet when `after` replaces `before`; None: there is no such fleet.
+    UserError where the operator would hold it back."""
+    kept = defaults_of(fields(before or {}, "status"))
+    taken = _next_defaults(before, after, kept)
+    old, new = _wants(before, kept), _wants(after, taken)
+    same = _wants(after, kept)
     found: tuple[tuple[str, object, object], ...] = ()
     parts: dict[str, frozenset[str]] = {}
     if before is not None:
         found = tuple(differences(before["spec"], after["spec"]))
-        parts = _parts_that_count(before, after, old)
+        parts = _parts_that_count(before, after, old, kept)
     changes: list[PoolChange] = []
     sizes = {text(row, "name"): row for row in rows(before or {}, "status", "pools")}
     for name, pool in new.items():
@@ -251,7 +275,10 @@ def edit_of(before: Json | None, after: Json) -> Edit:
             continue
         is_new = earlier.revision != pool.revision
         change = "new revision" if is_new else "unchanged" if size == before_size else "scale"
-        why = [path for path, _, _ in found if _is_of(path, name, parts)] if is_new else []
+        paths = [_part(path) or path for path, _, _ in found if _is_of(path, name, parts)]
+        why = list(dict.fromkeys(paths)) if is_new else []
+        if is_new and same[name].revision != pool.revision:
+            why.append(_OF_OPERATOR)
         surge, missing = ceil(size * pool.surge_percent / 100), 0
         if pool.unavailable_percent and size:
             missing = max(1, size * pool.unavailable_percent // 100)
@@ -259,15 +286,51 @@ def edit_of(before: Json | None, after: Json) -> Edit:
     for name in (name for name in old if name not in new):
         seen = _seen(sizes.get(name), old[name])
         changes.append(PoolChange(name, "leaves", seen.replicas if seen else 0, 0))
+    _refuse_mistakes(after, taken, changes)
     paused = at(after, "spec", "rollout", "paused") is True
-    return Edit(text(after, "metadata", "name"), tuple(changes), found, paused)
+    rules = parse_object(after).spec.rollout.canary
+    tried = any(one.change == "new revision" and one.pool != ROUTER for one in changes)
+    canary = rules if tried else None
+    return Edit(
+        text(after, "metadata", "name"), tuple(changes), found, paused, canary, _on_trial(before)
+    )
 
 
-def _wants(obj: Json | None) -> dict[str, PoolWant]:
+def _refuse_mistakes(after: Json, taken: Defaults | None, changes: Sequence[PoolChange]) -> None:
+    """UserError where the operator would hold the document back: its pods do not run already."""
+    if all(one.change in ("scale", "unchanged") for one in changes):
+        return
+    lines = document_mistakes(parse_object(after), taken.worker_image if taken else "")
+    if lines:
+        name = text(after, "metadata", "name")
+        head = f"{name}: the operator would hold this edit back (InvalidTemplate)"
+        raise UserError("\n  ".join([head, *lines]))
+
+
+def _next_defaults(before: Json | None, after: Json, kept: Defaults | None) -> Defaults | None:
+    """The defaults that the operator makes the edit's pods with, as far as the status says its own;
+    None: it says none."""
+    if before is None or kept is None:
+        return kept
+    ours = replace(
+        kept.with_images(text(condition(before, UP_TO_DATE), "message")),
+        engine_image=text(after, "spec", "engine", "image"),
+        restarted_at=asked_restart(after),
+    )
+    return next_defaults(kept, ours, turn=False)
+
+
+def _wants(obj: Json | None, defaults: Defaults | None) -> dict[str, PoolWant]:
     if obj is None:
         return {}
     fleet = parse_object(obj)
-    want = fleet_want(fleet, model=model_in_pod(fleet), in_cluster=True)
+    want = fleet_want(
+        fleet,
+        model=model_in_pod(fleet),
+        in_cluster=True,
+        image=defaults.worker_image if defaults else "",
+        router_image=defaults.router_image if defaults else "",
+    )
     return {pool.name: pool for pool in want.pools}
 
 
@@ -282,16 +345,22 @@ def _seen(row: Mapping[str, Any] | None, earlier: PoolWant | None) -> PoolSeen |
 
 
 def _parts_that_count(
-    before: Json, after: Json, old: Mapping[str, PoolWant]
+    before: Json, after: Json, old: Mapping[str, PoolWant], kept: Defaults | None
 ) -> dict[str, frozenset[str]]:
-    """Part of the spec -> the pools of which it alone makes another revision. Where it cannot be
-    alone, it is taken to count for all."""
+    """Part of the spec, or field of its rollout -> the pools of which it alone makes another
+    revision. Where it cannot be alone, it is taken to count for all."""
+    was, now = before["spec"], after["spec"]
+    ways: tuple[Json, Json] = (was.get("rollout") or {}, now.get("rollout") or {})
+    specs = {part: {**was, part: now.get(part)} for part in {*was, *now} - {"pools", "rollout"}}
+    for name in {*ways[0], *ways[1]}:
+        way = {**ways[0], name: ways[1].get(name)}
+        way = {name: value for name, value in way.items() if value is not None}
+        specs[f"rollout.{name}"] = {**was, "rollout": way}
     found: dict[str, frozenset[str]] = {}
-    for part in {*before["spec"], *after["spec"]} - {"pools"}:
-        spec = {**before["spec"], part: after["spec"].get(part)}
+    for part, spec in specs.items():
         spec = {name: value for name, value in spec.items() if value is not None}
         try:
-            new = _wants({**before, "spec": spec})
+            new = _wants({**before, "spec": spec}, kept)
         except UserError:
             found[part] = frozenset(old)
             continue
@@ -306,9 +375,13 @@ def _is_of(path: str, pool: str, parts: Mapping[str, frozenset[str]]) -> bool:
         last = path.removeprefix(f"pools[{pool}].").partition(".")[0]
         return part == f"pools[{pool}]" and last not in OF_NOW["pools"]
     is_of_now = path.partition(".")[2].partition(".")[0] in OF_NOW.get(part, frozenset())
-    if part == "rollout":
-        return path == "rollout.restartedAt"
-    return pool in parts.get(part, frozenset()) and not is_of_now
+    return pool in parts.get(_part(path) or part, frozenset()) and not is_of_now
+
+
+def _part(path: str) -> str:
+    """The field of spec.rollout that a path is in, "" for other paths."""
+    names = path.split(".")
+    return ".".join(names[:2]) if names[0] == "rollout" else ""
 
 
 def edit_json(edit: Edit) -> Json:
@@ -325,7 +398,11 @@ def edit_json(edit: Edit) -> Json:
         for one in edit.pools
     ]
     changed = [{"field": f"spec.{p}", "before": b, "after": a} for p, b, a in edit.fields]
-    return {"fleet": edit.fleet, "paused": edit.paused, "pools": pools, "fields": changed}
+    said = {"fleet": edit.fleet, "paused": edit.paused, "pools": pools, "fields": changed}
+    if edit.canary is not None:
+        rules = edit.canary.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return {**said, "canary": rules, "onTrial": edit.on_trial}
+    return said
 
 
 def edit_text(edit: Edit) -> str:
@@ -346,9 +423,27 @@ def edit_text(edit: Edit) -> str:
     if edit.fields:
         shown = (f"  spec.{p}: {_value(b)} -> {_value(a)}\n" for p, b, a in edit.fields)
         parts += ["changed fields:\n", *shown]
+    if edit.canary is not None:
+        parts.append(_trial_text(edit.canary))
+        if edit.on_trial:
+            parts.append(f"  in place of {edit.on_trial}; an edit back to what stays begins none\n")
     if edit.paused and any(one.change == "new revision" for one in edit.pools):
         parts.append("rollouts are paused: it begins with `xpyd rollout resume`\n")
     return "".join([*parts, "nothing was written\n"])
+
+
+def _trial_text(rules: Canary) -> str:
+    """What comes before the rest of the pools of engines, and what that waits for."""
+    shares = " %, then ".join(map(str, rules.weights))
+    limits = rules.analysis
+    holds = [f"at most {limits.error_percent} % of them failed"]
+    times = (("TTFT", limits.ttft_milliseconds), ("ITL", limits.itl_milliseconds))
+    holds += [f"{what} p95 at most {limit} ms" for what, limit in times if limit is not None]
+    return (
+        f"it begins a canary, where the old revision runs: {shares} % of new requests, then all\n"
+        "  it waits for all routers to know of it, and in each step for "
+        f"{limits.min_requests} requests: {', '.join(holds)}\n"
+    )
 
 
 def _value(value: object) -> str:

@@ -14,6 +14,7 @@ the new defaults. See docs/adr/0100.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
@@ -118,6 +119,15 @@ class Defaults:
             for name, words in _WORDS.items()
             if getattr(self, name) != getattr(ours, name)
         )
+
+    def with_images(self, differences: str) -> Defaults:
+        """These with the operator's own images, from what `differences` says in a condition."""
+        found: dict[str, Any] = {}
+        for name in ("worker_image", "router_image"):
+            said = re.search(rf"{_WORDS[name]} \S+ \(now (\S+)\)", differences)
+            if said is not None:
+                found[name] = said[1]
+        return replace(self, **found)
 
 
 def _shown(value: str | tuple[str, ...] | bool) -> str:
