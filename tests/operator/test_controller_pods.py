@@ -35,6 +35,8 @@ from xpyd_operator.controller.decision.kinds import (
     POOL,
     Obj,
 )
+from xpyd_operator.controller.decision.report import report
+from xpyd_operator.controller.decision.state import FleetState
 from xpyd_operator.controller.decision.writes import Apply, SetCost, SetGate
 from xpyd_operator.manifests.names import ANNOTATION_COST, ROUTABLE
 from xpyd_operator.status.drains import CutDrain, DrainWatch, InstanceLoad
@@ -160,6 +162,29 @@ def test_a_surge_of_none_lets_the_only_instance_go() -> None:
     found = document()
     found["spec"]["rollout"] = {"maxSurgePercent": 0, "maxUnavailablePercent": 100}
     assert budget_of(settled(), found=found) == [1, 1]
+
+
+def degraded(state: FleetState) -> tuple[str, str]:
+    """Status and message of the condition."""
+    status = report(state, (), has_key=True).after
+    (one,) = [c for c in status["conditions"] if c["type"] == "Degraded"]
+    return one["status"], one["message"]
+
+
+def test_the_condition_names_only_instances_that_a_drain_takes_whatever_the_right() -> None:
+    found = document()
+    assert "scale to 2" not in degraded(look(settled(), found=found))[1]
+    found["spec"]["rollout"] = {"maxSurgePercent": 0, "maxUnavailablePercent": 100}
+    status, message = degraded(look(settled(), found=found))
+    assert status == "False"
+    assert "of prefill, decode away at once, as rollout.maxSurgePercent is 0: scale to 2" in message
+    found = document()
+    found["spec"]["pools"][1]["parallelism"] = {"pipeline": 2}
+    found["spec"]["pools"][1]["resources"] = {"gpus": 1}
+    message = degraded(look(settled(), found=found))[1]
+    assert "of decode away at once, as an instance of several pods is not moved" in message
+    message = degraded(look(settled(), found=document(decode=2), cordoned=None))[1]
+    assert "of prefill away at once, as the operator may not list nodes" in message
 
 
 # Drains that were cut

@@ -406,7 +406,7 @@ def test_a_fleet_with_host_paths_says_what_it_asks_of_its_namespace() -> None:
     cluster.others = (Problem("Degraded", "X", "decode", "decode: broken"),)
     cluster.turn()
     (one,) = [c for c in status_of(cluster)["conditions"] if c["type"] == "Degraded"]
-    assert one["message"] == "decode: broken"
+    assert one["message"].startswith("decode: broken; note: pods mount folders of their nodes")
     plain = settled(fleet_of())
     assert "hostPath" not in json.dumps(status_of(plain))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -141,7 +142,9 @@ def fleet_of_groups() -> InferenceFleet:
     )
 
 
-def status(fleet: InferenceFleet, before: Obj | None, *pods: Obj) -> Obj:
+def status(
+    fleet: InferenceFleet, before: Obj | None, *pods: Obj, alone: Mapping[str, str] | None = None
+) -> Obj:
     want = fleet_want(fleet, model=model_in_pod(fleet))
     want = replace(want, pools=tuple(replace(pool, revision=REVISION) for pool in want.pools))
     children = Children(leader_worker_sets=(group_set(2),), pods=pods)
@@ -156,6 +159,7 @@ def status(fleet: InferenceFleet, before: Obj | None, *pods: Obj) -> Obj:
         generation=1,
         key_secret="",
         namespace="team",
+        alone=alone,
     )
 
 
@@ -171,6 +175,18 @@ def test_an_instance_that_falls_again_and_again_stays_degraded_between_its_falls
     assert condition(between, "Degraded") == condition(fell, "Degraded")
     assert LAST in condition(between, "Degraded")["message"]
     assert [e for e in events(fell, between) if e.reason == "Degraded"] == []
+
+
+def test_a_fall_that_is_carried_over_is_noted_with_what_weakens_the_fleet_now() -> None:
+    fleet, alone = fleet_of_groups(), {"decode": "of its pods"}
+    fell = status(fleet, None, failed(0, 0, ran_s=9), alone=alone)
+    message = condition(fell, "Degraded")["message"]
+    assert LAST in message.partition("; note: a drain of its node takes the only instance")[0]
+    pods = (group_pod(0, 0, ready=False), group_pod(0, 1))
+    again = condition(status(fleet, fell, *pods, alone=alone), "Degraded")
+    assert again["message"] == message, "noted once"
+    later = condition(status(fleet, fell, *pods), "Degraded")
+    assert later["message"] == message.partition("; note: ")[0]
 
 
 def test_a_first_fall_is_remembered_by_an_event() -> None:

@@ -99,6 +99,8 @@ _MOST_PROBLEMS = 4
 _MOST_MISTAKES = 10
 _MOST_MISTAKE = 400
 _DRAINING = "Draining"
+_NOTE = "; note: "
+"""Between what is wrong and the notices."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def conditions(
     """`before`: the whole status before; a condition keeps its time while its status stays.
 
     `notices`: what the document asks for that an administrator should know; Degraded's message
-    shows them where nothing is wrong. `choice`: what requests do where a role is lost. `kv`: what
+    ends with them. `choice`: what requests do where a role is lost. `kv`: what
     the routers' counts say of the KV (see `verified`). `has_pair`: whether a router has instances
     that can serve a request; None: none has said. `leaving`: what instances that leave still have
     (see `drains`). `model`: the download of its model; None: no Job downloads it. `key`: how far
@@ -363,20 +365,24 @@ def _degraded(fleet: _Fleet) -> _Verdict:
     if fleet.canary is not None and fleet.trial == "CanaryFailed":
         found.append(Problem("Degraded", "CanaryFailed", "", fleet.canary.message))
     if not found and (earlier := _fails_repeatedly(fleet)):
-        return earlier
+        return _Verdict(True, RECREATED, _noted(earlier, fleet.notices))
     if not found:
         message = "; ".join(["nothing needs to be done", *fleet.notices])
         return _Verdict(False, "AsExpected", message)
-    return _Verdict(True, found[0].reason, _summary_of("", found))
+    return _Verdict(True, found[0].reason, _noted(_summary_of("", found), fleet.notices))
 
 
-def _fails_repeatedly(fleet: _Fleet) -> _Verdict | None:
+def _noted(message: str, notices: Sequence[str]) -> str:
+    return f"{message}{_NOTE}{'; '.join(notices)}" if notices else message
+
+
+def _fails_repeatedly(fleet: _Fleet) -> str:
     """The failure of an instance whose new pods are not ready yet. No counter has its failures, so
     between two of them the fleet would look healthy."""
     old = condition_of(fleet.before, "Degraded")
     if not fleet.missing or text(old, "status") != "True" or text(old, "reason") != RECREATED:
-        return None
-    return _Verdict(True, RECREATED, text(old, "message"))
+        return ""
+    return text(old, "message").partition(_NOTE)[0]
 
 
 def _router_ready(fleet: _Fleet) -> _Verdict:

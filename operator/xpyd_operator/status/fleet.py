@@ -8,7 +8,7 @@ counts of now.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from xpyd_operator.document.fleet import InferenceFleet
@@ -87,7 +87,7 @@ def fleet_status(
     key: KeyVerdict | None = None,
     upgrade: Upgrade | None = None,
     canary: CanaryView | None = None,
-    sees_nodes: bool = True,
+    alone: Mapping[str, str] | None = None,
     unknown: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The fleet's whole status; to be put in place of the one before, not merged into it.
@@ -100,7 +100,7 @@ def fleet_status(
     `model`: the download of its model; None: no Job downloads it. `key`: how far the rotation of
     the fleet's key is; None: nobody asked for one. `upgrade`: what the pods are made with.
     `canary`: how far it is; None: the document's revision was on no trial.
-    `sees_nodes`: the operator may list nodes. `unknown`: fields that the operator does not know.
+    `alone`: pools whose only instance a node drain takes at once, and why. `unknown`: fields that the operator does not know.
     """
     rows = pool_rows(want, seen, children)
     port = fleet.spec.router.service.port
@@ -113,7 +113,7 @@ def fleet_status(
             rows,
             in_order(problems),
             stopping=want.stopping,
-            notices=(*_notices(fleet), *([] if sees_nodes else _alone(rows))),
+            notices=(*_notices(fleet), *_alone(alone or {})),
             choice=RoleChoice(fleet.spec.router.on_no_prefill, fleet.spec.router.on_no_decode),
             kv=kv,
             has_pair=has_pair,
@@ -193,14 +193,14 @@ def _notices(fleet: InferenceFleet) -> tuple[str, ...]:
     return tuple(text for text, holds in found.items() if holds)
 
 
-def _alone(rows: Iterable[PoolRow]) -> tuple[str, ...]:
-    """What a node drain takes away before another instance serves."""
-    names = [row.name for row in rows if row.revision and row.replicas == 1]
-    if not names:
-        return ()
-    what = f"a drain of its node takes the only instance of {', '.join(names)} away at once"
-    how = "the operator may not list nodes (chart value operator.readNodes)"
-    return (f"{what}, as {how}: scale to 2 before you drain",)
+def _alone(pools: Mapping[str, str]) -> Iterator[str]:
+    """What a node drain takes away before another instance serves, by the reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in pools.items():
+        by_reason.setdefault(reason, []).append(name)
+    for reason, names in by_reason.items():
+        what = f"a drain of its node takes the only instance of {', '.join(names)} away at once"
+        yield f"{what}, as {reason}: scale to 2 before you drain"
 
 
 def _pool(row: PoolRow, layouts: Mapping[str, str], drain: Drain) -> dict[str, Any]:

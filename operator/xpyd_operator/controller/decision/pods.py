@@ -14,7 +14,7 @@ from xpyd_operator.controller.decision.state import FleetState
 from xpyd_operator.controller.decision.writes import SetCost, SetGate
 from xpyd_operator.manifests.names import ANNOTATION_COST
 from xpyd_operator.manifests.pods import pods_per_instance
-from xpyd_operator.plan.fleet import pools_guarded, pools_moving
+from xpyd_operator.plan.fleet import pools_guarded, pools_moving, pools_wanted
 from xpyd_operator.plan.values import Plan, PutWorkload
 from xpyd_operator.status.children import (
     Key,
@@ -33,6 +33,7 @@ from xpyd_operator.status.routable import gated_pods, is_open
 
 _GOES_FIRST = -1
 """Of a pod on a cordoned node; one that has nothing to do costs 0."""
+_SEES_NO_NODES = "the operator may not list nodes (chart value operator.readNodes)"
 
 
 def gate_writes(state: FleetState) -> Iterator[SetGate]:
@@ -86,9 +87,29 @@ def guarded_pools(state: FleetState) -> frozenset[str]:
     moves it. Of several pods of an instance it could not choose which go."""
     if state.cordoned is None or state.parsed.fleet is None:
         return frozenset()
-    pools = state.parsed.fleet.spec.pools
-    grouped = {pool.name for pool in pools if pods_per_instance(pool) > 1}
-    return pools_guarded(state.want, state.seen) - grouped
+    return pools_guarded(state.want, state.seen) - _grouped(state)
+
+
+def _grouped(state: FleetState) -> frozenset[str]:
+    pools = state.parsed.fleet.spec.pools if state.parsed.fleet else ()
+    return frozenset(pool.name for pool in pools if pods_per_instance(pool) > 1)
+
+
+def unguarded_pools(state: FleetState) -> dict[str, str]:
+    """The pools whose only instance an eviction takes before another one serves, and why."""
+    sizes = {pool.name: pool.replicas for pool in pools_wanted(state.want, state.seen.pools)}
+    grouped = _grouped(state)
+    found: dict[str, str] = {}
+    for pool in state.want.pools if not state.want.stopping else ():
+        if sizes[pool.name] != 1:
+            continue
+        if not pool.surge_percent:
+            found[pool.name] = "rollout.maxSurgePercent is 0"
+        elif pool.name in grouped:
+            found[pool.name] = "an instance of several pods is not moved"
+        elif state.cordoned is None:
+            found[pool.name] = _SEES_NO_NODES
+    return found
 
 
 def move_problems(state: FleetState) -> tuple[Problem, ...]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from xpyd_operator.controller.decision.errors import Forbidden, KubeError
 from xpyd_operator.controller.decision.kinds import Obj, kind_of, merge_patch
-from xpyd_operator.controller.decision.pods import move_problems
+from xpyd_operator.controller.decision.pods import move_problems, unguarded_pools
 from xpyd_operator.controller.decision.revisions import canary_view
 from xpyd_operator.controller.decision.state import FleetState, signing_secret
 from xpyd_operator.controller.decision.writes import (
@@ -133,7 +133,7 @@ def _obeyed(
         key=None if state.rotation is None else state.rotation.verdict,
         upgrade=state.upgrade,
         canary=canary_view(state),
-        sees_nodes=state.cordoned is not None,
+        alone=unguarded_pools(state),
         unknown=parsed.unknown,
     )
     pools = pool_statuses(parsed.fleet, want=want, seen=seen, children=children, loads=state.loads)
