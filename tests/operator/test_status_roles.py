@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 
 from tests.operator.observed_cluster import Cluster, settled
 from tests.operator.test_status_conditions import Obj, fleet_of, found, status_of
 from xpyd_operator.controller.main import OperatorMetrics
+from xpyd_operator.status.canary import CanaryView
+from xpyd_operator.status.conditions import conditions
+from xpyd_operator.status.events import events
+from xpyd_operator.status.pools import PoolRow
+
+Rows = tuple[PoolRow, ...]
 
 
 @pytest.mark.parametrize(
@@ -53,6 +62,87 @@ def test_a_fleet_that_lost_half_of_a_role_says_so_and_serves() -> None:
     assert found(cluster, "RolesReady") == ("False", "HalfLost")
     assert "1/2 Decode" in message_of(cluster, "RolesReady")
     assert found(cluster, "Available") == ("True", "Serving")
+
+
+def rows(ready: int, *, wanted: int = 8, is_older: bool = False, given_up: int = 0) -> Rows:
+    """A router, 4 P and so many of 8 D, of a revision that `is_older` or of the newest."""
+    kept: Obj = {"older": is_older, "revision": "new"}
+    return (
+        PoolRow("router", "Router", 1, ready=1, updated=1, revision="new"),
+        PoolRow("prefill", "Prefill", 4, ready=4, updated=0 if is_older else 4, **kept),
+        PoolRow(
+            *("decode", "Decode", wanted),
+            ready=ready,
+            updated=0 if is_older else ready,
+            given_up=given_up,
+            **kept,
+        ),
+    )
+
+
+def after(before: Obj, pools: Rows, **more: Any) -> Obj:
+    """The status that follows on `before` with these pools."""
+    made = conditions(
+        pools, (), stopping=False, before=before, now="2026-11-21T10:00:00Z", generation=1, **more
+    )
+    kept = [
+        {"name": r.name, "role": r.role, "replicas": r.replicas, "readyReplicas": r.ready}
+        for r in pools
+    ]
+    return {"conditions": made, "pools": kept}
+
+
+def roles_of(status: Obj) -> str:
+    (one,) = [c for c in status["conditions"] if c["type"] == "RolesReady"]
+    return one["reason"]
+
+
+FAILED = CanaryView("CanaryFailed", "it broke a limit", {})
+
+
+@pytest.mark.parametrize(
+    ("shape", "more", "reason"),
+    [
+        ({"is_older": True}, {"canary": FAILED}, "CanaryFailed"),
+        ({"is_older": True}, {"paused": True}, "Paused"),
+        ({"is_older": True}, {}, "Rollout"),
+        ({}, {}, "Recovering"),
+    ],
+)
+def test_half_of_a_role_is_lost_whatever_moves_the_fleet(
+    shape: Obj, more: Obj, reason: str
+) -> None:
+    seen = [after(after({}, rows(8)), rows(8, **shape), **more)]
+    for ready in (5, 4, 3, 1, 0, 1, 4, 5):
+        seen.append(after(seen[-1], rows(ready, **shape), **more))
+    assert [roles_of(one) for one in seen] == [
+        *("AllRoles", "AllRoles", "HalfLost", "HalfLost", "HalfLost"),
+        *("NoDecode", "HalfLost", "HalfLost", "AllRoles"),
+    ]
+    (progressing,) = [c for c in seen[4]["conditions"] if c["type"] == "Progressing"]
+    assert progressing["reason"] == reason
+    told = [
+        [e.message for e in events(before, now) if e.reason == "RoleLost"]
+        for before, now in itertools.pairwise(seen)
+    ]
+    assert [len(one) for one in told] == [0, 1, 0, 0, 1, 0, 0, 0], (
+        "once, and once of the whole role"
+    )
+    assert "4/8 Decode ready" in told[1][0]
+
+
+def test_what_a_fleet_never_had_and_what_a_rollout_may_give_up_is_not_lost() -> None:
+    new = after({}, rows(0))
+    for ready in (1, 3):
+        new = after(new, rows(ready))
+        assert roles_of(new) == "AllRoles"
+    grows = after(after({}, rows(4, wanted=4)), rows(4))
+    assert roles_of(grows) == "AllRoles"
+    assert roles_of(after(grows, rows(2))) == "HalfLost", "of what it had, while it grows"
+    whole = after({}, rows(8))
+    rolls = after(whole, rows(4, is_older=True, given_up=4))
+    assert roles_of(rolls) == "AllRoles"
+    assert roles_of(after(rolls, rows(3, is_older=True, given_up=4))) == "HalfLost"
 
 
 def message_of(cluster: Cluster, kind: str) -> str:

@@ -24,14 +24,7 @@ from typing import Any, NamedTuple
 
 from xpyd_operator.plan.values import ROUTER
 from xpyd_operator.status.canary import CanaryView
-from xpyd_operator.status.children import (
-    Raw,
-    condition,
-    moment,
-    rows,
-    short,
-    text,
-)
+from xpyd_operator.status.children import Raw, condition, count, moment, rows, short, text
 from xpyd_operator.status.crashes import RECREATED
 from xpyd_operator.status.models import ModelState
 from xpyd_operator.status.pools import PoolRow
@@ -425,12 +418,29 @@ def _roles(fleet: _Fleet) -> _Verdict:
         what = f"no {role} instance is ready (0/{wanted[role]})"
         choice = f"{_DONE[fleet.choice.of(role)]} (router.onNo{role})"
         return _Verdict(False, f"No{role}", f"{what}: {choice}")
-    half = [role for role in roles if ready[role] * 2 <= wanted[role]]
-    if half and _movement(fleet) == "Recovering":  # not while it grows
+    if half := [role for role in roles if _is_half_lost(fleet, role, wanted[role], ready[role])]:
         parts = ", ".join(f"{ready[role]}/{wanted[role]} {role}" for role in half)
         what = f"half or more of a role is missing, {parts} ready: the others serve, and"
         return _Verdict(False, "HalfLost", f"{what} what is above router.limits waits in the queue")
     return _Verdict(True, "AllRoles", ", ".join(f"{ready[r]}/{wanted[r]} {r}" for r in roles))
+
+
+def _is_half_lost(fleet: _Fleet, role: str, wanted: int, ready: int) -> bool:
+    """Whether half of what the role wants was ready and is not: by the status before, or since an
+    earlier one. What a fleet that is made or grows never had is not lost."""
+    least = wanted - sum(row.given_up for row in fleet.pools if row.role == role)
+    enough = min(wanted // 2 + 1, least)
+    if ready >= enough:
+        return False
+    pools = rows(fleet.before, "pools")
+    had = sum(count(one, "readyReplicas") for one in pools if text(one, "role") == role)
+    if had >= enough or ready * 2 <= had:
+        return True
+    earlier = condition_of(fleet.before, "RolesReady")
+    moved = text(condition_of(fleet.before, "Progressing"), "reason")
+    was_lost = text(earlier, "reason") in LOST_ROLES and moved not in ("", "Creating", "Scaling")
+    is_named = role in text(earlier, "message").partition(":")[0]  # behind it is what requests do
+    return is_named and (was_lost or text(earlier, "reason") == "HalfLost")
 
 
 def _ignored(unknown: Sequence[str]) -> _Verdict:

@@ -111,8 +111,10 @@ def _states(before: Raw, after: Raw) -> list[EventText]:
         found.append(EventText("Warning", FIELDS_IGNORED, ignored))
     found += [*_rotation(before, after), *_pauses(before, after), *_upgrade(before, after)]
     found += [EventText(*event) for event in canary_events(before, after)]
-    roles = text(condition_of(after, "RolesReady"), "reason")
-    if roles in LOST_ROLES and text(condition_of(before, "RolesReady"), "reason") in HAD_ROLES:
+    had, roles = (text(condition_of(one, "RolesReady"), "reason") for one in (before, after))
+    if (roles in LOST_ROLES and had in HAD_ROLES) or (
+        roles == HAD_ROLES[1] and had == HAD_ROLES[0]
+    ):
         found.append(EventText("Warning", "RoleLost", _message(after, "RolesReady")))
     if _has_lost(before, after):
         found.append(EventText("Warning", "Recovering", _message(after, "Ready")))

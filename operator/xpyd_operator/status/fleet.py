@@ -100,7 +100,8 @@ def fleet_status(
     `model`: the download of its model; None: no Job downloads it. `key`: how far the rotation of
     the fleet's key is; None: nobody asked for one. `upgrade`: what the pods are made with.
     `canary`: how far it is; None: the document's revision was on no trial.
-    `alone`: pools whose only instance a node drain takes at once, and why. `unknown`: fields that the operator does not know.
+    `alone`: pools whose only instance a node drain takes at once, and why. `unknown`: fields that
+    the operator does not know.
     """
     rows = pool_rows(want, seen, children)
     port = fleet.spec.router.service.port

@@ -16,7 +16,8 @@ class PoolRow:
 
     `revision`: the newest; "": the pool left the document or the fleet is being deleted, and it
     only ends. `updated`: ready ones of the newest revision. `staying`: not asked to leave.
-    `older`: workloads of other revisions are still there. `waits`: for whom the newest one waits.
+    `older`: workloads of other revisions are still there. `given_up`: wanted ones that a rollout
+    which is under way may do without. `waits`: for whom the newest one waits.
     `moves`: its only instance is on a cordoned node, and another one starts.
     """
 
@@ -30,6 +31,7 @@ class PoolRow:
     staying: int = 0
     draining: int = 0
     older: bool = False
+    given_up: int = 0
     waits: str = ""
     moves: bool = False
 
@@ -65,11 +67,15 @@ def pool_rows(want: FleetWant, seen: FleetSeen, children: Children) -> tuple[Poo
         if want.stopping:
             rows[pool.name] = _row(pool.name, role, found)
             continue
+        replicas = sizes[pool.name].replicas
+        is_older = bool(revisions.get(pool.name, set()) - {pool.revision})
+        least = 1 if pool.unavailable_percent else 0
         rows[pool.name] = replace(
             _row(pool.name, role, found, pool.revision),
-            replicas=sizes[pool.name].replicas,
+            replicas=replicas,
             declared=None if pool.name == ROUTER else sizes[pool.name].declared,
-            older=bool(revisions.get(pool.name, set()) - {pool.revision}),
+            older=is_older,
+            given_up=max(least, replicas * pool.unavailable_percent // 100) if is_older else 0,
             waits=waiting.get(pool.name, ""),
             moves=pool.name in moving,
         )
