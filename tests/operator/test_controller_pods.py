@@ -223,7 +223,19 @@ def test_an_instance_that_ends_before_or_with_nothing_was_not_cut() -> None:
     assert ended(299, InstanceLoad(3, 1)) == []
     assert ended(301, InstanceLoad(0, 0)) == []
     assert ended(0, None, grace_s=0) == []
-    assert ended(301, InstanceLoad(1, 0), pool="router") == []
+
+
+def test_a_router_is_cut_when_its_grace_period_is_over_and_not_where_it_ended_by_itself() -> None:
+    assert ended(301, None, pool="router") == [], "a router has no timeout of its own"
+    assert ended(327, None, pool="router") == []
+    (found,) = ended(330, None, pool="router")
+    assert (found.pool, found.pod) == ("router", "d-0")
+    assert "requests that it still relayed" in found.message
+    assert ended(0, None, grace_s=0, pool="router") == [], "nobody waits for it"
+    watch, pod = DrainWatch(), leaving(pool="router")
+    watch.look([pod], {}, 10.0, timeout_s=300)
+    watch.look([pod | {"status": {"phase": "Succeeded"}}], {}, 339.5, timeout_s=300)
+    assert watch.look([], {}, 341.0, timeout_s=300) == []
 
 
 # A whole operator

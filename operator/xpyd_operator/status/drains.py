@@ -67,16 +67,25 @@ class CutDrain(NamedTuple):
     message: str
 
 
+_SLACK_S = 2.0
+"""Of a router's grace period: this process may see its deletion later than its kubelet does."""
+
+
 class _Leaving(NamedTuple):
     pool: str
     since_s: float
     most_s: float
     load: InstanceLoad | None
+    succeeded: bool = False
+    """Its containers ended by themselves, without an error."""
 
 
 class DrainWatch:
-    """The engines of one fleet that leave, and how each of them ended. Times are of one steady
-    clock: since when this process has seen that it leaves, not what the API server wrote."""
+    """The pods of one fleet that leave, and how each of them ended. Times are of one steady clock:
+    since when this process has seen that it leaves, not what the API server wrote.
+
+    An engine cuts its requests itself when `timeout_s` is over. A router goes on until it has none,
+    and says no more what it has: one that its kubelet killed at the end of its grace period had."""
 
     def __init__(self) -> None:
         self._leaving: dict[str, _Leaving] = {}
@@ -95,14 +104,16 @@ class DrainWatch:
         found: dict[str, _Leaving] = {}
         for pod in pods:
             key = key_of(pod)
-            if key is None or key[0] == ROUTER or not is_leaving(pod):
+            if key is None or not is_leaving(pod):
                 continue
             named = f"{text(pod, 'metadata', 'uid')} {name_of(pod)}"
             before = self._leaving.get(named)
             load = loads.get(name_of(pod), before.load if before else None)
             grace_s = count(pod, "metadata", "deletionGracePeriodSeconds")
-            since_s, most_s = (before.since_s if before else now_s), min(timeout_s, grace_s)
-            found[named] = _Leaving(key[0], since_s, most_s, load)
+            since_s = before.since_s if before else now_s
+            most_s = grace_s if key[0] == ROUTER else min(timeout_s, grace_s)
+            succeeded = text(pod, "status", "phase") == "Succeeded"
+            found[named] = _Leaving(key[0], since_s, most_s, load, succeeded)
         gone = {named: one for named, one in self._leaving.items() if named not in found}
         self._leaving = found
         cut = ((named, _cut_text(one, now_s)) for named, one in gone.items())
@@ -113,8 +124,15 @@ class DrainWatch:
         ]
 
 
+_ROUTER_CUT = "the requests that it still relayed ended there (spec.drain.timeoutSeconds)"
+
+
 def _cut_text(one: _Leaving, now_s: float) -> str:
     """What was cut; "" where the instance ended by itself, with nothing left."""
+    if one.pool == ROUTER:
+        slack_s = min(_SLACK_S, one.most_s / 10)
+        is_killed = one.most_s and now_s - one.since_s >= one.most_s - slack_s
+        return _ROUTER_CUT if is_killed and not one.succeeded else ""
     if now_s - one.since_s < one.most_s:
         return ""
     if one.load is None:
