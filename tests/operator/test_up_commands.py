@@ -10,7 +10,12 @@ import pytest
 
 from xpyd_core import cli
 from xpyd_core.errors import UserError
+from xpyd_operator.document.load import load_fleet
+from xpyd_operator.plan.template import fleet_want
+from xpyd_operator.status.drains import InstanceLoad
 from xpyd_operator.up import commands
+from xpyd_operator.up.pods import PodProcess
+from xpyd_operator.up.programs import Pod
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "fleet.yaml"
 NAMES = ("up", "status", "scale", "logs", "chat", "down")
@@ -28,6 +33,19 @@ def test_commands_load_without_the_libraries_that_they_use_when_they_run():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_what_drains_shows_no_count_that_nobody_said() -> None:
+    want = fleet_want(load_fleet(DEMO), model="m").pools[0]
+    pod = PodProcess(Pod("t-router-0", want.name, want.revision, 1, want.template), 0, Path("log"))
+    pod.drain(10.0)
+    assert pod.leaving_text(13.0) == "it ends its requests, 3 s"
+    pod.is_loaded(InstanceLoad(2, 1))
+    assert pod.leaving_text(13.0) == "2 requests, 1 KV leases, 3 s"
+    assert pod.seen.load == 3
+    pod.is_loaded(None)
+    assert pod.leaving_text(14.0) == "it ends its requests, 4 s"
+    assert pod.seen.load == 0
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -331,8 +331,9 @@ def test_a_second_ctrl_c_kills_what_does_not_drain(fleet):
         pods = fleet.pods()
         router = pods.pop("router-0", None)
         states = {pod.state for pod in pods.values()}
-        if router is None:
-            return states == {"Draining"}
+        if router is None:  # nor does anybody say what they have
+            told = {pod.reason.partition(",")[0] for pod in pods.values()}
+            return states == {"Draining"} and told == {"it ends its requests"}
         return router.state == "Draining" and states == {"Ready"}
 
     until(drains_in_order)

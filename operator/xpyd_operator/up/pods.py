@@ -33,6 +33,7 @@ from xpyd_operator.plan.values import (
     Workload,
     WorkloadSeen,
 )
+from xpyd_operator.status.drains import InstanceLoad, load_text
 from xpyd_operator.up.folder import FleetFolder, PodRecord, ProcessId, identify
 from xpyd_operator.up.logs import NO_ROOM
 from xpyd_operator.up.programs import (
@@ -74,8 +75,8 @@ class PodProcess:
         """Requests can reach it."""
         self.was_ready = False
         """Whether the pod was ready once since this process started."""
-        self.requests = self.kv_leases = 0
-        """As the router said last."""
+        self.load: InstanceLoad | None = None
+        """As the router says; None: it says nothing, as of itself, or no router is there."""
         self.seen = InstanceSeen(ordinal, 0.0)
         self.identity: ProcessId | None = None
         self._process: Child | None = None
@@ -173,10 +174,16 @@ class PodProcess:
         if self.seen.lived_at is None:
             self.seen = replace(self.seen, lived_at=now, failed_probes=0)
 
-    def is_loaded(self, requests: int, kv_leases: int) -> None:
-        """Take what the router says of it: requests, and prompts whose KV it has for others."""
-        self.requests, self.kv_leases = requests, kv_leases
-        self.seen = replace(self.seen, load=requests + kv_leases)
+    def is_loaded(self, load: InstanceLoad | None) -> None:
+        """Take what the router says of it."""
+        self.load = load
+        self.seen = replace(self.seen, load=sum(load or ()))
+
+    def leaving_text(self, now: float) -> str:
+        """Of one that drains: what it still has, if anybody said, and for how long it drains."""
+        assert self.seen.draining_since is not None
+        what = "it ends its requests" if self.load is None else load_text(self.load)
+        return f"{what}, {now - self.seen.draining_since:.0f} s"
 
     def drain(self, now: float) -> None:
         """Ask the process to finish and exit."""

@@ -174,8 +174,7 @@ def _pod_view(pod: PodProcess, settings: LocalSettings, now: float) -> PodView:
 
 def _state(pod: PodProcess, now: float) -> tuple[str, str]:
     if pod.seen.draining_since is not None:
-        for_s = now - pod.seen.draining_since
-        return "Draining", f"{pod.requests} requests, {pod.kv_leases} KV leases, {for_s:.0f} s"
+        return "Draining", pod.leaving_text(now)
     if pod.seen.exited_at is not None:
         delay_s, _ = backoff_s(pod.seen)
         left_s = max(0.0, pod.seen.exited_at + delay_s - now)

@@ -41,6 +41,7 @@ from xpyd_operator.plan.values import (
     PutWorkload,
     SetStatus,
 )
+from xpyd_operator.status.drains import InstanceLoad
 from xpyd_operator.status.instances import read_rows
 from xpyd_operator.status.verified import NOT_LOOKED, QUERY, Counts, KvWatch, read_counts, read_seen
 from xpyd_operator.up.checks import check_layouts, locate_model, weights_bytes
@@ -92,8 +93,7 @@ class InstanceSaid(NamedTuple):
     """What the router says of an instance."""
 
     is_ready: bool
-    requests: int
-    kv_leases: int
+    load: InstanceLoad
 
 
 def read_said(host: str, port: int) -> Mapping[str, InstanceSaid] | None:
@@ -105,7 +105,9 @@ def read_said(host: str, port: int) -> Mapping[str, InstanceSaid] | None:
     if rows is None:
         return None
     return {
-        one.http_address: InstanceSaid(one.state == "Ready", one.requests, one.load.kv_leases)
+        one.http_address: InstanceSaid(
+            one.state == "Ready", InstanceLoad(one.requests, one.load.kv_leases)
+        )
         for one in rows
     }
 
@@ -120,7 +122,7 @@ def plan_engines(
     return plan_memory(fleet, replicas, machine, weights_bytes=weights)
 
 
-_NOTHING = InstanceSaid(is_ready=False, requests=0, kv_leases=0)
+_NOTHING = InstanceSaid(is_ready=False, load=InstanceLoad(0, 0))
 _log = logging.getLogger("xpyd.up")
 _TURN_AT_LEAST_S = 1.0
 _PROBE_STARTING_S = 0.2
@@ -448,7 +450,7 @@ class Supervisor:
             else:
                 address = f"{self.pods.settings.address(pod.pod.number)}:{HTTP_PORT}"
                 found = (said or {}).get(address, _NOTHING)
-                pod.is_loaded(found.requests, found.kv_leases)
+                pod.is_loaded(None if said is None else found.load)
                 ready = pod.is_healthy and found.is_ready
             self._set_ready(pod, ready and pod.seen.draining_since is None)
 
