@@ -284,6 +284,11 @@ class Cluster:
             for kind in ("Ready", "ContainersReady", ROUTABLE):
                 self._set(pod, kind, str(ready))
 
+    def gate(self, pod: Obj, message: str, *, is_open: bool) -> None:
+        """The operator's gate of a pod whose containers are ready."""
+        self._set(pod, ROUTABLE, str(is_open), "Gate", message)
+        self._set(pod, "Ready", str(is_open))
+
     def crashed(
         self,
         pods: Iterable[Obj],
@@ -341,9 +346,10 @@ class Cluster:
         }
         return found | ({"reason": reason, "message": message} if reason else {})
 
-    def _set(self, pod: Obj, kind: str, status: str) -> None:
+    def _set(self, pod: Obj, kind: str, status: str, reason: str = "", message: str = "") -> None:
         rest = [c for c in pod["status"]["conditions"] if c["type"] != kind]
-        pod["status"]["conditions"] = [*rest, self._condition(kind, status)]
+        made = self._condition(kind, status, reason, message)
+        pod["status"]["conditions"] = [*rest, made]
 
 
 def containers(pod: Obj) -> list[Obj]:

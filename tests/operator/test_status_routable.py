@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
 
+from tests.operator.fleets import cpu_pool, parsed, prefill_and_decode
+from tests.operator.observed_cluster import is_ready, settled
+from xpyd_core.messages import Heartbeat, InstanceType
+from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests.names import ROUTABLE
+from xpyd_operator.status.children import is_true
 from xpyd_operator.status.routable import SILENT_S, Gate, GateWatch, InstanceState, read_states
+from xpyd_router.fleet.introductions import PairFound
+from xpyd_router.fleet.registry import Registry
+from xpyd_router.fleet.view import FleetView
 
 TTL_S = 9.0
 Said = dict[str, tuple[InstanceState, ...] | None]
@@ -69,6 +78,37 @@ def test_it_stays_shut_while_a_router_does_not_and_says_why_after_a_while(
     assert found is not None
     assert (found.is_open, found.reason) == (False, "NotAdmitted")
     assert "r-0" in found.message
+
+
+def apart(why: str, *, state: str = "Ready") -> tuple[InstanceState, ...]:
+    return (InstanceState("d-0", "10.0.0.1", state, why),)
+
+
+REFUSED = "no pair with p-0: incompatible:kv_dtype: P has float32, D has bfloat16"
+
+
+@pytest.mark.parametrize("state", ["Ready", "HalfOpen"])
+def test_it_stays_shut_while_a_router_has_no_pair_with_it_and_says_that_routers_words(
+    state: str,
+) -> None:
+    watched = Watched()
+    said: Said = {"r-0": has("Ready"), "r-1": apart(REFUSED, state=state)}
+    assert watched.look(said) is None
+    assert watched.look(said, after_s=TTL_S) == Gate(
+        False, "NoPair", f"router r-1 sends it no requests: {REFUSED}"
+    )
+    found = watched.look({"r-0": has("Ready"), "r-1": has("Ready")})
+    assert found is not None
+    assert found.is_open, "the pair's probe passed, or the other side left"
+
+
+def test_an_open_gate_stays_open_when_its_pairs_fail() -> None:
+    watched = Watched(gate=True)
+    for _ in range(3):
+        found = watched.look({"r-0": apart(REFUSED)}, after_s=TTL_S)
+        assert found is not None
+        assert found.is_open
+    assert not watched.watch.is_moving
 
 
 def test_an_open_gate_shuts_when_a_router_has_lost_the_instance_for_a_ttl() -> None:
@@ -140,5 +180,130 @@ def test_what_routers_answer_is_read_and_what_is_none_says_nothing() -> None:
     row = {"instance": "d-0", "state": "Ready", "http_address": "10.0.0.1:20001"}
     body = json.dumps({"instances": [row, {**row, "http_address": "?"}]}).encode()
     assert read_states(body) == (*has("Ready"), *has("Ready", host=""))
+    body = json.dumps({"instances": [{**row, "unpaired": REFUSED}]}).encode()
+    assert read_states(body) == apart(REFUSED)
     for wrong in (b"", b"[]", b'{"instances": [{}]}', b"\xff"):
         assert read_states(wrong) is None
+
+
+SIZE = 4
+PAIRED = ("prefill", "decode")
+KV_DTYPE = "incompatible:kv_dtype: P has float32, D has bfloat16"
+
+
+def four_and_four(**spec: Any) -> InferenceFleet:
+    return parsed("f", **{"pools": prefill_and_decode(prefill=SIZE, decode=SIZE)} | spec)
+
+
+OTHER_IMAGE = four_and_four(engine={"image": "example.com/engine:2"})
+OTHER_DECODE = four_and_four(
+    pools=[
+        cpu_pool("prefill", "Prefill", replicas=SIZE),
+        cpu_pool("decode", "Decode", replicas=SIZE, resources={"gpus": 0, "sharedMemory": "1Gi"}),
+    ]
+)
+
+
+class Rollout:
+    """A rollout of 4P4D whose gates go by what a router's registry says of the pods.
+
+    `edit` is of the image, which makes another mark for all, or of D alone. While `is_refused` the
+    KV of a new instance fits nobody; only probes see that where `is_strict`, else keys differ.
+    """
+
+    def __init__(self, edit: InferenceFleet, *, is_strict: bool) -> None:
+        self.cluster = settled(four_and_four())
+        self.old = {one["metadata"]["name"] for one in self._staying()}
+        self.registry = Registry(period_s=3.0, missed_beats=3, only_verified=is_strict)
+        self.view = FleetView(self.registry, lambda: 0.0)
+        self.watch, self.now_s, self.is_refused = GateWatch(), 0.0, True
+        self.is_strict, self.has_other_mark = is_strict, edit is OTHER_IMAGE
+        self.cluster.edit(edit)
+
+    def _staying(self) -> list[dict[str, Any]]:
+        return [pod for pool in PAIRED for pod in self.cluster.living(pool)]
+
+    def ready(self, pool: str) -> tuple[int, int]:
+        """How many of the pool's old pods are ready, and of its new ones."""
+        pods = [one for one in self.cluster.living(pool) if is_ready(one)]
+        olds = sum(one["metadata"]["name"] in self.old for one in pods)
+        return olds, len(pods) - olds
+
+    def condition(self, kind: str) -> tuple[str, str, str]:
+        assert self.cluster.status is not None
+        (one,) = [c for c in self.cluster.status["conditions"] if c["type"] == kind]
+        return one["status"], one["reason"], one["message"]
+
+    def go_on(self) -> None:
+        """A second: the operator's turn, pods that start and end, the router, gates."""
+        self.now_s += 1.0
+        self.cluster.turn()
+        self.cluster.end_leaving()
+        pods = {one["metadata"]["name"]: one for one in self._staying()}
+        for name, one in pods.items():
+            if not is_true(one, "ContainersReady"):
+                self.cluster.running([one], ready=True)
+                self.cluster.gate(one, "", is_open=name in self.old)
+        said = {"r-0": self._said(pods)}
+        for name, gate in self.watch.look(pods, said, self.now_s, ttl_s=TTL_S).items():
+            self.cluster.gate(pods[name], gate.message, is_open=gate.is_open)
+        self.cluster.turn()
+
+    def _said(self, pods: dict[str, dict[str, Any]]) -> tuple[InstanceState, ...]:
+        gone = [one.key for one in self.registry.instances if one.name not in pods]
+        self.registry.drop(gone)
+        for name in pods:
+            self.registry.apply(self._beat(name), 0.0)
+        sides = {
+            kind: [one for one in self.registry.instances if one.beat.type == kind]
+            for kind in ("P", "D")
+        }
+        for p, d in product(sides["P"], sides["D"]):
+            is_bad = self.is_strict and not {p.name, d.name} <= self.old and self.is_refused
+            cause = ("incompatible", KV_DTYPE) if is_bad else ("", "")
+            self.registry.prove(p.key, d.key, PairFound(*cause))
+        unpaired = self.view.unpaired()
+        return tuple(
+            InstanceState(one.name, "", "Ready", unpaired.get(one.key, ""))
+            for one in self.registry.instances
+        )
+
+    def _beat(self, name: str) -> Heartbeat:
+        side = int("-decode-" in name)
+        kind: InstanceType = "D" if side else "P"
+        ip = f"10.0.{side}.{name.rpartition(PAIRED[side])[2]}"
+        is_new = name not in self.old
+        differs = is_new and self.is_refused and not self.is_strict
+        return Heartbeat(
+            type=kind,
+            http_address=f"{ip}:20001",
+            zmq_address=f"{ip}:21001",
+            instance=name,
+            incarnation="i",
+            models=("m",),
+            continuation=1,
+            compatibility=f"key of {kind}" if differs else "key",
+            fleet_revision="b" if is_new and self.has_other_mark else "a",
+        )
+
+
+@pytest.mark.parametrize("edit", [OTHER_IMAGE, OTHER_DECODE], ids=["all", "decode"])
+@pytest.mark.parametrize("is_strict", [True, False], ids=["strict", "report"])
+def test_a_rollout_to_engines_that_refuse_the_others_kv_stops_before_it_takes_capacity_away(
+    edit: InferenceFleet, is_strict: bool
+) -> None:
+    rollout = Rollout(edit, is_strict=is_strict)
+    for _ in range(round(3 * TTL_S)):
+        rollout.go_on()
+        assert [rollout.ready(pool)[0] for pool in PAIRED] == [SIZE, SIZE]
+    assert rollout.ready("decode") == (SIZE, 0)
+    status, reason, message = rollout.condition("Ready")
+    assert (status, reason) == ("False", "NotRoutable")
+    assert "router r-0 sends it no requests: no pair with f-" in message
+    assert (KV_DTYPE if is_strict else "D's is key of D") in message
+    assert rollout.condition("Available")[:2] == ("True", "Serving")
+    rollout.is_refused = False
+    for _ in range(6 * SIZE):
+        rollout.go_on()
+    assert rollout.ready("decode") == (0, SIZE)
+    assert rollout.condition("Ready")[0] == "True"

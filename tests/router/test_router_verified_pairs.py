@@ -12,9 +12,10 @@ from tests.router.beats import beat
 from tests.router.fakes import fleet, replace_beat
 from xpyd_core.messages import Heartbeat
 from xpyd_router.fleet.instances import InstanceKey
-from xpyd_router.fleet.introductions import PairFound, unlike_pairs
+from xpyd_router.fleet.introductions import PairFound, unlike_pairs, without_pair
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.registry import Registry
+from xpyd_router.fleet.view import FleetView
 from xpyd_router.policy.base import OnNoDecode, OnNoPrefill, Want
 from xpyd_router.policy.pairs import Alone, Pair, PairPolicy, build_policy
 
@@ -151,6 +152,7 @@ async def test_requests_of_a_fleet_without_a_verified_pair_do_as_without_a_side(
         names = [one["instance"] for one in said["instances"]]
         assert said["kv_verify"] == "strict"
         assert [one["unverified"] for one in said["instances"]] == [names[1:], names[:1]]
+        assert {one["type"] for one in said["instances"] if not one["unpaired"]} == set(served)
 
 
 def test_instances_without_a_partner_are_paired_with_one_of_the_other_key() -> None:
@@ -170,3 +172,87 @@ def test_pools_of_two_revisions_of_a_fleet_are_not_compared() -> None:
     known.add("P", 1, fleet_revision="a")
     known.add("D", 2, fleet_revision="b", compatibility="other")
     assert not list(unlike_pairs(known.registry.instances))
+
+
+def unpaired(known: Known) -> set[InstanceKey]:
+    return set(without_pair(known.registry.instances, known.registry.snapshot))
+
+
+def test_an_instance_is_without_a_pair_only_where_the_other_side_is_there() -> None:
+    known = Known()
+    p = known.add("P", 1)
+    assert unpaired(known) == set(), "its other side is not there yet"
+    d = known.add("D", 2)
+    assert unpaired(known) == {p, d}
+    known.registry.prove(p, d, PASSED)
+    assert unpaired(known) == set()
+    late = known.add("D", 3)
+    assert unpaired(known) == {late}, "no probe yet"
+    known.registry.prove(p, late, FAILED)
+    assert unpaired(known) == {late}
+    known.registry.set_standing(p, "Ejected")
+    assert unpaired(known) == set(), "a role is lost"
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_refused"),
+    [
+        ({"compatibility": "other"}, True),
+        ({"compatibility": "other", "models": ()}, True),
+        ({"compatibility": "other", "models": ("another",)}, False),
+        ({"compatibility": "other", "fleet_revision": "b"}, False),
+        ({"compatibility": "other", "fleet_revision": "a"}, True),
+        ({}, False),
+    ],
+)
+def test_without_probes_an_instance_of_another_compatibility_is_without_a_pair(
+    fields: dict[str, Any], is_refused: bool
+) -> None:
+    known = Known()
+    known.registry.only_verified = False
+    known.add("P", 1, fleet_revision="a")
+    known.add("D", 2, fleet_revision="a")
+    new = known.add("D", 3, **fields)
+    assert unpaired(known) == ({new} if is_refused else set())
+
+
+def test_both_sides_of_a_new_revision_are_a_pair_as_soon_as_both_are_known() -> None:
+    known = Known()
+    known.registry.only_verified = False
+    for number, kind in enumerate("PD", 1):
+        known.add(kind, number, fleet_revision="a")
+    for number, kind in enumerate("PD", 3):
+        known.add(kind, number, fleet_revision="b", compatibility="new")
+        assert unpaired(known) == set()
+
+
+@pytest.mark.parametrize(("alone", "left"), [("decode_alone", "P"), ("prefill_alone", "D")])
+def test_one_that_serves_alone_needs_no_pair_until_others_are_one(alone: str, left: str) -> None:
+    known = Known("RoundRobin", **{alone: True})
+    keys = {"P": known.add("P", 1), "D": known.add("D", 2)}
+    assert unpaired(known) == {keys[left]}
+    p, d = known.add("P", 3), known.add("D", 4)
+    known.registry.prove(p, d, PASSED)
+    assert unpaired(known) == set(keys.values()), "all requests go to the pair"
+
+
+def test_aggregated_instances_and_those_that_leave_need_no_pair() -> None:
+    known = Known()
+    known.add("A", 1)
+    known.add("P", 2)
+    known.add("D", 3, state="Draining")
+    assert unpaired(known) == set()
+
+
+def test_the_probe_says_why_there_is_no_pair_and_else_what_is_known_of_the_two() -> None:
+    known = Known()
+    view = FleetView(known.registry, lambda: 0.0)
+    known.registry.prove(known.add("P", 1), known.add("D", 2), PASSED)
+    late, other = known.add("D", 3), known.add("D", 4, compatibility="other")
+    p = known.registry.instances[0]
+    assert view.unpaired() == {
+        late: f"no pair with {p.name}: no probe has got from P to D yet",
+        other: f"no pair with {p.name}: P's compatibility is k, D's is other",
+    }
+    known.registry.prove(p.key, other, FAILED)
+    assert view.unpaired()[other] == f"no pair with {p.name}: {FAILED.detail}"

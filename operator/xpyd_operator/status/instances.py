@@ -20,7 +20,8 @@ class InstanceLoadRow(msgspec.Struct, frozen=True):
 
 
 class InstanceRow(msgspec.Struct, frozen=True):
-    """One instance as a router has it. `in_flight`: that router's requests."""
+    """One instance as a router has it. `in_flight`: that router's requests; `unpaired`: why it is
+    in no pair though the other side is there, empty also of a router that does not say."""
 
     instance: _Text = ""
     type: _Text = ""
@@ -28,6 +29,7 @@ class InstanceRow(msgspec.Struct, frozen=True):
     state: _Text = ""
     load: InstanceLoadRow = InstanceLoadRow()
     in_flight: int = 0
+    unpaired: _Text = ""
 
     @property
     def requests(self) -> int:

@@ -3,7 +3,10 @@
 A pod of an engine is Ready when its containers are and this gate is open. The gate opens when every
 ready router has admitted the instance, so that `kubectl wait`, budgets and rollouts mean what
 clients see. Routers learn of engines by heartbeats alone, never by the readiness of pods: else the
-gate would wait for itself.
+gate would wait for itself. A P or D that is in no pair although the other side of its revision is
+there has no requests either: its gate does not open, so that a rollout to engines that refuse each
+other's KV stops at its first step. Where the other side is not there the gate opens: one of the two
+is first. A gate that is open stays so, see the ADR.
 
 A router that does not answer says nothing: a gate that is open stays so, and one that is shut opens
 without that router after SILENT_S. So a fleet whose routers are broken, or that the operator cannot
@@ -41,6 +44,7 @@ SILENT_S = 60.0
 _ADMITTED = ("Ready", "HalfOpen")
 _LEAVING = ("Draining", "Cordoned")
 """States in which no router means to send it anything: the gate shuts at once."""
+_NO_PAIR = "NoPair"
 
 
 class Gate(NamedTuple):
@@ -52,11 +56,13 @@ class Gate(NamedTuple):
 
 
 class InstanceState(NamedTuple):
-    """An instance as one router has it; `host` of its HTTP address."""
+    """An instance as one router has it; `host` of its HTTP address. `unpaired`: why it is in no
+    pair, where the other side is there."""
 
     name: str
     host: str
     state: str
+    unpaired: str = ""
 
 
 def read_states(body: bytes) -> tuple[InstanceState, ...] | None:
@@ -64,7 +70,10 @@ def read_states(body: bytes) -> tuple[InstanceState, ...] | None:
     rows = read_rows(body)
     if rows is None or not all(row.instance for row in rows):
         return None
-    return tuple(InstanceState(row.instance, _host(row.http_address), row.state) for row in rows)
+    return tuple(
+        InstanceState(row.instance, _host(row.http_address), row.state, row.unpaired)
+        for row in rows
+    )
 
 
 def _host(address: str) -> str:
@@ -98,6 +107,14 @@ def is_open(pod: Raw) -> bool:
 def waits_at_gate(pod: Raw) -> bool:
     """Whether nothing but the gate keeps a pod with one from being ready."""
     return is_true(pod, "ContainersReady") and not is_open(pod)
+
+
+class _Refusal(NamedTuple):
+    """Why a router does not send requests to a pod: the state in which it has the pod, or NoPair,
+    and that router's own words."""
+
+    word: str
+    why: str = ""
 
 
 class GateWatch:
@@ -169,19 +186,19 @@ class GateWatch:
     def _gate(
         self,
         pod: Raw,
-        refusals: Mapping[str, str],
+        refusals: Mapping[str, _Refusal],
         lost: Mapping[tuple[str, str], float],
         now_s: float,
         ttl_s: float,
     ) -> Gate | None:
         """Why it is shut; None: it is not, or not yet."""
         uid = text(pod, "metadata", "uid")
-        for router, word in sorted(refusals.items()):
-            what = f"router {short(router, 80)} sends it no requests: {word}"
+        for router, (word, why) in sorted(refusals.items()):
+            what = f"router {short(router, 80)} sends it no requests: {why or word}"
             if word in _LEAVING:
                 return Gate(False, word, what)
             if now_s - lost[uid, router] >= ttl_s:
-                return Gate(False, "NotAdmitted", what)
+                return Gate(False, word if word == _NO_PAIR else "NotAdmitted", what)
         return None
 
 
@@ -194,17 +211,20 @@ def _opened(routers: int) -> Gate:
 
 def _refusals(
     pod: Raw, speaking: Mapping[str, tuple[InstanceState, ...]]
-) -> Iterator[tuple[str, str]]:
-    """The routers that do not send requests to the pod, and the state in which they have it."""
+) -> Iterator[tuple[str, _Refusal]]:
+    """The routers that do not send requests to the pod, and why."""
     name, host = name_of(pod), text(pod, "status", "podIP")
     for router, states in speaking.items():
         mine = [
-            one.state
+            one
             for one in states
             if one.name == name and (not host or not one.host or one.host == host)
         ]
-        if not any(state in _ADMITTED for state in mine):
-            yield router, short(mine[0], 40) if mine else "unknown to it"
+        admitted = [one for one in mine if one.state in _ADMITTED]
+        if not admitted:
+            yield router, _Refusal(short(mine[0].state, 40) if mine else "unknown to it")
+        elif not is_open(pod) and all(one.unpaired for one in admitted):
+            yield router, _Refusal(_NO_PAIR, short(admitted[0].unpaired))
 
 
 def gate_of(pod: Raw) -> str:

@@ -8,11 +8,12 @@ verdicts, and `instances.build_snapshot` groups by them. So it is with what prob
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from xpyd_router.fleet.instances import Instance, InstanceKey, Met
+from xpyd_router.fleet.instances import Instance, InstanceKey, Met, Snapshot
 
 Verdict = Literal["met", "refused"]
 """met: D uses P's KV. refused: it never will, as long as both live."""
@@ -147,7 +148,7 @@ def possible_pairs(instances: Iterable[Instance]) -> Iterator[tuple[Instance, In
             for d in ds:
                 if not p.is_of_revision(d):
                     continue
-                if common_model(p, d) is not None or not (p.beat.models and d.beat.models):
+                if _share_model(p, d):
                     yield p, d
 
 
@@ -178,3 +179,45 @@ def mixed_pairs(instances: Iterable[Instance]) -> Iterator[tuple[Instance, Insta
     for p, d in possible_pairs(comparing):
         if p.engine != d.engine and common_model(p, d) is not None:
             yield p, d
+
+
+def without_pair(
+    instances: Iterable[Instance], snapshot: Snapshot
+) -> Mapping[InstanceKey, tuple[Instance, Instance]]:
+    """The routable Ps and Ds that are in no pair although routable instances of the other type and
+    of their revision and model are there; each with the P and the D of the first such pair.
+
+    An instance whose other side is not there is none of them: it waits for that side. Nor is one
+    that serves alone, as the model has no pair.
+    """
+    served = frozenset(_served(snapshot))
+    sides: dict[str, dict[tuple[str, tuple[str, ...]], Instance]] = {"P": {}, "D": {}, "A": {}}
+    routable = [one for one in instances if one.is_routable]
+    for one in routable:  # Those alike are asked once: there may be thousands.
+        sides[one.beat.type].setdefault((one.partners, one.beat.models), one)
+    found: dict[InstanceKey, tuple[Instance, Instance]] = {}
+    for one in routable:
+        if one.beat.type == "A" or one.key in served:
+            continue
+        for other in sides["D" if one.beat.type == "P" else "P"].values():
+            if one.is_of_revision(other) and _share_model(one, other):
+                found[one.key] = (one, other) if one.beat.type == "P" else (other, one)
+                break
+    return found
+
+
+def _share_model(one: Instance, other: Instance) -> bool:
+    if not (one.beat.models and other.beat.models):
+        return True
+    return common_model(one, other) is not None
+
+
+def _served(snapshot: Snapshot) -> Iterator[InstanceKey]:
+    """The Ps and Ds that requests of some model are sent to."""
+    for model in (snapshot.any_model, *snapshot.by_model.values()):
+        pairs = [group for group in model.groups if group.prefill and group.decode]
+        alone = () if pairs else model.alone
+        for group in pairs or model.groups:
+            for one in chain(group.prefill, group.decode):
+                if pairs or (one.serves_alone and one.beat.type in alone):
+                    yield one.key

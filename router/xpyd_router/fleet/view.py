@@ -26,7 +26,13 @@ from xpyd_router.fleet.health import (
     ProbeResult,
 )
 from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot, Standing, kind_of
-from xpyd_router.fleet.introductions import PairFound, Verdict, mixed_pairs, possible_pairs
+from xpyd_router.fleet.introductions import (
+    PairFound,
+    Verdict,
+    mixed_pairs,
+    possible_pairs,
+    without_pair,
+)
 from xpyd_router.fleet.loads import Load, LoadTable
 from xpyd_router.fleet.poison import Break, Fate, fingerprint, judge
 from xpyd_router.fleet.registry import Outcome, Registry, key_of
@@ -41,6 +47,8 @@ OnStanding = Callable[[Instance, Standing, str], None]
 MAX_NAMED = 16
 """Names in each list of a WithoutKv."""
 MAX_PROBLEMS = 64
+_MAX_WORDS = 400
+"""Letters of why an instance has no pair."""
 
 
 class WithoutKv(NamedTuple):
@@ -323,6 +331,31 @@ class FleetView:
             for p, d in islice(self._failed(), MAX_PROBLEMS)
             if (found := proofs.of(p.key, d.key)) is not None
         ]
+
+    def unpaired(self) -> Mapping[InstanceKey, str]:
+        """The routable instances in no pair, though the other type is there, and why: what the last
+        probe of one of its pairs says, else what is known of the first instance of that type."""
+        lonely = without_pair(self._registry.instances, self.snapshot)
+        probed: dict[InstanceKey, tuple[Instance, Instance]] = {}
+        for pair in self._failed() if lonely else ():
+            for one in pair:
+                probed.setdefault(one.key, pair)
+        return {key: self._why_apart(key, *probed.get(key, pair)) for key, pair in lonely.items()}
+
+    def _why_apart(self, key: InstanceKey, p: Instance, d: Instance) -> str:
+        proof = self._registry.proofs.of(p.key, d.key)
+        verdict = self._registry.verdicts.of(p.key, d.key)
+        if proof is not None and proof.cause:
+            what = proof.detail or proof.cause
+        elif p.pairing != d.pairing:
+            what = f"P's compatibility is {p.pairing}, D's is {d.pairing}"
+        elif verdict == "refused":
+            what = "D never uses KV of this P, which is of another engine"
+        elif p.engine != d.engine and verdict is None:
+            what = "D has not compared KV of this P yet, which is of another engine"
+        else:
+            what = "no probe has got from P to D yet"
+        return f"no pair with {(d if key == p.key else p).name}: {what}"[:_MAX_WORDS]
 
     def slowest_probe(self) -> PairProblem | None:
         """Of the pairs whose last probe passed the one that took the longest."""

@@ -171,7 +171,7 @@ _NO_PARTNERS = WithoutKv([], [], [])
 
 
 def _describe(
-    fleet: FleetView, instance: Instance, weight: float, without_kv: WithoutKv
+    fleet: FleetView, instance: Instance, weight: float, without_kv: WithoutKv, unpaired: str
 ) -> InstanceReport:
     """The line of /instances for one instance."""
     beat, health = instance.beat, fleet.report(instance.key)
@@ -214,6 +214,7 @@ def _describe(
         unmet=without_kv.unmet,
         refused=without_kv.refused,
         unverified=without_kv.unverified,
+        unpaired=unpaired,
         key_ids=list(beat.key_ids),
         in_flight=fleet.load(instance.key).ours,
     )
@@ -453,9 +454,15 @@ def _add_figures(app: Quart, app_state: AppState) -> None:
     async def instances() -> Response:
         fleet = app_state.fleet
         weights = fleet.weights()
-        without_kv = fleet.partners_without_kv()
+        without_kv, unpaired = fleet.partners_without_kv(), fleet.unpaired()
         found = [
-            _describe(fleet, i, weights.get(i.key, 1.0), without_kv.get(i.key, _NO_PARTNERS))
+            _describe(
+                fleet,
+                i,
+                weights.get(i.key, 1.0),
+                without_kv.get(i.key, _NO_PARTNERS),
+                unpaired.get(i.key, ""),
+            )
             for i in fleet.instances
         ]
         slowest = fleet.slowest_probe()

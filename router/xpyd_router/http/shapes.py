@@ -155,6 +155,13 @@ class InstanceReport(Shape, frozen=True, kw_only=True):
             "strict also those without one yet: no pair."
         ),
     ]
+    unpaired: Annotated[
+        str,
+        Meta(
+            description="Why it is in no pair, though instances of the other type and of its "
+            "revision are there; empty: it is in one, serves alone, or waits for that type."
+        ),
+    ]
     key_ids: Annotated[
         list[str], Meta(description="Ids of the fleet's keys that it accepts; the first signs.")
     ]
