@@ -36,7 +36,11 @@ if "gone" in " ".join(words):
 if words[0] == "apply":
     print(json.dumps(read("edit")))
 elif words[0] == "patch":
-    (here / "patch").write_text(sys.stdin.read())
+    patch = json.loads(sys.stdin.read())
+    version = patch.get("metadata", {{}}).get("resourceVersion")
+    if version not in (None, read("fleet")[0]["metadata"]["resourceVersion"]):
+        sys.exit("Error from server (Conflict): the object has been modified")
+    (here / "patch").write_text(json.dumps(patch))
 elif words[1].startswith("controllerrevisions"):
     print(json.dumps({{"items": read("records")}}))
 else:
@@ -179,6 +183,19 @@ def test_undo_writes_the_earlier_revision_and_leaves_sizes_alone(
     after = merge(deepcopy(fleet), kubectl.patch)
     assert after["spec"].get("engine", {}).get("image") == image
     assert [pool["replicas"] for pool in after["spec"]["pools"]] == [1, 5]
+
+
+@pytest.mark.parametrize("is_edit", [False, True], ids=["status", "edit"])
+def test_undo_goes_over_a_status_that_was_written_meanwhile_and_over_no_edit(
+    kubectl: Kubectl, capsys: pytest.CaptureFixture[str], is_edit: bool
+) -> None:
+    before = edited("b:1")
+    seen: Obj = before["metadata"]
+    later = {"resourceVersion": "6", "generation": seen["generation"] + is_edit}
+    kubectl.has(before, {**before, "metadata": seen | later}, records=recorded("a:1", "b:1"))
+    assert rollout("undo", "chat") == (2 if is_edit else 0)
+    assert (kubectl.folder / "patch").exists() is not is_edit
+    assert ("the object has been modified" in capsys.readouterr().err) is is_edit
 
 
 def test_undo_in_a_pause_goes_back_to_what_runs(

@@ -19,6 +19,8 @@ from xpyd_core.errors import UserError
 
 Json = dict[str, Any]
 
+_TRIES = 5
+"""Of a write that meets the operator's."""
 _KUBECTL_S = 60.0
 LOOK_S = 2.0
 """Between two looks of `status --wait`."""
@@ -91,6 +93,20 @@ class Kubectl:
         words = ("patch", f"{_FLEET}/{name}", "--type=merge", "--patch-file=/dev/stdin")
         self.run(*words, stdin=json.dumps(patch))
 
+    def write_over(self, fleet: Json, patch: Json) -> None:
+        """Merge a patch into `fleet`'s document unless somebody has edited it meanwhile. A status
+        that the operator writes is another version of the object too, and no edit."""
+        seen = fleet["metadata"]
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                version = {"resourceVersion": seen["resourceVersion"]}
+                return self.write(seen["name"], {"metadata": version, **patch})
+            except UserError as error:
+                seen = self.fleet(seen["name"])["metadata"]
+                is_edited = seen["generation"] != fleet["metadata"]["generation"]
+                if "(Conflict)" not in str(error) or is_edited or not tries_left:
+                    raise
+
 
 def _say(args: argparse.Namespace, words: str, found: object) -> None:
     sys.stdout.write(json.dumps(found) + "\n" if args.output == "json" else words)
@@ -153,9 +169,7 @@ def _undo(args: argparse.Namespace) -> int:
     fleet = kubectl.fleet(args.fleet)
     to = target_of(history_of(fleet, kubectl.records(args.fleet)), args.to)
     spec = merge_patch(fleet["spec"], restored(fleet["spec"], to.record))
-    # With the version: an edit of somebody else meanwhile is not overwritten.
-    version = {"resourceVersion": fleet["metadata"]["resourceVersion"]}
-    kubectl.write(args.fleet, {"metadata": version, "spec": spec})
+    kubectl.write_over(fleet, {"spec": spec})
     _say(args, _begun(args, fleet, f"back to revision {to.number}"), {"revision": to.number})
     return 0
 
