@@ -334,6 +334,17 @@ def made_by_operator(found: Obj, **status: Any) -> Obj:
     return {**found, "status": {"defaults": defaults.row, **status}}
 
 
+def test_plan_says_the_bounds_that_a_pool_has_from_its_own_rollout_and_from_the_fleets() -> None:
+    before = document(decode=10)
+    before["spec"]["pools"][1]["rollout"] = {"maxSurgePercent": 10}
+    after = deepcopy(before)
+    after["spec"]["rollout"] = {"maxSurgePercent": 50, "maxUnavailablePercent": 20}
+    found = plan_of(before, after)["pools"]
+    bounds = {name: (one["surge"], one["unavailable"]) for name, one in found.items()}
+    assert bounds == {"router": (1, 1), "prefill": (1, 1), "decode": (1, 2)}
+    assert {one["change"] for one in found.values()} == {"unchanged"}
+
+
 @pytest.mark.parametrize(
     ("edit", "says"),
     [

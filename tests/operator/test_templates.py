@@ -141,6 +141,23 @@ def test_routers_and_bounds_of_a_cluster_reach_the_wants():
     assert [p.replicas for p in found] == [3, None, None]
 
 
+@pytest.mark.parametrize(
+    ("own", "bounds"),
+    [
+        (None, (60, 30)),
+        ({}, (60, 30)),
+        ({"maxSurgePercent": 0}, (0, 30)),
+        ({"maxUnavailablePercent": 0}, (60, 0)),
+        ({"maxSurgePercent": 10, "maxUnavailablePercent": 5}, (10, 5)),
+    ],
+)
+def test_a_pools_rollout_takes_what_it_leaves_out_from_the_fleets(own, bounds):
+    pools = [{"name": "all", "role": "Aggregated"} | ({} if own is None else {"rollout": own})]
+    rollout = {"maxSurgePercent": 60, "maxUnavailablePercent": 30}
+    found = fleet_want(fleet(pools=pools, rollout=rollout), model="/m", in_cluster=True).pools
+    assert [(p.surge_percent, p.unavailable_percent) for p in found] == [(60, 30), bounds]
+
+
 def test_a_revision_is_of_what_defines_the_pods_and_of_nothing_else():
     base = {name: pool.revision for name, pool in want().items()}
     assert all(len(revision) == 8 for revision in base.values())

@@ -390,8 +390,7 @@ class Pool(ApiModel):
     scaling: Scaling = Scaling()
     """Bounds of the pool's replicas, also for `kubectl scale` and an HPA."""
     rollout: PoolRollout | None = None
-    """How this pool is rolled out; none: as spec.rollout says. It replaces both percents: one that
-    it leaves out is the default, not that of spec.rollout."""
+    """How this pool is rolled out; what it leaves out is as spec.rollout says."""
     template: Annotated[dict[str, Any] | None, ShapedLike(PodTemplate)] = None
     """Merged into the engines' pods in a cluster; the engine's container is `engine`."""
 

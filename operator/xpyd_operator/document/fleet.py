@@ -263,6 +263,20 @@ def _split(spec: Spec) -> tuple[str | int, ...]:
     return ()
 
 
+_OWN = "has(p.rollout.{0}) ? p.rollout.{0} : self.rollout.{0}"
+_CANNOT_MOVE = (
+    f"has(p.rollout) && ({_OWN.format('maxSurgePercent')}) == 0 && "
+    f"({_OWN.format('maxUnavailablePercent')}) == 0"
+)
+
+
+def _cannot_move(spec: Spec) -> tuple[str, ...]:
+    """The first pool with a rollout of its own in which nothing could be replaced; () for none."""
+    own = (pool for pool in spec.pools if pool.rollout is not None)
+    stuck = (pool.name for pool in own if not spec.rollout.bounds_of(pool.rollout).can_move)
+    return tuple(stuck)[:1]
+
+
 def _unused_by_nixl(name: str, cel: str, used: Callable[[KvTransfer], bool]) -> Rule[Spec]:
     """A rule that refuses a field of kvTransfer that NixlConnector has nothing for.
 
@@ -333,6 +347,16 @@ class Spec(ApiModel):
     )
     def _has_ports_for_ranks(self) -> bool:
         return not _clash(self)
+
+    @rule(
+        f"self.pools.all(p, !({_CANNOT_MOVE}))",
+        "with what its rollout leaves out as in spec.rollout, nothing of a pool could ever be "
+        "replaced: set one of maxSurgePercent and maxUnavailablePercent of its rollout",
+        field="pools",
+        numbers=Numbers("pool %s", f"self.pools.filter(p, {_CANNOT_MOVE})[0].name", _cannot_move),
+    )
+    def _pools_can_move(self) -> bool:
+        return not _cannot_move(self)
 
     @rule(
         f"self.pools.all(p, !({_SHARES_A_GPU}))",

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
 from xpyd_operator.document.base import ApiModel, matching, rule
 
+_Percent = Annotated[int, Field(ge=0, le=100)]
+
 
 class PoolRollout(ApiModel):
-    """How far a pool may be from its replicas while a new revision replaces an old one.
+    """How far one pool may be from its replicas while a new revision replaces an old one. What it
+    leaves out is as spec.rollout says."""
 
-    Percents are of the pool's replicas and at least one instance: surge is rounded up, unavailable
-    down.
-    """
-
-    max_surge_percent: Annotated[int, Field(ge=0, le=100)] = 25
-    """Instances above the replicas; 0: an old instance goes before a new one comes."""
-    max_unavailable_percent: Annotated[int, Field(ge=0, le=100)] = 0
-    """Instances that may be missing, where a new one has no room otherwise: none above replicas is
-    allowed, or no node has a place for it."""
-
-    @rule(
-        # The API server tries it on the default {} of the whole, which has no defaults in it.
-        "!has(self.maxSurgePercent) || "
-        "self.maxSurgePercent != 0 || self.maxUnavailablePercent != 0",
-        "nothing could ever be replaced: set one of maxSurgePercent and maxUnavailablePercent",
-        field="maxSurgePercent",
-    )
-    def _can_move(self) -> bool:
-        return self.max_surge_percent != 0 or self.max_unavailable_percent != 0
+    max_surge_percent: _Percent | None = None
+    """Instances above the replicas; none: as spec.rollout says."""
+    max_unavailable_percent: _Percent | None = None
+    """Instances that may be missing, where a new one has no room otherwise; none: as spec.rollout
+    says."""
 
 
 Percent = Annotated[int, Field(ge=1, le=99)]
@@ -83,9 +72,30 @@ class Canary(ApiModel):
         return (self.weight_percent, *self.steps)
 
 
-class Rollout(PoolRollout):
-    """How a new revision replaces an old one; P and D move together."""
+class Bounds(NamedTuple):
+    """How far a pool may be from its replicas in a rollout, in percents of them."""
 
+    surge: int
+    unavailable: int
+
+    @property
+    def can_move(self) -> bool:
+        """Whether an instance can ever be replaced."""
+        return self != (0, 0)
+
+
+class Rollout(ApiModel):
+    """How a new revision replaces an old one; P and D move together.
+
+    Percents are of a pool's replicas and at least one instance: surge is rounded up, unavailable
+    down.
+    """
+
+    max_surge_percent: _Percent = 25
+    """Instances above the replicas; 0: an old instance goes before a new one comes."""
+    max_unavailable_percent: _Percent = 0
+    """Instances that may be missing, where a new one has no room otherwise: none above replicas is
+    allowed, or no node has a place for it."""
     progress_deadline_seconds: Annotated[int, Field(ge=60, le=604800)] = 3600
     """In a cluster, how long no new instance may become ready before the fleet says Degraded."""
     pairing: Literal["SameRevision", "Compatible"] = "SameRevision"
@@ -111,3 +121,23 @@ class Rollout(PoolRollout):
     ) = None
     """Another time is a new revision of every pool and of the routers; `xpyd rollout restart` sets
     it."""
+
+    @rule(
+        # The API server tries it on the default {} of the whole, which has no defaults in it.
+        "!has(self.maxSurgePercent) || "
+        "self.maxSurgePercent != 0 || self.maxUnavailablePercent != 0",
+        "nothing could ever be replaced: set one of maxSurgePercent and maxUnavailablePercent",
+        field="maxSurgePercent",
+    )
+    def _can_move(self) -> bool:
+        return self.bounds_of(None).can_move
+
+    def bounds_of(self, own: PoolRollout | None) -> Bounds:
+        """The bounds of a pool with this rollout of its own; None: it has none. Each percent that
+        it leaves out is that of the whole fleet. See docs/adr/0111."""
+        surge, unavailable = self.max_surge_percent, self.max_unavailable_percent
+        if own is not None and own.max_surge_percent is not None:
+            surge = own.max_surge_percent
+        if own is not None and own.max_unavailable_percent is not None:
+            unavailable = own.max_unavailable_percent
+        return Bounds(surge, unavailable)

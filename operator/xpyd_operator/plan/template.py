@@ -55,7 +55,7 @@ def fleet_want(
     routers, surge, missing = 1, 0, 100
     if in_cluster:
         routers = fleet.spec.router.replicas
-        surge, missing = of_all.max_surge_percent, of_all.max_unavailable_percent
+        surge, missing = of_all.bounds_of(None)
     pools = [PoolWant(ROUTER, router, revision_of(router), routers, surge, missing)]
     common = fleet_revision_of(fleet, model=model, image=image)
     for pool in fleet.spec.pools:
@@ -63,15 +63,14 @@ def fleet_want(
         if pool.role != "Aggregated":
             template = replace(template, fleet_revision=common)
         template = replace(template, gated=gated)
-        bounds, rollout = pool.scaling, pool.rollout or of_all
+        bounds = pool.scaling
         pools.append(
             PoolWant(
                 pool.name,
                 template,
                 revision_of(template),
                 pool.replicas,
-                rollout.max_surge_percent,
-                rollout.max_unavailable_percent,
+                *of_all.bounds_of(pool.rollout),
                 least=bounds.min_replicas,
                 most=MOST_REPLICAS if bounds.max_replicas is None else bounds.max_replicas,
             )
