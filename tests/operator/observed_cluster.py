@@ -284,9 +284,9 @@ class Cluster:
             for kind in ("Ready", "ContainersReady", ROUTABLE):
                 self._set(pod, kind, str(ready))
 
-    def gate(self, pod: Obj, message: str, *, is_open: bool) -> None:
+    def gate(self, pod: Obj, message: str, *, is_open: bool, reason: str = "NotAdmitted") -> None:
         """The operator's gate of a pod whose containers are ready."""
-        self._set(pod, ROUTABLE, str(is_open), "Gate", message)
+        self._set(pod, ROUTABLE, str(is_open), reason, message)
         self._set(pod, "Ready", str(is_open))
 
     def crashed(

@@ -64,6 +64,7 @@ def _of_code() -> set[str]:
                 "LOST_ROLES",
                 "_STAND_INS",
                 "CUT",
+                "NO_PAIR",
             }:
                 found |= set(_words(node))
             if isinstance(node, ast.FunctionDef) and node.name == "_movement":

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.operator.fleets import cpu_pool, parsed, prefill_and_decode
-from tests.operator.observed_cluster import is_ready, settled
+from tests.operator.observed_cluster import Cluster, is_ready, settled
 from xpyd_core.messages import Heartbeat, InstanceType
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests.names import ROUTABLE
@@ -207,18 +207,23 @@ OTHER_DECODE = four_and_four(
 class Rollout:
     """A rollout of 4P4D whose gates go by what a router's registry says of the pods.
 
-    `edit` is of the image, which makes another mark for all, or of D alone. While `is_refused` the
+    `edit` is of the image, which makes another mark for all, or of D alone; None: the fleet is new,
+    and so is each of its instances. While `is_refused` the
     KV of a new instance fits nobody; only probes see that where `is_strict`, else keys differ.
     """
 
-    def __init__(self, edit: InferenceFleet, *, is_strict: bool) -> None:
-        self.cluster = settled(four_and_four())
+    def __init__(self, edit: InferenceFleet | None, *, is_strict: bool) -> None:
+        self.cluster = settled(four_and_four()) if edit else Cluster(four_and_four())
         self.old = {one["metadata"]["name"] for one in self._staying()}
         self.registry = Registry(period_s=3.0, missed_beats=3, only_verified=is_strict)
         self.view = FleetView(self.registry, lambda: 0.0)
         self.watch, self.now_s, self.is_refused = GateWatch(), 0.0, True
         self.is_strict, self.has_other_mark = is_strict, edit is OTHER_IMAGE
-        self.cluster.edit(edit)
+        if edit is not None:
+            self.cluster.edit(edit)
+        else:
+            self.cluster.turn()
+            self.cluster.running(self.cluster.pods_of("router"), ready=True)
 
     def _staying(self) -> list[dict[str, Any]]:
         return [pod for pool in PAIRED for pod in self.cluster.living(pool)]
@@ -246,7 +251,7 @@ class Rollout:
                 self.cluster.gate(one, "", is_open=name in self.old)
         said = {"r-0": self._said(pods)}
         for name, gate in self.watch.look(pods, said, self.now_s, ttl_s=TTL_S).items():
-            self.cluster.gate(pods[name], gate.message, is_open=gate.is_open)
+            self.cluster.gate(pods[name], gate.message, is_open=gate.is_open, reason=gate.reason)
         self.cluster.turn()
 
     def _said(self, pods: dict[str, dict[str, Any]]) -> tuple[InstanceState, ...]:
@@ -298,7 +303,7 @@ def test_a_rollout_to_engines_that_refuse_the_others_kv_stops_before_it_takes_ca
         assert [rollout.ready(pool)[0] for pool in PAIRED] == [SIZE, SIZE]
     assert rollout.ready("decode") == (SIZE, 0)
     status, reason, message = rollout.condition("Ready")
-    assert (status, reason) == ("False", "NotRoutable")
+    assert (status, reason) == ("False", "NoPair")
     assert "router r-0 sends it no requests: no pair with f-" in message
     assert (KV_DTYPE if is_strict else "D's is key of D") in message
     assert rollout.condition("Available")[:2] == ("True", "Serving")
@@ -307,3 +312,40 @@ def test_a_rollout_to_engines_that_refuse_the_others_kv_stops_before_it_takes_ca
         rollout.go_on()
     assert rollout.ready("decode") == (0, SIZE)
     assert rollout.condition("Ready")[0] == "True"
+
+
+@pytest.mark.parametrize("is_strict", [True, False], ids=["strict", "report"])
+def test_a_new_fleet_whose_instances_never_fit_says_so_and_not_that_it_has_no_engines(
+    is_strict: bool,
+) -> None:
+    rollout = Rollout(None, is_strict=is_strict)
+    rollout.go_on()
+    assert rollout.condition("Available")[:2] == ("False", "NoEngines"), "nobody has said why yet"
+    for _ in range(round(2 * TTL_S)):
+        rollout.go_on()
+    why = KV_DTYPE if is_strict else "D's is key of D"
+    for kind in ("Available", "Ready"):
+        status, reason, message = rollout.condition(kind)
+        assert (status, reason) == ("False", "NoPair")
+        assert why in message
+        assert "router r-0 sends it no requests: no pair with f-" in message
+    assert "no router has a pair: requests wait; prefill: " in rollout.condition("Available")[2]
+
+    late = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}
+    for (pool, _), workload in rollout.cluster.workloads.items():
+        if pool in PAIRED:
+            workload["status"]["conditions"] = [late]
+    found = [p for p in rollout.cluster.problems() if p.reason == "ProgressDeadlineExceeded"]
+    assert {problem.pool for problem in found} == set(PAIRED)
+    for problem in found:
+        assert problem.message.startswith(f"{problem.pool}: no pod became ready within 3600 s")
+        assert why in problem.message
+
+    # What one role lacks besides is named first.
+    rollout.cluster.running(rollout.cluster.pods_of("prefill"), ready=False)
+    rollout.cluster.turn()
+    assert rollout.condition("Available")[:2] == ("False", "NoEngines")
+    rollout.is_refused = False
+    for _ in range(4):
+        rollout.go_on()
+    assert rollout.condition("Available")[:2] == ("True", "Serving")

@@ -17,72 +17,29 @@ words where it has one.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from xpyd_operator.plan.values import ROUTER
 from xpyd_operator.status.canary import CanaryView
 from xpyd_operator.status.children import Raw, condition, count, moment, rows, short, text
 from xpyd_operator.status.crashes import RECREATED
 from xpyd_operator.status.models import ModelState
-from xpyd_operator.status.pools import PoolRow
+from xpyd_operator.status.pools import (
+    DONE,
+    ROLES,
+    USUAL_CHOICE,
+    PoolRow,
+    RoleChoice,
+    by_role,
+    serves,
+)
 from xpyd_operator.status.problems import Problem
 from xpyd_operator.status.rotation import KeyVerdict
+from xpyd_operator.status.routable import NO_PAIR
 from xpyd_operator.status.upgrades import UP_TO_DATE, UPGRADING, Upgrade
 from xpyd_operator.status.verified import NO_PAIRS, NOT_LOOKED, KvVerdict
-
-ROLES = ("Prefill", "Decode", "Aggregated")
-
-
-class RoleChoice(NamedTuple):
-    """What the document wants of requests where the fleet has no Prefill, or no Decode instance."""
-
-    on_no_prefill: str = "Queue"
-    on_no_decode: str | None = None
-
-    def of(self, role: str) -> str:
-        """The word for a fleet without this role."""
-        usual = "Reject" if self.on_no_prefill == "Reject" else "Queue"
-        return self.on_no_prefill if role == "Prefill" else self.on_no_decode or usual
-
-    def stands_in(self, ready: Mapping[str, int]) -> str:
-        """The word by which instances of the other role serve alone; "" where none does."""
-        for role, other in (("Prefill", "Decode"), ("Decode", "Prefill")):
-            if not ready.get(role, 0) and ready.get(other, 0):
-                return self.of(role) if self.of(role) in _STAND_INS else ""
-        return ""
-
-
-_STAND_INS = ("PrefillOnDecode", "DecodeOnPrefill")
-_DONE = {
-    "PrefillOnDecode": "Decode instances compute the prompts",
-    "DecodeOnPrefill": "Prefill instances make the whole answers",
-    "Queue": "requests wait",
-    "Reject": "requests get status 503",
-}
-"""What requests do where a role is lost."""
-
-
-USUAL_CHOICE = RoleChoice()
-"""Of a document that says nothing."""
-
-
-def serves(instances: Mapping[str, int]) -> bool:
-    """Whether engines of these roles can answer a request."""
-    pair = min(instances.get("Prefill", 0), instances.get("Decode", 0))
-    return bool(instances.get("Aggregated", 0) or pair)
-
-
-def by_role(rows: Iterable[PoolRow]) -> tuple[Counter[str], Counter[str]]:
-    """Instances wanted, and those that are ready, by role."""
-    wanted, ready = Counter[str](), Counter[str]()
-    for row in rows:
-        wanted[row.role] += row.replicas
-        ready[row.role] += row.ready
-    return wanted, ready
-
 
 FIELDS_IGNORED = "FieldsIgnored"
 INVALID = "InvalidSpec"
@@ -293,18 +250,33 @@ def _available(fleet: _Fleet) -> _Verdict:
     stands_in = fleet.choice.stands_in(ready)
     if fleet.has_pair is False and (serves(ready) or stands_in):
         what = f"{_counts(fleet.pools)} ready, but no router has a pair of them: requests wait"
-        return _Verdict(False, "NoPair", what)
+        return _Verdict(False, NO_PAIR, what)
     if serves(ready):
         parts = [f"{ready[role]} {role}" for role in ROLES if ready[role]]
         return _Verdict(True, "Serving", f"{', '.join(parts)} and {ready[ROUTER]} router ready")
     if stands_in:
         parts = [f"{ready[role] or 'no'} {role}" for role in ("Prefill", "Decode")]
         what = f"{', '.join(parts)} and {ready[ROUTER]} router ready"
-        return _Verdict(True, stands_in, f"{what}: {_DONE[stands_in]}")
+        return _Verdict(True, stands_in, f"{what}: {DONE[stands_in]}")
     roles = {row.role for row in fleet.pools}
     none = [role for role in ROLES if role in roles and not ready[role]]
+    if apart := _apart(fleet, none):
+        return _Verdict(False, NO_PAIR, _summary_of("no router has a pair: requests wait", apart))
     rows_of = ", ".join(row.progress for row in fleet.pools if row.role in none)
     return _Verdict(False, "NoEngines", f"no {' and no '.join(none)} instance is ready ({rows_of})")
+
+
+def _apart(fleet: _Fleet, missing: Iterable[str]) -> list[Problem]:
+    """Why instances of the missing roles, which are there, are in no pair; () where a role has none
+    such. A fleet whose P and D never fitted has no instance of one of them that is ready."""
+    found: list[Problem] = []
+    for role in missing:
+        pools = {row.name for row in fleet.pools if row.role == role}
+        mine = [p for p in fleet.problems if p.reason == NO_PAIR and p.pool in pools]
+        if not mine:
+            return []
+        found += mine
+    return found
 
 
 def _progressing(fleet: _Fleet) -> _Verdict:
@@ -416,7 +388,7 @@ def _roles(fleet: _Fleet) -> _Verdict:
         return _Verdict(not lost, "NoEngines" if lost else "ScaledToZero", what)
     for role in lost:
         what = f"no {role} instance is ready (0/{wanted[role]})"
-        choice = f"{_DONE[fleet.choice.of(role)]} (router.onNo{role})"
+        choice = f"{DONE[fleet.choice.of(role)]} (router.onNo{role})"
         return _Verdict(False, f"No{role}", f"{what}: {choice}")
     if half := [role for role in roles if _is_half_lost(fleet, role, wanted[role], ready[role])]:
         parts = ", ".join(f"{ready[role]}/{wanted[role]} {role}" for role in half)

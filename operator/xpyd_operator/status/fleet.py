@@ -34,9 +34,6 @@ from xpyd_operator.status.children import (
 )
 from xpyd_operator.status.conditions import (
     INVALID,
-    ROLES,
-    RoleChoice,
-    by_role,
     conditions,
     conditions_of_invalid,
 )
@@ -49,7 +46,7 @@ from xpyd_operator.status.drains import (
     leaving_field,
 )
 from xpyd_operator.status.models import ModelState
-from xpyd_operator.status.pools import PoolRow, pool_rows
+from xpyd_operator.status.pools import ROLES, PoolRow, RoleChoice, by_role, pool_rows
 from xpyd_operator.status.problems import Problem, in_order
 from xpyd_operator.status.rotation import KeyVerdict
 from xpyd_operator.status.upgrades import (

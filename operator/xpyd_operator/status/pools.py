@@ -1,13 +1,58 @@
-"""A fleet's pools as rows: the instances of each, all its revisions together. Pure."""
+"""A fleet's pools as rows: the instances of each, all its revisions together. Pure.
+
+Also by their roles: which instances serve, and what requests do where a role is lost."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from xpyd_operator.plan.fleet import pools_moving, pools_waiting, pools_wanted
 from xpyd_operator.plan.values import ROUTER, FleetSeen, FleetWant, PoolRole
 from xpyd_operator.status.children import NOTHING, Children, Counts
+
+ROLES = ("Prefill", "Decode", "Aggregated")
+
+
+class RoleChoice(NamedTuple):
+    """What the document wants of requests where the fleet has no Prefill, or no Decode instance."""
+
+    on_no_prefill: str = "Queue"
+    on_no_decode: str | None = None
+
+    def of(self, role: str) -> str:
+        """The word for a fleet without this role."""
+        usual = "Reject" if self.on_no_prefill == "Reject" else "Queue"
+        return self.on_no_prefill if role == "Prefill" else self.on_no_decode or usual
+
+    def stands_in(self, ready: Mapping[str, int]) -> str:
+        """The word by which instances of the other role serve alone; "" where none does."""
+        for role, other in (("Prefill", "Decode"), ("Decode", "Prefill")):
+            if not ready.get(role, 0) and ready.get(other, 0):
+                return self.of(role) if self.of(role) in _STAND_INS else ""
+        return ""
+
+
+_STAND_INS = ("PrefillOnDecode", "DecodeOnPrefill")
+DONE = {
+    "PrefillOnDecode": "Decode instances compute the prompts",
+    "DecodeOnPrefill": "Prefill instances make the whole answers",
+    "Queue": "requests wait",
+    "Reject": "requests get status 503",
+}
+"""What requests do where a role is lost."""
+
+
+USUAL_CHOICE = RoleChoice()
+"""Of a document that says nothing."""
+
+
+def serves(instances: Mapping[str, int]) -> bool:
+    """Whether engines of these roles can answer a request."""
+    pair = min(instances.get("Prefill", 0), instances.get("Decode", 0))
+    return bool(instances.get("Aggregated", 0) or pair)
 
 
 @dataclass(frozen=True)
@@ -49,6 +94,15 @@ class PoolRow:
     def progress(self) -> str:
         """How far the pool is, in words."""
         return f"{self.name} {self.updated}/{self.replicas}"
+
+
+def by_role(rows: Iterable[PoolRow]) -> tuple[Counter[str], Counter[str]]:
+    """Instances wanted, and those that are ready, by role."""
+    wanted, ready = Counter[str](), Counter[str]()
+    for row in rows:
+        wanted[row.role] += row.replicas
+        ready[row.role] += row.ready
+    return wanted, ready
 
 
 def pool_rows(want: FleetWant, seen: FleetSeen, children: Children) -> tuple[PoolRow, ...]:

@@ -50,7 +50,7 @@ from xpyd_operator.status.children import (
     workloads,
 )
 from xpyd_operator.status.crashes import RECREATED, crash, exit_before, group_failure
-from xpyd_operator.status.routable import gate_of
+from xpyd_operator.status.routable import NO_PAIR, gate_of
 
 Kind = Literal["Degraded", "Capacity", "Waiting", "Drifted"]
 
@@ -263,7 +263,9 @@ def _starting(pod: Raw, spec: Raw, statuses: Iterable[Raw]) -> Finding:
         unmet = [gate for gate in gates if not is_true(pod, gate)]
         if unmet == [ROUTABLE] and is_true(pod, "ContainersReady"):
             what = "its containers are ready, no router sends it requests yet"
-            return Finding("Waiting", "NotRoutable", what, gate_of(pod))
+            word, words = gate_of(pod)
+            reason = word if word == NO_PAIR else "NotRoutable"
+            return Finding("Waiting", reason, what, words)
         if [gate for gate in unmet if gate != ROUTABLE]:
             return Finding("Waiting", "ReadinessGates", "readiness gates", short(", ".join(unmet)))
         if not is_true(pod, "ContainersReady"):
@@ -355,10 +357,12 @@ def find_problems(
     for workload in workloads(children):
         found += _of_workload(workload)
     told = {problem.pool for problem in found if problem.kind == "Degraded"}
-    full = {problem.pool for problem in found if problem.kind == "Capacity"}
+    at_gate = (p for p in found if p.reason in (NO_PAIR, "NotRoutable"))
+    causes = {p.pool: p.message.removeprefix(p.pool) for p in at_gate}
+    causes |= {p.pool: _NO_ROOM for p in found if p.kind == "Capacity"}
     for pool, words in _late(children, ages, deadline_s):
         if pool not in told:
-            message = f"{pool}: {words}{_NO_ROOM if pool in full else ''}"
+            message = f"{pool}: {words}{causes.get(pool, '')}"
             found.append(Problem("Degraded", "ProgressDeadlineExceeded", pool, message))
     return in_order(found)
 

@@ -44,7 +44,8 @@ SILENT_S = 60.0
 _ADMITTED = ("Ready", "HalfOpen")
 _LEAVING = ("Draining", "Cordoned")
 """States in which no router means to send it anything: the gate shuts at once."""
-_NO_PAIR = "NoPair"
+NO_PAIR = "NoPair"
+"""The reason of a gate that is shut because its instance is in no pair."""
 
 
 class Gate(NamedTuple):
@@ -198,7 +199,7 @@ class GateWatch:
             if word in _LEAVING:
                 return Gate(False, word, what)
             if now_s - lost[uid, router] >= ttl_s:
-                return Gate(False, word if word == _NO_PAIR else "NotAdmitted", what)
+                return Gate(False, word if word == NO_PAIR else "NotAdmitted", what)
         return None
 
 
@@ -224,9 +225,10 @@ def _refusals(
         if not admitted:
             yield router, _Refusal(short(mine[0].state, 40) if mine else "unknown to it")
         elif not is_open(pod) and all(one.unpaired for one in admitted):
-            yield router, _Refusal(_NO_PAIR, short(admitted[0].unpaired))
+            yield router, _Refusal(NO_PAIR, short(admitted[0].unpaired))
 
 
-def gate_of(pod: Raw) -> str:
-    """Why the pod's gate is shut, as its condition says."""
-    return short(text(condition(pod, ROUTABLE), "message"))
+def gate_of(pod: Raw) -> tuple[str, str]:
+    """The reason why the pod's gate is shut, and its words, as its condition says."""
+    found = condition(pod, ROUTABLE)
+    return text(found, "reason"), short(text(found, "message"))
