@@ -78,7 +78,22 @@ def test_two_releases_and_an_upgrade_change_no_object(plane: Cluster, chat: Flee
         before, old = chat.identities(), images(chat)
         with running_operator(plane, place, flags=flags(place, "two", *NEW)) as second:
             wait_for(lambda: told(chat, "StandsBy"), READY_S, "it stands by", explain=second.log)
+            said = f"{place}/one reconciles this fleet; {place}/two stands by"
+
+            def is_said() -> bool:
+                return said in chat.condition("OtherRelease").get("message", "")
+
+            wait_for(is_said, READY_S, "a condition says so", explain=second.log)
+            assert "StandsBy" in chat.kubectl("get", "fleet", "chat", "-o", "wide")
             assert chat.identities() == before
+            # The owner's next status leaves it.
+            chat.scale("decode", 2)
+            chat.wait_pool("decode", 2)
+            chat.wait_ready()
+            assert is_said()
+            chat.scale("decode", 1)
+            chat.wait_ready()
+            before = chat.identities()
     with running_operator(plane, place, flags=flags(place, "one", *NEW)) as upgraded:
 
         def says_older() -> bool:

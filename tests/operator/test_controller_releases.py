@@ -21,8 +21,9 @@ from tests.operator.kube_operating import (
 )
 from tests.operator.test_controller_clocks import OperatorProcess
 from xpyd_operator.controller import leader, reconcile
-from xpyd_operator.controller.decision import election
+from xpyd_operator.controller.decision import election, standby
 from xpyd_operator.controller.decision.kinds import DEPLOYMENT, EVENT, FLEET, LEASE, POD, Obj
+from xpyd_operator.controller.decision.standby import OTHER_RELEASE
 from xpyd_operator.controller.main import Operator, OperatorBroken, OperatorConfig
 from xpyd_operator.manifests.names import Settings
 
@@ -184,6 +185,73 @@ def test_two_releases_do_not_fight_over_a_fleet() -> None:
                 assert (
                     len([p for p in api.all(POD) if p["metadata"]["name"].startswith("code")]) == 4
                 )
+
+    run(test)
+
+
+def test_a_condition_says_who_stands_by_and_the_owners_writes_leave_it() -> None:
+    async def test(api: FakeApi) -> None:
+        api.add(fleet())
+        async with replica(api):
+            await up(api, "chat")
+            async with replica(api, SECOND, NEW):
+                await until(lambda: condition(api, OTHER_RELEASE), what="it says so")
+                row = condition(api, OTHER_RELEASE)
+                assert f"{FIRST} reconciles this fleet; {SECOND} stands by" in row["message"]
+                api.change(FLEET, "ns", "chat", {"spec": {"router": {"replicas": 3}}})
+
+                def is_written() -> bool:
+                    found = api.get(FLEET, "ns", "chat")
+                    assert found is not None
+                    metadata, status = found["metadata"], found["status"]
+                    return status["observedGeneration"] == metadata["generation"]
+
+                await until(is_written, what="the owner has written another status")
+                await up(api, "chat")
+                assert condition(api, OTHER_RELEASE) == row
+            # The owner's next process carries it, too.
+        async with replica(api):
+            api.change(FLEET, "ns", "chat", {"spec": {"router": {"replicas": 1}}})
+            await until(is_written, what="the next process has written a status")
+            await up(api, "chat")
+            assert condition(api, OTHER_RELEASE) == row
+
+    run(test)
+
+
+def test_the_condition_goes_with_the_release_that_stood_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(standby, "GONE_S", 3.0)
+
+    async def test(api: FakeApi) -> None:
+        api.add(fleet())
+        async with replica(api):
+            await up(api, "chat")
+            async with replica(api, SECOND, NEW):
+                await until(lambda: condition(api, OTHER_RELEASE), what="it says so")
+            await until(lambda: not condition(api, OTHER_RELEASE), what="it goes", timeout_s=15)
+            await calm(api)
+            assert condition(api, "Ready")["status"] == "True"
+
+    run(test)
+
+
+def test_who_takes_a_fleet_over_says_no_more_that_it_stands_by() -> None:
+    async def test(api: FakeApi) -> None:
+        api.add(fleet())
+        async with replica(api), replica(api, SECOND, NEW):
+            await up(api, "chat")
+            await until(lambda: condition(api, OTHER_RELEASE), what="the second stands by")
+            api.change(FLEET, "ns", "chat", {"metadata": {"annotations": {MARK: SECOND}}})
+
+            def has_changed() -> bool:
+                said = condition(api, OTHER_RELEASE).get("message", "")
+                return f"{SECOND} reconciles this fleet; {FIRST} stands by" in said
+
+            await until(has_changed, what="the first stands by")
+            await calm(api)
+            assert has_changed()
 
     run(test)
 

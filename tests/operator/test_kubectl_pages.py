@@ -16,6 +16,7 @@ from tests.operator.test_status_conditions import Obj, fleet_of
 from xpyd_operator.cluster.page import WIDTH, page_json, page_text, pages_text
 from xpyd_operator.cluster.why import Wait, waits_of, why_json, why_text
 from xpyd_operator.controller.decision.kinds import DEPLOYMENT
+from xpyd_operator.controller.decision.standby import Standby, words
 from xpyd_operator.status.children import Children, key_of
 from xpyd_operator.status.drains import InstanceLoad
 
@@ -114,6 +115,17 @@ def deleted() -> Cluster:
     return cluster
 
 
+def stood_by() -> Cluster:
+    cluster = settled(fleet_of())
+    document, release = stored(cluster), "other/xpyd-operator"
+    document["metadata"]["resourceVersion"] = "1"
+    said = words("xpyd-system/xpyd-operator", release, "chat")
+    patch = Standby().patch(document, release, said, 0.0, cluster.time)
+    assert patch is not None
+    cluster.status = {**document["status"], **patch["status"]}
+    return cluster
+
+
 SCENES: dict[str, Callable[[], Cluster]] = {
     "settled": lambda: settled(fleet_of()),
     "new": new_cluster,
@@ -122,6 +134,7 @@ SCENES: dict[str, Callable[[], Cluster]] = {
     "scaled down": draining,
     "no prefill": without_prefill,
     "deleted": deleted,
+    "another release stands by": stood_by,
 }
 
 

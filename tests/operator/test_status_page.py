@@ -28,7 +28,14 @@ KINDS = {
     "Progressing",
     "Available",
 }
-KINDS |= {"CapacityAvailable", "FieldsIgnored", "KeyRotated", "RolesReady", "UpToDate"}
+KINDS |= {
+    "CapacityAvailable",
+    "FieldsIgnored",
+    "KeyRotated",
+    "OtherRelease",
+    "RolesReady",
+    "UpToDate",
+}
 PULLS = {"RegistryUnavailable", "SignatureValidationFailed"}
 """Kubelet's names of what is told as ImagePullBackOff."""
 
@@ -65,6 +72,7 @@ def _of_code() -> set[str]:
                 "_STAND_INS",
                 "CUT",
                 "NO_PAIR",
+                "STANDS_BY",
             }:
                 found |= set(_words(node))
             if isinstance(node, ast.FunctionDef) and node.name == "_movement":

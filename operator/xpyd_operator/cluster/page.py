@@ -32,7 +32,7 @@ Json = dict[str, Any]
 WIDTH = 120
 _MOST_LINES = 6
 """Of one condition's message; all of it is in `kubectl get fleet -o yaml`."""
-_GOOD_IF_FALSE = frozenset({"Degraded", "Drifted", "FieldsIgnored"})
+_GOOD_IF_FALSE = frozenset({"Degraded", "Drifted", "FieldsIgnored", "OtherRelease"})
 _ALWAYS_SHOWN = frozenset({"Ready", "Progressing"})
 """Conditions that the page says in other words."""
 _MOST_REVISIONS = 30

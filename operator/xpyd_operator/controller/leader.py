@@ -17,7 +17,6 @@ from xpyd_operator.controller.client import Api
 from xpyd_operator.controller.decision.election import Election, OwnerWatch
 from xpyd_operator.controller.decision.errors import Conflict, KubeError, NotFound
 from xpyd_operator.controller.decision.kinds import LEASE, Obj
-from xpyd_operator.status.events import EventText
 
 logger = logging.getLogger(__name__)
 
@@ -158,10 +157,3 @@ class Releases:
             logger.debug("the Lease of %s: %s", owner, error)
             return False
         return self._watch.is_gone(owner, lease, self._clock())
-
-    def stands_by(self, owner: str) -> EventText:
-        """What an Event says of a fleet that another release reconciles."""
-        mine = self.own or "an operator without --release"
-        text = f"{owner} reconciles this fleet; {mine} stands by. To hand it over: kubectl annotate"
-        text += f" --overwrite fleet NAME xpyd.dev/operator={self.own or 'NAMESPACE/NAME'}"
-        return EventText("Warning", "StandsBy", text)

@@ -10,12 +10,13 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
+from math import inf
 
 from xpyd_operator.controller.client import Api
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
 from xpyd_operator.controller.decision.decide import Turn, contest_problems, decide
 from xpyd_operator.controller.decision.election import operator_of
-from xpyd_operator.controller.decision.errors import KubeError, NotFound
+from xpyd_operator.controller.decision.errors import Conflict, KubeError, NotFound
 from xpyd_operator.controller.decision.history import FleetHistory, is_ready, is_urgent
 from xpyd_operator.controller.decision.kinds import (
     FLEET,
@@ -27,6 +28,7 @@ from xpyd_operator.controller.decision.kinds import (
     trim,
 )
 from xpyd_operator.controller.decision.report import Report, problem_of, report, status_of
+from xpyd_operator.controller.decision.standby import OTHER_RELEASE, STANDS_BY, words
 from xpyd_operator.controller.decision.state import FleetState, own_children, signing_secret
 from xpyd_operator.controller.decision.writes import (
     CreateKey,
@@ -40,6 +42,7 @@ from xpyd_operator.controller.executor import Outcome, WriteExecutor
 from xpyd_operator.controller.leader import LOOK_S, Releases
 from xpyd_operator.manifests.names import FINALIZER, Settings
 from xpyd_operator.status.canary import CanaryReport
+from xpyd_operator.status.children import is_leaving
 from xpyd_operator.status.drains import CUT, InstanceLoad
 from xpyd_operator.status.events import EventText, events
 from xpyd_operator.status.models import DownloadProgress
@@ -192,10 +195,33 @@ class Reconciler:
         owner = operator_of(document)
         if self._releases is None or await self._releases.may_reconcile(owner):
             return None
+        said = words(owner, self._releases.own, document["metadata"]["name"])
         if history.stood_by_for != owner:
             history.stood_by_for = owner
-            self._poster.post(document, self._releases.stands_by(owner))
+            self._poster.post(document, EventText("Warning", STANDS_BY, said))
+        if not is_leaving(document):
+            await self._say_standby(document, history, self._releases.own, said)
         return LOOK_S
+
+    async def _say_standby(self, document: Obj, history: FleetHistory, own: str, said: str) -> None:
+        """Write the condition of a fleet that another release reconciles, where it is due."""
+        patch = history.standby.patch(document, own, said, self._clock(), self._wall)
+        if patch is None:
+            return
+        namespace, name = document["metadata"]["namespace"], document["metadata"]["name"]
+        try:
+            after = await self._api.patch(FLEET, namespace, name, patch, sub="status")
+        except Conflict:
+            history.standby.crossed()
+        except KubeError as error:
+            # There is a next time, and the Event has said it.
+            logger.debug("%s/%s: %s was not written: %s", namespace, name, OTHER_RELEASE, error)
+        else:
+            self._cache.put(FLEET, trim(FLEET, after))
+
+    @property
+    def _wall(self) -> str:
+        return self._now().strftime("%Y-%m-%dT%H:%M:%SZ")
 
     def _takes_turn(self, key: FleetKey) -> bool:
         """Whether the fleet may take the operator's defaults without being asked."""
@@ -226,7 +252,7 @@ class Reconciler:
             children,
             settings,
             served,
-            self._now().strftime("%Y-%m-%dT%H:%M:%SZ"),
+            self._wall,
             taken=history.taken(time),
             settled=history.settled,
             contested=history.contested(time),
@@ -291,7 +317,9 @@ class Reconciler:
         history.forget_old(frozenset(present), self._clock())
         own = signing_secret(state.document, state.children)
         has_key = history.has_key(status_of(state.document), own)
-        found = report(state, problems, has_key=has_key)
+        own_release = self._releases.own if self._releases else ""
+        standby, left_s = history.standby.kept(state.document, own_release, self._clock())
+        found = report(state, problems, has_key=has_key, standby=standby)
         try:
             waits = (
                 await self._report_fleet(key, state, history, found),
@@ -302,7 +330,8 @@ class Reconciler:
             return None
         except KubeError as error:
             raise TurnFailed(f"the status was not written: {error}") from error
-        return min((wait for wait in waits if wait is not None), default=None)
+        known = [wait for wait in (*waits, left_s) if wait is not None and wait < inf]
+        return min(known, default=None)
 
     async def _report_fleet(
         self, key: FleetKey, state: FleetState, history: FleetHistory, found: Report

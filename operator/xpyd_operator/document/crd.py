@@ -60,6 +60,9 @@ def fleet_crd() -> Schema:
             _column("Roles", _condition("RolesReady", "reason"), "which role is lost", wide=True),
             _column("Leaving", ".status.summary.leaving", "instances that leave", wide=True),
             _column("Key", _condition("KeyRotated", "reason"), "how far a rotation is", wide=True),
+            _column(
+                "Other", _condition("OtherRelease", "reason"), "a release stands by", wide=True
+            ),
             _column("Endpoint", ".status.endpoint", "URL of its OpenAI API", wide=True),
         ),
     )

@@ -29,8 +29,8 @@ class Condition(ApiModel):
 
     type: Annotated[str, Field(max_length=316)]
     """Ready, Available, Progressing, Degraded, RouterReady, CapacityAvailable, Drifted,
-    KVTransferVerified, RolesReady, UpToDate, ModelReady, KeyRotated or
-    FieldsIgnored."""
+    KVTransferVerified, RolesReady, UpToDate, ModelReady, KeyRotated,
+    FieldsIgnored or OtherRelease."""
     status: Literal["True", "False", "Unknown"]
     """Whether the condition holds."""
     reason: Annotated[str, Field(min_length=1, max_length=1024)]
@@ -165,7 +165,7 @@ class FleetStatus(ApiModel):
     """Ready, Available, Progressing, Degraded, RouterReady, CapacityAvailable, Drifted,
     KVTransferVerified, RolesReady, UpToDate; ModelReady where a Job downloads it, KeyRotated where
     somebody asked to rotate the key, FieldsIgnored where the document has fields that the operator
-    does not know."""
+    does not know, OtherRelease where another release of the operator stands by."""
     pools: Annotated[
         tuple[FleetPoolStatus, ...], Field(strict=False, max_length=MAX_POOLS), Unique("name")
     ] = ()

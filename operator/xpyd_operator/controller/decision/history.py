@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from xpyd_operator.controller.decision.kinds import Obj
+from xpyd_operator.controller.decision.standby import Standby
 from xpyd_operator.controller.decision.state import AppliedVersion, ObjectRef, ParsedDocument, read
 from xpyd_operator.controller.decision.writes import (
     WITHOUT,
@@ -157,6 +158,7 @@ class FleetHistory:
         self.deleted_key = ""
         """The slot whose Secret was deleted last."""
         self._turns_moved = 0
+        self.standby = Standby()
         self.stood_by_for = ""
         """The release that reconciles the fleet in place of this one, as an Event has told."""
 

@@ -22,7 +22,7 @@ from xpyd_operator.controller.decision.writes import (
     pool_of,
 )
 from xpyd_operator.plan.fleet import pools_wanted
-from xpyd_operator.status.children import is_leaving, rows, text
+from xpyd_operator.status.children import Raw, is_leaving, rows, text
 from xpyd_operator.status.conditions import INVALID, INVALID_TEMPLATE
 from xpyd_operator.status.fleet import (
     fleet_status,
@@ -32,6 +32,8 @@ from xpyd_operator.status.fleet import (
     pool_statuses,
 )
 from xpyd_operator.status.problems import Problem, find_problems
+
+NO_ROW: Raw = {}
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,18 @@ def status_of(obj: Obj) -> dict[str, Any]:
     return cast("dict[str, Any]", obj.get("status") or {})
 
 
-def report(state: FleetState, problems: Sequence[Problem], *, has_key: bool) -> Report:
-    """The statuses after a turn. `problems`: those that the objects do not show."""
+def report(
+    state: FleetState, problems: Sequence[Problem], *, has_key: bool, standby: Raw = NO_ROW
+) -> Report:
+    """The statuses after a turn. `problems`: those that the objects do not show. `standby`: the
+    condition of a release that stands by, which stays as it is; empty: there is none."""
     leaving = is_leaving(state.document)
     if not leaving and state.is_held:
         after, pools = _invalid(state, problems), invalid_pool_statuses(state.own)
     else:
         after, pools = _obeyed(state, problems, has_key=has_key)
+    if standby:
+        after = {**after, "conditions": [*after["conditions"], standby]}
     patches: dict[str, dict[str, Any]] = {}
     # The pools' objects go with the fleet.
     for obj in () if leaving else cast("tuple[Obj, ...]", state.own.pools):
