@@ -140,9 +140,10 @@ class HeartbeatSender:
         keys = tuple(self._keys)
         beat = self._make()
         self._incarnation = beat.incarnation
-        frame = encode_heartbeat(
-            msgspec.structs.replace(beat, sent_us=self._sent_us, key_ids=key_ids(keys))
+        sent = msgspec.structs.replace(
+            beat, sent_us=self._sent_us, key_ids=key_ids(keys), routers=len(self._sockets)
         )
+        frame = encode_heartbeat(sent)
         return [frame, beat_mac(keys[0], frame)] if keys else [frame]
 
     def _send(self, address: Address, frames: list[bytes]) -> bool:

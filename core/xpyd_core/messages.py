@@ -55,6 +55,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `key_ids`: the fleet's keys that the engine accepts, by `keys.key_ids`; the first signs.
     `kv_leases`: prompts whose KV is held here for, or is on its way to or from, another instance.
     `fleet_revision`: equal for all pools of one document; `revision` is the pool's own (ADR 0097).
+    `routers`: to how many this beat goes, of which a router is one; 0: not said (ADR 0121).
     """
 
     type: InstanceType
@@ -88,6 +89,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     key_ids: Annotated[tuple[_Text, ...], msgspec.Meta(max_length=MAX_KEY_IDS)] = ()
     kv_leases: _Count = 0
     fleet_revision: _Text = ""
+    routers: _Count = 0
 
     @property
     def http(self) -> Address:

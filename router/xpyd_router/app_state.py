@@ -2,7 +2,7 @@
 
 `router` and `processes.worker` make an AppState, each with its own kind of fleet view; `request`
 and `http` work with it. Knows no HTTP. `unready` decides whether new requests may be sent to this
-router (ADR 0041).
+router (ADR 0041, ADR 0121).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 from xpyd_router.access_log import AccessLog
 from xpyd_router.admission import Admission
 from xpyd_router.config import RouterConfig
-from xpyd_router.fleet.instances import InstanceKey
+from xpyd_router.fleet.instances import Arrival, InstanceKey
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.keys.ring import KeyRing
@@ -27,8 +27,11 @@ from xpyd_router.policy.pairs import PairPolicy
 FOUND_AFTER_S = 30.0
 """How long engines may take to find a new router: a cluster's DNS gives answers that are so old
 (CoreDNS' default)."""
-_FIRST_BEATS = 2
-"""Of the engines that have found a router, all have beaten after so many periods."""
+_ALL_BEAT = 1.25
+"""So many periods after the first beat all engines have beaten: each looks for routers once in a
+period, which a busy machine makes a little longer."""
+_NO_PAIR = 2
+"""So many periods without a pair are no matter of beats that are still to come."""
 UnreadyReason = Literal["draining", "no word of the instances", "starting"]
 
 
@@ -37,22 +40,28 @@ def unready(
     is_draining: bool,
     is_current: bool,
     had_pair: bool,
-    knows_instances: bool,
-    age_s: float,
-    beat_period_s: float,
+    arrival: Arrival,
+    started_s: float,
+    now_s: float,
 ) -> UnreadyReason | None:
     """Why no new request should be sent to a router; None: the router takes requests.
 
     Without a pair requests wait, so a router that loses its pairs stays ready. A router that starts
-    (`age_s` ago) is ready with its first pair, so that a rollout keeps the routers before it until
-    then; where no pair comes, once engines have had time to find the router and to beat. Pure.
+    is ready with its first pair; beside other routers, which serve meanwhile, when all engines have
+    had time to beat since the first one did; without a pair a little later. Pure.
     """
     if is_draining:
         return "draining"
     if not is_current:
         return "no word of the instances"
-    is_found = knows_instances and age_s >= _FIRST_BEATS * beat_period_s
-    return None if had_pair or is_found or age_s >= FOUND_AFTER_S else "starting"
+    if not had_pair:
+        periods = _NO_PAIR
+    elif arrival.has_other_routers:
+        periods = _ALL_BEAT
+    else:
+        return None
+    has_heard_all = now_s - arrival.first_s >= periods * arrival.period_s
+    return None if has_heard_all or now_s - started_s >= FOUND_AFTER_S else "starting"
 
 
 class RouterControl(Protocol):
@@ -158,9 +167,9 @@ class AppState:
             is_draining=self.is_draining,
             is_current=self.control.is_current,
             had_pair=self.fleet.had_pair,
-            knows_instances=not self.fleet.snapshot.is_empty,
-            age_s=self.clock() - self.started_s,
-            beat_period_s=self.config.heartbeat_interval_s,
+            arrival=self.fleet.arrival,
+            started_s=self.started_s,
+            now_s=self.clock(),
         )
 
     @property
@@ -169,7 +178,7 @@ class AppState:
         pair; it is over when it has had one."""
         if self.fleet.had_pair:
             return -math.inf
-        return self.started_s + _FIRST_BEATS * self.config.heartbeat_interval_s
+        return self.started_s + _NO_PAIR * self.config.heartbeat_interval_s
 
     @property
     def is_over(self) -> bool:

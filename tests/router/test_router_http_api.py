@@ -23,7 +23,6 @@ from tests.router.fakes import (
     until,
 )
 from xpyd_core.messages import InstanceType
-from xpyd_router.app_state import FOUND_AFTER_S, unready
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -100,27 +99,6 @@ async def test_a_question_for_pairs_that_is_neither_true_nor_false_is_refused() 
             assert response.status == 400
             error = (await response.json())["error"]
         assert (error["param"], error["message"]) == ("pairs", "pairs: expected true or false")
-
-
-READY_AFTER: tuple[tuple[dict[str, Any], str | None], ...] = (
-    ({}, "starting"),
-    ({"had_pair": True}, None),
-    ({"knows_instances": True}, "starting"),
-    ({"knows_instances": True, "age_s": 6.0}, None),
-    ({"age_s": 6.0}, "starting"),
-    ({"age_s": FOUND_AFTER_S}, None),
-    ({"had_pair": True, "is_draining": True}, "draining"),
-    ({"had_pair": True, "is_current": False}, "no word of the instances"),
-)
-
-
-@pytest.mark.parametrize(("facts", "reason"), READY_AFTER)
-def test_a_starting_router_waits_for_engines_to_find_it_and_not_for_ever(
-    facts: dict[str, Any], reason: str | None
-) -> None:
-    unknown: dict[str, Any] = {"had_pair": False, "knows_instances": False, "age_s": 1.0}
-    usual: dict[str, Any] = {"is_draining": False, "is_current": True, "beat_period_s": 3.0}
-    assert unready(**{**usual, **unknown, **facts}) == reason
 
 
 async def test_instances_shows_the_registry() -> None:

@@ -71,6 +71,28 @@ async def test_every_router_gets_beats_changes_and_the_goodbye() -> None:
         assert [await next_state(one), await next_state(two)] == ["Gone", "Gone"]
 
 
+async def next_routers(sock: zmq.asyncio.Socket) -> int:
+    _, frame, _ = await sock.recv_multipart()
+    return decode_heartbeat(frame).routers
+
+
+async def test_a_beat_says_to_how_many_routers_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the first one to a router that has just come, and as they are by now."""
+    loop = asyncio.get_running_loop()
+    with router() as (sock, port):
+        here, there = [await loop.getaddrinfo(f"127.0.0.{n}", port) for n in (1, 9)]
+        answers = [here, [*here, *there], here]
+
+        async def look_up(*_where: object, **_how: object) -> list[Any]:
+            return answers.pop(0) if len(answers) > 1 else answers[0]
+
+        monkeypatch.setattr(loop, "getaddrinfo", look_up)
+        beats = sender(States(), port, host="routers.test", period_s=0.01)
+        beats.start()
+        assert [await next_routers(sock) for _ in range(3)] == [1, 2, 1]
+        await beats.close()
+
+
 async def test_a_name_is_looked_up() -> None:
     with router() as (sock, port):
         beats = sender(States(), port, host="localhost")

@@ -6,6 +6,7 @@ once per change of the fleet and never changed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -153,6 +154,25 @@ class Instance:
     def serves(self, model: str) -> bool:
         """Old beats name no model; such an instance takes every name and may answer 404 itself."""
         return not self.beat.models or model in self.beat.models
+
+
+class Arrival(NamedTuple):
+    """How a router's instances came: what a router that starts waits by (docs/adr/0121)."""
+
+    first_s: float = math.inf
+    """When the first of them beat."""
+    period_s: float = 0.0
+    """The longest period of their beats."""
+    has_other_routers: bool = False
+    """Whether one of them beats to other routers, too."""
+
+    def with_one(self, instance: Instance) -> Arrival:
+        """The same, with an instance that was not there before."""
+        return Arrival(
+            min(self.first_s, instance.last_beat_s),
+            max(self.period_s, instance.period_s),
+            self.has_other_routers or instance.beat.routers > 1,
+        )
 
 
 Met = Mapping[InstanceKey, frozenset[InstanceKey]]

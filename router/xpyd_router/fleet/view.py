@@ -25,7 +25,14 @@ from xpyd_router.fleet.health import (
     Parting,
     ProbeResult,
 )
-from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot, Standing, kind_of
+from xpyd_router.fleet.instances import (
+    Arrival,
+    Instance,
+    InstanceKey,
+    Snapshot,
+    Standing,
+    kind_of,
+)
 from xpyd_router.fleet.introductions import (
     PairFound,
     Verdict,
@@ -103,6 +110,8 @@ class FleetView:
         self._strangers: tuple[int, tuple[tuple[Instance, Instance], ...]] = (-1, ())
         self.had_pair = False
         """Whether `has_pair` was true once."""
+        self.arrival = Arrival()
+        """What the first beats of the instances said."""
 
     @property
     def snapshot(self) -> Snapshot:
@@ -130,7 +139,7 @@ class FleetView:
         outcome, dead = self._registry.apply(beat, now, signed_age_s)
         key = key_of(beat)
         if outcome == "new":
-            self._lost.pop(key, None)
+            self._welcome(key)
         if outcome in ("new", "refreshed", "replaced"):
             self._loads.take(key, beat)
         if outcome in ("new", "refreshed", "replaced", "gone"):
@@ -434,6 +443,13 @@ class FleetView:
             self._start(key)
         for listener in self._on_standing:
             listener(now_stands, known.standing, cause)
+
+    def _welcome(self, key: InstanceKey) -> None:
+        """The instance was not there before."""
+        self._lost.pop(key, None)
+        instance = self._registry.get(key)
+        assert instance is not None
+        self.arrival = self.arrival.with_one(instance)
 
     def _start(self, key: InstanceKey) -> None:
         """The instance's own share counts until the next tick compares it with others."""

@@ -167,7 +167,7 @@ class WorkerView(FleetView):
         signed_age_s = 0.0 if event.is_signed else None  # the parent has looked at its age
         outcome, dead = self._registry.apply(event.beat, event.at_s, signed_age_s)
         if outcome == "new":
-            self._lost.pop(key, None)
+            self._welcome(key)
         elif outcome == "gone":
             self._part(key)
         if event.beat.state != "Gone":
