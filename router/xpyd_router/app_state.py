@@ -8,6 +8,7 @@ router (ADR 0041, ADR 0121).
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from xpyd_router.fleet.view import FleetView
 from xpyd_router.keys.ring import KeyRing
 from xpyd_router.keys.watch import Audit, KeyWatch, read_proxies
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.policy.pairs import PairPolicy
+from xpyd_router.policy.pairs import PairPolicy, build_policy
 
 FOUND_AFTER_S = 30.0
 """How long engines may take to find a new router: a cluster's DNS gives answers that are so old
@@ -128,6 +129,23 @@ def open_keys(
         peers=config.peers,
     )
     return Keys(ring, watch, Audit(metrics.keys, clock, read_proxies(config.proxies)))
+
+
+def make_policy(
+    config: RouterConfig, fleet: FleetView, loads: LoadTable, first_turn: int = 0
+) -> PairPolicy:
+    """The policy that `config` names; it forgets instances that leave."""
+    policy = build_policy(
+        config.policy,
+        prefill_policy=config.prefill_policy,
+        decode_policy=config.decode_policy,
+        loads=loads,
+        random=random.random,
+        local_prefill_tokens=config.local_prefill_tokens,
+        first_turn=first_turn,
+    )
+    fleet.on_gone(policy.forget)
+    return policy
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Puts the router together, serves, drains at SIGTERM or SIGINT.
 
 At the first signal /readiness turns 503 while requests are still taken for `drain_s`; then no more
-are accepted, running ones finish, and the exit status is 0. Requests that no instance will serve
-any more get 503 at once. A second signal ends at once, one that
+are accepted, running ones finish, and the exit status is 0; the admin port closes last. Requests
+that no instance will serve any more get 503 at once. A second signal ends at once, one that
 comes before it listens ends the start. `http.server` is the half that serves; with several
 processes `processes.parent` takes over.
 """
@@ -30,7 +30,7 @@ from xpyd_core.listen import inherited, listen
 from xpyd_core.request_id import Address
 from xpyd_router.access_log import AccessLog
 from xpyd_router.admission import Admission
-from xpyd_router.app_state import AppState, LocalControl, open_keys
+from xpyd_router.app_state import AppState, LocalControl, make_policy, open_keys
 from xpyd_router.config import RouterConfig
 from xpyd_router.discovery.asker import Asker
 from xpyd_router.discovery.discovery import Discovery
@@ -43,7 +43,6 @@ from xpyd_router.http.server import (
     Listeners,
     Serving,
     make_dialer,
-    make_policy,
     make_tls,
     open_serving,
 )

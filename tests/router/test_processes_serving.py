@@ -303,9 +303,16 @@ async def test_a_drain_finishes_the_streams_of_all_workers() -> None:
         made.parent.stop()
         await until(lambda: is_refused(made.parent.http_port))
         assert not ending.done()
+        # Whoever waits for it reads what is left, of all workers.
+        async with (
+            aiohttp.ClientSession() as http,
+            http.get(f"http://127.0.0.1:{made.parent.admin_port}/metrics") as response,
+        ):
+            assert "xpyd_router_in_flight 2" in (await response.text()).splitlines()
         gate.open.set()
         assert [await one for one in running] == [200, 200]
         await ending
+        assert is_refused(made.parent.admin_port)
         assert all(worker.pid is None for worker in made.workers)
 
 
@@ -341,7 +348,8 @@ async def test_workers_whose_parent_is_killed_finish_what_runs_and_end() -> None
             running = await begin(client)
             await until(lambda: d.served == 1)
             parent.kill()
-            await until(lambda: is_refused(port))
+            # The next router needs both.
+            await until(lambda: is_refused(port) and is_refused(made.router.admin_port))
             gate.open.set()
             assert await running == 200
         await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))

@@ -97,7 +97,7 @@ async def test_who_waits_longest_for_its_client_goes_first_and_nobody_who_is_ser
             await when(lambda made=clients[kind]: _is_in(made, connections))
             await asyncio.sleep(0.01)  # each came at another time
         ports = {client.getsockname()[1]: kind for kind, client in clients.items()}
-        places = Places(connections, lambda _: None, files=FILES)
+        places = Places((connections,), lambda _: None, files=FILES)
         gone: list[str] = []
         while True:
             before = set(connections)
@@ -124,7 +124,7 @@ async def test_a_sixteenth_goes_at_once_and_no_more_while_they_close() -> None:
     async with serving() as (address, connections):
         clients = [await asks(address, b"") for _ in range(64)]
         await when(lambda: _are(64, connections))
-        places = Places(connections, counted.append, files=FILES)
+        places = Places((connections,), counted.append, files=FILES)
         assert places.make_room()
         assert places.make_room()  # before their files are free
         await when(lambda: _are(60, connections))

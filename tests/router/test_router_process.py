@@ -20,6 +20,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.request_id import parse_pair_id
 from xpyd_router import router
 from xpyd_router.command import command, read_config
+from xpyd_router.http import server as http_server
 from xpyd_router.processes import parent
 from xpyd_router.router import open_router
 
@@ -222,6 +223,55 @@ async def test_a_draining_router_is_not_ready_still_serves_and_finishes_its_stre
         assert (await late)["choices"][0]["finish_reason"] == "length"
 
 
+async def test_the_admin_port_of_a_draining_router_is_open_until_its_last_request_has_ended() -> (
+    None
+):
+    async with pair() as (fleet_, _, d):
+        gate = asyncio.Event()
+
+        async def gated(engine: Any, call: Any, request: Any) -> Any:
+            await gate.wait()
+            return await serve_model(engine, call, request)
+
+        d.script = gated
+        running = asyncio.create_task(fleet_.events())
+        await until(lambda: d.served == 1)
+        fleet_.router.stop()
+        await until(lambda: refuses(fleet_))
+        # Each on a connection of its own, as one who comes now; and one that stays open.
+        for path, expected in (("/readiness", 503), ("/health", 200), ("/instances", 200)):
+            async with (
+                aiohttp.ClientSession() as http,
+                http.get(f"{fleet_.admin}{path}") as response,
+            ):
+                assert response.status == expected
+        async with fleet_.http.get(f"{fleet_.admin}/metrics") as response:
+            assert "xpyd_router_in_flight 1" in (await response.text()).splitlines()
+        gate.set()
+        assert text_of(await running) == "t0.0 t0.1 t0.2 t0.3 "
+        await until(lambda: refuses(fleet_, fleet_.router.admin_port))
+
+
+async def test_who_still_asks_at_the_admin_port_holds_no_router_up_that_has_drained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_server, "_LAST_ANSWERS_S", 0.05)
+    async with fleet() as fleet_:
+        asked = asyncio.Event()
+
+        async def hang() -> bytes:
+            asked.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        monkeypatch.setattr(fleet_.router.state.control, "metrics", hang)
+        scrape = asyncio.create_task(fleet_.http.get(f"{fleet_.admin}/metrics"))
+        await asked.wait()
+        # Left here: the router has ended, which the test's deadline bounds.
+    with pytest.raises(aiohttp.ClientError):
+        await scrape
+
+
 async def test_new_connections_are_taken_for_as_long_as_the_drain_says() -> None:
     async with pair(drain_s=60.0) as (fleet_, _, __):
         fleet_.router.stop()
@@ -230,9 +280,9 @@ async def test_new_connections_are_taken_for_as_long_as_the_drain_says() -> None
         await fleet_.json()
 
 
-def refuses(fleet_: Fleet) -> bool:
+def refuses(fleet_: Fleet, port: int = 0) -> bool:
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", fleet_.router.http_port)) != 0
+        return probe.connect_ex(("127.0.0.1", port or fleet_.router.http_port)) != 0
 
 
 FREE_PORTS = ("--port", "0", "--admin-port", "0", "--discovery-port", "0")

@@ -14,7 +14,8 @@ import heapq
 import logging
 import resource
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -171,18 +172,18 @@ class PatientProtocol(HttpToolsProtocol):
 class Places:
     """The places that clients of one process have among its files.
 
-    `connections`: all that there are, uvicorn's; `tls` has those that are none yet. `count` is told
-    how many made room.
+    `connections`: all that there are, uvicorn's, of each port; `tls` has those that are none yet.
+    `count` is told how many made room.
     """
 
     def __init__(
         self,
-        connections: Collection[object],
+        connections: Iterable[Collection[object]],
         count: Callable[[int], object],
         tls: TlsServer | None = None,
         files: int = 0,
     ) -> None:
-        self._connections = connections
+        self._connections = tuple(connections)
         self._count = count
         self._tls = tls
         self._files = files or files_of_process()
@@ -197,7 +198,7 @@ class Places:
         """Close some connections that wait for their clients; whether any are closing."""
         found: list[tuple[tuple[int, float], int, PatientProtocol]] = []
         closing = 0
-        for number, one in enumerate(self._connections):
+        for number, one in enumerate(chain.from_iterable(self._connections)):
             if not isinstance(one, PatientProtocol):
                 continue
             if one.is_leaving:
@@ -205,7 +206,7 @@ class Places:
             elif (waits := one.waits()) is not None:
                 found.append((waits, number, one))
         tls = self._tls
-        total = len(self._connections) + (0 if tls is None else tls.shaking_hands)
+        total = sum(map(len, self._connections)) + (0 if tls is None else tls.shaking_hands)
         wanted = max(1, total // _ROOM_PART) - closing
         if wanted > 0:
             made = 0 if tls is None else tls.make_room(wanted)

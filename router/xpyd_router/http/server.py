@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import ipaddress
 import logging
-import random
 import socket
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from typing import NamedTuple, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from xpyd_core.tls import WatchedContext
 from xpyd_core.tls_connection import TlsServer
@@ -31,8 +31,6 @@ from xpyd_router.app_state import AppState
 from xpyd_router.canary import CanaryWatch
 from xpyd_router.config import RouterConfig
 from xpyd_router.cross_site import CrossSite
-from xpyd_router.fleet.loads import LoadTable
-from xpyd_router.fleet.view import FleetView
 from xpyd_router.http.app import admin_app, build_app
 from xpyd_router.http.asgi import AsgiApp
 from xpyd_router.http.origins import OriginGuard
@@ -40,7 +38,6 @@ from xpyd_router.http.patience import Places
 from xpyd_router.http.protocol import ClientProtocol
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.base import NO_SLO
-from xpyd_router.policy.pairs import PairPolicy, build_policy
 from xpyd_router.request.flow import Flow
 from xpyd_router.request.objectives import Objectives
 from xpyd_router.request.releases import Releases
@@ -206,6 +203,10 @@ _KEEP_ALIVE_S = 75
 """Longer than what clients and load balancers keep idle connections, so that they close first."""
 
 
+_LAST_ANSWERS_S = 2.0
+"""For what is still asked at the admin port when the last client has its answer."""
+
+
 class Listeners(NamedTuple):
     """Listening sockets: the port of clients, and that of metrics, instances and the admin API. Of
     each the first has the port that is meant."""
@@ -216,8 +217,9 @@ class Listeners(NamedTuple):
 
 class _Server(uvicorn.Server):
     """uvicorn without its own signal handlers, for `Serving` has the drain, and with our way to
-    take connections. Connections to the listeners of `admin` get that application. Those of clients
-    are made by `tls`, where there is one.
+    take connections. Connections to the listeners of `admin` get that application, until the last
+    request of a client has ended: who waits for a drain reads there what is left (docs/adr/0108).
+    Those of clients are made by `tls`, where there is one.
     """
 
     def __init__(
@@ -232,6 +234,8 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._count = count
         self._admin = admin
+        self._admin_state = ServerState()
+        self._admin_acceptors: list[Acceptor] = []
         self._listeners = listeners
         self._tls = tls
 
@@ -241,18 +245,38 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
-        make, tls = partial(self._make_protocol, self.config), self._tls
-        makes = (
-            make if tls is None else partial(tls.wrap, make),
-            partial(self._make_protocol, self._admin),
-        )
-        places = Places(self.server_state.connections, self._count, tls)
-        acceptors = [
-            Acceptor(one, make, bound)
-            for make, sockets, bound in zip(makes, self._listeners, (places, None), strict=True)
-            for one in sockets
-        ]
-        self.servers = cast("list[asyncio.Server]", acceptors)
+        make, tls = partial(self._make_protocol, self.config, self.server_state), self._tls
+        make_admin = partial(self._make_protocol, self._admin, self._admin_state)
+        open_ones = self.server_state.connections, self._admin_state.connections
+        places = Places(open_ones, self._count, tls)
+        wrapped = make if tls is None else partial(tls.wrap, make)
+        clients = [Acceptor(one, wrapped, places) for one in self._listeners.clients]
+        self.servers = cast("list[asyncio.Server]", clients)
+        self._admin_acceptors = [Acceptor(one, make_admin) for one in self._listeners.admin]
+
+    async def on_tick(self, counter: int) -> bool:
+        is_over = await super().on_tick(counter)
+        self._admin_state.default_headers = self.server_state.default_headers
+        return is_over
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        self.close_admin()
+        state = self._admin_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_ANSWERS_S):
+                for one in self._admin_acceptors:
+                    await one.wait_closed()
+                # As uvicorn does: what is waited for has no event.
+                while (state.connections or state.tasks) and not self.force_exit:  # noqa: ASYNC110
+                    await asyncio.sleep(_CLOSING_S)
+
+    def close_admin(self) -> None:
+        """Take no more connections to the admin port."""
+        for one in self._admin_acceptors:
+            one.close()
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self.servers = []
@@ -262,14 +286,14 @@ class _Server(uvicorn.Server):
             # uvloop cannot close a loop in which a file is still watched.
             for one in self.servers:
                 one.close()
+            self.close_admin()
             if self._tls is not None:
                 self._tls.close()
 
-    def _make_protocol(self, config: uvicorn.Config) -> asyncio.Protocol:
+    def _make_protocol(self, config: uvicorn.Config, state: ServerState) -> asyncio.Protocol:
         # uvicorn's type says only that it is an asyncio.Protocol.
         make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
-        state = self.lifespan.state
-        return make(config=config, server_state=self.server_state, app_state=state)
+        return make(config=config, server_state=state, app_state=self.lifespan.state)
 
 
 class Serving:
@@ -303,8 +327,10 @@ class Serving:
         self._stop.set()
 
     def close_ports(self) -> None:
-        """Begin the drain, and accept no more from now on."""
+        """Begin the drain, and accept no more from now on, on neither port: whoever comes in this
+        process' place needs them."""
         self.stop()
+        self._server.close_admin()
         self._force.set()
 
     async def run(self) -> None:
@@ -401,23 +427,6 @@ async def running(*works: Coroutine[None, None, None]) -> AsyncGenerator[None]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def make_policy(
-    config: RouterConfig, fleet: FleetView, loads: LoadTable, first_turn: int = 0
-) -> PairPolicy:
-    """The policy that `config` names; it forgets instances that leave."""
-    policy = build_policy(
-        config.policy,
-        prefill_policy=config.prefill_policy,
-        decode_policy=config.decode_policy,
-        loads=loads,
-        random=random.random,
-        local_prefill_tokens=config.local_prefill_tokens,
-        first_turn=first_turn,
-    )
-    fleet.on_gone(policy.forget)
-    return policy
 
 
 def source_host(config: RouterConfig) -> str | None:

@@ -28,14 +28,13 @@ from xpyd_core.listen import inherited, listen
 from xpyd_core.logs import set_up_logging
 from xpyd_router.access_log import AccessLog, write_stderr
 from xpyd_router.admission import Admission
-from xpyd_router.app_state import AppState, Keys, open_keys
+from xpyd_router.app_state import AppState, Keys, make_policy, open_keys
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.instances import InstanceKey
 from xpyd_router.http.server import (
     BACKLOG,
     Listeners,
     Serving,
-    make_policy,
     make_tls,
     open_serving,
 )
