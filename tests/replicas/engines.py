@@ -1,0 +1,251 @@
+"""Real engines in lock step, their coordinator and their threads; what computes is a fake.
+
+The k-th forward of a replica ends when all replicas have launched theirs, as with experts that they
+share. A replica that does not come within DEADLINE_S is what a hang is here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from tests.worker.engine_driver import make_request
+from tests.worker.engine_fakes import BLOCK, EOS, FakeExecutor, alone
+from xpyd_worker.engine.block_manager import BlockManager
+from xpyd_worker.engine.core import Deliver, EngineCore
+from xpyd_worker.engine.executor import Finished, Running, StepInput, StepOutput
+from xpyd_worker.engine.inbox import Inbox, Item
+from xpyd_worker.engine.open_requests import StopRules
+from xpyd_worker.engine.request import EngineOutput, EngineRequest, EngineStats, SchedulerConfig
+from xpyd_worker.load.engine import LoadedEngine
+from xpyd_worker.load.replicas import ReplicatedEngine
+from xpyd_worker.ranks.loss import Loss
+from xpyd_worker.replicas.lock_step import FinishCheck, LockStep, Member, Reduce
+
+DEADLINE_S = 20.0
+MODEL_LEN = 400
+BLOCKS = 256
+
+
+class Forwards:
+    """Where the forwards of all replicas meet. `launched`: how many each has launched; `hold`: what
+    keeps a replica from its next one, on its engine's thread."""
+
+    def __init__(self, replicas: int, deadline_s: float) -> None:
+        self.launched = [0] * replicas
+        self.hold: Callable[[int], None] = lambda _: None
+        self._deadline_s = deadline_s
+        self._is_over = False
+        self._changed = threading.Condition()
+
+    def launch(self, replica: int) -> int:
+        """The number of its forward."""
+        self.hold(replica)
+        with self._changed:
+            self.launched[replica] += 1
+            self._changed.notify_all()
+            return self.launched[replica]
+
+    def meet(self, number: int) -> None:
+        """Wait until all have launched that one."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_over or min(self.launched) >= number, self._deadline_s
+            )
+            if min(self.launched) < number:
+                raise RuntimeError(f"forward {number} hangs: {self.launched} were launched")
+
+    def end(self) -> None:
+        """The ranks are killed."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class Met:
+    """A forward under way."""
+
+    forwards: Forwards
+    number: int
+    running: Running
+
+    def wait(self) -> StepOutput:
+        self.forwards.meet(self.number)
+        return self.running.wait()
+
+
+class MetExecutor:
+    """The fake executor of a replica whose forwards meet those of the others. `dummies` counts."""
+
+    def __init__(self, inner: FakeExecutor, forwards: Forwards, replica: int) -> None:
+        self.inner, self.num_blocks = inner, inner.num_blocks
+        self.depth, self.draws_ahead = inner.depth, inner.draws_ahead
+        self.dummies = 0
+        self._forwards, self._replica = forwards, replica
+
+    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
+        if step.sequences:
+            running = self.inner.launch(step, layer_done)
+        else:
+            running = Finished(StepOutput({}, {}))
+            self.dummies += 1
+        return Met(self._forwards, self._forwards.launch(self._replica), running)
+
+    def await_oldest(self, awake: int) -> bool:
+        return True
+
+
+class LosingInbox(Inbox):
+    """Loses the items that `loses` says."""
+
+    loses: Callable[[Item], bool] = staticmethod(lambda _: False)
+
+    def put(self, item: Item) -> bool:
+        return True if self.loses(item) else super().put(item)
+
+
+class Engine:
+    """What ReplicatedEngine has of a LoadedEngine."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.engine = core
+        self.loss: Loss | None = None
+        self.is_closed = False
+
+    def start(self) -> None:
+        self.engine.start()
+
+    def close(self, *, engine_s: float, kv_s: float) -> None:
+        self.engine.stop(engine_s)
+        self.is_closed = not self.engine.is_running
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+
+class Instance:
+    """`size` replicas behind a ReplicatedEngine."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        depth: int = 1,
+        reduce: Callable[[Reduce], Reduce] = lambda reduce: reduce,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        """`reduce`: what a test puts around the finish check."""
+        check = FinishCheck(size, deadline_s=deadline_s)
+        self.fell: list[str] = []
+        self.lock_step = LockStep(
+            size, clock=time.monotonic, fell=self._fall, reduce=reduce(check.reduce)
+        )
+        self._check = check
+        self.forwards = Forwards(size, deadline_s)
+        self.inboxes = [LosingInbox() for _ in range(size)]
+        self.executors: list[MetExecutor] = []
+        self.outputs: dict[str, list[EngineOutput]] = {}
+        self.requests: dict[str, EngineRequest] = {}
+        self._depth = depth
+        self._changed = threading.Condition()
+        self.engine = ReplicatedEngine(size, self._load, self._deliver, self.lock_step)
+        # One after the other: their order is their number.
+        for replica in self.engine.replicas:
+            self.engine._load(replica)
+
+    def _load(self, replica: int, deliver: Deliver) -> LoadedEngine:
+        limits = SchedulerConfig(8, 32, 1000, True, 0, "fcfs")
+        inner = FakeExecutor(BLOCKS, limits, self._depth, draws_ahead=False)
+        executor = MetExecutor(inner, self.forwards, replica)
+        self.executors.append(executor)
+        core = EngineCore(
+            cast("Any", executor),
+            pool=BlockManager(BLOCKS, block_size=BLOCK, enable_prefix_caching=True),
+            inbox=self.inboxes[replica],
+            config=limits,
+            rules=StopRules((EOS,), MODEL_LEN),
+            deliver=deliver,
+            lock_step=self.lock_step.members[replica],
+        )
+        return cast("LoadedEngine", Engine(core))
+
+    @property
+    def members(self) -> Sequence[Member]:
+        return self.lock_step.members
+
+    def core(self, replica: int) -> EngineCore:
+        loaded = self.engine.replicas[replica].loaded
+        assert loaded is not None
+        return loaded.engine
+
+    def submit(self, name: str, replica: int | None = None, *, tokens: int = 8) -> None:
+        first = 1 + len(self.requests)
+        prompt = [(first + n) % 37 + 1 for n in range(5)]
+        request = make_request(name, prompt, max_tokens=tokens, ignore_eos=True)
+        object.__setattr__(request, "replica", replica)
+        self.requests[name] = request
+        self.engine.submit(request)
+
+    def _fall(self, text: str) -> None:
+        """As the ranks' world does."""
+        self.fell.append(text)
+        self.forwards.end()
+        self._check.fail(text)
+
+    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
+        with self._changed:
+            for one in outputs:
+                self.outputs.setdefault(one.request_id, []).append(one)
+            self._changed.notify_all()
+
+    def is_finished(self, name: str) -> bool:
+        return any(one.finished for one in self.outputs.get(name, ()))
+
+    def until(self, holds: Callable[[], bool], *, may_fall: bool = False) -> None:
+        """Until an output, or a moment later, makes it true."""
+        with self._changed:
+            for _ in range(round(2 * DEADLINE_S / 0.01)):
+                if holds():
+                    return
+                assert may_fall or not self.fell, self.fell
+                self._changed.wait(0.01)
+        raise AssertionError("it did not come to pass")
+
+    def until_finished(self, *names: str) -> None:
+        self.until(lambda: all(map(self.is_finished, names)))
+
+    def until_idle(self) -> None:
+        """Until the wave is over on all, and the coordinator knows."""
+        self.until(lambda: not any(one.in_wave for one in self.members))
+        self.until(self.engine.is_idle)
+
+    def assert_as_alone(self, *names: str) -> None:
+        for name in names:
+            ((tokens, reason),) = alone(self.requests[name], MODEL_LEN)
+            parts = [part for one in self.outputs[name] for part in one.choices]
+            assert [token.token_id for part in parts for token in part.tokens] == tokens, name
+            assert parts[-1].finish_reason == reason
+
+    def assert_in_step(self) -> None:
+        """All have made the same number of forwards, in waves of whole checks."""
+        assert len(set(self.forwards.launched)) == 1, self.forwards.launched
+        assert self.forwards.launched[0] % 24 == 0
+        assert [one.dummies for one in self.executors] == [
+            member.dummy_forwards for member in self.members
+        ]
+
+
+@contextmanager
+def running(size: int, **options: Any) -> Iterator[Instance]:
+    """Started; closed, in order where the test has not seen it fall."""
+    instance = Instance(size, **options)
+    instance.engine.start()
+    try:
+        yield instance
+    finally:
+        instance.engine.close(engine_s=DEADLINE_S, kv_s=0.0)
