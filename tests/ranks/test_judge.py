@@ -3,6 +3,8 @@ seconds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
 from xpyd_core.parallel.ranks import Sizes
@@ -42,6 +44,7 @@ class Ranks:
         self.stopped: set[int] = set()
         self.computed_ns = 50_000_000
         self.working: set[int] = set()
+        self.elsewhere: Callable[[], Sequence[Beat]] = tuple
 
     def look(self, times: int = 1) -> Loss | None:
         """The last of so many looks, or the first that finds something."""
@@ -50,7 +53,7 @@ class Ranks:
                 if rank not in self.stopped:
                     ns = beat.processor_ns + self.computed_ns
                     self.beats[rank] = Beat(beat.beats + 1, int(rank in self.working), 0, ns)
-            if loss := self.judge.look(self.beats):
+            if loss := self.judge.look(self.beats, self.elsewhere()):
                 return loss
         return None
 
@@ -178,6 +181,21 @@ def test_ranks_that_wait_are_not_stuck(case: str) -> None:
             beat = ranks.beats[2]
             ranks.beats[2] = beat._replace(processor_ns=beat.processor_ns + 20_000_000)
         assert ranks.look() is None
+
+
+def test_ranks_that_wait_for_another_replica_s_are_stuck_only_with_them() -> None:
+    """Replicas that share experts meet in every step."""
+    ranks = Ranks()
+    ranks.working = {0, 1, 2, 3}
+    ranks.computed_ns = 0
+    elsewhere = Beat(beats=1, begun=1)
+    ranks.elsewhere = lambda: [elsewhere]
+    for look in range(2 * IDLE_LOOKS):
+        elsewhere = elsewhere._replace(processor_ns=look * 50_000_000)
+        assert ranks.look() is None
+    loss = ranks.look(IDLE_LOOKS + 1)
+    assert loss is not None
+    assert loss.status == EXIT_STEP_STUCK
 
 
 def test_what_the_user_can_mend_is_said_so_whoever_fails_with_it() -> None:

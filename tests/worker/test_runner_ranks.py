@@ -188,6 +188,36 @@ def test_ranks_with_whole_experts_write_what_transformers_writes(
     assert_greedy(oracle, *(one for batch in batches for one in batch))
 
 
+@pytest.mark.parametrize("layout", ["DP2", "DP2 TP2", "DP2 TP2 PP2"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_replica_without_sound_sequences_serves_the_others_rows(
+    name: str, layout: str, models: Callable[[str], tuple[Path, Any]], start: Start
+) -> None:
+    """A dummy is the layers with experts alone: no sum, no hidden states, no row is counted."""
+    folder, oracle = models(f"{name}, whole experts")
+    ranks = start(folder, replace(EXPERT_LAYOUTS[layout], has_whole_experts=True))
+    busy, idle = (ranks.replica(data) for data in range(2))
+    driver, other = Driver(busy), Driver(idle)
+    one = driver.add(prompts(2, 40)[0])
+    unsound = replace(other.schedule(other.add([1, 2, 3]), 3), block_ids=(64,))
+
+    def write() -> None:
+        driver.run([one], tokens=5, budget=33)
+
+    def rest() -> None:
+        for step in range(6):
+            sequences = (unsound,) if step == 2 else ()
+            output = idle.launch(StepInput(0, sequences), lambda layer: None).wait()
+            assert (output.samples, len(output.failed)) == ({}, len(sequences))
+
+    together([write, rest])
+    assert_greedy(oracle, one)
+    for rank in idle.members:
+        parallel = ranks.parallel[rank]
+        assert (parallel.tensor.calls, parallel.boundary.events) == ([], [])
+        assert not any(any(tokens) for _, tokens in ranks.runners[rank].experts_chosen())
+
+
 def test_stages_work_on_different_batches_at_once(
     models: Callable[[str], tuple[Path, Any]], start: Start
 ) -> None:
