@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from xpyd_core.parallel.checks import Shape, shape_of
+from xpyd_core.parallel.ranks import kv_ports, replica_kv_port
 
 PLAIN: dict[str, Any] = {
     "num_hidden_layers": 22,
@@ -64,3 +65,17 @@ def test_experts_sizes_count_and_that_of_plain_layers_only_where_there_are_some(
 )
 def test_what_does_not_say_its_shape_has_none(field: str, value: Any) -> None:
     assert shape_of({**PLAIN, field: value}) is None
+
+
+def test_each_replica_has_a_kv_port_with_those_of_its_ranks_behind_it() -> None:
+    assert [replica_kv_port(21001, replica, ranks=1) for replica in range(3)] == [
+        21001,
+        21003,
+        21005,
+    ]
+    assert replica_kv_port(21001, 1, ranks=4) == 21006
+    assert replica_kv_port(0, 1, ranks=4) == 0
+    assert kv_ports(21001, 1, 1) == range(21001, 21002)
+    assert kv_ports(21001, 1, 4) == range(21001, 21006)
+    assert kv_ports(21001, 2, 1) == range(21001, 21005)
+    assert kv_ports(21001, 2, 2) == range(21001, 21007)

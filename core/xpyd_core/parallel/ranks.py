@@ -128,3 +128,16 @@ ONE_RANK = Sizes()
 def group_of(groups: Groups, rank: int) -> tuple[int, ...]:
     """The one of `groups` that `rank` is in; its index there is its number in the group."""
     return next(group for group in groups if rank in group)
+
+
+def replica_kv_port(first: int, replica: int, ranks: int) -> int:
+    """The port of a replica's KV control, where replica 0 has `first` and each has so many `ranks`:
+    their ports are behind it (docs/adr/0124). 0, any port, stays 0."""
+    return first and first + replica * (ranks + 1)
+
+
+def kv_ports(first: int, replicas: int, ranks: int) -> range:
+    """All ports of an engine's KV: of its replicas, each with so many `ranks`, and of these. One
+    rank alone computes in the engine's process and has no port of its own."""
+    is_one = replicas * ranks == 1
+    return range(first, first + (1 if is_one else replicas * (ranks + 1)))
