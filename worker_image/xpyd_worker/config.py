@@ -174,8 +174,10 @@ class WorkerConfig:
 
     @property
     def sizes(self) -> Sizes:
-        """How the model is divided over ranks."""
+        """How the model is divided over ranks. Replicas that share experts are one world of ranks;
+        of others each has its own."""
         return Sizes(
+            data=self.data_parallel_size if self.enable_expert_parallel else 1,
             tensor=self.tensor_parallel_size,
             pipeline=self.pipeline_parallel_size,
             has_whole_experts=self.enable_expert_parallel,
@@ -186,6 +188,11 @@ class WorkerConfig:
         """How many ranks the replicas before this one have: ranks count through all of them, as
         processes, in logs and in metrics."""
         return self.replica * self.sizes.replica
+
+    @property
+    def in_lock_step(self) -> bool:
+        """Whether there are replicas and they share experts: all make the same forwards."""
+        return self.data_parallel_size > 1 and self.enable_expert_parallel
 
     @property
     def has_ranks(self) -> bool:

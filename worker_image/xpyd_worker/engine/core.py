@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Protocol
 
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import TransferKey
@@ -25,8 +26,8 @@ from xpyd_kv.connector.consumer import KvConsumer
 from xpyd_kv.connector.producer import KvProducer
 from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.engine.block_manager import BlockManager
-from xpyd_worker.engine.executor import Executor, Running, no_layer_done
-from xpyd_worker.engine.inbox import Inbox
+from xpyd_worker.engine.executor import Executor, Running, StepInput, no_layer_done
+from xpyd_worker.engine.inbox import Inbox, Item
 from xpyd_worker.engine.open_requests import StopRules
 from xpyd_worker.engine.request import (
     ChoiceOutput,
@@ -48,13 +49,48 @@ Deliver = Callable[[Sequence[EngineOutput]], None]
 _TICK_S = 0.25
 # A deadline that has passed and is named again must not become a busy loop.
 _LEAST_SLEEP_S = 0.001
+# The runner makes a dummy forward of it; no result refers to its number.
+_DUMMY = StepInput(0, ())
+_STOPPED = "the engine was stopped"
+
+
+class LockStep(Protocol):
+    """What keeps the forwards of replicas that share experts in step: the k-th of each meets the
+    k-th of all others (docs/adr/0122). Called on the engine's thread."""
+
+    def bind(self, put: Callable[[Item], object]) -> None:
+        """`put` has a call made on the engine's thread: what others say comes that way."""
+        ...
+
+    def submitted(self, wave: int) -> None:
+        """A request comes, before it is in a step. `wave`: the one its sender knew of."""
+        ...
+
+    @property
+    def in_wave(self) -> bool:
+        """Whether the others make forwards, so that this replica has to make as many."""
+        ...
+
+    def end_iteration(self, *, waiting: int, running: int, is_dummy: bool) -> None:
+        """A forward of the wave was launched, a step's or a dummy; the replica has so many
+        requests. May wait for the others; raises where they do not come."""
+        ...
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether no other replica will ever need a forward of this one, which was stopped."""
+        ...
+
+    def failed(self, why: str) -> None:
+        """The engine ends by itself."""
+        ...
 
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """A step that was launched at `begun_s`."""
+    """A step that was launched at `begun_s`; None: a dummy."""
 
-    step: ScheduledStep
+    step: ScheduledStep | None
     running: Running
     begun_s: float
 
@@ -82,6 +118,7 @@ class EngineCore:
         deliver: Deliver,
         producer: KvProducer | None = None,
         consumer: KvConsumer | None = None,
+        lock_step: LockStep | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
@@ -90,6 +127,9 @@ class EngineCore:
         self._deliver = deliver
         self._producer = producer
         self._consumer = consumer
+        self._lock_step = lock_step
+        if lock_step is not None:
+            lock_step.bind(inbox.put)
         self._clock = clock
         # A producer that is called for each layer cannot tell the layers of two steps apart.
         is_single = producer is not None and not producer.ranks_send
@@ -131,7 +171,8 @@ class EngineCore:
         self._thread.start()
 
     def stop(self, deadline_s: float) -> None:
-        """Abort what runs and end the thread; waits at most `deadline_s` for the step under way."""
+        """Abort what runs and end the thread; waits at most `deadline_s` for the step under way,
+        and in lock step for all other replicas to be stopped."""
         self._stopping = True
         self._inbox.wake()
         if self._thread.ident is not None:
@@ -139,9 +180,10 @@ class EngineCore:
             if self._thread.is_alive():
                 logger.error("the engine's step did not end within %g s", deadline_s)
 
-    def submit(self, request: EngineRequest) -> None:
-        """Queue a request. Its last output has `finished` set, whatever happens."""
-        if not self._inbox.put(lambda: self._scheduler.submit(request, self._clock())):
+    def submit(self, request: EngineRequest, *, wave: int = 0) -> None:
+        """Queue a request. Its last output has `finished` set, whatever happens. `wave`: see
+        LockStep."""
+        if not self._inbox.put(lambda: self._submit(request, wave)):
             last = EngineOutput(
                 request.request_id,
                 tuple(ChoiceOutput(choice, (), "error") for choice in range(request.n)),
@@ -197,11 +239,31 @@ class EngineCore:
                 # A turn forgets the wake-ups before it: `stop` may have given one.
                 if not self.turn() and not self._stopping:
                     self._inbox.wait(self._sleep_s())
-            self._end("the engine was stopped")
+            if self._lock_step is not None:
+                self._leave(self._lock_step)
+            self._end(_STOPPED)
         except Exception as error:  # the thread's edge: the process sees `failure` and exits
             logger.exception("the engine failed")
             self._failure = error
             self._end("the engine failed")
+            if self._lock_step is not None:
+                self._lock_step.failed(repr(error))
+
+    def _leave(self, lock_step: LockStep) -> None:
+        """End all requests, and make forwards as long as others need them: they end, too."""
+        while not lock_step.may_leave:
+            while self._under_way:
+                self._finish(self._under_way.popleft())
+            self._scheduler.end_all("abort", _STOPPED)
+            self._hand_out()
+            # Other replicas see by it that there is nothing here.
+            if not self.turn() and not lock_step.may_leave:
+                self._inbox.wait(_TICK_S)
+
+    def _submit(self, request: EngineRequest, wave: int) -> None:
+        if self._lock_step is not None:
+            self._lock_step.submitted(wave)
+        self._scheduler.submit(request, self._clock())
 
     def turn(self) -> bool:
         """Run one round of the loop; False when nothing can be done before input, wake-up or
@@ -221,20 +283,43 @@ class EngineCore:
         step = self._scheduler.schedule(now)
         # Refusals and immediate ends do not wait for the step.
         delivered = self._hand_out()
-        if step is not None:
-            self._launch(step)
+        launched = step is not None and self._launch(step)
+        is_dummy = not launched and self._owes_forward
+        if is_dummy:
+            self._launch_dummy()
+        launched = launched or is_dummy
         is_full = len(self._under_way) == self._depth
-        if self._under_way and (step is None or is_full):
+        if self._under_way and (not launched or is_full):
             if not is_full and not self._executor.await_oldest(self._inbox.fileno()):
                 return True
             self._finish(self._under_way.popleft())
             self._hand_out()
             delivered = True
         self._observe()
+        if launched and self._lock_step is not None:
+            stats = self._stats
+            self._lock_step.end_iteration(
+                waiting=stats.waiting, running=stats.running, is_dummy=is_dummy
+            )
         # Freed blocks may let a deferred OFFER or the queue's first in: look again before sleeping.
-        return step is not None or delivered or self._pool.num_free != free
+        return launched or step is not None or delivered or self._pool.num_free != free
 
-    def _launch(self, step: ScheduledStep) -> None:
+    @property
+    def _owes_forward(self) -> bool:
+        """Whether to make a dummy forward where there is no step. Behind a step of its own a
+        replica waits for that: its requests go on then. Else it keeps the pipeline full, for the
+        others may have many steps under way."""
+        if self._lock_step is None or not self._lock_step.in_wave:
+            return False
+        is_full = len(self._under_way) == self._depth
+        return not is_full and all(one.step is None for one in self._under_way)
+
+    def _launch_dummy(self) -> None:
+        running = self._executor.launch(_DUMMY, no_layer_done)
+        self._under_way.append(_UnderWay(None, running, self._clock()))
+
+    def _launch(self, step: ScheduledStep) -> bool:
+        """Whether the step is under way; else it has failed, and no rank has seen it."""
         begun_s = self._clock()
         self._masks.begin(one.mask for one in step.input.sequences)
         try:
@@ -249,10 +334,16 @@ class EngineCore:
             raise
         else:
             self._under_way.append(_UnderWay(step, running, begun_s))
+            return True
+        return False
 
     def _finish(self, one: _UnderWay) -> None:
         """Wait for the oldest step and give its result to the scheduler."""
         step = one.step
+        if step is None:
+            one.running.wait()
+            self._last_over_s = self._clock()
+            return
         try:
             result = one.running.wait()
         except XpydError as error:

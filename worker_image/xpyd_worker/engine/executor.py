@@ -109,7 +109,8 @@ class ScheduledSequence:
 
 @dataclass(frozen=True)
 class StepInput:
-    """One flat batch: the sequences' tokens one behind the other, no padding.
+    """One flat batch: the sequences' tokens one behind the other, no padding. Without sequences it
+    is a dummy, which replicas that share experts make where others have a step (docs/adr/0122).
 
     `block_copies` (source, destination) are done before the forward. `kv` is the producer's
     message to ranks that send KV themselves; opaque here.

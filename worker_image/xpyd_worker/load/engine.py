@@ -27,7 +27,7 @@ from xpyd_kv.connector.build import MakeStore
 from xpyd_kv.ranks.engine import RankedEngine, RankedMemory
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.block_manager import BlockManager
-from xpyd_worker.engine.core import Deliver, EngineCore
+from xpyd_worker.engine.core import Deliver, EngineCore, LockStep
 from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.open_requests import StopRules
 from xpyd_worker.engine.request import EngineStats, SchedulerConfig
@@ -42,6 +42,7 @@ from xpyd_worker.ranks.loss import Loss
 from xpyd_worker.ranks.start.messages import Logs, RankReady
 from xpyd_worker.ranks.step.encoder import StepEncoder
 from xpyd_worker.ranks.step.messages import slot_count
+from xpyd_worker.ranks.world import World
 from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.service import ServedModel
 from xpyd_worker.server.telemetry.metrics import (
@@ -138,16 +139,18 @@ def load(
     logs: Logs = _OWN_LOGS,
     checkpoint: Checkpoint | None = None,
     load_tokenizer: Callable[[], Tokenizer] | None = None,
+    world: World | None = None,
+    lock_step: LockStep | None = None,
 ) -> LoadedEngine:
     """Load what `config` names. UserError for a checkpoint or a size that cannot work. `logs`: how
     ranks in processes of their own log. `checkpoint`: where it has been read. `load_tokenizer`:
-    where several engines share one."""
+    where several engines share one. `world`, `lock_step`: where replicas share experts."""
     checkpoint = checkpoint or read_checkpoint(config)
     folder, model_config = checkpoint.folder, checkpoint.model
     with ExitStack() as loads, ExitStack() as stack:
         if load_tokenizer is None:
             load_tokenizer = loads.enter_context(tokenizer_of(config, folder))
-        ready = _make_ready(config, folder, model_config, logs, incarnation)
+        ready = _make_ready(config, folder, model_config, logs, incarnation, world)
         if ready.instance is not None:
             stack.callback(ready.instance.close)
         tokenizer = load_tokenizer()
@@ -199,6 +202,7 @@ def load(
             deliver=deliver,
             producer=kv.connector.producer if kv.connector else None,
             consumer=kv.connector.consumer if kv.connector else None,
+            lock_step=lock_step,
         )
         model = _served_model(config, checkpoint, tokenizer, max_model_len)
         key = compat_key(factors) + _told_of_chats(config, model.parsers, tokenizer)
@@ -260,21 +264,28 @@ def _served_model(
 
 
 def _make_ready(
-    config: WorkerConfig, folder: Path, model: ModelConfig, logs: Logs, incarnation: str
+    config: WorkerConfig,
+    folder: Path,
+    model: ModelConfig,
+    logs: Logs,
+    incarnation: str,
+    world: World | None,
 ) -> ReadyModel:
     """The model, here or on ranks. What one rank needs of torch is imported only for it."""
     check_parallel(model.shape, config.sizes, config.layer_partition)
     if config.has_ranks:
-        return load_ranks(config, logs, incarnation)
+        return load_ranks(config, logs, incarnation, world)
     from xpyd_worker.load.one_rank import load_one_rank
 
     return load_one_rank(config, folder, model)
 
 
-def load_ranks(config: WorkerConfig, logs: Logs, incarnation: str) -> ReadyModel:
+def load_ranks(
+    config: WorkerConfig, logs: Logs, incarnation: str, world: World | None = None
+) -> ReadyModel:
     """Start the ranks and have each load its part. UserError for what the user can mend,
-    RankLostError for the rest; no rank is left then."""
-    instance = Instance(config, logs=logs, incarnation=incarnation)
+    RankLostError for the rest; no rank is left then. `world`: see Instance."""
+    instance = Instance(config, logs=logs, incarnation=incarnation, world=world)
     try:
         ready = instance.start()
     except BaseException:

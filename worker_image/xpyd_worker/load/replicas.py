@@ -6,7 +6,8 @@
 Each replica is an engine of its own: its scheduler is a thread here, its model and KV cache are in
 rank processes, also where it has one rank only. So a replica that dies takes its requests along and
 nothing else. It is started again, at once or with a growing pause, while the others serve; when the
-last one is lost, so is the instance.
+last one is lost, so is the instance. Replicas that share experts keep in step (LockStep, ADR 0122):
+their ranks are one world, and the instance is lost with any of them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
@@ -42,14 +44,17 @@ from xpyd_worker.load.ready_model import ReadyModel
 from xpyd_worker.model.registry import Checkpoint
 from xpyd_worker.ranks.loss import Loss, RankLostError
 from xpyd_worker.ranks.start.messages import Logs
+from xpyd_worker.ranks.world import World
 from xpyd_worker.replicas.choice import FrontEnd
-from xpyd_worker.replicas.coordinator import Counts
+from xpyd_worker.replicas.coordinator import Counts, Statistics
+from xpyd_worker.replicas.lock_step import LockStep
 from xpyd_worker.server.service import ServedModel
 from xpyd_worker.server.telemetry.metrics import (
     AnySample,
     expert_samples,
     replica_samples,
     samples_of,
+    wave_samples,
 )
 
 _log = logging.getLogger(__name__)
@@ -119,13 +124,18 @@ class ReplicatedEngine:
     `load_one` is called for each replica at the start, and for one that was lost.
     """
 
-    def __init__(self, size: int, load_one: LoadOne, deliver: Deliver) -> None:
+    def __init__(
+        self, size: int, load_one: LoadOne, deliver: Deliver, lock_step: LockStep | None = None
+    ) -> None:
+        """`lock_step`: where the replicas share experts. Its owner from now on."""
         self.replicas = [Replica(number) for number in range(size)]
         self._load_one = load_one
         self._deliver = deliver
         self._front_end = FrontEnd(size)
-        self._lock = threading.Lock()
-        """Guards who has which request: the loop submits, the engines' threads end requests."""
+        self.lock_step = lock_step
+        self._lock = threading.RLock()
+        """Guards who has which request: the loop submits, the engines' threads end requests. An
+        engine that has ended gives its answer to a request while that is sent."""
         self._of: dict[str, Replica] = {}
         self._past = EngineStats()
         """The counters of engines that are gone: sums must not go down."""
@@ -142,7 +152,8 @@ class ReplicatedEngine:
         errors = [error for load in loads if (error := load.exception()) is not None]
         if errors:
             self.close(engine_s=0.0, kv_s=0.0)
-            raise errors[0]
+            # What the user can mend comes before what followed from it on other replicas.
+            raise next((one for one in errors if isinstance(one, UserError)), errors[0])
 
     def _load(self, replica: Replica) -> LoadedEngine:
         loaded = self._load_one(replica.number, partial(self._take, replica))
@@ -151,9 +162,12 @@ class ReplicatedEngine:
 
     def start(self) -> None:
         """Start the engines, and keep them alive from now on."""
+        if self.lock_step is not None:
+            self.lock_step.start(self.take)
         for replica in self.replicas:
             self._start(replica)
-        self._keeper.start()
+        if self.lock_step is None:
+            self._keeper.start()
 
     def _start(self, replica: Replica) -> None:
         assert replica.loaded is not None, "loaded before"
@@ -165,9 +179,18 @@ class ReplicatedEngine:
         self._closing.set()
         if self._keeper.ident is not None:
             self._keeper.join(engine_s)
-        for replica in self.replicas:
-            if replica.loaded is not None:
-                replica.loaded.close(engine_s=engine_s, kv_s=kv_s)
+        if self.lock_step is not None:
+            # Under the lock that a request is sent under: none comes behind it.
+            with self._lock:
+                self.lock_step.begin_end(self.is_idle)
+        # Beside each other: in lock step none can end before all have been asked to.
+        loaded = [one.loaded for one in self.replicas if one.loaded is not None]
+        with ThreadPoolExecutor(len(self.replicas), "close-replica") as pool:
+            closes = [pool.submit(one.close, engine_s=engine_s, kv_s=kv_s) for one in loaded]
+        if self.lock_step is not None:
+            self.lock_step.close(engine_s)
+        for close in closes:
+            close.result()
 
     def _keep(self) -> None:
         """Start again what was lost, until the last one is: then the instance ends."""
@@ -222,13 +245,15 @@ class ReplicatedEngine:
 
     @property
     def loss(self) -> Loss | None:
-        """Which rank was lost last, once no replica serves."""
+        """Which rank was lost last, once no replica serves; in lock step the first."""
         found = [one.loaded.loss for one in self.replicas if one.loaded is not None]
         return None if self._serves else next((one for one in found if one is not None), None)
 
     @property
     def _serves(self) -> bool:
-        return any(replica.serving is not None for replica in self.replicas)
+        """Whether the instance does: in lock step only with all replicas."""
+        found = [replica.serving is not None for replica in self.replicas]
+        return any(found) if self.lock_step is None else all(found)
 
     # --- requests
 
@@ -240,9 +265,14 @@ class ReplicatedEngine:
             number = self._front_end.pick() if request.replica is None else request.replica
             replica = None if number is None else self.replicas[number]
             serving = None if replica is None else replica.serving
+            if self._closing.is_set():
+                serving = None
             if replica is not None and serving is not None:
                 replica.open.add(request.request_id)
                 self._of[request.request_id] = replica
+                if self.lock_step is not None:
+                    self._send(self.lock_step, request, replica.number, serving)
+                    return
         if serving is not None:
             serving.engine.submit(request)
             return
@@ -252,6 +282,19 @@ class ReplicatedEngine:
             request.request_id, choices, finished=True, error=text, error_kind="replica_lost"
         )
         self._deliver([last])
+
+    def _send(
+        self, lock_step: LockStep, request: EngineRequest, replica: int, to: LoadedEngine
+    ) -> None:
+        wave = self._front_end.wave
+        to.engine.submit(request, wave=wave)
+        if self._front_end.send(replica):
+            lock_step.ask(wave)
+
+    def take(self, statistics: Statistics) -> None:
+        """The coordinator of a lock step publishes. Its thread."""
+        with self._lock:
+            self._front_end.take(statistics)
 
     def abort(self, request_id: str, choices: tuple[int, ...] | None = None) -> None:
         """End a request or some of its choices; as EngineCore.abort."""
@@ -355,9 +398,28 @@ class LoadedReplicas:
         """What all do, what each replica does, and its ranks, which count through the replicas."""
         replicas = self.engine.replicas
         rows = [(one.counts(), one.restarts) for one in replicas]
+        lock_step = self.engine.lock_step
+        waves = (
+            ()
+            if lock_step is None
+            else [(member.latest, member.dummy_forwards) for member in lock_step.members]
+        )
         ranks = (one.loaded.rank_samples() for one in replicas if one.loaded is not None)
         experts = expert_samples(self.engine.experts_chosen())
-        return chain(samples_of(self.kv, stats), experts, replica_samples(rows), *ranks)
+        return chain(
+            samples_of(self.kv, stats), experts, replica_samples(rows), wave_samples(waves), *ranks
+        )
+
+
+def _lock_step(replicas: int, world: World) -> LockStep:
+    """The lock step of engines whose ranks are `world`: each ends with the other."""
+
+    def fell(text: str) -> None:
+        world.lose(Loss(text, 1))
+
+    lock_step = LockStep(replicas, clock=time.monotonic, fell=fell)
+    world.tell(lambda loss: lock_step.fail(loss.text))
+    return lock_step
 
 
 def load_replicas(
@@ -371,7 +433,13 @@ def load_replicas(
     checkpoint: Checkpoint,
 ) -> LoadedReplicas:
     """Load the replicas that `config` names; see `load`. They share one tokenizer."""
-    with tokenizer_of(config, checkpoint.folder) as load_tokenizer:
+    world, lock_step = None, None
+    with ExitStack() as stack:
+        load_tokenizer = stack.enter_context(tokenizer_of(config, checkpoint.folder))
+        if config.in_lock_step:
+            world = World(config.data_parallel_size)
+            stack.callback(world.close)
+            lock_step = _lock_step(config.data_parallel_size, world)
 
         def load_one(replica: int, deliver: Deliver) -> LoadedEngine:
             return load(
@@ -383,8 +451,10 @@ def load_replicas(
                 logs=logs,
                 checkpoint=checkpoint,
                 load_tokenizer=load_tokenizer,
+                world=world,
+                lock_step=None if lock_step is None else lock_step.members[replica],
             )
 
-        engine = ReplicatedEngine(config.data_parallel_size, load_one, deliver)
+        engine = ReplicatedEngine(config.data_parallel_size, load_one, deliver, lock_step)
         engine.load()
         return LoadedReplicas(engine)

@@ -73,6 +73,11 @@ class DecoderLayer:
         norm = self._mlp_norm
         return self._mlp(kernels.add_rms_norm(x, residual, norm.weight, norm.eps), step)
 
+    def join(self, device: torch.device) -> None:
+        """See Decoder.join."""
+        if isinstance(self._mlp, ExpertMlps):
+            self._mlp.join(device)
+
     def allocate(self, device: torch.device) -> None:
         """Memory for all weights."""
         for part in (self._attention, self._mlp, self._input_norm, self._mlp_norm):
@@ -211,6 +216,12 @@ class Decoder:
             self._kernels.count_chosen(self._chosen, torch.stack(step.chosen), rows_of)
         assert x is not None, "a stage has a layer"
         return Hidden(x, residual)
+
+    def join(self) -> None:
+        """Take part, without rows, in a forward that other replicas make: their rows come to the
+        experts that are here, layer by layer. Nothing else of a forward is shared with them."""
+        for layer in self._layers:
+            layer.join(self._chosen.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Last norm and head over chosen rows [rows, hidden] -> float32 [rows, vocab]; on the last

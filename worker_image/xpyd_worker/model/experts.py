@@ -66,6 +66,15 @@ class ExpertMlps:
             chosen = held_only(chosen, self._held)
         return self._group.all_reduce(self._packed(x, weights, chosen, step.plan))
 
+    def join(self, device: torch.device) -> None:
+        """Take part, without rows, in the layer of a forward that other replicas make."""
+        others = self._others
+        assert others is not None, "no replicas share the experts"
+        rows = torch.empty(0, self._gate_up.shape[2], dtype=self._gate_up.dtype, device=device)
+        weights = torch.empty(0, self._experts.per_token, device=device)
+        chosen = weights.to(torch.int64)
+        exchange(rows, weights, chosen, shares=self._shares, group=others, compute=self._computed)
+
     def _route(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
         weights, chosen = route(
             self._router(x),

@@ -61,7 +61,8 @@ class RankedExecutor:
         prompt_tokens = sum(
             min(len(one.token_ids), max(0, one.prompt_tokens - one.start)) for one in step.sequences
         )
-        self.counters.count(step.tokens, prompt_tokens)
+        if step.sequences:  # a dummy is no forward of this replica
+            self.counters.count(step.tokens, prompt_tokens)
         return _RankedStep(self)
 
     def await_oldest(self, awake: int) -> bool:

@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import TypeVar
 
@@ -52,6 +53,7 @@ from xpyd_worker.ranks.start.processes import COMMAND
 from xpyd_worker.ranks.watch.beats import Beat
 from xpyd_worker.ranks.watch.judge import Judge, Shown
 from xpyd_worker.ranks.watcher import Watch
+from xpyd_worker.ranks.world import LOOPBACK, World
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T", Opened, WeightsLoaded, Fits, RankReady)
@@ -60,8 +62,6 @@ _PUBLISH_S = 30.0
 _SETTLE_S = 15.0
 """The judge says earlier which rank was lost first."""
 _CLOSE_S = 2.0
-_LOOPBACK = "127.0.0.1"
-"""There also where the instance's own address is an IPv6 one."""
 
 
 class Instance:
@@ -74,8 +74,11 @@ class Instance:
         logs: Logs,
         command: Sequence[str] = COMMAND,
         incarnation: str = "",
+        world: World | None = None,
     ) -> None:
+        """`world`: where the ranks are one world with those of other replicas."""
         self._config = config
+        self._world = world
         self.sizes = sizes = config.sizes
         self.first_rank = config.first_rank
         self._logs = logs
@@ -85,8 +88,16 @@ class Instance:
         self._pod = Pod(config.pod_ranks(0), self._links, self._take, command)
         self._others: list[RemotePod] = []
         self._judge = Judge(sizes.replica, self.rank_identity)
-        self._watch = Watch(self._pod, self._judge, others=self._look, lost=self._on_loss)
+        self._watch = Watch(
+            self._pod,
+            self._judge,
+            others=self._look,
+            lost=self._on_loss,
+            elsewhere=self._elsewhere,
+        )
         self._is_closed = False
+        self._lock = threading.Lock()
+        """Between `close` and another replica's `give_up`."""
         self.settled = threading.Event()
         self.loss: Loss | None = None
         """Why the instance cannot go on; the ranks are gone then."""
@@ -103,6 +114,8 @@ class Instance:
         self.channels = [LinkChannel(rank, self._post) for rank in range(sizes.replica)]
         """The KV transfer's way to each rank, by rank."""
         self._chosen: dict[int, tuple[LayerExperts, ...]] = {}
+        if world is not None:
+            world.join(config.replica, self)
 
     def rank_identity(self, rank: int) -> RankIdentity:
         """The rank as messages name it."""
@@ -143,19 +156,28 @@ class Instance:
         config = self._config
         # Who reaches their store or groups is one of them: they have no keys. Several pods need
         # each other's addresses (docs/parallel.md).
-        host = _LOOPBACK if config.pods == 1 else config.host
-        with listen(host, 0, "--host") as listener:
+        host = LOOPBACK if config.pods == 1 else config.host
+        with ExitStack() as stack:
+            if self._world is None:
+                listener = stack.enter_context(listen(host, 0, "--host"))
+            else:
+                listener = self._world.listener
+            has_store = self._world is None or config.replica == 0
             address = listener.getsockname()[:2]
             join = Join(config, self.sizes, address, self._logs, self._incarnation)
             self._gather(join)
 
             def spawn() -> None:
-                self._pod.spawn(join, config=config, address=host, listener=listener.fileno())
+                store = listener.fileno() if has_store else None
+                self._pod.spawn(join, config=config, address=host, listener=store)
 
             self._watch.start(spawn)
             self._collect(Opened)
         self._tell(Meet())
         self._collect(WeightsLoaded)
+        if self._world is not None and not self._world.await_weights():
+            self.settled.wait(_SETTLE_S)
+            raise self.error()
         self._tell(Measure())
         self.fits = tuple(one.blocks for one in self._collect(Fits))
         self._tell(Agreed(min(self.fits)))
@@ -213,7 +235,12 @@ class Instance:
 
     def close(self, *, in_order: bool = False) -> None:
         """End all ranks, `in_order` when no step is under way, and give back what was shared."""
-        self._is_closed = True
+        with self._lock:
+            self._is_closed = True
+        if self._world is not None and not in_order and self.loss is None:
+            # Where others are still loading, or in a step, they would wait for these ranks.
+            text = f"replica {self._config.replica} of the instance has ended"
+            self._world.lose(Loss(text, 1), of=self._config.replica)
         for pod in self._others:
             pod.end(in_order=in_order, reason="the leader ends")
         self._watch.close(in_order=in_order)
@@ -259,9 +286,21 @@ class Instance:
         )
 
     def _give_up(self, loss: Loss) -> Exception:
-        self._watch.report(lambda judge: judge.give_up(loss))
+        self.give_up(loss)
         self.settled.wait(_SETTLE_S)
         return self.error()
+
+    # --- any thread, of a world with other replicas
+
+    def give_up(self, loss: Loss) -> None:
+        """See Member."""
+        with self._lock:
+            if not self._is_closed:
+                self._watch.report(lambda judge: judge.give_up(loss))
+
+    def beats(self) -> list[Beat]:
+        """See Member."""
+        return [shown.beat for shown in self._judge.show()]
 
     # --- the links' thread
 
@@ -300,6 +339,9 @@ class Instance:
             pod.beat()
         return [beat for pod in self._others for beat in pod.look()]
 
+    def _elsewhere(self) -> list[Beat]:
+        return [] if self._world is None else self._world.elsewhere(self._config.replica)
+
     def _on_loss(self, loss: Loss) -> None:
         self.loss = loss
         for pod in self._others:
@@ -307,3 +349,5 @@ class Instance:
         self.settled.set()
         self._started.put(None)
         os.eventfd_write(self.lost_fd, 1)
+        if self._world is not None:
+            self._world.lose(loss, of=self._config.replica)

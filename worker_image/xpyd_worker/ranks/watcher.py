@@ -30,12 +30,15 @@ class Watch:
         *,
         others: Callable[[], Sequence[Beat]],
         lost: Callable[[Loss], None],
+        elsewhere: Callable[[], Sequence[Beat]] = tuple,
     ) -> None:
-        """`others`: what the ranks of other pods showed last, which come behind those of `pod`.
-        `lost` is called once, on the watch's thread, when all of `pod` are gone."""
+        """`others`: what the ranks of other pods showed last, which come behind those of `pod`;
+        `elsewhere`: see Judge.look. `lost` is called once, on the watch's thread, when all of `pod`
+        are gone."""
         self._pod = pod
         self._judge = judge
         self._others = others
+        self._elsewhere = elsewhere
         self._lost = lost
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._waker = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -105,7 +108,7 @@ class Watch:
             if not ended and now_s < next_look_s:
                 continue
             next_look_s = now_s + LOOK_S
-            loss = judge.look([*pod.look(), *self._others()])
+            loss = judge.look([*pod.look(), *self._others()], self._elsewhere())
             if loss is not None:
                 return loss
         return None

@@ -9,7 +9,8 @@ choice.
 Of several ranks each launches every step, in the same order. What they do together follows from the
 step alone: which sequences take part, how many rows go from stage to stage, who draws. So a step
 that is not sound is refused by all of them alike, and none waits for another. Each rank of the last
-stage draws from the same logits, so the same.
+stage draws from the same logits, so the same. Where replicas share experts, a step without sound
+sequences is a dummy forward: the k-th step of each replica meets the k-th of all others.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class ModelRunner:
         the other ranks that `model` was built with; None where there are none."""
         self._model = model
         self._has_others = parallel is not None and parallel.part.ranks > 1
+        self._shares_experts = parallel is not None and parallel.part.replicas > 1
         self._boundary: StageBoundary | None = None
         if parallel is not None and parallel.part.stages > 1:
             self._boundary = parallel.boundary
@@ -161,6 +163,9 @@ class ModelRunner:
         )
         sound = [one for one in step.sequences if one.seq_id not in failed]
         if not sound:
+            # The other replicas make a forward, and meet this one in each layer with experts.
+            if self._shares_experts:
+                self._model.join()
             return self._launched(step.step, StepResults(failed, NO_SCORES, (), None))
         batch = build_batch(sound, before.places)
         asking = [rows for rows in batch.rows if rows.sequence.samples]

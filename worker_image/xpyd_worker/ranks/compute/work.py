@@ -163,7 +163,9 @@ class RankWork:
         step = self._decoder.read(message)
         running = self._run(step)
         part = self._part
-        if not part.is_last:
+        if not step.sequences:
+            pass  # a dummy: nothing is drawn, and no state changes
+        elif not part.is_last:
             self._await_draws(message, step)
         elif isinstance(self._states, DeviceStates):
             running = self._draw_on_device(self._states, message, step, running)
@@ -173,7 +175,7 @@ class RankWork:
 
     def _run(self, step: StepInput) -> LaunchedStep:
         sender = self._kv_sender
-        if sender is None:
+        if sender is None or not step.sequences:
             return self._runner.launch(step, no_layer_done)
         sender.begin_step(step.kv)
         try:

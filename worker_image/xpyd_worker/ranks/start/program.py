@@ -110,9 +110,11 @@ class RankProgram:
         start, config, model = self._start, self._start.config, self._model
         host, port = start.rendezvous
         listener = None if start.listener is None else socket.socket(fileno=start.listener)
+        # Replicas that share nothing are worlds of their own.
+        first = config.first_rank if config.in_lock_step else 0
         return open_parallel(
             start.sizes,
-            rank=start.rank,
+            rank=first + start.rank,
             local_rank=start.pod_rank,
             at=Rendezvous(host=host, port=port, address=start.address, listener=listener),
             device=self._device,

@@ -104,13 +104,14 @@ class Judge:
         """Another part of the instance has found what is wrong."""
         self._given_up = loss
 
-    def look(self, beats: Sequence[Beat]) -> Loss | None:
+    def look(self, beats: Sequence[Beat], elsewhere: Sequence[Beat] = ()) -> Loss | None:
         """Take in what the ranks show now, LOOK_S after the last time; what is lost, when that is
-        sure."""
+        sure. `elsewhere`: what the ranks of other replicas show, where they meet in steps: while
+        they compute, ours may wait."""
         for seen, beat in zip(self._seen, beats, strict=True):
             seen.looks_silent = 0 if beat.beats != seen.beat.beats else seen.looks_silent + 1
             seen.beat = beat
-        self._watch_idle(beats)
+        self._watch_idle(beats, elsewhere)
         return self._silent() or self._wrong() or self._given_up or self._stuck()
 
     def show(self) -> list[Shown]:
@@ -120,11 +121,12 @@ class Judge:
             for seen in self._seen
         ]
 
-    def _watch_idle(self, beats: Sequence[Beat]) -> None:
-        spent_ns = sum(beat.processor_ns for beat in beats)
-        steps = sum(beat.begun + beat.ended for beat in beats)
+    def _watch_idle(self, beats: Sequence[Beat], elsewhere: Sequence[Beat]) -> None:
+        everywhere = [*beats, *elsewhere]
+        spent_ns = sum(beat.processor_ns for beat in everywhere)
+        steps = sum(beat.begun + beat.ended for beat in everywhere)
         is_at_work = not self._is_starting and any(beat.is_working for beat in beats)
-        computes = spent_ns - self._spent_ns >= _BUSY_NS * len(beats)
+        computes = spent_ns - self._spent_ns >= _BUSY_NS * len(everywhere)
         if is_at_work and steps == self._steps and not computes:
             self._looks_idle += 1
         else:

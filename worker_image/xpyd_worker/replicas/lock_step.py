@@ -1,0 +1,263 @@
+"""Lock step between the engines of one process: waves, their coordinator, and the finish check.
+
+    engine's thread --latest state, news--> coordinator's thread --START--> inbox of another engine
+           ^ `-- a vote each 24 iterations: FinishCheck --'  `--statistics--> front end
+
+All engines are threads here, so a report is a value that the coordinator reads, a START an item in
+an inbox, and the finish check a meeting of threads. None of it is needed twice, and what gets lost
+is made up for (ADR 0118). Where engines are in several processes, `Reduce` is what a CPU group of
+their ranks does. It must not know requests, tensors or ranks. See docs/adr/0122.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from xpyd_core.errors import XpydError
+from xpyd_worker.replicas.coordinator import PUBLISH_S, Coordinator, Statistics
+from xpyd_worker.replicas.waves import ReplicaWave, Report, Vote
+
+_log = logging.getLogger(__name__)
+CHECK_DEADLINE_S = 120.0
+"""As of a step: the others are at most the steps under way behind."""
+
+Put = Callable[[Callable[[], None]], object]
+"""Has a call made on an engine's thread before its next step."""
+Reduce = Callable[[Vote], Vote]
+"""The maximum of each number of all replicas' votes; each calls it once for a check. Raises
+OutOfStepError."""
+
+
+class OutOfStepError(XpydError):
+    """Another replica does not come to the finish check. The engine ends, and all others do."""
+
+
+class FinishCheck:
+    """A Reduce among threads."""
+
+    def __init__(self, replicas: int, *, deadline_s: float = CHECK_DEADLINE_S) -> None:
+        self._replicas = replicas
+        self._deadline_s = deadline_s
+        self._changed = threading.Condition()
+        self._votes: list[Vote] = []
+        self._checks = 0
+        self._result = Vote(0, 0)
+        self._failure = ""
+
+    def reduce(self, vote: Vote) -> Vote:
+        """See Reduce."""
+        with self._changed:
+            check = self._checks
+            self._votes.append(vote)
+            if len(self._votes) == self._replicas:
+                self._result = Vote(*map(max, zip(*self._votes, strict=True)))
+                self._votes.clear()
+                self._checks += 1
+                self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: self._checks > check or bool(self._failure), self._deadline_s
+            )
+            # The next check needs this vote's replica, so the result is still this one's.
+            if self._checks > check:
+                return self._result
+            text = self._failure or (
+                f"{len(self._votes)} of {self._replicas} replicas came to the finish check within "
+                f"{self._deadline_s:g} s"
+            )
+            raise OutOfStepError(text)
+
+    def fail(self, reason: str) -> None:
+        """No replica waits from now on."""
+        with self._changed:
+            self._failure = self._failure or reason
+            self._changed.notify_all()
+
+
+class Member:
+    """A replica's end, which its EngineCore has: see LockStep there. The engine's thread calls all
+    but what says otherwise."""
+
+    def __init__(self, replica: int, lock_step: LockStep, reduce: Reduce) -> None:
+        self.replica = replica
+        self._lock_step, self._reduce = lock_step, reduce
+        self._wave = ReplicaWave(rank=replica)
+        self._put: Put | None = None
+        self.latest = Report(0, is_running=False)
+        """Its state. Any thread reads it."""
+        self.dummy_forwards = 0
+        """Forwards that it made for the others. Any thread reads it."""
+
+    # --- EngineCore
+
+    def bind(self, put: Put) -> None:
+        """See EngineCore's LockStep; before the engine starts."""
+        self._put = put
+
+    def submitted(self, wave: int) -> None:
+        """See EngineCore's LockStep."""
+        self._set(is_news=self._wave.take_request(wave))
+
+    @property
+    def in_wave(self) -> bool:
+        """See EngineCore's LockStep."""
+        return self._wave.is_running
+
+    def end_iteration(self, *, waiting: int, running: int, is_dummy: bool) -> None:
+        """See EngineCore's LockStep."""
+        self.dummy_forwards += is_dummy
+        is_news = False
+        if self._wave.end_iteration():
+            vote = self._wave.vote(has_unfinished=bool(waiting or running))
+            is_news = self._wave.settle(self._reduce(vote))
+        self._set(is_news=is_news, waiting=waiting, running=running)
+
+    @property
+    def may_leave(self) -> bool:
+        """See EngineCore's LockStep."""
+        return self._lock_step.may_leave
+
+    def failed(self, why: str) -> None:
+        """See EngineCore's LockStep."""
+        self._lock_step.failed(self.replica, why)
+
+    # --- the coordinator
+
+    def start(self, wave: int) -> None:
+        """Send START_DP_WAVE `wave`. Any thread."""
+        if self._put is not None:
+            self._put(lambda: self._set(is_news=self._wave.take_start(wave)))
+
+    def wake(self) -> None:
+        """Have the engine look again whether it may leave. Any thread."""
+        if self._put is not None:
+            self._put(lambda: None)
+
+    def _set(self, *, is_news: bool, waiting: int = 0, running: int = 0) -> None:
+        self.latest = self._wave.report(waiting=waiting, running=running)
+        if is_news:
+            self._lock_step.news()
+
+
+class LockStep:
+    """All replicas' members and their coordinator. `start` it before the engines, `close` it behind
+    them."""
+
+    def __init__(
+        self,
+        replicas: int,
+        *,
+        clock: Callable[[], float],
+        fell: Callable[[str], None],
+        reduce: Reduce | None = None,
+    ) -> None:
+        """`fell`: a replica failed, so none can go on. `reduce`: FinishCheck's where it is None."""
+        self._check = FinishCheck(replicas)
+        reduce = reduce or self._check.reduce
+        self.members = [Member(replica, self, reduce) for replica in range(replicas)]
+        self._coordinator = Coordinator(replicas)
+        self._clock, self._fell = clock, fell
+        self._publish: Callable[[Statistics], None] = lambda _: None
+        self._next_s = 0.0
+        self._published: tuple[int, bool] | None = None
+        self._lock = threading.Lock()
+        self._asked: int | None = None
+        self._are_idle: Callable[[], bool] | None = None
+        self._news = threading.Event()
+        self._closing = False
+        self.may_leave = False
+        """Whether engines may end: all are idle and none can be started any more, or all is lost.
+        Any thread."""
+        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
+
+    def start(self, publish: Callable[[Statistics], None]) -> None:
+        """Start the coordinator. `publish` gets the statistics, each PUBLISH_S while a wave is on
+        and when one begins or ends, on its thread."""
+        self._publish = publish
+        self._thread.start()
+
+    def news(self) -> None:
+        """A replica's state changed. Any thread."""
+        self._news.set()
+
+    def ask(self, wave: int) -> None:
+        """A front end that knows `wave` and of no running one has sent a request. Any thread."""
+        with self._lock:
+            self._asked = wave if self._asked is None else max(wave, self._asked)
+        self._news.set()
+
+    def begin_end(self, are_idle: Callable[[], bool]) -> None:
+        """No request comes any more, and engines that are asked to stop wait for `may_leave`.
+        `are_idle`: whether no engine has a request, in its inbox neither. Any thread."""
+        self._are_idle = are_idle
+        self._news.set()
+
+    def failed(self, replica: int, why: str) -> None:
+        """A replica's engine cannot go on. Any thread."""
+        text = f"replica {replica} of the instance failed: {why}"
+        self.fail(text)
+        self._fell(text)
+
+    def fail(self, reason: str) -> None:
+        """None can go on: what waits for others ends. Any thread."""
+        self._check.fail(reason)
+        self._let_leave()
+
+    def close(self, within_s: float) -> None:
+        """End the coordinator, and whatever still waits."""
+        self._closing = True
+        self.fail("the engine was stopped")
+        self._news.set()
+        if self._thread.ident is not None:
+            self._thread.join(within_s)
+
+    # --- the coordinator's thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._news.wait(PUBLISH_S if self._is_on else None)
+                self._news.clear()
+                self.turn()
+        except Exception as error:  # the thread's edge: nothing would start waves any more
+            _log.exception("the coordinator failed")
+            self.fail("the coordinator failed")
+            self._fell(f"the coordinator of the replicas failed: {error!r}")
+
+    @property
+    def _is_on(self) -> bool:
+        """Whether something may have to be sent again, or published."""
+        return self._are_idle is not None or not self._coordinator.may_end()
+
+    def turn(self) -> None:
+        """Take in all states, and send START where it is due. Public for tests, which run it
+        without the thread."""
+        with self._lock:
+            asked, self._asked = self._asked, None
+        # First: behind it nothing but a START, which is sent here, can wake an idle engine.
+        are_idle = self._are_idle is not None and self._are_idle()
+        due: set[int] = set()
+        for member in self.members:
+            due.update(self._coordinator.heard(member.replica, member.latest))
+        if asked is not None:
+            due.update(self._coordinator.asked(asked))
+        now_s = self._clock()
+        is_due = now_s >= self._next_s
+        if is_due:
+            self._next_s = now_s + PUBLISH_S
+            due.update(self._coordinator.missing())
+        for replica in sorted(due):
+            self.members[replica].start(self._coordinator.wave)
+        state = (self._coordinator.wave, self._coordinator.is_running)
+        if is_due or state != self._published:
+            self._published = state
+            self._publish(self._coordinator.statistics())
+        if are_idle and self._coordinator.may_end() and not due:
+            self._let_leave()
+
+    def _let_leave(self) -> None:
+        if not self.may_leave:
+            self.may_leave = True
+            for member in self.members:
+                member.wake()
