@@ -136,8 +136,6 @@ BAD = {
         "--kv-cache-memory: 'lots' is not a size; write bytes like 1073741824, 8e9, 4Gi or 500M"
     ),
     "--port=1": "--port is set by xpyd; leave it out",
-    "--data-parallel-size=2": "--data-parallel-size is set by xpyd; leave it out",
-    "-dp=2": "'-dp=2' is no flag of the engine; did you mean --dtype?",
     "--role=Decode": "--role is set by xpyd; use spec.pools[].role",
 }
 

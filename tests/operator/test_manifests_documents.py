@@ -33,6 +33,7 @@ from xpyd_operator.manifests.names import KEY_SLOTS, KV_KEY
 from xpyd_operator.manifests.objects import kv_secret, pool_object, workload_objects
 from xpyd_operator.manifests.pods import pods_per_instance
 from xpyd_operator.manifests.refusals import template_problems
+from xpyd_operator.manifests.resources import engine_resources
 from xpyd_operator.manifests.volumes import model_in_pod, uses_host_path
 from xpyd_operator.plan.template import fleet_want
 
@@ -73,6 +74,7 @@ EDITS = [
     ("pools.0.resources.sharedMemory", "1Gi"), ("pools.0.template", {"spec": {"hostPID": True}}),
     ("pools.1.parallelism.pipeline", 4), ("pools.1.parallelism.pipeline", 1),
     ("pools.0.parallelism.expert", 2), ("pools.1.parallelism.expert", 4),
+    ("pools.1.parallelism", {"data": 4}),
     ("kvTransfer.port", 22001), ("kvTransfer.bufferSize", "1Gi"),
     ("kvTransfer.hostPoolSize", "1Gi"), ("kvTransfer.leaseSeconds", 60),
     ("kvTransfer.waitSeconds", 60), ("kvTransfer.onFailure", "Fail"),
@@ -195,6 +197,7 @@ def test_what_a_document_says_by_default_makes_no_other_revision():
         ("spec.router.discoveryPort", 30001),
         ("spec.pools.0.parallelism.pipeline", 1),
         ("spec.pools.0.parallelism.expert", 1),
+        ("spec.pools.0.parallelism.data", 1),
         ("spec.pools.0.resources.sharedMemory", "8Gi"),
         ("spec.kvTransfer.insecure", False),
     )
@@ -358,6 +361,35 @@ def test_an_instance_has_as_many_pods_as_its_ranks_need(tensor, pipeline, gpus, 
         ("spec.pools.1.resources", {"gpus": gpus}),
     ).spec.pools[1]
     assert pods_per_instance(pool) == pods
+
+
+def test_an_instance_with_replicas_is_one_pod_with_the_devices_of_all():
+    layout = {"tensor": 2, "pipeline": 2, "data": 2}
+    for gpus in (0, 8):
+        fleet = changed(
+            ("spec.pools.0.parallelism", layout), ("spec.pools.0.resources", {"gpus": gpus})
+        )
+        assert pods_per_instance(fleet.spec.pools[0]) == 1
+        (deployment,) = workload_objects(fleet, workloads_of(fleet)[1], placement_of(fleet))
+        assert deployment["kind"] == "Deployment"
+        engine = deployment["spec"]["template"]["spec"]["containers"][0]
+        limits = engine["resources"].get("limits", {})
+        assert limits.get("nvidia.com/gpu") == (str(gpus) if gpus else None)
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert engine[probe]["httpGet"]["port"] == "http"
+
+
+def test_a_pod_may_take_the_weights_of_each_of_its_replicas():
+    """Ranks that divide the model take them once."""
+
+    def limit(layout):
+        fleet = changed(
+            ("spec.pools.0.parallelism", layout), ("spec.pools.0.resources", {"gpus": 0})
+        )
+        memory = engine_resources(fleet, fleet.spec.pools[0])["limits"]["memory"]
+        return int(memory.removesuffix("Mi"))
+
+    assert limit({"data": 3}) - limit({"tensor": 3}) == 2 * 64 * 1024
 
 
 def test_instances_of_several_pods_that_claim_devices_have_both_objects():

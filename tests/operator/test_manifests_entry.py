@@ -90,6 +90,25 @@ def test_every_ranks_kv_port_is_open_to_the_fleets_engines():
     assert not admits(rules, engine, 65536)
 
 
+def test_the_kv_ports_of_all_replicas_are_open():
+    engine = names.pool_labels("llama70b", "prefill", "Prefill")
+    four = {"gpus": 4}
+    for layout, last in (
+        ({"data": 4}, 21008),
+        ({"tensor": 2, "data": 2}, 21006),
+        ({"tensor": 2, "pipeline": 2}, 21005),
+    ):
+        rules = ingress(
+            changed(
+                *((f"spec.pools.{pool}.parallelism", layout) for pool in (0, 1)),
+                *((f"spec.pools.{pool}.resources", four) for pool in (0, 1)),
+            ),
+            "engines",
+        )
+        open_ones = [port for port in range(21000, 21012) if admits(rules, engine, port)]
+        assert open_ones == list(range(21001, last + 1))
+
+
 def test_ranks_of_several_pods_meet_on_a_port_that_only_their_pool_reaches():
     rules = ingress(changed(), "engines")
     admitted = {
@@ -108,6 +127,13 @@ def test_a_pods_ports_are_those_of_its_own_ranks():
     first = {"kv": 22001, "data-0": 22002, "data-1": 22003}
     assert ports["prefill"] == first
     assert ports["decode"] == {**first, "data-2": 22004, "data-3": 22005}  # of 8, in 2 pods
+    halves = changed(("spec.pools.0.parallelism", {"data": 2}))
+    assert list(engine_ports(halves, halves.spec.pools[0]).items())[1:] == [
+        ("kv", 21001),
+        ("data-0", 21002),
+        ("kv-1", 21003),
+        ("data-1", 21004),
+    ]
     alone = near()
     assert engine_ports(alone, alone.spec.pools[0]) == {"http": 20001, "kv": 21001}
 

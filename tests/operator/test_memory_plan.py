@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ from xpyd_operator.manifests.resources import (
     PROCESS_BYTES,
     flag_value,
 )
-from xpyd_operator.up.checks import locate_model, weights_bytes
+from xpyd_operator.up.checks import expert_bytes, locate_model, weights_bytes
 from xpyd_operator.up.memory import Machine, check_room, plan_memory, read_machine
 
 GIB = 1 << 30
@@ -27,10 +29,20 @@ def fleet(args=(), kv=None, parallelism=None):
     return parsed(engine={"args": list(args)}, pools=pools, kvTransfer=kv or {})
 
 
-def plan(available, *, args=(), kv=None, replicas=(1, 3), cores=8, weights=0, parallelism=None):
+def plan(
+    available,
+    *,
+    args=(),
+    kv=None,
+    replicas=(1, 3),
+    cores=8,
+    weights=0,
+    experts=0,
+    parallelism=None,
+):
     machine = Machine(available, cores)
     document = fleet(args, kv, parallelism)
-    return plan_memory(document, replicas, machine, weights_bytes=weights)
+    return plan_memory(document, replicas, machine, weights_bytes=weights, expert_bytes=experts)
 
 
 def test_a_large_machine_gives_each_engine_its_most():
@@ -99,6 +111,35 @@ def test_each_rank_is_a_process_with_its_cache_and_a_share_of_weights_buffer_and
     assert total.endswith("1 CPU threads each rank")
 
 
+def test_each_replica_has_its_weights_its_ranks_and_their_caches():
+    """Buffer and host pool are the instance's, which its replicas share."""
+    given = {
+        "args": ["--kv-cache-memory=100Mi"],
+        "kv": {"bufferSize": "64Mi", "hostPoolSize": "256Mi"},
+        "weights": GIB,
+    }
+    found = plan(64 * GIB, cores=30, parallelism={"tensor": 2, "data": 3}, **given)
+    d = found.of("d")
+    assert d.total_bytes == 7 * PROCESS_BYTES + 3 * GIB + (600 + 64 + 256) * MIB
+    assert (d.ranks, d.weights_bytes, found.threads) == (6, 3 * GIB, 1)
+    two = plan(64 * GIB, parallelism={"data": 2}, **given).of("d")
+    assert two.total_bytes == 3 * PROCESS_BYTES + 2 * GIB + (200 + 64 + 256) * MIB
+    with pytest.raises(UserError, match=r"it needs 22\.5 GiB"):
+        plan(16 * GIB, parallelism={"data": 2}, **(given | {"weights": 2 * GIB}))
+
+
+def test_replicas_that_share_experts_hold_them_once():
+    weights = {"weights": 10 * GIB, "experts": 8 * GIB}
+    copies = plan(400 * GIB, parallelism={"data": 4}, **weights).of("d")
+    assert copies.weights_bytes == 40 * GIB
+    shared = plan(400 * GIB, parallelism={"data": 4, "expert": 4}, **weights).of("d")
+    assert shared.weights_bytes == 4 * 2 * GIB + 8 * GIB
+    args = ["--enable-expert-parallel"]
+    by_args = plan(400 * GIB, args=args, parallelism={"data": 4}, **weights)
+    assert by_args.of("d").weights_bytes == shared.weights_bytes
+    assert by_args.of("p").weights_bytes == 10 * GIB
+
+
 def test_a_buffer_in_percent_is_of_the_caches_of_all_ranks():
     layout = {"tensor": 2, "pipeline": 2}
     given = plan(
@@ -124,7 +165,7 @@ def test_a_fleet_whose_ranks_do_not_fit_is_refused_where_one_rank_would():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    layout=st.sampled_from([{}, {"tensor": 2}, {"tensor": 2, "pipeline": 4}]),
+    layout=st.sampled_from([{}, {"tensor": 2}, {"tensor": 2, "pipeline": 4}, {"data": 3}]),
     available=st.integers(0, 200 * GIB),
     replicas=st.tuples(st.integers(0, 8), st.integers(0, 8)),
     cache=st.none() | st.integers(1, 4096),
@@ -198,6 +239,33 @@ def test_weights_count_twice_where_half_precision_is_widened(tmp_path):
     (tmp_path / "config.json").write_text('{"torch_dtype": "float32"}')
     assert weights_bytes(str(tmp_path), []) == 100
     assert weights_bytes("hf://org/name", []) == 0
+
+
+def test_tensors_of_experts_are_told_by_their_names(tmp_path):
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    names = (
+        "model.embed_tokens",
+        "model.layers.0.mlp.experts.0.up_proj",
+        "model.layers.0.mlp.gate",
+    )
+    for index, sizes in enumerate(((10, 30, 2), (20, 0, 0))):
+        header, at = {"__metadata__": {"format": "pt"}}, 0
+        for name, size in zip(names, sizes, strict=True):
+            header[f"{name}.weight"] = {"dtype": "BF16", "data_offsets": [at, at + size]}
+            at += size
+        text = json.dumps(header).encode()
+        content = len(text).to_bytes(8, "little") + text + bytes(at)
+        (tmp_path / f"{index}.safetensors").write_bytes(content)
+    whole = weights_bytes(str(tmp_path), ["--dtype=bfloat16"])
+    assert expert_bytes(str(tmp_path), ["--dtype=bfloat16"]) == whole * 30 // 62
+    assert expert_bytes(str(tmp_path), []) == 2 * whole * 30 // 62
+    assert expert_bytes("hf://org/name", []) == 0
+
+
+@pytest.mark.parametrize("content", [b"", bytes(100), b"\x02" + bytes(7) + b"[]", b"\xff" * 20])
+def test_a_file_that_is_no_checkpoint_holds_no_experts(tmp_path, content):
+    (tmp_path / "a.safetensors").write_bytes(content)
+    assert expert_bytes(str(tmp_path), []) == 0
 
 
 def test_a_model_path_starts_at_the_document(tmp_path):

@@ -13,6 +13,7 @@ from tests.operator.test_status_children import group_pod, group_set
 from xpyd_operator.controller.decision.kinds import POD, trim
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import load_fleet
+from xpyd_operator.document.status import FleetPoolStatus
 from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.template import fleet_want
 from xpyd_operator.status.children import Children, fleet_seen, moment
@@ -225,3 +226,14 @@ def test_a_status_shows_whole_experts_whoever_asks_for_them(is_field: bool) -> N
     fleet = fleet.model_copy(update={"spec": spec})
     pools = {p["name"]: p.get("layout") for p in status(fleet, None)["pools"]}
     assert pools == {"router": None, "prefill": "TP1xPP1", "decode": "TP2xPP2xEP2"}
+
+
+def test_a_status_shows_replicas_and_fits_its_schema() -> None:
+    fleet = fleet_of_groups()
+    prefill, decode = fleet.spec.pools
+    most = decode.parallelism.model_copy(update={"pipeline": 16, "data": 64, "expert": 64})
+    pools = (prefill, decode.model_copy(update={"parallelism": most}))
+    fleet = fleet.model_copy(update={"spec": fleet.spec.model_copy(update={"pools": pools})})
+    layout = {p["name"]: p.get("layout") for p in status(fleet, None)["pools"]}["decode"]
+    assert layout == "TP2xPP16xDP64xEP64"
+    assert FleetPoolStatus(name="decode", layout=layout).layout == layout

@@ -114,6 +114,42 @@ def test_whole_experts_are_a_flag_of_the_pools_that_ask_for_them():
     assert marks == {before["decode"].template.fleet_revision}, "P and D may differ in it"
 
 
+def test_replicas_of_an_engine_are_a_flag_of_the_pools_that_ask_for_them():
+    """Left out at 1; another number is another revision, of that pool alone."""
+    pools = [
+        {"name": "all", "role": "Aggregated", "parallelism": {"tensor": 2}},
+        {"name": "more", "role": "Aggregated"},
+    ]
+    pools = [pool | {"resources": {"gpus": 0}} for pool in pools]
+    before = want(pools=pools)
+    one = pools[0] | {"parallelism": {"tensor": 2, "data": 1}}
+    assert want(pools=[one, pools[1]]) == before
+    revisions = {before["all"].revision}
+    for data, experts, layout in (
+        (2, 1, "TP2xPP1xDP2"),
+        (3, 1, "TP2xPP1xDP3"),
+        (2, 4, "TP2xPP1xDP2xEP4"),
+    ):
+        parts = {"tensor": 2, "data": data, "expert": experts}
+        after = want(pools=[pools[0] | {"parallelism": parts}, pools[1]])
+        assert {name for name in after if after[name] != before[name]} == {"all"}
+        args = after["all"].template.args
+        assert args[3:5] == ("--tensor-parallel-size=2", f"--data-parallel-size={data}")
+        assert ("--enable-expert-parallel" in args) == (experts > 1)
+        assert layout_of(after["all"].template) == layout
+        revisions.add(after["all"].revision)
+    assert len(revisions) == 4
+
+
+def test_p_and_d_may_differ_in_replicas():
+    pools = [{"name": "p", "role": "Prefill"}, {"name": "d", "role": "Decode"}]
+    pools = [pool | {"resources": {"gpus": 0}} for pool in pools]
+    pools[1]["parallelism"] = {"data": 2}
+    found = want(pools=pools)
+    assert found["p"].template.fleet_revision == found["d"].template.fleet_revision != ""
+    assert layout_of(found["d"].template) == "TP1xPP1xDP2"
+
+
 @pytest.mark.parametrize("flag", ["--enable-expert-parallel", "--enable_expert_parallel", "-ep"])
 def test_the_flag_in_engine_args_deals_out_the_experts_of_all_pools(flag):
     """A document that had it before there was the field keeps its revisions."""
@@ -126,6 +162,9 @@ def test_the_flag_in_engine_args_deals_out_the_experts_of_all_pools(flag):
     assert found["all"].template.args.count(flag) == 1
     layouts = [layout_of(found[name].template) for name in ("all", "one")]
     assert layouts == ["TP4xPP1xEP4", "TP1xPP1"]
+    pools[1]["parallelism"] = {"data": 3}
+    found = want(pools=pools, engine={"args": [flag]})
+    assert layout_of(found["one"].template) == "TP1xPP1xDP3xEP3"
 
 
 def test_routers_and_bounds_of_a_cluster_reach_the_wants():

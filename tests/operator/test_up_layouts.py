@@ -118,6 +118,26 @@ def test_whole_experts_of_a_pool_are_told_by_its_own_field(tmp_path: Path) -> No
     check_layouts(whole, str(tmp_path), {})
 
 
+def test_experts_of_all_replicas_are_checked_against_the_experts_of_the_model(
+    tmp_path: Path,
+) -> None:
+    """Without whole experts replicas change nothing that a model must allow."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_local_experts": 6}))
+    check_layouts(fleet({"tensor": 2, "data": 3, "expert": 6}, {"data": 9}), str(tmp_path), {})
+    wide = fleet({"tensor": 2, "data": 4, "expert": 8})
+    assert refusals(wide, str(tmp_path)) == [
+        "spec.pools[0].parallelism.expert: 8 ranks (4 x 2) for 6 experts of a layer; each rank "
+        "needs one at least"
+    ]
+    by_args = fleet({"data": 7}, engine={"args": ["--enable-expert-parallel"]})
+    assert refusals(by_args, str(tmp_path)) == [
+        "spec.engine.args: --enable-expert-parallel: 7 ranks for 6 experts of a layer; each rank "
+        "needs one at least (spec.pools[0].parallelism.tensor: 1, data: 7)"
+    ]
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    check_layouts(fleet({"tensor": 4, "data": 9}), str(tmp_path), {})
+
+
 def test_the_variable_for_stages_is_checked_where_there_are_several(model: str) -> None:
     check_layouts(fleet({}, {"pipeline": 3}, engine=partition("1,2,3")), model, {})
     assert refusals(fleet({}, {"pipeline": 3}, engine=partition("1,2,4")), model) == [

@@ -183,27 +183,27 @@ def test_scaling_starts_and_drains_instances_and_touches_no_other(running, capsy
 
 
 def test_an_instance_of_several_ranks_is_one_process_of_ours_with_its_layout(fleet, capsys):
-    fleet.write(decode=1, layout={"tensor": 2, "pipeline": 2, "expert": 2})
+    fleet.write(decode=1, layout={"tensor": 2, "data": 2, "expert": 4})
     assert fleet.up() == 0
     argv = fleet.start_line("decode-0")["argv"]
-    flags = {"--tensor-parallel-size=2", "--pipeline-parallel-size=2", "--enable-expert-parallel"}
+    flags = {"--tensor-parallel-size=2", "--data-parallel-size=2", "--enable-expert-parallel"}
     assert flags <= set(argv)
     threads = max(1, len(os.sched_getaffinity(0)) // 5)
     assert f"--threads={threads}" in argv
     assert not [arg for arg in fleet.start_line("prefill-0")["argv"] if "parallel" in arg]
     view = fleet.view()
     assert {p.name: p.layout for p in view.pools} == {
-        "router": "", "prefill": "TP1xPP1", "decode": "TP2xPP2xEP2",
+        "router": "", "prefill": "TP1xPP1", "decode": "TP2xPP1xDP2xEP4",
     }  # fmt: skip
     layouts = {name: pod.layout for name, pod in fleet.pods().items()}
-    assert layouts == {"router-0": "", "prefill-0": "TP1xPP1", "decode-0": "TP2xPP2xEP2"}
+    assert layouts == {"router-0": "", "prefill-0": "TP1xPP1", "decode-0": "TP2xPP1xDP2xEP4"}
     capsys.readouterr()
     show_status("t", as_json=False)
     rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[7:]]
     assert rows == [
         ["POD", "ROLE", "LAYOUT"],
         ["t-router-0", "Router", "-"],
-        ["t-decode-0", "Decode", "TP2xPP2xEP2"],
+        ["t-decode-0", "Decode", "TP2xPP1xDP2xEP4"],
         ["t-prefill-0", "Prefill", "TP1xPP1"],
     ]
 

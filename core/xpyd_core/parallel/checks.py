@@ -16,8 +16,8 @@ from xpyd_core.parallel.ranks import Sizes
 TENSOR, PIPELINE = "--tensor-parallel-size", "--pipeline-parallel-size"
 EXPERT = "--enable-expert-parallel"
 DATA = "--data-parallel-size"
-SHORT_NAMES = {TENSOR: "-tp", PIPELINE: "-pp"}
-"""The engine's other names of them; `engine.args` of a fleet document may use none of the four."""
+SHORT_NAMES = {TENSOR: "-tp", PIPELINE: "-pp", DATA: "-dp"}
+"""The engine's other names of them; `engine.args` of a fleet document may use none of the six."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -252,7 +252,7 @@ class Engine(ApiModel):
                 Plain,
                 Check(
                     f"!({_name_in('self')} in {_listed(_OF_POOLS)})",
-                    "must not say how an instance splits the model: use spec.pools[].parallelism",
+                    "must not say how many ranks an instance has: use spec.pools[].parallelism",
                     lambda arg: flag_name(arg) not in _OF_POOLS,
                 ),
             ],
@@ -340,7 +340,7 @@ class Engine(ApiModel):
         "--model --revision --served-model-name", "spec.model says which model, and its names"
     )
     _leaves_parallelism = _without(
-        " ".join(SHORT_NAMES), "spec.pools[].parallelism says how an instance splits the model"
+        " ".join(SHORT_NAMES), "spec.pools[].parallelism says how many ranks an instance has"
     )
     _leaves_experts = _without(
         EXPERT.replace("--", "--no-"),
@@ -359,7 +359,7 @@ class Engine(ApiModel):
     _leaves_config = _without("--config", "give the flags themselves, so that they are checked")
     _is_one_engine = _without(
         "--data-parallel-* -dp* --nnodes -n* --node-rank -r*",
-        "an instance is one pod with one engine; spec.pools[].replicas says how many there are",
+        "an instance is one pod; spec.pools[].parallelism.data says how many replicas are in it",
     )
     _keeps_its_connector = _without(
         "--kv-offloading-size",

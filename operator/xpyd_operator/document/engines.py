@@ -19,6 +19,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from xpyd_core.checkpoints import checkpoint_folder
+from xpyd_core.parallel.ranks import kv_ports
 from xpyd_operator.document.base import (
     DNS_LABEL,
     ApiModel,
@@ -35,6 +36,7 @@ from xpyd_operator.document.base import (
     rule,
     transition,
 )
+from xpyd_operator.document.parallelism import RANKS, Parallelism
 from xpyd_operator.document.pod_template import POD_SPEC, without_nulls
 from xpyd_operator.document.rollout import PoolRollout
 
@@ -257,46 +259,6 @@ POOL_ROLES = ListCheck(
 )
 
 
-def _expert_and_tensor(parallelism: Parallelism) -> tuple[int, ...]:
-    return parallelism.expert, parallelism.tensor
-
-
-class Parallelism(ApiModel):
-    """How one instance splits the model: tensor * pipeline ranks, each a process with a GPU of its
-    own or, in an instance on the CPU, a share of the cores. Any layout of Prefill pools goes with
-    any of Decode pools."""
-
-    tensor: Annotated[int, Field(ge=1, le=64)] = 1
-    """Ranks that share each layer; they must divide the model's attention heads, and never leave
-    their pod."""
-    pipeline: Annotated[int, Field(ge=1, le=64)] = 1
-    """Stages, which share the layers among them; each has `tensor` ranks."""
-    expert: Annotated[int, Field(ge=1, le=64)] = 1
-    """Ranks that share the experts of a layer, each of which then has whole ones: all of a stage,
-    so `tensor`. 1: each expert is divided as the rest of its layer."""
-
-    @property
-    def ranks(self) -> int:
-        """Processes of one instance that hold a part of the model."""
-        return self.tensor * self.pipeline
-
-    @property
-    def layout(self) -> str:
-        """For people: TP2xPP2, with whole experts TP2xPP2xEP2."""
-        experts = f"xEP{self.expert}" if self.expert > 1 else ""
-        return f"TP{self.tensor}xPP{self.pipeline}{experts}"
-
-    @rule(
-        "!has(self.expert) || self.expert <= 1 || (has(self.tensor) && self.expert == self.tensor)",
-        "experts lie on all ranks of a stage, which are parallelism.tensor: "
-        "set parallelism.expert to the same number, or leave it out",
-        field="expert",
-        numbers=Numbers("expert %d, tensor %d", "self.expert, self.tensor", _expert_and_tensor),
-    )
-    def _experts_are_on_a_stage(self) -> bool:
-        return self.expert in (1, self.tensor)
-
-
 class Resources(ApiModel):
     """Devices and memory of one pod of an instance."""
 
@@ -353,7 +315,11 @@ class Scaling(ApiModel):
 
 def _ranks(pool: Pool) -> tuple[int, ...]:
     parallelism = pool.parallelism
-    return parallelism.tensor, parallelism.pipeline, parallelism.ranks
+    return parallelism.tensor, parallelism.pipeline, parallelism.data, parallelism.ranks
+
+
+_RANKS = RANKS.format("self")
+_FACTORS = "self.parallelism.tensor, self.parallelism.pipeline, self.parallelism.data"
 
 
 def _ranks_and_gpus(pool: Pool) -> tuple[int, ...]:
@@ -394,6 +360,13 @@ class Pool(ApiModel):
     template: Annotated[dict[str, Any] | None, ShapedLike(PodTemplate)] = None
     """Merged into the engines' pods in a cluster; the engine's container is `engine`."""
 
+    def kv_ports(self, first: int, *, is_vllm: bool) -> range:
+        """The ports that an instance takes for KV. A rank of vLLM is another process than its
+        scheduler also where it is alone."""
+        sizes = self.parallelism.sizes
+        found = kv_ports(first, sizes.data, sizes.replica)
+        return range(first, first + 2) if is_vllm and len(found) == 1 else found
+
     @rule(
         "self.resources.gpus <= 0 || self.parallelism.tensor < 1 || "
         "self.resources.gpus % self.parallelism.tensor == 0",
@@ -413,14 +386,13 @@ class Pool(ApiModel):
     @rule(
         "self.resources.gpus <= 0 || self.parallelism.tensor < 1 || "
         "self.resources.gpus % self.parallelism.tensor != 0 || "
-        "self.parallelism.tensor * self.parallelism.pipeline % self.resources.gpus == 0",
-        "parallelism.tensor * pipeline must fill whole pods, or GPUs would idle: "
+        f"{_RANKS} % self.resources.gpus == 0",
+        "parallelism.tensor * pipeline * data must fill whole pods, or GPUs would idle: "
         "set resources.gpus to a divisor of it",
         field="parallelism",
         numbers=Numbers(
-            "%d * %d = %d ranks, gpus %d",
-            "self.parallelism.tensor, self.parallelism.pipeline, "
-            "self.parallelism.tensor * self.parallelism.pipeline, self.resources.gpus",
+            "%d * %d * %d = %d ranks, gpus %d",
+            f"{_FACTORS}, {_RANKS}, self.resources.gpus",
             _ranks_and_gpus,
         ),
     )
@@ -430,17 +402,27 @@ class Pool(ApiModel):
         return gpus == 0 or gpus % parallelism.tensor != 0 or parallelism.ranks % gpus == 0
 
     @rule(
-        "self.resources.gpus != 0 || "
-        f"self.parallelism.tensor * self.parallelism.pipeline <= {MOST_CPU_RANKS}",
-        f"an instance on the CPU is one pod of at most {MOST_CPU_RANKS} ranks: "
-        "lower parallelism.tensor or parallelism.pipeline",
-        field="parallelism",
+        "self.parallelism.data <= 1 || self.resources.gpus <= 0 || "
+        f"self.resources.gpus >= {_RANKS}",
+        "an instance with replicas is one pod: set resources.gpus to parallelism.tensor * pipeline "
+        "* data, or lower data and raise replicas",
+        field="parallelism.data",
         numbers=Numbers(
-            "%d * %d = %d ranks",
-            "self.parallelism.tensor, self.parallelism.pipeline, "
-            "self.parallelism.tensor * self.parallelism.pipeline",
-            _ranks,
+            "%d * %d * %d = %d ranks, gpus %d",
+            f"{_FACTORS}, {_RANKS}, self.resources.gpus",
+            _ranks_and_gpus,
         ),
+    )
+    def _has_its_replicas_in_a_pod(self) -> bool:
+        gpus, parallelism = self.resources.gpus, self.parallelism
+        return parallelism.data == 1 or gpus == 0 or gpus >= parallelism.ranks
+
+    @rule(
+        f"self.resources.gpus != 0 || {_RANKS} <= {MOST_CPU_RANKS}",
+        f"an instance on the CPU is one pod of at most {MOST_CPU_RANKS} ranks: "
+        "lower parallelism.tensor, pipeline or data",
+        field="parallelism",
+        numbers=Numbers("%d * %d * %d = %d ranks", f"{_FACTORS}, {_RANKS}", _ranks),
     )
     def _fits_a_cpu_pod(self) -> bool:
         return self.resources.gpus != 0 or self.parallelism.ranks <= MOST_CPU_RANKS

@@ -19,7 +19,6 @@ from xpyd_core.pod_env import (
     LAST_PORT,
     ROUTER_ADMIN_PORT,
     ROUTER_HTTP_PORT,
-    data_port,
     rendezvous_port,
 )
 from xpyd_operator.document.base import (
@@ -53,6 +52,7 @@ from xpyd_operator.document.entry import (
     RouterTls,
     Service,
 )
+from xpyd_operator.document.parallelism import RANKS
 from xpyd_operator.document.rollout import Rollout
 from xpyd_operator.document.transfer import KvTransfer
 
@@ -213,24 +213,25 @@ class Metadata(ApiModel):
 
 
 _IS_NIXL = "(has(self.engine.connector) && self.engine.connector == 'Nixl')"
-_RANKS = "p.parallelism.tensor * p.parallelism.pipeline"
+_RANKS = RANKS.format("p")
+_LAST_PORT = f"(self.kvTransfer.port + {_RANKS} + p.parallelism.data - 1)"
+"""kv_ports()[-1]: each rank has a port, and each replica one before those of its ranks."""
 _PORTS_CLASH = (
     # NixlConnector has one port for all ranks of an instance.
     f"!{_IS_NIXL} && ({_RANKS} > 1 || self.engine.type == 'VLLM') && "
-    f"(self.kvTransfer.port + {_RANKS} > {LAST_PORT} || "
-    f"(self.kvTransfer.port - 1 <= {HTTP_PORT} && self.kvTransfer.port + {_RANKS} >= {HTTP_PORT}))"
+    f"({_LAST_PORT} > {LAST_PORT} || "
+    f"(self.kvTransfer.port - 1 <= {HTTP_PORT} && {_LAST_PORT} >= {HTTP_PORT}))"
 )
 _FIRST_CLASH = f"self.pools.filter(p, {_PORTS_CLASH})[0]"
 
 
 def _clash(spec: Spec) -> tuple[str | int, ...]:
     """The first pool whose ranks have no ports, its ranks and the KV port; () for none."""
-    port = spec.kv_transfer.port
+    port, is_vllm = spec.kv_transfer.port, spec.engine.type == "VLLM"
     for pool in () if spec.engine.is_nixl else spec.pools:
-        ranks = pool.parallelism.ranks
-        last = data_port(port, ranks - 1)
+        ranks, last = pool.parallelism.ranks, pool.kv_ports(port, is_vllm=is_vllm)[-1]
         holds_http = rendezvous_port(port) <= HTTP_PORT <= last
-        if (ranks > 1 or spec.engine.type == "VLLM") and (last > LAST_PORT or holds_http):
+        if (ranks > 1 or is_vllm) and (last > LAST_PORT or holds_http):
             return pool.name, ranks, port
     return ()
 
@@ -250,9 +251,7 @@ def _shares_a_gpu(spec: Spec) -> tuple[str | int, ...]:
     return ()
 
 
-_IS_SPLIT = (
-    "p.resources.gpus > 0 && p.resources.gpus < p.parallelism.tensor * p.parallelism.pipeline"
-)
+_IS_SPLIT = f"p.resources.gpus > 0 && p.resources.gpus < {_RANKS}"
 
 
 def _split(spec: Spec) -> tuple[str | int, ...]:
@@ -275,6 +274,18 @@ def _cannot_move(spec: Spec) -> tuple[str, ...]:
     own = (pool for pool in spec.pools if pool.rollout is not None)
     stuck = (pool.name for pool in own if not spec.rollout.bounds_of(pool.rollout).can_move)
     return tuple(stuck)[:1]
+
+
+_MOVES_FROM_COPIES = "p.role != 'Aggregated' && p.parallelism.data > 1"
+_FIRST_OF_COPIES = f"self.pools.filter(p, {_MOVES_FROM_COPIES})[0]"
+
+
+def _moves_from_copies(spec: Spec) -> tuple[str | int, ...]:
+    """The first pool of vLLMs that move KV and have replicas, and how many; () for none."""
+    for pool in spec.pools if spec.engine.type == "VLLM" else ():
+        if pool.role != "Aggregated" and pool.parallelism.data > 1:
+            return pool.name, pool.parallelism.data
+    return ()
 
 
 def _unused_by_nixl(name: str, cel: str, used: Callable[[KvTransfer], bool]) -> Rule[Spec]:
@@ -328,20 +339,18 @@ class Spec(ApiModel):
         pools."""
         whole = has_whole_experts(self.engine.args)
         parts = {pool.name: pool.parallelism for pool in self.pools}
-        more = {name: {"expert": part.tensor} if whole else {} for name, part in parts.items()}
-        return {name: p.model_copy(update=more[name]).layout for name, p in parts.items()}
+        return {name: (p.with_whole_experts if whole else p).layout for name, p in parts.items()}
 
     @rule(
         f"self.pools.all(p, !({_PORTS_CLASH}))",
         "instances of several ranks, and those of type VLLM, use the ports from port - 1 to "
-        "port + tensor * pipeline, "
+        "port + data * (tensor * pipeline + 1) - 1, "
         f"which must end by {LAST_PORT} and not hold {HTTP_PORT}, where engines serve HTTP: "
         "set another port",
         field="kvTransfer.port",
         numbers=Numbers(
             "pool %s of %d ranks, port %d",
-            f"{_FIRST_CLASH}.name, {_FIRST_CLASH}.parallelism.tensor * "
-            f"{_FIRST_CLASH}.parallelism.pipeline, self.kvTransfer.port",
+            f"{_FIRST_CLASH}.name, {RANKS.format(_FIRST_CLASH)}, self.kvTransfer.port",
             _clash,
         ),
     )
@@ -394,12 +403,27 @@ class Spec(ApiModel):
 
     @rule(
         f"self.engine.type != 'VLLM' || self.pools.all(p, !({_IS_SPLIT}))",
-        "an instance of vLLM is one pod: set resources.gpus to parallelism.tensor * pipeline",
+        "an instance of vLLM is one pod: set resources.gpus to parallelism.tensor * pipeline * "
+        "data",
         field="engine.type",
         numbers=Numbers("pool %s", f"self.pools.filter(p, {_IS_SPLIT})[0].name", _split),
     )
     def _is_one_pod(self) -> bool:
         return not _split(self)
+
+    @rule(
+        f"self.engine.type != 'VLLM' || self.pools.all(p, !({_MOVES_FROM_COPIES}))",
+        "connectors and routers know one KV address of a vLLM, and each of its replicas would have "
+        "its own: leave parallelism.data out of Prefill and Decode pools, and raise replicas",
+        field="engine.type",
+        numbers=Numbers(
+            "pool %s, data %d",
+            f"{_FIRST_OF_COPIES}.name, {_FIRST_OF_COPIES}.parallelism.data",
+            _moves_from_copies,
+        ),
+    )
+    def _moves_kv_of_one_copy(self) -> bool:
+        return not _moves_from_copies(self)
 
     @rule(
         f"self.engine.type != 'VLLM' || {_IS_NIXL} || self.kvTransfer.transport != 'SharedMemory'",

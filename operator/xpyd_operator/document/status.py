@@ -17,7 +17,7 @@ from xpyd_operator.document.engines import Role
 Count = Annotated[int, Field(ge=0, le=2147483647)]
 Generation = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})]
 Bytes = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})]
-Layout = Annotated[str, Field(max_length=16)]
+Layout = Annotated[str, Field(max_length=32)]
 MAX_MESSAGE = 32768
 """Characters of a condition's message."""
 MAX_POOLS = 32
@@ -52,7 +52,7 @@ class FleetPoolStatus(ApiModel):
     """What its instances do."""
     layout: Layout | None = None
     """How one instance splits the model: TP2xPP2 is 2 ranks that share each layer, in 2 stages;
-    xEP2 behind it: each has whole experts."""
+    xDP2 behind it: twice, with a copy each; xEP4 behind that: whole experts on 4 ranks."""
     replicas: Count | None = None
     """Instances wanted now."""
     declared_replicas: Count | None = None
@@ -189,7 +189,7 @@ class PoolStatus(ApiModel):
     """The metadata.generation that this status is about."""
     layout: Layout | None = None
     """How one instance splits the model: TP2xPP2 is 2 ranks that share each layer, in 2 stages;
-    xEP2 behind it: each has whole experts."""
+    xDP2 behind it: twice, with a copy each; xEP4 behind that: whole experts on 4 ranks."""
     replicas: Count | None = None
     """Instances there are."""
     ready_replicas: Count | None = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import Collection, Iterable, Mapping
 
-from xpyd_core.pod_env import HTTP_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT, data_port
+from xpyd_core.pod_env import HTTP_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT
 from xpyd_operator.document.engines import Pool
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests import names
@@ -325,11 +325,11 @@ def _between_engines(fleet: InferenceFleet, engines: JsonObject) -> JsonObject:
 
 
 def _kv_ports(fleet: InferenceFleet) -> JsonObject:
-    """The KV port, and one after it for each rank where an instance has several, or is vLLM's."""
-    first = fleet.spec.kv_transfer.port
-    ranks = max(pool.parallelism.ranks for pool in fleet.spec.pools)
-    is_alone = ranks == 1 and fleet.spec.engine.type == "Xpyd"
-    return _port(first) if is_alone else _port(first) | {"endPort": data_port(first, ranks - 1)}
+    """The KV port, and those after it of ranks and replicas where an instance has several, or is
+    vLLM's."""
+    first, is_vllm = fleet.spec.kv_transfer.port, fleet.spec.engine.type == "VLLM"
+    last = max(pool.kv_ports(first, is_vllm=is_vllm)[-1] for pool in fleet.spec.pools)
+    return _port(first) if last == first else _port(first) | {"endPort": last}
 
 
 def _inside_instances(fleet: InferenceFleet) -> list[JsonObject]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from copy import deepcopy
 from functools import partial
 
+from xpyd_core.parallel.ranks import replica_kv_port
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT, data_port
 from xpyd_operator.document.engine import NIXL_HOST, NIXL_PORT
 from xpyd_operator.document.engines import Pool
@@ -189,15 +190,20 @@ def _beats_container(fleet: InferenceFleet, workload: Workload, placement: Place
 def engine_ports(fleet: InferenceFleet, pool: Pool) -> dict[str, int]:
     """What an instance's first pod listens on, by name. Its other pods have one template for all of
     them, which cannot say whose ranks listen where; a pod need not name its ports to use them."""
-    kv_port, ranks = fleet.spec.kv_transfer.port, pool.parallelism.ranks
+    kv_port, each = fleet.spec.kv_transfer.port, pool.parallelism.sizes.replica
     if fleet.spec.engine.is_nixl:
         # Its scheduler answers for all ranks; where they take KV is UCX's to choose.
         return {"http": HTTP_PORT, "kv": kv_port}
-    # A rank of vLLM is another process than its scheduler also where it is alone.
-    is_apart = ranks > 1 or fleet.spec.engine.type == "VLLM"
-    here = ranks // pods_per_instance(pool) if is_apart else 0
-    data = {f"data-{rank}": data_port(kv_port, rank) for rank in range(here)}
-    return {"http": HTTP_PORT, "kv": kv_port, **data}
+    found = {"http": HTTP_PORT, "kv": kv_port}
+    here = pool.parallelism.ranks // pods_per_instance(pool)
+    if len(pool.kv_ports(kv_port, is_vllm=fleet.spec.engine.type == "VLLM")) == 1:
+        return found
+    for rank in range(here):
+        replica, own = divmod(rank, each)
+        control = replica_kv_port(kv_port, replica, each)
+        found |= {f"kv-{replica}": control} if replica else {}
+        found[f"data-{rank}"] = data_port(control, own)
+    return found
 
 
 def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) -> JsonObject:

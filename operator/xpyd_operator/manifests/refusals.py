@@ -173,7 +173,6 @@ def _items(above: JsonObject, key: str, path: str) -> Iterator[tuple[JsonObject,
 _ENGINES_OWNED = {
     "--model": "spec.model.uri",
     "--role": "spec.pools[].role",
-    "--data-parallel-size": "",
     "--host": "",
     "--port": "",
     "--discovery": "spec.router.discoveryPort",

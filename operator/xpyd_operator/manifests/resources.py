@@ -30,7 +30,8 @@ CACHE_FLAG = "--kv-cache-memory"
 BUFFER_FLAG = "--kv-buffer-size"
 POOL_FLAG = "--kv-host-pool-size"
 _WEIGHTS_BYTES = 64 << 30
-"""Room in a limit for weights on a CPU, and for what a GPU's engine reads at its start."""
+"""Room in a limit for weights on a CPU, and for what a GPU's engine reads at its start; of each
+replica."""
 _MOST_CPUS = "64"
 _CPU_OF_AN_ENGINE = "100m"
 """Little: on a small node several engines share the cores, and a template may ask for more."""
@@ -141,7 +142,7 @@ def engine_resources(fleet: InferenceFleet, pool: Pool) -> JsonObject:
         most += sizes.ranks * CACHE_MOST_BYTES + sizes.buffer(CACHE_MOST_BYTES)
     # Ranks, and the KV with them, are shared out to the instance's pods.
     pods = sizes.ranks // (gpus or sizes.ranks)
-    least, most = least // pods, most // pods + _WEIGHTS_BYTES
+    least, most = least // pods, most // pods + _WEIGHTS_BYTES * pool.parallelism.data
     most += parse_bytes(pool.resources.shared_memory)
     processes = fixed_bytes(sizes.ranks // pods, 0)
     return {

@@ -15,10 +15,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from xpyd_core.checkpoints import own_name
-from xpyd_core.parallel.checks import EXPERT, PIPELINE, TENSOR
+from xpyd_core.parallel.checks import DATA, EXPERT, PIPELINE, TENSOR
 from xpyd_operator.document.engine import has_whole_experts
-from xpyd_operator.document.engines import Model, Parallelism, Pool
+from xpyd_operator.document.engines import Model, Pool
 from xpyd_operator.document.fleet import InferenceFleet, Router
+from xpyd_operator.document.parallelism import Parallelism
 from xpyd_operator.document.transfer import KvTransfer
 from xpyd_operator.plan.values import MOST_REPLICAS, ROUTER, FleetWant, PoolWant, Template
 from xpyd_operator.plan.vllm import beats_args, beats_itself, serve_args, variables
@@ -178,7 +179,8 @@ def _served_names(model: Model, given: str) -> tuple[str, ...]:
 
 def _parallel_args(pool: Pool) -> list[str]:
     """vLLM's flags. Left out at 1, so that an instance of one rank keeps its revision."""
-    sizes = {TENSOR: pool.parallelism.tensor, PIPELINE: pool.parallelism.pipeline}
+    of = pool.parallelism
+    sizes = {TENSOR: of.tensor, PIPELINE: of.pipeline, DATA: of.data}
     experts = [EXPERT] if pool.parallelism.expert > 1 else []
     return [*(f"{flag}={size}" for flag, size in sizes.items() if size > 1), *experts]
 
@@ -187,10 +189,11 @@ def layout_of(template: Template) -> str:
     """How an instance of the template splits the model, for people; "" for a router."""
     if template.role == ROUTER:
         return ""
-    given = dict(arg.split("=", 1) for arg in template.args if arg.startswith((TENSOR, PIPELINE)))
-    tensor, pipeline = int(given.get(TENSOR, 1)), int(given.get(PIPELINE, 1))
-    expert = tensor if has_whole_experts(template.args) else 1
-    return Parallelism(tensor=tensor, pipeline=pipeline, expert=expert).layout
+    flags = (TENSOR, PIPELINE, DATA)
+    given = dict(arg.split("=", 1) for arg in template.args if arg.startswith(flags))
+    tensor, pipeline, data = (int(given.get(flag, 1)) for flag in flags)
+    expert = tensor * data if has_whole_experts(template.args) else 1
+    return Parallelism(tensor=tensor, pipeline=pipeline, data=data, expert=expert).layout
 
 
 def _kv_args(kv: KvTransfer, role: str) -> list[str]:

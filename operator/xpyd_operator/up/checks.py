@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -156,10 +157,8 @@ def check_layouts(
         for index, pool in enumerate(fleet.spec.pools)
         for line in _mistakes(
             f"spec.pools[{index}].parallelism",
-            Sizes(
-                tensor=pool.parallelism.tensor,
-                pipeline=pool.parallelism.pipeline,
-                has_whole_experts=by_args or pool.parallelism.expert > 1,
+            replace(
+                pool.parallelism.sizes, has_whole_experts=by_args or pool.parallelism.expert > 1
             ),
             shape,
             override,
@@ -183,15 +182,19 @@ def _mistakes(
         for line in str(error).splitlines():
             words = line.replace(TENSOR, f"{path}.tensor").replace(PIPELINE, f"{path}.pipeline")
             if words.startswith(EXPERT) and by_args:
-                yield f"spec.engine.args: {words} ({path}.tensor: {sizes.tensor})"
+                data = f", data: {sizes.data}" if sizes.data > 1 else ""
+                yield f"spec.engine.args: {words} ({path}.tensor: {sizes.tensor}{data})"
             elif words.startswith((path, EXPERT)):
-                given = f"{path}.expert" if words.startswith(EXPERT) else f"expert: {sizes.tensor}"
+                ranks = sizes.tensor * sizes.data
+                given = f"{path}.expert" if words.startswith(EXPERT) else f"expert: {ranks}"
                 yield words.replace(EXPERT, given)
             else:
                 yield f"spec.engine.env: {words}"
 
 
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 100_000_000
+"""Of a safetensors file: the format's own bound."""
 _HALF = ("float16", "bfloat16")
 
 
@@ -249,6 +252,30 @@ def weights_bytes(model: str, args: Sequence[str]) -> int:
     on_disk = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
     widened = _stored_dtype(model) in _HALF and flag_value(args, "--dtype") not in _HALF
     return on_disk * (2 if widened else 1)
+
+
+def expert_bytes(model: str, args: Sequence[str]) -> int:
+    """How many of `weights_bytes` are of experts, by the names of the tensors in the files."""
+    whole = weights_bytes(model, args)
+    if not whole:
+        return 0
+    sizes = [size for file in Path(model).glob("*.safetensors") for size in _tensor_sizes(file)]
+    of_experts = sum(size for name, size in sizes if ".experts." in name)
+    return whole * of_experts // max(1, sum(size for _, size in sizes))
+
+
+def _tensor_sizes(file: Path) -> Iterator[tuple[str, int]]:
+    """Name and bytes of each tensor of a safetensors file; none of what is no such file."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header: object = json.loads(stream.read(min(length, _MAX_HEADER_BYTES)))
+        for name, tensor in cast("dict[str, Any]", header).items():
+            if name != "__metadata__":
+                first, end = tensor["data_offsets"]
+                yield name, end - first
+    except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        return
 
 
 def read_config(model: str) -> dict[str, Any]:

@@ -4,7 +4,8 @@ A size from the document or from engine.args is kept, or the fleet is refused wi
 sizes that are not given are chosen here. A later scale starts instances with the same plan: a
 running instance is never resized. An instance of several ranks is one process for each rank and one
 that serves HTTP. Its weights, buffer and host pool are divided among the ranks; each rank has a KV
-cache of the size given. `read_machine` is the only function that looks at the machine.
+cache of the size given. Each of its replicas has a copy of the weights. `read_machine`
+is the only function that looks at the machine.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from pathlib import Path
 
 from xpyd_core.errors import UserError
 from xpyd_core.sizes import format_bytes
+from xpyd_operator.document.engine import has_whole_experts
 from xpyd_operator.document.engines import Pool
 from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.document.parallelism import Parallelism
 from xpyd_operator.manifests.resources import (
     CACHE_FLAG,
     CACHE_LEAST_BYTES,
@@ -152,27 +155,44 @@ class MemoryPlan:
 
 
 def plan_memory(
-    fleet: InferenceFleet, replicas: Sequence[int], machine: Machine, *, weights_bytes: int
+    fleet: InferenceFleet,
+    replicas: Sequence[int],
+    machine: Machine,
+    *,
+    weights_bytes: int,
+    expert_bytes: int = 0,
 ) -> MemoryPlan:
-    """Sizes for `replicas[i]` engines of pool i; UserError with the numbers if they do not fit."""
+    """Sizes for `replicas[i]` engines of pool i; UserError with the numbers if they do not fit.
+    `weights_bytes`: of one copy of the model; `expert_bytes`: how many of them experts take."""
     pools = fleet.spec.pools
     ranks = [pool.parallelism.ranks for pool in pools]
     all_ranks = sum(count * each for count, each in zip(replicas, ranks, strict=True))
     usable = machine.available_bytes * USABLE_PERCENT // 100
     sizes = [given_sizes(fleet, pool) for pool in pools]
+    by_args = has_whole_experts(fleet.spec.engine.args)
+    weights = [
+        _weights_of(pool.parallelism, weights_bytes, expert_bytes, by_args=by_args)
+        for pool in pools
+    ]
     least = sum(
-        count * (fixed_bytes(size.ranks, weights_bytes) + size.least())
-        for count, size in zip(replicas, sizes, strict=True)
+        count * (fixed_bytes(size.ranks, held) + size.least())
+        for count, size, held in zip(replicas, sizes, weights, strict=True)
     )
     spare = (usable - least) // max(1, all_ranks)
     found = tuple(
-        _fit(pool, count, size, spare, weights_bytes)
-        for pool, count, size in zip(pools, replicas, sizes, strict=True)
+        _fit(pool, count, size, spare, held)
+        for pool, count, size, held in zip(pools, replicas, sizes, weights, strict=True)
     )
     plan = MemoryPlan(usable, max(1, machine.cores // max(1, all_ranks)), found)
     if all_ranks and spare < 0:
         raise UserError(_refusal(plan, machine))
     return plan
+
+
+def _weights_of(parts: Parallelism, of_a_copy: int, experts: int, *, by_args: bool) -> int:
+    """What an instance holds: a copy for each replica, but of experts that replicas share one."""
+    is_shared = by_args or parts.expert > 1
+    return parts.data * of_a_copy - (parts.data - 1) * (experts if is_shared else 0)
 
 
 def check_room(plan: MemoryPlan, pool: str, more: int, machine: Machine) -> None:

@@ -44,7 +44,7 @@ from xpyd_operator.plan.values import (
 from xpyd_operator.status.drains import InstanceLoad
 from xpyd_operator.status.instances import read_rows
 from xpyd_operator.status.verified import NOT_LOOKED, QUERY, Counts, KvWatch, read_counts, read_seen
-from xpyd_operator.up.checks import check_layouts, locate_model, weights_bytes
+from xpyd_operator.up.checks import check_layouts, expert_bytes, locate_model, weights_bytes
 from xpyd_operator.up.folder import AddressClaim, FleetFolder, FleetRecord, identify
 from xpyd_operator.up.logs import rotate
 from xpyd_operator.up.memory import Machine, MemoryPlan, check_room, plan_memory, read_machine
@@ -118,8 +118,14 @@ def plan_engines(
     """The memory plan for so many replicas of each pool; UserError where they do not fit."""
     replicas = [pool.replicas for pool in pools if pool.name != ROUTER]
     check_addresses(sum(replicas))
-    weights = weights_bytes(model, fleet.spec.engine.args)
-    return plan_memory(fleet, replicas, machine, weights_bytes=weights)
+    args = fleet.spec.engine.args
+    return plan_memory(
+        fleet,
+        replicas,
+        machine,
+        weights_bytes=weights_bytes(model, args),
+        expert_bytes=expert_bytes(model, args),
+    )
 
 
 _NOTHING = InstanceSaid(is_ready=False, load=InstanceLoad(0, 0))

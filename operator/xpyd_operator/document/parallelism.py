@@ -1,0 +1,82 @@
+"""spec.pools[].parallelism: the ranks of an instance (docs/parallel.md), and their words.
+
+What depends on the pod besides, such as its GPUs, is a rule of the pool (`document.engines`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from xpyd_core.parallel.ranks import Sizes
+from xpyd_operator.document.base import ApiModel, Numbers, rule
+
+RANKS = "{0}.parallelism.tensor * {0}.parallelism.pipeline * {0}.parallelism.data"
+"""The ranks of an instance of the pool {0}, in CEL."""
+
+
+def _expert_ranks(parallelism: Parallelism) -> tuple[int, ...]:
+    tensor, data = parallelism.tensor, parallelism.data
+    return parallelism.expert, tensor, data, tensor * data
+
+
+class Parallelism(ApiModel):
+    """How one instance splits the model, and how many copies of it it has: tensor * pipeline * data
+    ranks, each a process with a GPU of its own or, in an instance on the CPU, a share of the cores.
+    Any layout of Prefill pools goes with any of Decode pools."""
+
+    tensor: Annotated[int, Field(ge=1, le=64)] = 1
+    """Ranks that share each layer; they must divide the model's attention heads, and never leave
+    their pod."""
+    pipeline: Annotated[int, Field(ge=1, le=64)] = 1
+    """Stages, which share the layers among them; each has `tensor` ranks."""
+    data: Annotated[int, Field(ge=1, le=64)] = 1
+    """Replicas of the engine in one instance, behind one endpoint: each has a copy of the model and
+    `tensor * pipeline` ranks of its own."""
+    expert: Annotated[int, Field(ge=1, le=64)] = 1
+    """Ranks that share the experts of a layer, each of which then has whole ones: all of a stage in
+    all replicas, so `tensor * data`. 1: each expert is divided as the rest of its layer."""
+
+    @property
+    def sizes(self) -> Sizes:
+        """The same as the ranks know it."""
+        return Sizes(
+            data=self.data,
+            pipeline=self.pipeline,
+            tensor=self.tensor,
+            has_whole_experts=self.expert > 1,
+        )
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one instance that hold a part of the model."""
+        return self.sizes.world
+
+    @property
+    def layout(self) -> str:
+        """For people: TP2xPP2, with replicas TP2xPP2xDP2, with whole experts TP2xPP2xDP2xEP4."""
+        more = (("DP", self.data), ("EP", self.expert))
+        shown = "".join(f"x{name}{size}" for name, size in more if size > 1)
+        return f"TP{self.tensor}xPP{self.pipeline}{shown}"
+
+    @property
+    def with_whole_experts(self) -> Parallelism:
+        """The same, with experts whole on the ranks that share them."""
+        return self.model_copy(update={"expert": self.tensor * self.data})
+
+    @rule(
+        # Tried on the default {}, too, before the fields have their own.
+        "!has(self.expert) || self.expert <= 1 || (has(self.tensor) && has(self.data) && "
+        "self.expert == self.tensor * self.data)",
+        "experts lie on all ranks of a stage, which are parallelism.tensor * data: "
+        "set parallelism.expert to the same number, or leave it out",
+        field="expert",
+        numbers=Numbers(
+            "expert %d, %d * %d = %d ranks",
+            "self.expert, self.tensor, self.data, self.tensor * self.data",
+            _expert_ranks,
+        ),
+    )
+    def _experts_are_on_a_stage(self) -> bool:
+        return self.expert in (1, self.tensor * self.data)
