@@ -10,7 +10,8 @@ from tests.tools.advice import GB, advice, devices, facts
 from xpyd_core.errors import UserError
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_tools.advise.arithmetic import HBM_BYTES_PER_S, LINKS, device_bytes
-from xpyd_tools.advise.fit import Division, Sizing
+from xpyd_tools.advise.fit import Division, Sizing, memory_of
+from xpyd_tools.advise.layout import step_of
 from xpyd_tools.advise.trees import Layout, decide, first_tree, second_tree
 
 DENSE, MIXED = "llama-70b", "deepseek-v3"
@@ -25,6 +26,55 @@ def test_memory_of_a_device_by_each_way_to_divide() -> None:
     assert device_bytes(shared, experts, tensor=8, expert=8) == 660 * GB // 8
     # Copies have all of it each.
     assert device_bytes(shared, experts) * Sizes(data=3).world == 3 * 660 * GB
+
+
+def test_memory_of_a_rank_of_the_models_with_experts() -> None:
+    """Article fact 61, by the sizes in config.json."""
+    v3, mixtral = facts(MIXED), facts("mixtral-8x7b")
+    # Three projections of each expert, in the layers that have some.
+    of_v3, of_mixtral = 58 * 256 * 3 * 7168 * 2048, 32 * 8 * 3 * 4096 * 14336
+    found = [sum(layer.experts for layer in model.layers) for model in (v3, mixtral)]
+    assert found == [of_v3, of_mixtral] == [653_908_770_816, 45_097_156_608]
+    shared = [sum(layer.shared for layer in model.layers) for model in (v3, mixtral)]
+    outer = 2 * 129280 * 7168, 2 * 32000 * 4096
+    totals = [model.parameters for model in (v3, mixtral)]
+    assert totals == [sum(parts) for parts in zip(found, shared, outer, strict=True)]
+    # One byte for each of V3's numbers in layers, two for all else.
+    assert (v3.weights.bits, mixtral.weights.bits) == (8, 16)
+    for model, experts, rest, ends, size in (
+        (v3, of_v3, shared[0], outer[0], 1),
+        (mixtral, of_mixtral, shared[1], outer[1], 2),
+    ):
+        for tensor, copies in ((8, 1), (4, 2), (2, 4), (1, 8)):
+            # The shared part is TP's share in each copy; of experts there is one of all copies.
+            division = Division(tensor, 1, tensor * copies)
+            held = memory_of(model, division, 0).weights_bytes
+            parts = size * (rest // tensor + experts // 8) + 2 * (ends // tensor)
+            assert held == pytest.approx(parts, abs=2)
+            assert device_bytes(rest, experts, tensor=tensor, expert=tensor * copies) == (
+                -(-rest // tensor) + experts // 8
+            )
+        # Copies apart have the experts in each; stages halve what a rank has, but for the ends.
+        apart = memory_of(model, Division(4, 1, 4), 0).weights_bytes
+        together = memory_of(model, Division(4, 1, 8), 0).weights_bytes
+        assert apart - together == size * experts // 8
+
+
+def test_mixtrals_all_to_alls_of_32_tokens() -> None:
+    """Article fact 55, of two experts of each token in 16 bits; V3's are in test_arithmetic."""
+    model, node = facts("mixtral-8x7b"), devices(1, 8)
+    step = step_of(model, Layout(tensor=8, expert=8), node, 32)
+    assert step.all_to_alls is not None
+    assert (step.all_to_alls.each_bytes, step.all_to_alls.count) == (524_288, 2 * 32)
+    assert step.all_to_alls.sent_bytes == 64 * 524_288 == 33_554_432
+    # Between copies each rank has an eighth of the rows; nothing is summed where TP is 1.
+    copies = step_of(model, Layout(tensor=1, expert=8, data=8, inside=8), node, 32)
+    assert copies.all_to_alls is not None
+    assert (copies.all_to_alls.each_bytes, copies.all_to_alls.sent_bytes) == (524_288, 4_194_304)
+    assert copies.all_reduces is None
+    halves = step_of(model, Layout(tensor=4, expert=8, data=2, inside=2), node, 32)
+    assert halves.all_reduces is not None
+    assert halves.all_reduces.each_bytes == 16 * 4096 * 2, "a copy adds up its own tokens alone"
 
 
 def test_bandwidths_beside_a_devices_own_memory() -> None:
@@ -95,6 +145,38 @@ def test_the_second_tree_of_questions_gives_the_layout(
     answer = second_tree(case, throughput=throughput)
     assert answer.layout == expected
     assert answer.steps[-1] == ("more throughput", throughput)
+
+
+@pytest.mark.parametrize(
+    ("model", "memory_gb", "expected"),
+    [
+        ("mixtral-8x7b", 80, Layout(tensor=1, expert=8, data=16, inside=8)),
+        (MIXED, 141, Layout(tensor=1, expert=8, data=16, inside=8)),
+        # Without experts, or where a device holds all of it, copies share nothing.
+        (DENSE, 80, Layout(tensor=4, data=4)),
+        ("mixtral-8x7b", 192, Layout(data=16)),
+    ],
+)
+def test_copies_share_their_experts_where_smaller_tensor_groups_are_enough_then(
+    model: str, memory_gb: int, expected: Layout
+) -> None:
+    nodes = devices(2, 8, memory_bytes=memory_gb * GB)
+    found = advice(facts(model), nodes, throughput=True)
+    assert found.layout == expected
+    if expected.inside == 1:
+        return
+    assert found.layout.instances == 2
+    assert (found.pods, found.pod_gpus, found.idle_gpus) == (1, 8, 0)
+    assert any("neither tree lets copies share" in note for note in found.decision.notes)
+    assert found.requests >= 16
+    # Latency, and roles that move KV, are as the trees say.
+    for fields in ({"throughput": False}, {"role": "Decode"}):
+        assert advice(facts(model), nodes, **({"throughput": True} | fields)).layout.inside == 1
+
+
+def test_too_few_experts_for_a_node_are_not_shared() -> None:
+    found = advice(facts("mixtral-8x7b"), devices(1, 16), throughput=True)
+    assert (found.layout.inside, found.layout.expert) == (1, found.layout.tensor)
 
 
 def test_the_questions_come_in_the_trees_order() -> None:
@@ -193,7 +275,7 @@ def test_a_tensor_group_stays_in_its_node_and_stages_come_only_where_a_node_is_t
         assert layout.tensor <= gpus
         assert found.pod_gpus <= gpus
         assert found.pod_gpus % layout.tensor == 0
-        assert found.pods * found.pod_gpus == layout.tensor * layout.pipeline
+        assert found.pods * found.pod_gpus == layout.tensor * layout.pipeline * layout.inside
         assert layout.data * layout.tensor * layout.pipeline <= hardware.gpus
         if layout.pipeline > 1:
             alone = devices(1, layout.tensor)

@@ -69,7 +69,7 @@ def test_a_group_that_does_not_divide_the_heads_is_why_the_trees_differ(
 def test_json_has_bytes_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     found = run_json(capsys, "llama-70b", "--gpus", "8", "--concurrency", "1")
     assert found["model"]["served"] is True
-    assert found["layout"] == {"tensor": 8, "pipeline": 1, "expert": 1, "data": 1}
+    assert found["layout"] == {"tensor": 8, "pipeline": 1, "expert": 1, "data": 1, "inside": 1}
     assert found["memory"]["kv_token_bytes"] == 327_680
     assert found["memory"]["device_kv_token_bytes"] == 40_960
     assert found["steps"][0]["all_reduces"]["count"] == 160
@@ -207,7 +207,8 @@ def test_the_fleet_document_is_accepted(name: str, role: str) -> None:
     assert accepted.parallelism.tensor == found.layout.tensor == pool["parallelism"]["tensor"]
     assert accepted.parallelism.pipeline == found.layout.pipeline
     assert accepted.parallelism.expert == found.layout.expert
-    assert (accepted.resources.gpus, accepted.replicas) == (found.pod_gpus, found.layout.data)
+    assert accepted.parallelism.data == found.layout.inside
+    assert (accepted.resources.gpus, accepted.replicas) == (found.pod_gpus, found.layout.instances)
 
 
 def advised(role: str, *words: str) -> dict[str, Any]:

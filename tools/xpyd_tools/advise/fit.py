@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.errors import UserError
@@ -56,8 +56,8 @@ class Need:
 
 @dataclass(frozen=True)
 class Division:
-    """How one copy of the model is divided. `expert`: ranks that experts are dealt to; 1: each
-    expert is divided as the rest of its layer."""
+    """How one copy of the model is divided. `expert`: ranks that experts are dealt to, those of all
+    copies that share them; 1: each expert is divided as the rest of its layer."""
 
     tensor: int
     pipeline: int = 1
@@ -133,13 +133,15 @@ class Sizing:
     """What the trees ask. `experts`: of a layer, 0 for none. `tensor_most`: the largest group in a
     node that divides the model. `tensor_least`: the smallest that holds it in one stage; None: none
     does. `staged`: the division with stages on the fewest nodes, then of the fewest stages; None:
-    the devices do not hold the model, or need no stages."""
+    the devices do not hold the model, or need no stages. `tensor_shared`: as `tensor_least`, where
+    the copies that fill a node share their experts; None: there are too few, or no such group."""
 
     hardware: Hardware
     experts: int
     tensor_most: int
     tensor_least: int | None
     staged: Division | None
+    tensor_shared: int | None = None
 
     @property
     def fits_device(self) -> bool:
@@ -175,12 +177,28 @@ def size(facts: ModelFacts, hardware: Hardware, need: Need) -> Sizing:
         tensor_most=tensors[-1],
         tensor_least=least,
         staged=staged,
+        tensor_shared=shared_tensor(facts, hardware, need),
     )
 
 
 def possible_tensors(facts: ModelFacts, hardware: Hardware) -> list[int]:
     """Sizes of tensor groups that divide the model and fit into a node, smallest first."""
     return [t for t in range(1, hardware.gpus_per_node + 1) if _divides(facts, t)]
+
+
+def shared_tensor(facts: ModelFacts, hardware: Hardware, need: Need) -> int | None:
+    """The smallest tensor group whose copies, as many as fill a node, hold the model while its
+    experts lie on all devices of the node, once. An instance has all of these copies, and each a
+    part of the requests."""
+    each = hardware.gpus_per_node
+    if facts.experts is None or facts.experts.count < each:
+        return None
+    for tensor in possible_tensors(facts, hardware):
+        copies, odd = divmod(each, tensor)
+        own = replace(need, concurrency=-(-need.concurrency // copies))
+        if copies > 1 and not odd and holds(facts, Division(tensor, 1, each), own):
+            return tensor
+    return None
 
 
 def fewest_nodes(facts: ModelFacts, hardware: Hardware, need: Need) -> Division | None:

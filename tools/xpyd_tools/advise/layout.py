@@ -73,26 +73,28 @@ class Step:
 
 
 def step_of(facts: ModelFacts, layout: Layout, hardware: Hardware, tokens: int) -> Step:
-    """What `layout` sends for `tokens` tokens, of all requests together."""
-    size = facts.element_bytes
+    """What `layout` sends for `tokens` tokens, of all requests of an instance together. Its copies
+    have equal parts of them, and so have the ranks that send rows to experts of several copies."""
+    size, own = facts.element_bytes, -(-tokens // layout.inside)
     within = LINKS[hardware.within]
     reduces = boundaries = to_all = None
     if layout.tensor > 1:
         count = all_reduces(len(facts.layers))
-        each = all_reduce_bytes(tokens, facts.hidden, size)
+        each = all_reduce_bytes(own, facts.hidden, size)
         sent = int(count * each * ring_factor(layout.tensor))
         launching = launches_s(within, count)
         reduces = Messages(count, each, sent, _s(sent, within), within, launching)
     if layout.pipeline > 1:
         is_between = nodes_of(hardware, layout.tensor, layout.pipeline) > 1
         link = LINKS[hardware.between if is_between else hardware.within]
-        each = boundary_bytes(tokens, facts.hidden, size, tensor=layout.tensor)
+        each = boundary_bytes(own, facts.hidden, size, tensor=layout.tensor)
         count = layout.pipeline - 1
         boundaries = Messages(count, each, each, count * _s(each, link), link)
     if layout.expert > 1 and facts.experts is not None:
         per_token, count = facts.experts.per_token, 2 * facts.experts.layers
         each = all_to_all_bytes(tokens, facts.hidden, facts.expert_element_bytes, per_token)
-        to_all = Messages(count, each, count * each, _s(count * each, within), within)
+        sent = count * each // (layout.expert if layout.inside > 1 else 1)
+        to_all = Messages(count, each, sent, _s(sent, within), within)
     return Step(tokens, reduces, boundaries, to_all)
 
 
@@ -171,8 +173,9 @@ class Advice:
 
     @property
     def requests(self) -> int:
-        """Requests of the whole context that fit into one copy's KV cache at once."""
-        return self.memory.blocks // -(-self.wishes.context // DEFAULT_BLOCK_SIZE)
+        """Requests of the whole context that fit into an instance's KV cache at once."""
+        of_a_copy = self.memory.blocks // -(-self.wishes.context // DEFAULT_BLOCK_SIZE)
+        return self.layout.inside * of_a_copy
 
     @property
     def needed_kv_bytes(self) -> int:
@@ -200,7 +203,11 @@ def advise(facts: ModelFacts, hardware: Hardware, wishes: Wishes) -> Advice:
     if not sizing.fits:
         raise UserError(_too_small(facts, hardware, need))
     decision = decide(
-        sizing, high_availability=wishes.high_availability, throughput=wishes.throughput
+        sizing,
+        high_availability=wishes.high_availability,
+        throughput=wishes.throughput,
+        # Several copies in one instance are one KV address each.
+        may_share=wishes.role == "Aggregated",
     )
     layout = decision.layout
     division = Division(layout.tensor, layout.pipeline, layout.expert)
@@ -219,7 +226,9 @@ def advise(facts: ModelFacts, hardware: Hardware, wishes: Wishes) -> Advice:
         decision=decision,
         memory=memory_of(facts, division, budget),
         kv_token_bytes=token,
-        pod_gpus=layout.tensor * stages_of_a_pod(hardware, layout.tensor, layout.pipeline),
+        pod_gpus=layout.tensor
+        * layout.inside
+        * stages_of_a_pod(hardware, layout.tensor, layout.pipeline),
         pods=pods,
         steps=tuple(step_of(facts, layout, hardware, tokens) for tokens in _step_tokens(wishes)),
         moves=None

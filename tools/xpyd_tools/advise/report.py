@@ -88,7 +88,10 @@ def _memory(advice: Advice) -> Iterator[tuple[str, str]]:
     yield f"requests of {wishes.context} tokens that fit", f"{advice.requests:,}"
     yield "asked for", f"{wishes.concurrency:,}"
     copies = f"{layout.data} cop{'ies' if layout.data > 1 else 'y'}"
-    yield copies, f"{advice.pods} pod{'s' if advice.pods > 1 else ''} of {advice.pod_gpus} each"
+    pods, more = advice.pods, ""
+    if layout.inside > 1:
+        pods, more = layout.instances, f", with {layout.inside} copies"
+    yield copies, f"{pods} pod{'s' if pods > 1 else ''} of {advice.pod_gpus} each{more}"
 
 
 def _step(step: Step) -> Iterator[str]:
@@ -218,7 +221,7 @@ def notes_of(advice: Advice) -> list[str]:
     layout, facts, engine = advice.layout, advice.facts, advice.wishes.engine
     found = [*advice.decision.notes, *(_of_vllm(advice) if engine.is_vllm else ())]
     if layout.expert > 1:
-        if not engine.is_vllm:
+        if not engine.is_vllm and layout.inside == 1:
             found.append(
                 "this engine sends no rows to experts (EP) within one copy: each rank computes "
                 "what its own experts make of all rows, and an all-reduce takes the place of the "
@@ -226,12 +229,16 @@ def notes_of(advice: Advice) -> list[str]:
             )
         if layout.pipeline > 1:
             found.append("elastic EP (ranks that come and go) excludes PP")
-    if layout.data > 1:
-        none = "a fleet of vLLM has no" if engine.is_vllm else "this engine has no"
-        yet = "" if engine.is_vllm else " yet"
+    if layout.inside > 1:
+        found.append(
+            f"an instance has {layout.inside} copies of all but the experts (parallelism.data), in "
+            "lock step: a copy without requests computes, too, while another one has some"
+        )
+    elif layout.data > 1:
         found.append(
             f"DP {layout.data} is {layout.data} replicas of the pool, between which the router "
-            f"chooses; {none} DP inside of an instance{yet}"
+            "chooses; copies inside of an instance (parallelism.data) are for models whose experts "
+            "they share"
         )
     if facts.kv_heads and layout.tensor > facts.kv_heads:
         found.append(
@@ -287,12 +294,14 @@ def snippet(advice: Advice) -> str:
     lines = [f"    type: {engine.type}"] if engine.is_vllm else []
     lines += [f"    connector: {engine.connector}"] if engine.connector else []
     lines += [f"    image: {json.dumps(engine.image)}"] if engine.image else []
-    args = [f"--max-model-len={wishes.context}", f"--max-num-seqs={wishes.concurrency}"]
+    of_a_copy = -(-wishes.concurrency // layout.inside)
+    args = [f"--max-model-len={wishes.context}", f"--max-num-seqs={of_a_copy}"]
     on_cpus = advice.hardware.on_cpus
     # vLLM has the same flags.
     args += [] if on_cpus else [f"--gpu-memory-utilization={wishes.utilization:g}"]
     lines.append(f"    args: [{', '.join(args)}]")
-    experts = f", expert: {layout.expert}" if layout.expert > 1 else ""
+    sizes = (("data", layout.inside), ("expert", layout.expert))
+    more = "".join(f", {name}: {size}" for name, size in sizes if size > 1)
     memory = f"{{requests: {{memory: {-(-advice.hardware.memory_bytes // MIB)}Mi}}}}"
     template = f"{{spec: {{containers: [{{name: engine, resources: {memory}}}]}}}}"
     if on_cpus:
@@ -306,8 +315,8 @@ def snippet(advice: Advice) -> str:
             "  pools:",
             f"  - name: {wishes.role.lower()}",
             f"    role: {wishes.role}",
-            f"    replicas: {layout.data}",
-            f"    parallelism: {{tensor: {layout.tensor}, pipeline: {layout.pipeline}{experts}}}",
+            f"    replicas: {layout.instances}",
+            f"    parallelism: {{tensor: {layout.tensor}, pipeline: {layout.pipeline}{more}}}",
             f"    resources: {{gpus: {0 if on_cpus else advice.pod_gpus}}}",
             *([f"    template: {template}"] if on_cpus else []),
             "",

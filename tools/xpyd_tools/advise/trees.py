@@ -16,12 +16,19 @@ from xpyd_tools.advise.fit import Sizing, copies, dealt
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the four ways to divide work. `expert` 1: none."""
+    """Sizes of the four ways to divide work. `expert` 1: none. `data`: copies in all; `inside`: of
+    them in one instance, where they share their experts."""
 
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
     data: int = 1
+    inside: int = 1
+
+    @property
+    def instances(self) -> int:
+        """Replicas of the pool."""
+        return self.data // self.inside
 
     def __str__(self) -> str:
         sizes = (("TP", self.tensor), ("PP", self.pipeline), ("EP", self.expert), ("DP", self.data))
@@ -101,8 +108,11 @@ def _ranks(sizing: Sizing, *, throughput: bool) -> tuple[int, int]:
     return sizing.staged.tensor, sizing.staged.pipeline
 
 
-def decide(sizing: Sizing, *, high_availability: bool, throughput: bool) -> Decision:
-    """Walk both trees and follow one of them on each axis."""
+def decide(
+    sizing: Sizing, *, high_availability: bool, throughput: bool, may_share: bool = False
+) -> Decision:
+    """Walk both trees and follow one of them on each axis. `may_share`: an instance may have copies
+    that share their experts, which neither tree knows."""
     first = first_tree(sizing, high_availability=high_availability)
     second = second_tree(sizing, throughput=throughput)
     one, two = first.layout, second.layout
@@ -114,7 +124,25 @@ def decide(sizing: Sizing, *, high_availability: bool, throughput: bool) -> Deci
         if high_availability:
             notes.extend(_of_availability(sizing, most))
     layout = Layout(two.tensor, two.pipeline, two.expert, data)
+    if may_share and throughput and (shared := _shared(sizing)) is not None:
+        layout = shared
+        notes.append(
+            "neither tree lets copies share their experts: with these on all "
+            f"{shared.expert} devices of a node, once, tensor groups of {shared.tensor} are enough "
+            f"in place of {sizing.tensor_least}, and more copies compute"
+        )
     return Decision(first, second, _differences(sizing, one, two, layout), tuple(notes), layout)
+
+
+def _shared(sizing: Sizing) -> Layout | None:
+    """Copies that fill a node and share their experts, where smaller tensor groups are enough
+    then; see docs/adr/0125."""
+    tensor, least = sizing.tensor_shared, sizing.tensor_least
+    if tensor is None or least is None or tensor >= least:
+        return None
+    hardware, each = sizing.hardware, sizing.hardware.gpus_per_node
+    inside = each // tensor
+    return Layout(tensor, 1, each, hardware.nodes * inside, inside)
 
 
 def _of_availability(sizing: Sizing, copies_in_all: int) -> Iterator[str]:
@@ -126,8 +154,10 @@ def _of_availability(sizing: Sizing, copies_in_all: int) -> Iterator[str]:
 
 def _differences(sizing: Sizing, one: Layout, two: Layout, taken: Layout) -> tuple[Difference, ...]:
     found: list[Difference] = []
+    shares = "copies that share their experts need smaller tensor groups" * (taken.inside > 1)
     if one.tensor != two.tensor:
-        found.append(Difference("TP", one.tensor, two.tensor, taken.tensor, _why_tensor(sizing)))
+        why = shares or _why_tensor(sizing)
+        found.append(Difference("TP", one.tensor, two.tensor, taken.tensor, why))
     if one.pipeline != two.pipeline:
         why = "tree 1 takes a node for a stage; here a node has room for several"
         found.append(Difference("PP", one.pipeline, two.pipeline, taken.pipeline, why))
@@ -138,7 +168,8 @@ def _differences(sizing: Sizing, one: Layout, two: Layout, taken: Layout) -> tup
         )
         found.append(Difference("EP", one.expert, two.expert, taken.expert, why))
     if one.data != two.data:
-        found.append(Difference("DP", one.data, two.data, taken.data, _why_data(sizing, one, two)))
+        why = shares or _why_data(sizing, one, two)
+        found.append(Difference("DP", one.data, two.data, taken.data, why))
     return tuple(found)
 
 
