@@ -68,7 +68,8 @@ def as_router() -> None:
         if path.startswith("/metrics"):
             pair = 'prefill="t-prefill-0",decode="t-decode-0"'
             labels = f'{pair},outcome="recomputed",cause="unreachable"'
-            return f"xpyd_router_kv_outcomes_total{{{labels}}} {lost}\n".encode()
+            outcomes = f"xpyd_router_kv_outcomes_total{{{labels}}} {lost}\n"
+            return f"{outcomes}xpyd_router_in_flight 4\n".encode()
         fresh = [a for a, at in beats.items() if time.monotonic() - at < 1]
         if path == "/instances":
             rows = [{"http_address": a, "state": "Ready"} for a in fresh]

@@ -230,7 +230,10 @@ def test_a_router_is_cut_when_its_grace_period_is_over_and_not_where_it_ended_by
     assert ended(327, None, pool="router") == []
     (found,) = ended(330, None, pool="router")
     assert (found.pool, found.pod) == ("router", "d-0")
-    assert "requests that it still relayed" in found.message
+    assert found.message.startswith("the requests that it still relayed ended there")
+    (found,) = ended(330, InstanceLoad(3, 0), pool="router")
+    assert found.message.startswith("3 requests that it still relayed ended there")
+    assert ended(330, InstanceLoad(0, 0), pool="router") == [], "it had none left, and hung"
     assert ended(0, None, grace_s=0, pool="router") == [], "nobody waits for it"
     watch, pod = DrainWatch(), leaving(pool="router")
     watch.look([pod], {}, 10.0, timeout_s=300)

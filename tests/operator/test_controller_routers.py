@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 import aiohttp
-import pytest
 from aiohttp import web
 
 from tests.operator.kube_objects import (
@@ -27,7 +26,7 @@ from xpyd_operator.controller.decision.kinds import CONFIG_MAP, DEPLOYMENT, POD,
 from xpyd_operator.controller.routers import PERIOD_S
 from xpyd_operator.manifests.names import ANNOTATION_KEY_PHASE, ROUTABLE, kv_secret_name
 from xpyd_operator.status.canary import QUERY, CanaryReport, figures_of
-from xpyd_operator.status.drains import InstanceLoad, drains_of, drains_text, read_loads
+from xpyd_operator.status.drains import InstanceLoad
 from xpyd_operator.status.rotation import RouterKeys
 from xpyd_operator.status.verified import METRIC
 
@@ -45,7 +44,7 @@ class Router:
         self.key_ids: list[str] = []
         self.type = "D"
         self.problems: list[dict[str, str]] = []
-        self.in_flight = self.running = self.kv_leases = 0
+        self.in_flight = self.running = self.kv_leases = self.relayed = 0
         self.state = "Ready"
         self.canary = ""
         self.canary_served = 0
@@ -76,6 +75,7 @@ class Router:
             f'{METRIC}{{cause="unreachable",decode="d",outcome="recomputed",prefill="p"}} '
             f"{self.unreachable}",
         ]
+        lines.append(f"xpyd_router_in_flight {self.relayed}")
         lines.append(f'xpyd_router_heartbeats_total{{result="forged"}} {self.forged}.0')
         lines.append(f'xpyd_router_instances{{state="Ready",type="P"}} {self.instances}.0')
         if self.canary:
@@ -261,6 +261,26 @@ async def test_what_leaving_instances_have_is_asked_of_all_routers_while_some_le
         assert world.reader.loads(KEY) == {}
 
 
+async def test_a_router_that_leaves_says_how_many_requests_it_still_has() -> None:
+    router = Router()
+    async with listening(router), aiohttp.ClientSession() as session:
+        world = World(router, pod("r-0"), pod("r-1"))
+        await world.look()
+        leaves = {"deletionTimestamp": "2026-01-01T00:05:00Z", "resourceVersion": "2"}
+        last = pod("r-1", ready="False")
+        world.cache.put(POD, {**last, "metadata": {**last["metadata"], **leaves}})
+        router.asked.clear()
+        for relayed, expected in ((3, 3), (0, 0)):
+            router.relayed = relayed
+            await world.reader.look_at_loads(session)
+            assert world.reader.loads(KEY) == {"r-1": InstanceLoad(expected, 0)}
+        # An older one says no more than that its port is closed.
+        router.status = 503
+        await world.reader.look_at_loads(session)
+        assert world.reader.loads(KEY) == {}
+        assert router.asked == [["xpyd_router_in_flight"]] * 3, "no engine leaves"
+
+
 def gated(name: str, *, gate: str, version: str = "1") -> Obj:
     """A ready engine's pod with its gate, of a Deployment that gives pods one."""
     owner = f"chat-decode-{REVISION}-5d9c7b8f4d"
@@ -360,41 +380,6 @@ async def test_loads_of_all_instances_are_asked_for_on_demand() -> None:
         assert await world.reader.ask_loads(KEY) == {"d-0": InstanceLoad(2, 0)}
         router.status = 503
         assert await world.reader.ask_loads(KEY) == {}
-
-
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"instances": [{}]}', b"\xff", b'{"instances": 7}'])
-def test_what_is_no_answer_of_a_router_says_nothing_of_loads(body: bytes) -> None:
-    assert read_loads([body]) == {}
-
-
-def leaving_pod(name: str, pool: str, deadline: str) -> Obj:
-    owner = f"chat-{pool}-{REVISION}-5d9c7b8f4d"
-    made = pod(name, role=pool.title(), owner=owner)
-    grace = {"deletionTimestamp": deadline, "deletionGracePeriodSeconds": 330}
-    return {**made, "metadata": {**made["metadata"], **grace}}
-
-
-def test_the_pools_of_leaving_instances_are_said_with_the_oldest() -> None:
-    pods = [
-        leaving_pod("d-0", "decode", "2026-01-01T12:05:30Z"),
-        leaving_pod("d-1", "decode", "2026-01-01T12:07:30Z"),
-        leaving_pod("p-0", "prefill", "2026-01-01T12:06:30Z"),
-        pod("p-1", role="Prefill", owner=f"chat-prefill-{REVISION}-5d9c7b8f4d"),
-    ]
-    loads = {"d-0": InstanceLoad(3, 0), "d-1": InstanceLoad(2, 1), "p-0": InstanceLoad(0, 4)}
-    drains = drains_of(pods, {**loads, "p-1": InstanceLoad(9, 9)})
-    assert drains_text(drains) == (
-        "decode: 5 requests, 1 KV leases, the oldest since 12:00:00Z; "
-        "prefill: 0 requests, 4 KV leases, the oldest since 12:01:00Z"
-    )
-    assert drains["decode"].row == {
-        "drainingRequests": 5,
-        "drainingKvLeases": 1,
-        "drainingSince": "2026-01-01T12:00:00Z",
-    }
-    silent = drains_of(pods, {})
-    assert drains_text(silent) == ""
-    assert silent["decode"].row == {"drainingSince": "2026-01-01T12:00:00Z"}
 
 
 async def test_a_fleet_has_a_pair_while_one_of_its_ready_routers_says_so() -> None:

@@ -1,11 +1,21 @@
-"""The condition Progressing says what instances that leave still have."""
+"""What instances that leave still have, as routers say, in the status and its conditions."""
 
 from __future__ import annotations
 
+import pytest
+
+from tests.operator.kube_objects import REVISION, Obj
+from tests.operator.kube_objects import ready_pod as pod
 from tests.operator.observed_cluster import settled
 from tests.operator.test_status_conditions import fleet_of, status_of
 from xpyd_operator.status.children import fleet_seen
-from xpyd_operator.status.drains import InstanceLoad
+from xpyd_operator.status.drains import (
+    InstanceLoad,
+    drains_of,
+    drains_text,
+    read_loads,
+    read_relayed,
+)
 from xpyd_operator.status.fleet import invalid_status, pool_statuses
 
 
@@ -61,3 +71,45 @@ def test_a_document_with_mistakes_keeps_no_old_counts_of_a_drain() -> None:
     assert row["drainingReplicas"] == 1
     assert "drainingRequests" not in row
     assert "leaving" not in after["summary"]
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"instances": [{}]}', b"\xff", b'{"instances": 7}'])
+def test_what_is_no_answer_of_a_router_says_nothing_of_loads(body: bytes) -> None:
+    assert read_loads([body]) == {}
+
+
+def leaving_pod(name: str, pool: str, deadline: str) -> Obj:
+    owner = f"chat-{pool}-{REVISION}-5d9c7b8f4d"
+    made = pod(name, role=pool.title(), owner=owner)
+    grace = {"deletionTimestamp": deadline, "deletionGracePeriodSeconds": 330}
+    return {**made, "metadata": {**made["metadata"], **grace}}
+
+
+def test_the_pools_of_leaving_instances_are_said_with_the_oldest() -> None:
+    pods = [
+        leaving_pod("d-0", "decode", "2026-01-01T12:05:30Z"),
+        leaving_pod("d-1", "decode", "2026-01-01T12:07:30Z"),
+        leaving_pod("p-0", "prefill", "2026-01-01T12:06:30Z"),
+        pod("p-1", role="Prefill", owner=f"chat-prefill-{REVISION}-5d9c7b8f4d"),
+    ]
+    loads = {"d-0": InstanceLoad(3, 0), "d-1": InstanceLoad(2, 1), "p-0": InstanceLoad(0, 4)}
+    drains = drains_of(pods, {**loads, "p-1": InstanceLoad(9, 9)})
+    assert drains_text(drains) == (
+        "decode: 5 requests, 1 KV leases, the oldest since 12:00:00Z; "
+        "prefill: 0 requests, 4 KV leases, the oldest since 12:01:00Z"
+    )
+    assert drains["decode"].row == {
+        "drainingRequests": 5,
+        "drainingKvLeases": 1,
+        "drainingSince": "2026-01-01T12:00:00Z",
+    }
+    silent = drains_of(pods, {})
+    assert drains_text(silent) == ""
+    assert silent["decode"].row == {"drainingSince": "2026-01-01T12:00:00Z"}
+
+
+@pytest.mark.parametrize(
+    "body", [None, b"", b"xpyd_router_in_flight many", b"\xff", b"my_xpyd_router_in_flight 3"]
+)
+def test_what_is_no_count_of_a_router_is_none(body: bytes | None) -> None:
+    assert read_relayed(body) is None

@@ -334,7 +334,8 @@ def test_a_second_ctrl_c_kills_what_does_not_drain(fleet):
         if router is None:  # nor does anybody say what they have
             told = {pod.reason.partition(",")[0] for pod in pods.values()}
             return states == {"Draining"} and told == {"it ends its requests"}
-        return router.state == "Draining" and states == {"Ready"}
+        says = router.reason.startswith("4 requests, ")
+        return router.state == "Draining" and says and states == {"Ready"}
 
     until(drains_in_order)
     with pytest.raises(UserError, match="fleet t is being taken down"):

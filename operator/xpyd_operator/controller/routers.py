@@ -55,7 +55,7 @@ from xpyd_operator.status.children import (
     name_of,
     text,
 )
-from xpyd_operator.status.drains import InstanceLoad, read_loads
+from xpyd_operator.status.drains import RELAYED_QUERY, InstanceLoad, read_loads, read_relayed
 from xpyd_operator.status.rotation import RouterKeys, read_keys
 from xpyd_operator.status.routable import (
     Gate,
@@ -298,15 +298,18 @@ class RouterReader:
         self, session: aiohttp.ClientSession, key: FleetKey, fleet: _Fleet
     ) -> None:
         pods = self._cache.children(key).get(POD, {})
-        leaving = {
-            name
-            for name, pod in pods.items()
-            if is_leaving(pod) and text(pod, "metadata", "labels", LABEL_ROLE) != ROUTER
-        }
-        routers = [address for _, address, _ in self._routers(key)] if leaving else []
-        bodies = await self._instances(session, routers)
-        loads = read_loads(body for body in bodies if body is not None)
-        loads = {name: load for name, load in loads.items() if name in leaving}
+        leaving = {name for name, pod in pods.items() if is_leaving(pod)}
+        routers = {name: address for name, address, _ in self._routers(key)} if leaving else {}
+        ending = sorted(leaving & routers.keys())
+        bodies = await self._instances(session, routers.values() if leaving - {*ending} else ())
+        told = await asyncio.gather(
+            *(self._get(session, routers[name], RELAYED_QUERY) for name in ending)
+        )
+        found = read_loads(body for body in bodies if body is not None)
+        loads = {name: load for name, load in found.items() if name in leaving}
+        for name, body in zip(ending, told, strict=True):
+            if (load := read_relayed(body)) is not None:
+                loads[name] = load
         # Counts of a busy instance change with every look, and each change is a write.
         is_news = _idle(loads) != _idle(fleet.loads) or loads.keys() != fleet.loads.keys()
         is_due = self._clock() - fleet.loads_at_s >= _LOADS_AGAIN_S

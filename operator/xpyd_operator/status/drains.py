@@ -1,13 +1,15 @@
 """What the instances of a fleet that leave still have, by pool, for people; and which of them were
 cut when their time was over.
 
-Routers say how many requests and KV leases an instance has (`GET /instances`); since when a pod
-leaves, its deletion says. Each router counts its own requests, so that they add up; the engine's
-own numbers are the same at each. See docs/adr/0108.
+Routers say how many requests and KV leases an instance has (`GET /instances`), and how many
+requests they have themselves (`RELAYED_QUERY`); since when a pod leaves, its deletion says. Each
+router counts its own requests, so that they add up; the engine's own numbers are the same at each.
+See docs/adr/0108.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -55,6 +57,18 @@ def read_loads(bodies: Iterable[bytes]) -> dict[str, InstanceLoad]:
     }
 
 
+_RELAYED = "xpyd_router_in_flight"
+RELAYED_QUERY = f"/metrics?name[]={_RELAYED}"
+"""What to GET of a router that leaves."""
+_RELAYED_SAMPLE = re.compile(rb"^%s (\d{1,10})(?:\.0)?$" % _RELAYED.encode(), re.M)
+
+
+def read_relayed(body: bytes | None) -> InstanceLoad | None:
+    """The requests that a router has, from its answer to RELAYED_QUERY; None: it does not say."""
+    found = _RELAYED_SAMPLE.search(body or b"")
+    return None if found is None else InstanceLoad(min(_MOST, int(found[1])), 0)
+
+
 CUT = "DrainTimedOut"
 """The reason of the Event that says so."""
 
@@ -84,8 +98,8 @@ class DrainWatch:
     """The pods of one fleet that leave, and how each of them ended. Times are of one steady clock:
     since when this process has seen that it leaves, not what the API server wrote.
 
-    An engine cuts its requests itself when `timeout_s` is over. A router goes on until it has none,
-    and says no more what it has: one that its kubelet killed at the end of its grace period had."""
+    An engine cuts its requests itself when `timeout_s` is over. A router goes on until it has none:
+    one that its kubelet killed at the end of its grace period had some."""
 
     def __init__(self) -> None:
         self._leaving: dict[str, _Leaving] = {}
@@ -124,7 +138,7 @@ class DrainWatch:
         ]
 
 
-_ROUTER_CUT = "the requests that it still relayed ended there (spec.drain.timeoutSeconds)"
+_ROUTER_CUT = "{} requests that it still relayed ended there (spec.drain.timeoutSeconds)"
 
 
 def _cut_text(one: _Leaving, now_s: float) -> str:
@@ -132,7 +146,10 @@ def _cut_text(one: _Leaving, now_s: float) -> str:
     if one.pool == ROUTER:
         slack_s = min(_SLACK_S, one.most_s / 10)
         is_killed = one.most_s and now_s - one.since_s >= one.most_s - slack_s
-        return _ROUTER_CUT if is_killed and not one.succeeded else ""
+        if not is_killed or one.succeeded or (one.load is not None and not one.load.requests):
+            return ""
+        # One that did not say lived so long because it had some.
+        return _ROUTER_CUT.format("the" if one.load is None else one.load.requests)
     if now_s - one.since_s < one.most_s:
         return ""
     if one.load is None:

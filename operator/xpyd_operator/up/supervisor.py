@@ -41,7 +41,7 @@ from xpyd_operator.plan.values import (
     PutWorkload,
     SetStatus,
 )
-from xpyd_operator.status.drains import InstanceLoad
+from xpyd_operator.status.drains import RELAYED_QUERY, InstanceLoad, read_relayed
 from xpyd_operator.status.instances import read_rows
 from xpyd_operator.status.verified import NOT_LOOKED, QUERY, Counts, KvWatch, read_counts, read_seen
 from xpyd_operator.up.checks import check_layouts, expert_bytes, locate_model, weights_bytes
@@ -320,14 +320,17 @@ class Supervisor:
         for action in planned.actions:
             self._apply(action)
         acted, keep_s = self.pods.keep(now, self._drain_timeout_s)
-        if self.is_stopping and any(
-            pod.pod.pool == ROUTER and pod.seen.draining_since is not None for pod in self.pods
-        ):
+        if self.is_stopping and self._is_router_leaving():
             self.pods.stop_listening()
         if planned.actions or acted:
             return 0.0
         waits = [_TURN_AT_LEAST_S, keep_s, planned.recheck_after]
         return min(wait for wait in waits if wait is not None)
+
+    def _is_router_leaving(self) -> bool:
+        return any(
+            pod.pod.pool == ROUTER and pod.seen.draining_since is not None for pod in self.pods
+        )
 
     def _apply(self, action: PutWorkload | DrainPool | DeleteWorkload | SetStatus | Event) -> None:
         match action:
@@ -443,7 +446,11 @@ class Supervisor:
         """An engine is ready when it is healthy and the router picks it."""
         pods = [pod for pod in self.pods if pod.identity is not None]
         before = {pod: pod.identity for pod in pods}
-        said = await asyncio.to_thread(read_said, ROUTER_HOST, self.pods.settings.admin_port)
+        port = self.pods.settings.admin_port
+        said = await asyncio.to_thread(read_said, ROUTER_HOST, port)
+        relayed = None
+        if self._is_router_leaving():
+            relayed = read_relayed(await asyncio.to_thread(get, ROUTER_HOST, port, RELAYED_QUERY))
         unknown = [pod for pod in pods if not pod.is_healthy]
         healthy = await asyncio.gather(*(self._is_healthy(pod) for pod in unknown))
         now = time.monotonic()
@@ -453,6 +460,7 @@ class Supervisor:
         for pod in pods:
             if pod.pod.pool == ROUTER:
                 ready = pod.is_healthy and said is not None
+                pod.is_loaded(relayed)
             else:
                 address = f"{self.pods.settings.address(pod.pod.number)}:{HTTP_PORT}"
                 found = (said or {}).get(address, _NOTHING)
