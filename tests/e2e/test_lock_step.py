@@ -1,0 +1,155 @@
+"""Replicas that share experts, with real ranks in lock step: their greedy tokens are those of
+transformers, and what happens to one of them happens to all."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+from collections.abc import Generator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.train_demo_model.random_checkpoint import make_checkpoint
+from scripts.train_demo_model.random_weights import Family
+from tests.e2e.harness import empty_fleet, wait_for
+from tests.e2e.test_parallel import (
+    EXPERT,
+    Layout,
+    check,
+    flags,
+    make_model,
+    named,
+    tokens_of_experts,
+    written_by,
+)
+from tests.ranks.kit.instances import WAIT_S, is_alive
+from tests.ranks.kit.worker import LONG, Worker, started
+from tests.ranks.kit.worker import wait_for as wait_until
+from xpyd_worker.ranks.loss import EXIT_RANK_ENDED, EXIT_RANK_SILENT
+
+FAMILIES: tuple[Family, ...] = ("mixtral", "qwen3-moe")
+# Of each of two replicas: (tensor, pipeline). Seven experts over two ranks and over four.
+USUAL = [("mixtral", (1, 1)), ("qwen3-moe", (2, 1)), ("mixtral", (1, 2))]
+ENGINES = [
+    pytest.param(
+        *(family, layout),
+        marks=pytest.mark.slow if (family, layout) in USUAL else pytest.mark.soak,
+        id=f"{family}-dp2{named(layout)}",
+    )
+    for family, layout in itertools.product(FAMILIES, [(1, 1), (2, 1), (1, 2), (2, 2)])
+]
+PATH = "/v1/completions"
+
+
+@pytest.mark.parametrize(("family", "layout"), ENGINES)
+def test_greedy_tokens_of_replicas_are_those_of_transformers(
+    tmp_path: Path, family: Family, layout: Layout
+) -> None:
+    """One request at a time, while the other replica makes dummies; then several on both."""
+    model = make_model(tmp_path / "model", family, experts=7)
+    with empty_fleet(tmp_path) as running:
+        engine = running.start_engine(
+            *("Aggregated", *flags(layout), EXPERT, "--data-parallel-size", "2"),
+            model=model,
+            env={"XPYD_DISCOVERY": ""},
+        )
+        running.wait_healthy(engine)
+        written = written_by(engine)
+        wait_for("ranks to tell of their experts", lambda: tokens_of_experts(engine))
+        assert engine.metric("xpyd_engine_replica_dummy_forwards_total") > 0
+        assert engine.stop() == 0, engine.log[-3000:]
+    check(model, written)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One in which a request may take long."""
+    return make_checkpoint(
+        tmp_path_factory.mktemp("model"),
+        family="mixtral",
+        layers=2,
+        hidden=64,
+        intermediate=64,
+        heads=4,
+        kv_heads=2,
+        max_len=2048,
+        experts=4,
+    )
+
+
+@pytest.fixture
+def worker(tmp_path: Path, model: Path) -> Generator[Worker]:
+    with started(tmp_path, "--model", str(model), "-dp", "2", EXPERT) as found:
+        yield found
+
+
+def by_replica(worker: Worker, name: str) -> list[float]:
+    """Of each replica."""
+    text = worker.client.get("/metrics").text
+    return [float(n) for n in re.findall(rf"^xpyd_engine_replica_{name}{{.*}} (\S+)$", text, re.M)]
+
+
+def stream(worker: Worker, stack: ExitStack, replica: int, tokens: int) -> Any:
+    """Lines of a request that has begun there."""
+    body = LONG | {"max_tokens": tokens, "temperature": 0}
+    headers = {"X-data-parallel-rank": str(replica)}
+    response = worker.client.stream("POST", PATH, json=body, headers=headers)
+    lines = stack.enter_context(response).iter_lines()
+    next(lines)
+    return lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "status", "how"),
+    [
+        (signal.SIGKILL, EXIT_RANK_ENDED, r"was ended by SIGKILL"),
+        (signal.SIGSTOP, EXIT_RANK_SILENT, r"has given no sign of life"),
+    ],
+)
+def test_the_instance_falls_with_a_rank_of_any_replica(
+    worker: Worker, number: signal.Signals, status: int, how: str
+) -> None:
+    """It makes dummies; the other replica has the request, and waits for it."""
+    ranks = worker.ranks()
+    assert len(ranks) == 2
+    with ExitStack() as stack:
+        lines = stream(worker, stack, 0, 1900)
+        os.kill(ranks[1], number)
+        last = [line for line in lines if line][-1]
+    # By the engine that ends or by the process that does, whichever is first.
+    assert re.search(r'"code": "(replica_lost|engine_failed)"', last)
+    assert worker.process.wait(WAIT_S) == status
+    assert re.search(rf"the instance ended: rank 1 \(.*\) {how}", worker.log.read_text())
+    assert not any(map(is_alive, ranks))
+
+
+@pytest.mark.slow
+def test_aborts_resets_and_drains_leave_the_replicas_in_step(worker: Worker) -> None:
+    body = {"prompt": "The capital of", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    answer = worker.client.post(PATH, json=body).json()["choices"]
+    with ExitStack() as stack:
+        for replica in range(2):
+            stream(worker, stack, replica, 1900)
+        assert by_replica(worker, "in_wave") == [1, 1]
+        # A client goes: so does its request, on each replica.
+    wait_until(lambda: by_replica(worker, "in_wave") == [0, 0])
+    waves = by_replica(worker, "wave")
+    assert waves[0] == waves[1] > 1
+    assert worker.client.post("/reset_prefix_cache").status_code == 200
+    for replica in range(2):
+        headers = {"X-data-parallel-rank": str(replica)}
+        assert worker.client.post(PATH, json=body, headers=headers).json()["choices"] == answer
+    ranks = worker.ranks()
+    with ExitStack() as stack:
+        streams = [stream(worker, stack, replica, 50 + 100 * replica) for replica in range(2)]
+        worker.process.terminate()
+        assert [[line for line in lines if line][-1] for lines in streams] == ["data: [DONE]"] * 2
+        assert worker.process.wait(WAIT_S) == 0
+    assert not any(map(is_alive, ranks))
+    assert "the engine failed" not in worker.log.read_text()
