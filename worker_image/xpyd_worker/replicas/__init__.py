@@ -1,6 +1,7 @@
 """Replicas of an engine behind one endpoint: which one gets a request, and how replicas that share
-experts keep step. Decisions only: no sockets, no threads, no torch. ADR 0118.
+experts keep step. No sockets, no torch. ADR 0118, 0122.
 
     choice                what the front end needs to pick a replica
-    coordinator -> waves  lock step: one coordinator, one `ReplicaWave` in each replica's loop
+    coordinator -> waves  lock step, decisions only: one coordinator, one `ReplicaWave` for each loop
+    lock_step             both for engines that are threads of one process, and the finish check
 """
