@@ -6,11 +6,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from xpyd_core.errors import UserError
+from xpyd_core.parallel.checks import Shape, check_parallel
+from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.core import Deliver
 from xpyd_worker.engine.executor import LayerExperts
 from xpyd_worker.engine.request import (
@@ -242,6 +245,21 @@ def test_prefixes_are_forgotten_when_all_have_forgotten_them(kept: int | None) -
         said: list[bool] = []
         stage.engine.reset_prefix_cache(said.append)
         assert said == [kept is None]
+
+
+def test_replicas_are_one_world_of_ranks_only_where_they_share_experts() -> None:
+    config = WorkerConfig(
+        model="m", data_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=2, replica=1
+    )
+    assert (config.in_lock_step, config.sizes.world, config.sizes.expert) == (False, 4, 1)
+    config = replace(config, enable_expert_parallel=True)
+    assert (config.in_lock_step, config.sizes.world, config.sizes.expert) == (True, 8, 4)
+    assert (config.first_rank, config.pod_ranks(0)) == (4, range(4))
+    shape = Shape(layers=4, heads=4, kv_heads=4, experts=3)
+    with pytest.raises(UserError, match=r"4 ranks \(2 x 2\) for 3 experts of a layer"):
+        check_parallel(shape, config.sizes)
+    alone = replace(config, data_parallel_size=1, replica=0)
+    assert (alone.in_lock_step, alone.sizes.world, alone.sizes.expert) == (False, 4, 2)
 
 
 def test_sums_have_every_counter_and_distribution() -> None:

@@ -2,6 +2,6 @@
 experts keep step. No sockets, no torch. ADR 0118, 0122.
 
     choice                what the front end needs to pick a replica
-    coordinator -> waves  lock step, decisions only: one coordinator, one `ReplicaWave` for each loop
+    coordinator -> waves  lock step, decisions only: one coordinator, one `ReplicaWave` a loop
     lock_step             both for engines that are threads of one process, and the finish check
 """
