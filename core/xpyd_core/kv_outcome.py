@@ -162,3 +162,11 @@ class PeerCounts:
             moved = failed.pop("", 0)
             found.append(KvPeer(peer=peer, last=last, moved=moved, failed=failed))
         return tuple(found)
+
+    def add(self, other: PeerCounts) -> None:
+        """Count what `other` has counted. A failure that was the last one there stays the last."""
+        for peer, (last, counts) in list(other._peers.items()):
+            known, sums = self._peers.pop(peer, None) or ("", Counter[str]())
+            while len(self._peers) >= _KNOWN_PEERS:
+                del self._peers[next(iter(self._peers))]
+            self._peers[peer] = last or known, sums + counts

@@ -22,6 +22,7 @@ from xpyd_core.request_id import Address, TlsAddress, parse_address
 
 MAX_HEARTBEAT_BYTES = 64 * 1024
 MAX_MODELS = 64
+MAX_REPLICAS = 64
 MAX_KEY_IDS = 16
 HEARTBEAT_PERIOD_S = 3.0
 MISSED_BEATS = 3
@@ -32,6 +33,24 @@ SpokenDialect = Literal["", "pair-id", "nixl", "nixl-push"]
 _Text = Annotated[str, msgspec.Meta(max_length=512)]
 _AddressText = Annotated[str, msgspec.Meta(min_length=3, max_length=300)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class ReplicaBeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a beat says of one replica of its instance. `serving` 0: it takes no requests, and its
+    KV is gone. The other fields are as in Heartbeat, of this replica alone."""
+
+    zmq_address: _AddressText
+    serving: Literal[0, 1] = 1
+    running: _Count = 0
+    waiting: _Count = 0
+    free_blocks: _Count = 0
+    total_blocks: _Count = 0
+    kv_leases: _Count = 0
+
+    @property
+    def kv(self) -> Address:
+        """Its KV control address."""
+        return parse_address(self.zmq_address.removeprefix("tcp://"))
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -56,6 +75,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `kv_leases`: prompts whose KV is held here for, or is on its way to or from, another instance.
     `fleet_revision`: equal for all pools of one document; `revision` is the pool's own (ADR 0097).
     `routers`: to how many this beat goes, of which a router is one; 0: not said (ADR 0121).
+    `replicas`: those of an engine with several, by their numbers (docs/adr/0124). Numbers of load
+    are then their sums, and `zmq_address` is that of replica 0, for routers that know no replicas.
     """
 
     type: InstanceType
@@ -90,6 +111,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_leases: _Count = 0
     fleet_revision: _Text = ""
     routers: _Count = 0
+    replicas: Annotated[tuple[ReplicaBeat, ...], msgspec.Meta(max_length=MAX_REPLICAS)] = ()
 
     @property
     def http(self) -> Address:
@@ -102,6 +124,20 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def kv(self) -> Address:
         """The KV control address."""
         return parse_address(self.zmq_address.removeprefix("tcp://"))
+
+    def of_replica(self, number: int) -> Heartbeat:
+        """The beat as if that replica were an instance of its own."""
+        one = self.replicas[number]
+        return msgspec.structs.replace(
+            self,
+            zmq_address=one.zmq_address,
+            running=one.running,
+            waiting=one.waiting,
+            free_blocks=one.free_blocks,
+            total_blocks=one.total_blocks,
+            kv_leases=one.kv_leases,
+            replicas=(),
+        )
 
 
 class DrainAck(msgspec.Struct, frozen=True, kw_only=True, tag="drain-ack"):
@@ -151,7 +187,7 @@ def decode_heartbeat(frame: bytes) -> Heartbeat:
         raise ProtocolError(f"heartbeat of {len(frame)} bytes, more than {MAX_HEARTBEAT_BYTES}")
     try:
         beat = _decoder.decode(frame)
-        _ = beat.http, beat.kv
+        _ = beat.http, beat.kv, [one.kv for one in beat.replicas]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UserError) as error:
         raise ProtocolError(f"heartbeat: {error}") from error
     return beat

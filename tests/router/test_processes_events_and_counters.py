@@ -50,7 +50,7 @@ BEAT = Heartbeat(type="D", http_address="127.0.0.1:1", zmq_address="127.0.0.1:2"
 
 def test_events_come_out_as_they_went_in_however_the_stream_is_cut() -> None:
     sent = [
-        Beat(BEAT, 12.5, True, 7),
+        Beat(BEAT, 12.5, True, (7, 8)),
         HealthChanged(KEY, "Ejected", "connect", 3.25, "Open", 9.5, True),
         events.Weights(((KEY, 0.25),)),
         events.Present(),

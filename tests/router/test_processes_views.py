@@ -6,9 +6,10 @@ import asyncio
 import random
 from collections.abc import Callable, Iterable
 
+import msgspec
 import pytest
 
-from xpyd_core.messages import Heartbeat
+from xpyd_core.messages import Heartbeat, ReplicaBeat
 from xpyd_router.fleet.health import HealthRules, ProbeResult
 from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.fleet.introductions import PairFound
@@ -104,7 +105,7 @@ def shown(fleet: FleetView) -> object:
         fleet.snapshot.is_ready,
         fleet.snapshot.models,
         [
-            ([p.key for p in group.prefill], [d.key for d in group.decode])
+            ([p.place for p in group.prefill], [d.place for d in group.decode])
             for group in fleet.snapshot.of_model("m").groups
         ],
         fleet.pair_problems(),
@@ -162,7 +163,14 @@ class History:
         of = self.incarnations[number]
         signed_age_s = self.draw.choice((0.0, 1.0, None))
         said = beat(number, of, sent_us=self.sent_us, state=state, running=number)
+        if number > 2:
+            said = msgspec.structs.replace(said, replicas=self.replicas(number))
         self.world.parent.apply(said, signed_age_s)
+
+    def replicas(self, number: int) -> tuple[ReplicaBeat, ...]:
+        ports = (2000 + 10 * number + at for at in range(self.draw.randrange(4)))
+        serving = self.draw.choices((1, 0), (4, 1))
+        return tuple(ReplicaBeat(zmq_address=f"127.0.0.1:{at}", serving=serving[0]) for at in ports)
 
     def fail(self) -> None:
         worker = self.draw.choice(self.world.workers)
@@ -199,8 +207,8 @@ class History:
         p, d = ([i for i in known if i.beat.type == kind] for kind in ("P", "D"))
         if p and d:
             found = self.draw.choice((PairFound(), PairFound(), PairFound("timeout", "late")))
-            pair = self.draw.choice(p), self.draw.choice(d)
-            self.world.parent.pair_found(pair[0].key, pair[1].key, found)
+            pair = self.draw.choice(self.draw.choice(p).places), self.draw.choice(d).places[-1]
+            self.world.parent.pair_found(*pair, found)
 
     def cordon(self) -> None:
         if (found := self.one(self.world.parent)) is not None:
@@ -417,3 +425,17 @@ def test_a_router_acknowledges_a_drain_when_every_worker_has_its_beat_and_counts
     assert world.parent.in_flight(instance.key) == 2
     workers[0].load(instance.key).end(10)
     assert world.parent.in_flight(instance.key) == 1
+
+
+def test_what_all_replicas_have_in_flight_counts_for_their_instance() -> None:
+    world = World()
+    two = tuple(ReplicaBeat(zmq_address=f"127.0.0.1:{port}") for port in (2000, 2002))
+    world.parent.apply(beat(0, replicas=two))
+    workers = [world.worker() for _ in range(2)]
+    [instance] = world.parent.instances
+    for worker, place in zip(workers, instance.places, strict=True):
+        worker.load(place).begin(10)
+    world.parent.in_flight(instance.key)
+    world.taken = world.pings
+    assert world.parent.in_flight(instance.key) == 2
+    assert workers[0].requests(instance) == (1, 0)

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import zmq
@@ -22,6 +22,7 @@ from xpyd_core.messages import (
     DrainAck,
     Heartbeat,
     InstanceState,
+    ReplicaBeat,
     decode_heartbeat,
     encode_heartbeat,
     encode_word,
@@ -217,6 +218,20 @@ async def test_an_engine_hears_at_once_which_other_one_is_dead(how: str) -> None
             clock.ahead_s = 20.0
             one.fleet.expire()
         await until(lambda: d.gone == ["127.0.0.2:21001"])
+
+
+async def test_an_engine_hears_which_replica_of_another_one_is_gone_and_when_all_are() -> None:
+    def two(*serving: Literal[0, 1]) -> tuple[ReplicaBeat, ...]:
+        ports = zip((21001, 21003), serving, strict=True)
+        return tuple(ReplicaBeat(zmq_address=f"127.0.0.2:{p}", serving=s) for p, s in ports)
+
+    async with router() as one, engine(one.port) as d:
+        await until(lambda: one.picks)
+        for number, serving in enumerate(((1, 1), (1, 0), (1, 0), (1, 1)), 1):
+            hear(one, other("first", replicas=two(*serving), sent_us=number))
+        hear(one, other("second", sent_us=9))
+        await until(lambda: len(d.gone) == 3)
+        assert d.gone == ["127.0.0.2:21003", "127.0.0.2:21001", "127.0.0.2:21003"]
 
 
 async def test_an_engine_that_says_goodbye_is_dead_to_nobody() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.router.beats import beat
 from xpyd_core.errors import ProtocolError
+from xpyd_core.messages import ReplicaBeat
 from xpyd_router.fleet.instances import MAX_INSTANCES, InstanceKey, build_snapshot
 from xpyd_router.fleet.registry import Registry
 
@@ -161,9 +162,14 @@ def test_an_address_that_cannot_stand_in_a_header_is_refused(name: str, address:
 
 def test_the_registry_is_bounded() -> None:
     found = registry()
-    for number in range(MAX_INSTANCES):
-        found._instances[str(number)] = None  # type: ignore[assignment]  # 4096 rebuilds are slow
-    assert found.apply(beat("P"), now=0.0)[0] == "full"
+    found._belongings.places = MAX_INSTANCES - 2  # 4096 rebuilds are slow
+    two = tuple(ReplicaBeat(zmq_address=f"10.0.0.1:{port}") for port in (21001, 21003))
+    assert found.apply(beat("P", zmq_address="10.0.0.1:21001"), now=0.0)[0] == "new"
+    assert found.apply(beat("D", host=2, replicas=two), now=0.0)[0] == "conflict"
+    three = tuple(ReplicaBeat(zmq_address=f"10.0.0.2:{port}") for port in range(21001, 21004))
+    assert found.apply(beat("D", host=2, replicas=three[:2]), now=0.0)[0] == "full"
+    assert found.apply(beat("D", host=2), now=0.0)[0] == "new"
+    assert found.apply(beat("D", host=2, replicas=three), now=1.0)[0] == "full"
 
 
 def test_models_are_listed_where_a_pair_or_an_aggregated_instance_serves_them() -> None:

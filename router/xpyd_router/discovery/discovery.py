@@ -303,8 +303,8 @@ class Discovery:
         self._accepts_unsigned = accepts_unsigned
         self._wall_clock = wall_clock
         self._metrics = metrics
-        self._kv: dict[InstanceKey, str] = {}
-        """The KV address of each instance."""
+        self._kv: dict[InstanceKey, frozenset[str]] = {}
+        """The KV addresses of each instance: of those of its replicas that serve."""
         self._quiet_until_s = 0.0
         self._dropped = 0
         self.beats = BeatPort(self._take, self._end, limits or port_limits())
@@ -366,8 +366,8 @@ class Discovery:
         self._count(outcome)
         if beat is not None and beat.state == "Draining" and outcome in _GOOD:
             self._acknowledge(beat, say)
-        if beat is not None and outcome in ("new", "replaced"):
-            self._kv[key_of(beat)] = beat.zmq_address
+        if beat is not None and outcome in ("new", "replaced", "refreshed"):
+            self._follow_kv(beat)
         if beat is not None and outcome in _TOLD:
             logger.info("instance %s: %s", name, outcome, extra={"type": beat.type})
         elif outcome not in _GOOD:
@@ -394,10 +394,22 @@ class Discovery:
     def _tell_gone(self, keys: Iterable[InstanceKey]) -> None:
         """Others need not wait for what these would have sent or taken."""
         for key in keys:
-            if (kv := self._kv.get(key)) is not None:
-                now_us = int(self._wall_clock() * 1e6)
-                gone = PeerGone(zmq_address=kv, incarnation=key.incarnation, sent_us=now_us)
-                self._say(gone, self.beats.tell)
+            self._tell_addresses_gone(key, self._kv.get(key, frozenset()))
+
+    def _follow_kv(self, beat: Heartbeat) -> None:
+        """Replicas that serve no more are gone for their peers, as instances are."""
+        key, now = key_of(beat), frozenset((beat.zmq_address,))
+        if beat.replicas:
+            now = frozenset(one.zmq_address for one in beat.replicas if one.serving)
+        before = self._kv.get(key, now)
+        self._kv[key] = now
+        self._tell_addresses_gone(key, before - now)
+
+    def _tell_addresses_gone(self, key: InstanceKey, addresses: Iterable[str]) -> None:
+        now_us = int(self._wall_clock() * 1e6)
+        for kv in sorted(addresses):
+            gone = PeerGone(zmq_address=kv, incarnation=key.incarnation, sent_us=now_us)
+            self._say(gone, self.beats.tell)
 
     def _say(self, word: RouterWord, say: Say) -> None:
         frame = encode_word(word)

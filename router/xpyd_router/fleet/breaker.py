@@ -129,7 +129,8 @@ class Transfers:
 
     def forget(self, key: InstanceKey) -> None:
         """The instance left the fleet."""
-        self._partners.pop(key, None)
+        for place in [place for place in self._partners if place.instance == key]:
+            del self._partners[place]
 
     def _has_several(self, key: InstanceKey, partner: InstanceKey, now: float) -> bool:
         partners = self._partners.setdefault(key, {})

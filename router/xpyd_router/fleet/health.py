@@ -280,11 +280,11 @@ class Health:
         self, prefill: InstanceKey, decode: InstanceKey, suspect: bytes, now: float
     ) -> list[InstanceKey]:
         """The KV did not come from P to D; the instances for which it counted. Either may be dead:
-        both are probed.
+        both are probed. Of instances with replicas both are places: each has an address of its own.
         """
-        counted = self._transfers.failed(prefill, decode, now)
-        self.plan.hasten(prefill, now)
-        self.plan.hasten(decode, now)
+        counted = [key.instance for key in self._transfers.failed(prefill, decode, now)]
+        self.plan.hasten(prefill.instance, now)
+        self.plan.hasten(decode.instance, now)
         for key in counted:
             record = self._records.get(key)
             if record is not None and not record.eject_cause:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -53,10 +53,22 @@ Lost = Literal["prefill", "decode", "both", "pair"]
 
 
 class InstanceKey(NamedTuple):
-    """One process start at one HTTP address."""
+    """One process start at one HTTP address; where loads and policies speak of places for
+    requests, one replica of it (docs/adr/0124)."""
 
     http: str
     incarnation: str
+    replica: int = 0
+
+    @property
+    def instance(self) -> InstanceKey:
+        """The key of the instance that the replica is of: the place of replica 0 is the same."""
+        return self if not self.replica else self._replace(replica=0)
+
+
+def places_of(key: InstanceKey, beat: Heartbeat) -> tuple[InstanceKey, ...]:
+    """The places of an instance with this beat: one for each of its replicas."""
+    return (key, *(key._replace(replica=number) for number in range(1, len(beat.replicas))))
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,8 @@ class Instance:
     """One engine as a beat described it. Times are the caller's clock, in seconds.
 
     In a snapshot, `beat` is the one that last changed how the instance may be picked. Its numbers
-    (free blocks, running requests) are old: policies read them from `loads.Load`.
+    (free blocks, running requests) are old: policies read them from `loads.Load`. Of an engine with
+    replicas a snapshot has an Instance for each that serves (`each_replica`), with the same `key`.
     """
 
     key: InstanceKey
@@ -83,7 +96,17 @@ class Instance:
     """An operator wants no new requests on this incarnation."""
     partners: str = ""
     """The fleet revision that a partner must have, if it names one; empty: any."""
+    replica_kvs: tuple[Address, ...] = ()
+    """The KV addresses of its replicas, by number."""
+    replica: int | None = None
+    """The replica that this stands for; None: the whole engine."""
+    places: tuple[InstanceKey, ...] = ()
+    """Of all replicas of the instance, also of those that do not serve."""
 
+    place: InstanceKey = field(init=False)
+    """Where its requests count: the load and what policies know are of it."""
+    replica_line: str = field(init=False)
+    """The header line by which a call names the replica; empty for a whole engine."""
     name: str = field(init=False)
     """What people call it: the name it gives itself, else its HTTP address."""
     is_continuing: bool = field(init=False)
@@ -104,6 +127,12 @@ class Instance:
     def __post_init__(self) -> None:
         # Read for every request: so they are no properties. The value is frozen.
         object.__setattr__(self, "name", self.beat.instance or self.key.http)
+        place = self.key._replace(replica=self.replica) if self.replica else self.key
+        object.__setattr__(self, "place", place)
+        line = "" if self.replica is None else f"X-data-parallel-rank: {self.replica}\r\n"
+        object.__setattr__(self, "replica_line", line)
+        if not self.places:
+            object.__setattr__(self, "places", places_of(self.key, self.beat))
         spoken, pairing = dialect_of(self.beat), pairing_of(self.beat)
         is_continuing = spoken == "xpyd"
         goes_on_as = self.beat.compatibility if is_continuing else None
@@ -117,6 +146,20 @@ class Instance:
         object.__setattr__(self, "engine", self.beat.engine if compares else None)
         object.__setattr__(self, "serves_alone", is_continuing or self.beat.dialect != "")
         object.__setattr__(self, "goes_on_as", goes_on_as)
+
+    @property
+    def kvs(self) -> tuple[Address, ...]:
+        """All its KV addresses, each once."""
+        return tuple(dict.fromkeys((self.kv, *self.replica_kvs)))
+
+    def each_replica(self) -> Iterator[Instance]:
+        """The replicas that serve, each as an instance; itself where it has none."""
+        if not self.beat.replicas:
+            yield self
+        for number, one in enumerate(self.beat.replicas):
+            if one.serving:
+                kv, beat = self.replica_kvs[number], self.beat.of_replica(number)
+                yield replace(self, beat=beat, kv=kv, kv_text=str(kv), replica=number)
 
     def is_of_revision(self, other: Instance) -> bool:
         """Whether their fleet revisions let them be a pair. An instance that names none may be
@@ -182,20 +225,20 @@ _NOBODY: frozenset[InstanceKey] = frozenset()
 
 
 class _Known(NamedTuple):
-    """What is known of pairs. `verified`: by D the Ps from which a probe gets there; None: a pair
-    needs none (docs/adr/0110)."""
+    """What is known of pairs. `verified`: by the place of D those of the Ps from which a probe gets
+    there; None: a pair needs none (docs/adr/0110)."""
 
     met: Met
     verified: Met | None
 
     def of(self, d: Instance) -> tuple[frozenset[InstanceKey], frozenset[InstanceKey]]:
         """The Ps that D has met, and those verified: equal for Ds that have the same partners."""
-        verified = _NOBODY if self.verified is None else self.verified.get(d.key, _NOBODY)
+        verified = _NOBODY if self.verified is None else self.verified.get(d.place, _NOBODY)
         return self.met.get(d.key, _NOBODY), verified
 
     def is_pair(self, p: Instance, d: Instance) -> bool:
         """Whether a P and a D of one pairing key are a pair."""
-        if self.verified is not None and p.key not in self.verified.get(d.key, _NOBODY):
+        if self.verified is not None and p.place not in self.verified.get(d.place, _NOBODY):
             return False
         knows = p.engine == d.engine or p.key in self.met.get(d.key, _NOBODY)
         return knows and p.is_of_revision(d)
@@ -288,7 +331,7 @@ class Snapshot:
 
 def each_once(instances: Iterable[Instance]) -> Iterable[Instance]:
     """`instances` in their order: a P may be in several groups."""
-    return {one.key: one for one in instances}.values()
+    return {one.place: one for one in instances}.values()
 
 
 def _may_differ(among: Iterable[Instance], known: _Known) -> bool:
@@ -319,9 +362,9 @@ def _groups(
         if found is None:
             found = tuple(p for p in ps if known.is_pair(p, d))
             partners[of] = found
-        split.setdefault(tuple(p.key for p in found), (found, []))[1].append(d)
+        split.setdefault(tuple(p.place for p in found), (found, []))[1].append(d)
     paired = {key for keys in split for key in keys}
-    left = tuple(p for p in ps if p.key not in paired)
+    left = tuple(p for p in ps if p.place not in paired)
     is_split = len(split) > 1 or bool(left)
     for found, members in split.values():
         name = f"{pairing} {members[0].key.http}" if is_split else pairing
@@ -350,7 +393,7 @@ def _model_instances(
 def _has_pair(among: Sequence[Instance], model: str, known: _Known) -> bool:
     """Whether a P and a D of these, which have one pairing key, may serve `model` together."""
     ps = [one for one in among if one.beat.type == "P" and one.serves(model)]
-    by_key = {p.key: p for p in ps}
+    by_key = {p.place: p for p in ps}
     # Ps alike are asked once: there may be thousands.
     alike = {(p.engine, p.partners): p for p in ps}
     return any(
@@ -397,7 +440,7 @@ def _routable(everyone: Iterable[Instance], known: _Known) -> list[Instance]:
         routable += [instance for instance in spare if instance.kind not in served]
         left = [instance for instance in spare if instance.kind in served]
         routable += _missing(tuple(routable), left, known)
-        routable.sort(key=lambda instance: instance.key)
+        routable.sort(key=lambda instance: instance.place)
     return routable
 
 
@@ -408,7 +451,8 @@ def build_snapshot(
     met: Met = _NOBODY_MET,
     verified: Met | None = None,
 ) -> Snapshot:
-    """The snapshot of `instances`, in the order of their addresses so that turns are stable.
+    """The snapshot of `instances`, in the order of their addresses so that turns are stable; those
+    with replicas as many times as replicas serve.
 
     `alone`: instances of these types serve whole requests where there is no pair (onNoPrefill,
     onNoDecode). `met`: a P and a D of different engines are a pair only where it says so
@@ -420,14 +464,14 @@ def build_snapshot(
         return _model_instances(among, known, alone=alone)
 
     everyone = sorted(instances, key=lambda instance: instance.key)
-    routable = _routable(everyone, known)
+    routable = _routable([one for each in everyone for one in each.each_replica()], known)
     unnamed = [instance for instance in routable if not instance.beat.models]
     named: dict[str, list[Instance]] = {}
     for instance in routable:
         for name in dict.fromkeys(instance.beat.models):
             named.setdefault(name, []).append(instance)
     by_model = {
-        name: serving(sorted(found + unnamed, key=lambda i: i.key) if unnamed else found)
+        name: serving(sorted(found + unnamed, key=lambda i: i.place) if unnamed else found)
         for name, found in sorted(named.items())
     }
     return Snapshot(

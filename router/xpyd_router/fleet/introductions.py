@@ -157,18 +157,18 @@ def unlike_pairs(instances: Iterable[Instance]) -> Iterator[tuple[Instance, Inst
     pools of one document have to be told of each other. Of two revisions of a fleet they may
     differ; there the other pool's instances are on their way."""
     known = [one for one in instances if one.beat.type != "A"]
-    paired = {one.key for pair in possible_pairs(known) for one in pair}
+    paired = {one.place for pair in possible_pairs(known) for one in pair}
     named: set[tuple[InstanceKey, InstanceKey]] = set()
     sides = {kind: [one for one in known if one.beat.type == kind] for kind in ("P", "D")}
     for one in known:
-        if one.key in paired:
+        if one.place in paired:
             continue
         for other in sides["D" if one.beat.type == "P" else "P"]:
             p, d = (one, other) if one.beat.type == "P" else (other, one)
             names = {p.beat.fleet_revision, d.beat.fleet_revision} - {""}
             if p.pairing != d.pairing and common_model(p, d) is not None and len(names) < 2:
-                if (p.key, d.key) not in named:
-                    named.add((p.key, d.key))
+                if (p.place, d.place) not in named:
+                    named.add((p.place, d.place))
                     yield p, d
                 break
 

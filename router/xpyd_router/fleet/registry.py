@@ -57,6 +57,15 @@ def usable_kv(beat: Heartbeat) -> Address:
     return found
 
 
+def usable_replica_kvs(beat: Heartbeat) -> tuple[Address, ...]:
+    """The KV addresses of the replicas, likewise; no two may have the same."""
+    each = (usable_kv(beat.of_replica(number)) for number in range(len(beat.replicas)))
+    found = tuple(each)
+    if len(set(found)) < len(found) and beat.type != "A":
+        raise ProtocolError("heartbeat: replicas: two of them have the same zmq_address")
+    return found
+
+
 def _usable(address: Address, field_name: str) -> Address:
     if _HOST.fullmatch(address.host) is None:
         raise ProtocolError(f"heartbeat: {field_name} has characters that no host has")
@@ -113,6 +122,8 @@ class Claims:
     def __init__(self) -> None:
         self._holders: dict[Address, str] = {}
         """KV address -> HTTP address of the P or D that has it."""
+        self.places = 0
+        """For requests: an instance has one for each of its replicas."""
         self._models: Counter[str] = Counter()
         self._engines: Counter[tuple[str, str]] = Counter()
         """Ps and Ds by pairing key and engine, where one compares the KV of another."""
@@ -126,7 +137,8 @@ class Claims:
         """Whether another instance has its KV address."""
         if instance.beat.type == "A":
             return False
-        return self._holders.get(instance.kv, instance.key.http) != instance.key.http
+        own = instance.key.http
+        return any(self._holders.get(kv, own) != own for kv in instance.kvs)
 
     def has_place_for(self, instance: Instance) -> bool:
         """Whether its models are known, or not too many."""
@@ -136,8 +148,9 @@ class Claims:
     def add(self, instance: Instance) -> None:
         """Count what `instance` has."""
         self._models.update(instance.beat.models)
+        self.places += len(instance.places)
         if instance.beat.type != "A":
-            self._holders[instance.kv] = instance.key.http
+            self._holders.update(dict.fromkeys(instance.kvs, instance.key.http))
             if instance.engine is not None:
                 self._engines[instance.pairing, instance.engine] += 1
 
@@ -147,9 +160,11 @@ class Claims:
             self._models[name] -= 1
             if not self._models[name]:
                 del self._models[name]
+        self.places -= len(instance.places)
         if instance.beat.type == "A":
             return
-        del self._holders[instance.kv]
+        for kv in instance.kvs:
+            del self._holders[kv]
         if instance.engine is not None:
             of = (instance.pairing, instance.engine)
             self._engines[of] -= 1
@@ -174,6 +189,7 @@ def _routing_view(beat: Heartbeat) -> tuple[object, ...]:
         *(beat.type, beat.http_address, beat.zmq_address, beat.state, beat.models),
         *(beat.compatibility, beat.continuation, beat.instance, beat.max_model_len),
         *(beat.dialect, beat.prompt_ids, beat.engine, beat.fleet_revision),
+        *((one.zmq_address, one.serving) for one in beat.replicas),
     )
 
 
@@ -267,15 +283,16 @@ class Registry:
             return "new", ()
         if known.key != key:
             self._past.put(known.key, FOR_EVER)
-            self._forget(known.key)
+            self._forget(known)
             self._rebuild()
             return "replaced", (known.key,)
         if _routing_view(known.beat) != _routing_view(beat):
+            self._forget_lost(known, instance)
             self._rebuild()
         if known.kv == instance.kv:
             return "refreshed", ()
         # Without incarnations a restart shows only in another KV address.
-        self._forget(key)
+        self._forget(known)
         return "replaced", ()
 
     def expire(self, now: float) -> tuple[InstanceKey, ...]:
@@ -292,9 +309,15 @@ class Registry:
         return tuple(instance.key for instance in gone)
 
     def get(self, key: InstanceKey) -> Instance | None:
-        """The instance, if it is still there under this incarnation."""
+        """The instance of this key or place, if it is still there under this incarnation."""
         known = self._instances.get(key.http)
-        return known if known is not None and known.key == key else None
+        return known if known is not None and known.key == key.instance else None
+
+    def at(self, place: InstanceKey) -> Instance | None:
+        """The replica of this place, if it is there and serves."""
+        known = self.get(place)
+        among = () if known is None else known.each_replica()
+        return next((one for one in among if one.place == place), None)
 
     def set_standing(self, key: InstanceKey, standing: Standing) -> bool:
         """Take the health of an instance; whether that changed anything."""
@@ -341,12 +364,20 @@ class Registry:
             self._rebuild()
         return is_news
 
-    def _forget(self, key: InstanceKey) -> None:
-        self.verdicts.forget(key)
-        self.proofs.forget(key)
+    def _forget(self, instance: Instance) -> None:
+        self.verdicts.forget(instance.key)
+        for place in instance.places:
+            self.proofs.forget(place)
+
+    def _forget_lost(self, known: Instance, now: Instance) -> None:
+        """What a probe has shown of a replica is not true of its next start."""
+        present = {one.place for one in now.each_replica()}
+        for one in known.each_replica():
+            if one.place not in present:
+                self.proofs.forget(one.place)
 
     def _instance(self, beat: Heartbeat, now: float, *, is_signed: bool) -> Instance:
-        http, kv = usable_http(beat), usable_kv(beat)
+        http, kv, replica_kvs = usable_http(beat), usable_kv(beat), usable_replica_kvs(beat)
         if not is_readable(beat):
             raise ProtocolError("heartbeat: a name in it is not printable")
         least, most = _PERIOD_BOUNDS_S
@@ -365,6 +396,7 @@ class Registry:
             is_signed=is_signed,
             is_cordoned=known is not None and known.is_cordoned,
             partners=beat.fleet_revision if self._same_revision else "",
+            replica_kvs=replica_kvs,
         )
 
     def _refusal(
@@ -390,7 +422,8 @@ class Registry:
         """Why there is no place for the instance; None: there is."""
         if self._belongings.has_other_holder(instance):
             return "conflict"
-        if known is None and len(self._instances) >= MAX_INSTANCES:
+        more = len(instance.places) - (0 if known is None else len(known.places))
+        if more > 0 and self._belongings.places + more > MAX_INSTANCES:
             return "full"
         if known is None or known.beat.models != instance.beat.models:
             return None if self._belongings.has_place_for(instance) else "full"
@@ -405,7 +438,7 @@ class Registry:
     def _remove(self, instance: Instance) -> None:
         del self._instances[instance.key.http]
         self._belongings.remove(instance)
-        self._forget(instance.key)
+        self._forget(instance)
         self._rebuild()
 
     def _rebuild(self) -> None:

@@ -12,7 +12,7 @@ import os
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 from xpyd_core.messages import Heartbeat
@@ -32,6 +32,7 @@ from xpyd_router.fleet.instances import (
     Snapshot,
     Standing,
     kind_of,
+    places_of,
 )
 from xpyd_router.fleet.introductions import (
     PairFound,
@@ -141,7 +142,7 @@ class FleetView:
         if outcome == "new":
             self._welcome(key)
         if outcome in ("new", "refreshed", "replaced"):
-            self._loads.take(key, beat)
+            self._take_load(key, beat)
         if outcome in ("new", "refreshed", "replaced", "gone"):
             if beat.state != "Ready":
                 self._health.leave(key, now, "goodbye")
@@ -153,6 +154,10 @@ class FleetView:
         self._bury(dead, now, "replaced")
         self._notify()
         return outcome
+
+    def _take_load(self, key: InstanceKey, beat: Heartbeat) -> None:
+        for number, place in enumerate(places_of(key, beat)):
+            self._loads.take(place, beat.of_replica(number) if beat.replicas else beat)
 
     def expire(self) -> tuple[InstanceKey, ...]:
         """Remove instances that missed their beats, and end the calls that wait for them."""
@@ -191,7 +196,7 @@ class FleetView:
 
     def transfer_failed(self, prefill: Instance, decode: Instance, body: bytes) -> None:
         """D says that the KV of a request with this `body` did not come from P."""
-        self._transfer_failed(prefill.key, decode.key, fingerprint(body, self._secret))
+        self._transfer_failed(prefill.place, decode.place, fingerprint(body, self._secret))
 
     def _transfer_failed(self, prefill: InstanceKey, decode: InstanceKey, suspect: bytes) -> None:
         now = self._clock()
@@ -257,7 +262,7 @@ class FleetView:
         self._notify()
         weights = self.weights()
         for key in self._slow | weights.keys():
-            self._loads.of(key).weight = weights.get(key, 1.0)
+            self._set_weight(key, weights.get(key, 1.0))
         self._slow = set(weights)
 
     def report(self, key: InstanceKey) -> HealthReport:
@@ -301,7 +306,7 @@ class FleetView:
         def note(p: Instance, d: Instance, kind: Callable[[WithoutKv], list[str]]) -> None:
             for one, other in ((p, d), (d, p)):
                 names = kind(found.setdefault(one.key, WithoutKv([], [], [])))
-                if len(names) < MAX_NAMED:
+                if len(names) < MAX_NAMED and other.name not in names:
                     names.append(other.name)
 
         for p, d in mixed_pairs(ready) if registry.is_mixed else ():
@@ -310,8 +315,9 @@ class FleetView:
                 is_refused = verdict == "refused"
                 note(p, d, lambda of, refused=is_refused: of.refused if refused else of.unmet)
         # Where pairs need no probe, only those that failed: there may be none at all.
-        for p, d in possible_pairs(ready) if registry.only_verified else self._failed():
-            if p.key not in proofs.verified.get(d.key, ()):
+        replicas = chain.from_iterable(one.each_replica() for one in ready)
+        for p, d in possible_pairs(replicas) if registry.only_verified else self._failed():
+            if p.place not in proofs.verified.get(d.place, ()):
                 note(p, d, lambda of: of.unverified)
         return found
 
@@ -326,9 +332,9 @@ class FleetView:
         return self._registry.only_verified
 
     def _failed(self) -> Iterator[tuple[Instance, Instance]]:
-        """The pairs whose last probe failed."""
+        """The pairs whose last probe failed; of instances with replicas those of these."""
         for prefill, decode, found in self._registry.proofs.known():
-            p, d = self._registry.get(prefill), self._registry.get(decode)
+            p, d = self._registry.at(prefill), self._registry.at(decode)
             if found.cause and p is not None and d is not None:
                 yield p, d
 
@@ -338,7 +344,7 @@ class FleetView:
         return [
             PairProblem(p.name, d.name, found)
             for p, d in islice(self._failed(), MAX_PROBLEMS)
-            if (found := proofs.of(p.key, d.key)) is not None
+            if (found := proofs.of(p.place, d.place)) is not None
         ]
 
     def unpaired(self) -> Mapping[InstanceKey, str]:
@@ -352,7 +358,7 @@ class FleetView:
         return {key: self._why_apart(key, *probed.get(key, pair)) for key, pair in lonely.items()}
 
     def _why_apart(self, key: InstanceKey, p: Instance, d: Instance) -> str:
-        proof = self._registry.proofs.of(p.key, d.key)
+        proof = self._registry.proofs.of(p.place, d.place)
         verdict = self._registry.verdicts.of(p.key, d.key)
         if proof is not None and proof.cause:
             what = proof.detail or proof.cause
@@ -383,13 +389,18 @@ class FleetView:
         return is_news
 
     def load(self, key: InstanceKey) -> Load:
-        """What the instance has to do now; to be read only."""
+        """What there is to do at a place now; to be read only."""
         return self._loads.of(key)
+
+    def requests(self, instance: Instance) -> tuple[int, int]:
+        """Requests on all replicas of the instance: this router's, and those of others."""
+        loads = [self.load(place) for place in instance.places]
+        return sum(one.ours for one in loads), sum(one.foreign_requests for one in loads)
 
     def in_flight(self, key: InstanceKey) -> int | None:
         """Requests that were given the instance and are not over; None where a process of this
         router may still pick it, though its beats say Draining."""
-        return self._loads.of(key).ours
+        return sum(self._loads.of(place).ours for place in self._places(key))
 
     def on_standing(self, listener: OnStanding) -> None:
         """Have `listener` called when an instance's health changes."""
@@ -453,8 +464,16 @@ class FleetView:
 
     def _start(self, key: InstanceKey) -> None:
         """The instance's own share counts until the next tick compares it with others."""
-        self._loads.of(key).weight = self._health.share(key, self._clock())
+        self._set_weight(key, self._health.share(key, self._clock()))
         self._slow.add(key)
+
+    def _set_weight(self, key: InstanceKey, weight: float) -> None:
+        for place in self._places(key):
+            self._loads.of(place).weight = weight
+
+    def _places(self, key: InstanceKey) -> tuple[InstanceKey, ...]:
+        known = self._registry.get(key)
+        return (key,) if known is None else known.places
 
     def _part(self, key: InstanceKey) -> None:
         """The instance said goodbye."""
@@ -477,7 +496,8 @@ class FleetView:
         if self._registry.version == self._told_version:
             return
         self._told_version = self._registry.version
-        for key in self._loads.keep({instance.key for instance in self._registry.instances}):
+        members = {place for one in self._registry.instances for place in one.places}
+        for key in self._loads.keep(members):
             for forget in self._forgetting:
                 forget(key)
         self.had_pair = self.had_pair or self.has_pair

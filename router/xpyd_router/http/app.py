@@ -154,7 +154,7 @@ def _find(fleet: FleetView, name: str) -> Instance:
 
 
 def _describe_load(fleet: FleetView, instance: Instance) -> AdminInstance:
-    load = fleet.load(instance.key)
+    ours, others = fleet.requests(instance)
     return AdminInstance(
         instance=instance.name,
         type=instance.beat.type,
@@ -162,8 +162,8 @@ def _describe_load(fleet: FleetView, instance: Instance) -> AdminInstance:
         is_cordoned=instance.is_cordoned,
         http_address=instance.key.http,
         incarnation=instance.beat.incarnation,
-        in_flight=load.ours,
-        others_in_flight=load.foreign_requests,
+        in_flight=ours,
+        others_in_flight=others,
     )
 
 
@@ -216,7 +216,7 @@ def _describe(
         unverified=without_kv.unverified,
         unpaired=unpaired,
         key_ids=list(beat.key_ids),
-        in_flight=fleet.load(instance.key).ours,
+        in_flight=fleet.requests(instance)[0],
     )
 
 

@@ -43,7 +43,7 @@ class Want(msgspec.Struct, frozen=True, gc=False):
     alone: Literal["P", "D"] | None = None
     """The side that serves the request alone, where its instances can (`serves_alone`)."""
     exclude: frozenset[InstanceKey] = frozenset()
-    """Instances that failed it already."""
+    """Places that failed it already."""
     continue_at: str | None = None
     """The client has tokens already: only instances that go on as this may go on."""
     prompt_tokens: int = 0
@@ -141,7 +141,7 @@ class Sides(NamedTuple):
 
     groups: tuple[PairGroup, ...]
     by_decode: Mapping[InstanceKey, PairGroup]
-    """The group of each D, where there are several groups."""
+    """The group of each D by its place, where there are several groups."""
     decode: Side
     """The Ds of all groups."""
     alone_on_prefill: Side

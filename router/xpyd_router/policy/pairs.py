@@ -86,9 +86,9 @@ def build_sides(
         instances: Iterable[Instance], keep: Callable[[Instance], bool] = lambda _: True
     ) -> tuple[Candidate, ...]:
         return tuple(
-            Candidate(one, loads.of(one.key))
+            Candidate(one, loads.of(one.place))
             for one in instances
-            if one.key not in exclude and keep(one)
+            if one.place not in exclude and keep(one)
         )
 
     def may_go_on(one: Instance) -> bool:
@@ -108,7 +108,7 @@ def build_sides(
     ds = seats((one for g in found.groups for one in g.decode), may_go_on_alone)
     by_decode: dict[InstanceKey, PairGroup] = {}
     if len(groups) > 1:
-        by_decode = {d.instance.key: g for g in groups for d in g.decode.candidates}
+        by_decode = {d.instance.place: g for g in groups for d in g.decode.candidates}
     return Sides(
         groups=tuple(groups),
         by_decode=by_decode,
@@ -202,7 +202,7 @@ class PairPolicy:
         if not self._learns:
             return want.prompt_tokens
         first = choice[0]  # the one that computes the prompt
-        cached = self._policies[first.beat.type].cached_tokens(first.key, want)
+        cached = self._policies[first.beat.type].cached_tokens(first.place, want)
         for instance in choice:
             self._policies[instance.beat.type].placed(instance, want)
         return max(want.prompt_tokens - cached, 1)
@@ -255,7 +255,7 @@ class PairPolicy:
         """Whether D computes the prompt itself. vLLM's cannot parse the id of such a request."""
         if not decode.serves_alone or not want.prompt_tokens:
             return False
-        cached = self._decode.cached_tokens(decode.key, want)
+        cached = self._decode.cached_tokens(decode.place, want)
         return want.prompt_tokens - cached < self._local_prefill_tokens
 
 
@@ -263,7 +263,7 @@ def _group_of(decode: Candidate, sides: Sides) -> PairGroup:
     """The group of the chosen D."""
     if len(sides.groups) == 1:
         return sides.groups[0]
-    return sides.by_decode[decode.instance.key]
+    return sides.by_decode[decode.instance.place]
 
 
 def _learns(side: SidePolicy) -> bool:

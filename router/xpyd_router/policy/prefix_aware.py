@@ -99,7 +99,7 @@ class PrefixAware(SidePolicy):
         best, least = among[start], float("inf")
         for place in range(start - len(among), start):  # below 0 counts from the end
             one = among[place]
-            load, cache = one.load, caches.get(one.instance.key)
+            load, cache = one.load, caches.get(one.instance.place)
             cached = min(cache.length(marks), tokens) if cache else 0
             if is_prefill:
                 cost = (load.queued_tokens + tokens - cached) * load.scale
@@ -113,9 +113,9 @@ class PrefixAware(SidePolicy):
         """The instance's cache will have the prompt."""
         if not want.marks:
             return
-        cache = self._caches.get(instance.key)
+        cache = self._caches.get(instance.place)
         if cache is None:
-            cache = self._caches[instance.key] = _Cache()
+            cache = self._caches[instance.place] = _Cache()
             self._share_out()
         cache.use(want.marks)
         beat = instance.beat

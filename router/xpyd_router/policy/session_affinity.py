@@ -42,7 +42,8 @@ class SessionAffinity(SidePolicy):
 
     def __init__(self, context: PolicyContext) -> None:
         self._others = LeastLoaded(context)
-        self._seeds: dict[str, int] = {}
+        self._seeds: dict[tuple[str, int], int] = {}
+        """By HTTP address and replica."""
 
     def choose(self, side: Side, want: Want) -> Candidate:
         """See the class."""
@@ -56,7 +57,7 @@ class SessionAffinity(SidePolicy):
         least = inf
         for one in side.candidates:
             load = one.load
-            place = rank(self._seed(one.instance.key), session)
+            place = rank(self._seed(one.instance.place), session)
             # While it comes back after faults it has only so large a part of its sessions, each
             # with all its requests. It takes no others: that it is idle moves no session.
             if load.weight < 1.0 and (place & 0xFFFFFFFF) / 2**32 >= load.weight:
@@ -79,11 +80,13 @@ class SessionAffinity(SidePolicy):
 
     def forget(self, key: InstanceKey) -> None:
         """Drop its seed."""
-        self._seeds.pop(key.http, None)
+        self._seeds.pop((key.http, key.replica), None)
 
     def _seed(self, key: InstanceKey) -> int:
         """The hash is of the address: an instance that restarts has its sessions again."""
-        seed = self._seeds.get(key.http)
+        place = key.http, key.replica
+        seed = self._seeds.get(place)
         if seed is None:
-            seed = self._seeds[key.http] = _digest(key.http)
+            name = f"{key.http}/{key.replica}" if key.replica else key.http
+            seed = self._seeds[place] = _digest(name)
         return seed

@@ -64,7 +64,7 @@ class SloAware(SidePolicy):
             one = among[place]
             cost = self._cost(kind, one, want)
             is_idle = one.load.active == 0
-            if is_idle and (cost is None or self._placed_at.get(one.instance.key, 0) < oldest):
+            if is_idle and (cost is None or self._placed_at.get(one.instance.place, 0) < oldest):
                 return one
             if cost is not None and (best is None or cost < least):
                 best, least = one, cost
@@ -73,7 +73,7 @@ class SloAware(SidePolicy):
     def placed(self, instance: Instance, want: Want) -> None:
         """The instance is tried, and its cache will have the prompt."""
         self._placed += 1
-        self._placed_at[instance.key] = self._placed
+        self._placed_at[instance.place] = self._placed
         self._prefixes.placed(instance, want)
 
     def cached_tokens(self, key: InstanceKey, want: Want) -> int:
@@ -94,7 +94,7 @@ class SloAware(SidePolicy):
             first = load.pace.first
             if not first.is_known:
                 return None
-            tokens = max(want.prompt_tokens - self.cached_tokens(one.instance.key, want), 1)
+            tokens = max(want.prompt_tokens - self.cached_tokens(one.instance.place, want), 1)
             # A low weight means a load that the instance is not to have yet.
             total_s = first.at(load.queued_tokens + tokens) / weight
             if ttft_s is not None:

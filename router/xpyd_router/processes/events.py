@@ -47,12 +47,13 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A beat that the parent took. `slot`: the instance's place in the shared counters."""
+    """A beat that the parent took. `slots`: the numbers of the instance's places in the shared
+    counters, one for each of its replicas."""
 
     beat: Heartbeat
     at_s: float
     is_signed: bool
-    slot: int
+    slots: tuple[int, ...]
 
 
 class Removed(msgspec.Struct, frozen=True, array_like=True, tag=True):

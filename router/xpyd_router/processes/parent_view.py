@@ -119,7 +119,8 @@ class ParentView(FleetView):
             return None
         if not self._workers.have_taken(ping):
             return None
-        return self._workers.requests_at(self._slots.of(key))
+        slots = [self._slots.of(place) for place in self._places(key)]
+        return sum(self._workers.requests_at(slot) for slot in slots)
 
     def expire(self) -> tuple[InstanceKey, ...]:
         gone = super().expire()
@@ -194,8 +195,9 @@ class ParentView(FleetView):
     def _beat(self, beat: Heartbeat, *, is_signed: bool) -> Beat:
         instance = self._registry.get(key_of(beat))
         if instance is None:  # a goodbye
-            return Beat(beat, self.now_s, is_signed, -1)
-        return Beat(beat, instance.last_beat_s, is_signed, self._slots.of(instance.key))
+            return Beat(beat, self.now_s, is_signed, ())
+        slots = tuple(self._slots.of(place) for place in instance.places)
+        return Beat(beat, instance.last_beat_s, is_signed, slots)
 
     def _settle(self, key: InstanceKey) -> None:
         super()._settle(key)

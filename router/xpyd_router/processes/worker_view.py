@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from xpyd_router.errors import FailureCause
 from xpyd_router.fleet.health import EJECTING, KILLING, STRIKES, HealthReport, HealthRules
-from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot
+from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot, places_of
 from xpyd_router.fleet.loads import Load
 from xpyd_router.fleet.poison import Break, fingerprint
 from xpyd_router.fleet.registry import Registry, key_of
@@ -127,7 +127,7 @@ class WorkerView(FleetView):
         return poison.broke(key, now) if is_ready else poison.death_of(key)
 
     def transfer_failed(self, prefill: Instance, decode: Instance, body: bytes) -> None:
-        self._send(TransferFailed(prefill.key, decode.key, fingerprint(body, self._secret)))
+        self._send(TransferFailed(prefill.place, decode.place, fingerprint(body, self._secret)))
 
     async def convicts(self, breaks: Sequence[Break], body: bytes) -> bool:
         """See FleetView; the other workers refuse the body, too."""
@@ -171,8 +171,9 @@ class WorkerView(FleetView):
         elif outcome == "gone":
             self._part(key)
         if event.beat.state != "Gone":
-            self._shared.bind(key, event.slot)
-            self._shared.take(key, event.beat)
+            for place, slot in zip(places_of(key, event.beat), event.slots, strict=True):
+                self._shared.bind(place, slot)
+            self._take_load(key, event.beat)
         self._lose(dead)
 
     def _learn(self, change: FateChanged | BodyRefused | BodyAllowed) -> None:
@@ -207,7 +208,7 @@ class WorkerView(FleetView):
             self._weights[key] = weight
         else:
             self._weights.pop(key, None)
-        self._loads.of(key).weight = weight
+        self._set_weight(key, weight)
 
     def _breaker_is(self, key: InstanceKey, standing: str) -> bool:
         known = self._registry.get(key)

@@ -105,11 +105,11 @@ class Attempt:
         if isinstance(choice, Pair):
             self.request_id = pair_id_text(choice.prefill.kv_text, choice.decode.kv_text, uuid)
             self.instances = (choice.prefill, choice.decode)
-            self.prefill_load = loads.of(choice.prefill.key)
-            self.load = loads.of(choice.decode.key)
+            self.prefill_load = loads.of(choice.prefill.place)
+            self.load = loads.of(choice.decode.place)
         else:
             self.instances = (choice.instance,)
-            self.prefill_load = self.load = loads.of(choice.instance.key)
+            self.prefill_load = self.load = loads.of(choice.instance.place)
         self._key = key
         self.secret = self.request_id.encode()
         """The internal id: holds the addresses of both."""
@@ -232,7 +232,7 @@ class Attempt:
         return (
             f"POST /v1/{request.endpoint} HTTP/1.1\r\nHost: {instance.key.http}\r\n"
             f"Content-Type: application/json\r\nX-Request-Id: {self.request_id}\r\n"
-            f"{mac}{self._forwarded}Content-Length: {length}\r\n\r\n"
+            f"{mac}{instance.replica_line}{self._forwarded}Content-Length: {length}\r\n\r\n"
         ).encode("latin-1")
 
     def _refuse(self, answer: Answer) -> None:
@@ -333,7 +333,7 @@ class Attempts:
         if state.breaks:
             # A request that met a death is tried there, until `end`.
             attempt.is_suspect = True
-            self._loads.suspect(one.key for one in attempt.instances)
+            self._loads.suspect(one.place for one in attempt.instances)
         if isinstance(choice, Pair):
             self._metrics.instances.paired(choice.prefill, choice.decode)
         trace.request, trace.tries = attempt.uuid, trace.tries + 1
@@ -368,7 +368,7 @@ class Attempts:
         """
         attempt.load.end(state.prompt_tokens, state.request.output_tokens)
         if attempt.is_suspect:
-            self._loads.clear(one.key for one in attempt.instances)
+            self._loads.clear(one.place for one in attempt.instances)
         if attempt.called.beat.type == "P":
             state.trace.prefill_s = attempt.call_s
         else:

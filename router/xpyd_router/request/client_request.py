@@ -67,7 +67,7 @@ _NEVER = frozenset(
         *("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"),
         *("upgrade", "proxy-authenticate", "proxy-authorization", "expect"),
         # Made by the router for each call.
-        *("host", "x-request-id", "x-xpyd-mac", "x-xpyd-pair-mac"),
+        *("host", "x-request-id", "x-xpyd-mac", "x-xpyd-pair-mac", "x-data-parallel-rank"),
         # Always passed on where they are valid.
         *("traceparent", "tracestate"),
     )

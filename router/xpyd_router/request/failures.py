@@ -106,10 +106,11 @@ class Failures:
             self._metrics.kv.count(attempt.instances, "failed", why)
             state.trace.kv, state.trace.kv_cause = "failed", why
             self._fleet.transfer_failed(choice.prefill, choice.decode, request.raw)
-            p, d = choice.prefill.key, choice.decode.key
+            p, d = choice.prefill.place, choice.decode.place
             state.shunned = (frozenset((p, d)), frozenset((d,)), frozenset((p,)))
             return
-        state.exclude.add(instance.key)
+        # Another replica of the instance may serve it; where all are gone, health ejects it.
+        state.exclude.add(instance.place)
         if cause == "timeout" and not self._had_its_time(attempt):
             return
         if met := self._fleet.failed(instance, cause, request.raw):

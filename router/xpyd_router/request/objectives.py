@@ -69,7 +69,7 @@ class Objectives:
         try is what is said of it.
         """
         if state.forecast is None:
-            first, last = self._loads.of(choice[0].key), self._loads.of(choice[-1].key)
+            first, last = self._loads.of(choice[0].place), self._loads.of(choice[-1].place)
             state.forecast = forecast(first, last, prefill_tokens)
             state.placed_s = self._clock() - state.trace.started_s
 
@@ -128,12 +128,18 @@ class Objectives:
         """
         seen: dict[InstanceKey, _Seen] = {}
         for instance in self._fleet.instances:
-            load, gaps = self._loads.of(instance.key), self._instance_metrics.of(instance).itl_s
-            now = seen[instance.key] = _Seen(gaps.count, gaps.sum, load.active)
+            loads = [self._loads.of(place) for place in instance.places]
+            gaps, active = (
+                self._instance_metrics.of(instance).itl_s,
+                sum(one.active for one in loads),
+            )
+            now = seen[instance.key] = _Seen(gaps.count, gaps.sum, active)
             before = self._seen.get(instance.key, now)
             if count := now.gaps - before.gaps:
-                requests = max((before.requests + now.requests) / 2, 1.0)
-                load.pace.gap.observe(requests, (now.gaps_s - before.gaps_s) / count)
+                # Streams are counted by instance: its replicas are taken to share them evenly.
+                requests = max((before.requests + now.requests) / 2 / len(loads), 1.0)
+                for load in loads:
+                    load.pace.gap.observe(requests, (now.gaps_s - before.gaps_s) / count)
         self._seen = seen
 
     async def run(self) -> None:

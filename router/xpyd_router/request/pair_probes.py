@@ -3,6 +3,7 @@
 A pair whose KV does not arrive gives right answers all the same, since D computes: nobody sees it.
 So each pair that may get requests is probed by `POST /kv/probe` of its P (docs/wire-probe.md): when
 both have come, again after each start of one of them, and every 20 s; one that failed soon again.
+Of engines with replicas these are the pairs: each has a KV address of its own (docs/adr/0124).
 The results are counters by pair, which the operator and `xpyd up` read (KVTransferVerified), and
 the registry's: with `--kv-verify strict` a pair is one only while its probes pass. An instance
 without any partner, since its pairing key is another, is probed for what differs. One PairProber
@@ -98,13 +99,15 @@ def _text(found: _Answer, d: Instance) -> str:
 def _by_turns(instances: Sequence[Instance]) -> Iterator[tuple[Instance, Instance]]:
     """All pairs, so that each instance has had its first when another one gets its second."""
     places = {
-        one.key: place
+        one.place: place
         for kind in ("P", "D")
         for place, one in enumerate(one for one in instances if one.beat.type == kind)
     }
     most = max(places.values(), default=0) + 1
     pairs = islice(possible_pairs(instances), MAX_PAIRS)
-    return iter(sorted(pairs, key=lambda pair: (places[pair[1].key] - places[pair[0].key]) % most))
+    return iter(
+        sorted(pairs, key=lambda pair: (places[pair[1].place] - places[pair[0].place]) % most)
+    )
 
 
 class PairProber:
@@ -172,11 +175,11 @@ class PairProber:
             pair.was_asked = True
             if pair.prefill.key in self._dumb:
                 continue
-            if pair.prefill.key in self._busy:
+            if pair.prefill.place in self._busy:
                 held.append(pair)
                 continue
             self._next_s = max(self._next_s, now - 1.0) + 1 / _MOST_PER_S
-            self._busy.add(pair.prefill.key)
+            self._busy.add(pair.prefill.place)
             pair.is_running = True
             task = asyncio.create_task(self._probe(pair, upstream))
             self._running.add(task)
@@ -188,16 +191,21 @@ class PairProber:
 
     def _learn(self, now: float) -> None:
         """The pairs that there are, where the fleet has changed."""
-        routable = [one for one in self._fleet.instances if one.is_routable and _knows_probes(one)]
+        routable = [
+            one
+            for each in self._fleet.instances
+            if each.is_routable and _knows_probes(each)
+            for one in each.each_replica()
+        ]
         seen: list[tuple[object, ...]] = [
-            (one.key, one.kv_text, one.pairing, one.partners, one.beat.models) for one in routable
+            (one.place, one.kv_text, one.pairing, one.partners, one.beat.models) for one in routable
         ]
         if seen == self._seen:
             return
         self._seen = seen
         before, self._pairs = self._pairs, {}
         for p, d in chain(_by_turns(routable), unlike_pairs(routable)):
-            names = p.key, d.key
+            names = p.place, d.place
             self._pairs[names] = before.get(names) or _Pair(False, now, next(self._numbers), p, d)
         self._count_states()
         self._dumb &= {one.key for one in routable}
@@ -213,7 +221,7 @@ class PairProber:
         """Probe it behind a pause, if it is still a pair."""
         pair.is_running = False
         pair.due_s = self._clock() + pause_s
-        if self._pairs.get((pair.prefill.key, pair.decode.key)) is pair:
+        if self._pairs.get((pair.prefill.place, pair.decode.place)) is pair:
             heapq.heappush(self._line, pair)
 
     async def _probe(self, pair: _Pair, upstream: UpstreamClient) -> None:
@@ -226,7 +234,7 @@ class PairProber:
         except Exception:  # the task's edge
             logger.exception("a probe failed")
         finally:
-            self._busy.discard(p.key)
+            self._busy.discard(p.place)
             self._again(pair, self._pause_s(pair, found))
 
     def _pause_s(self, pair: _Pair, found: _Answer | None) -> float:
@@ -237,7 +245,7 @@ class PairProber:
             return pause_s * (1 + self._random() / 4)
         cause = "" if found.ok else cause_of(found.reason)
         detail = "" if found.ok else _text(found, d)
-        self._fleet.pair_found(p.key, d.key, PairFound(cause, detail, found.seconds))
+        self._fleet.pair_found(p.place, d.place, PairFound(cause, detail, found.seconds))
         before, pair.state = pair.state, "verified" if found.ok else "failed"
         if pair.state != before:
             self._count_states()

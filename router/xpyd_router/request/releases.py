@@ -41,7 +41,7 @@ async def post_signed(
     body = orjson.dumps(content)
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {to.http}\r\n"
-        f"Content-Type: application/json\r\nX-Xpyd-Mac: {mac}\r\n"
+        f"Content-Type: application/json\r\nX-Xpyd-Mac: {mac}\r\n{to.replica_line}"
         f"Content-Length: {len(body)}\r\n\r\n"
     ).encode("ascii")
     exchange = await upstream.start(to.http, head, body, instance=to.key, timeout_s=within_s)
