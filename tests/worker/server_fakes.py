@@ -38,7 +38,7 @@ from xpyd_worker.server.http.admission import Lifecycle
 from xpyd_worker.server.http.bodies import BodyBudget
 from xpyd_worker.server.http.inference import Api
 from xpyd_worker.server.http.server import Server, create_app, listen, make_server
-from xpyd_worker.server.service import InstanceInfo, ServedModel, Service, seeds
+from xpyd_worker.server.service import InstanceInfo, KvPlace, ServedModel, Service, seeds
 from xpyd_worker.server.telemetry.metrics import ServerMetrics
 
 EOS = 256
@@ -301,6 +301,7 @@ async def serving(
     parsers: Parsers = NO_PARSERS,
     names: tuple[str, ...] = ("fake", "alias"),
     replicas: int = 1,
+    kv_places: Sequence[KvPlace] = (),
 ) -> AsyncIterator[Running]:
     """The API over `engine` on a loopback port."""
     engine = engine or ScriptedEngine()
@@ -349,6 +350,7 @@ async def serving(
             malformed_calls=metrics.malformed_calls,
             grammars=grammars,
             replicas=replicas,
+            kv_places=lambda: kv_places,
         )
         lifecycle.become("Ready")
     sockets = listen("127.0.0.1", 0)

@@ -7,12 +7,18 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from xpyd_core.errors import UserError
 from xpyd_core.parallel.checks import Shape, check_parallel
+from xpyd_core.request_id import TransferKey
+from xpyd_kv.connector.build import Connector
+from xpyd_kv.memory.api import StoreMetrics
+from xpyd_kv.metrics import EndpointCounters, KvMetrics
+from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.core import Deliver
 from xpyd_worker.engine.executor import LayerExperts
@@ -23,9 +29,12 @@ from xpyd_worker.engine.request import (
     EngineStats,
     SamplingParams,
 )
+from xpyd_worker.kv.engine import Kv
 from xpyd_worker.load.engine import LoadedEngine
 from xpyd_worker.load.replicas import ReplicatedEngine, pause_s, summed
+from xpyd_worker.load.replicated_kv import ReplicatedKv
 from xpyd_worker.ranks.loss import Loss
+from xpyd_worker.server.telemetry.metrics import Sample
 
 WAIT_S = 20.0
 
@@ -37,6 +46,7 @@ class FakeEngine:
         self.number = number
         self.engine = self
         self.ready = self
+        self.kv = Kv()
         self.loss: Loss | None = None
         self.failure: BaseException | None = None
         self.submitted: list[str] = []
@@ -44,14 +54,20 @@ class FakeEngine:
         self.counted = EngineStats()
         self.is_started = False
         self.is_closed = False
+        self.cannot_start = False
+        self.kv_s = -1.0
+        self.offers: dict[TransferKey, OfferedPrompt] = {}
+        self.released: list[str] = []
         self.has_prefixes = False
         self._deliver = deliver
 
     def start(self) -> None:
+        if self.cannot_start:
+            raise UserError("its KV address is taken")
         self.is_started = True
 
     def close(self, *, engine_s: float, kv_s: float) -> None:
-        self.is_closed = True
+        self.is_closed, self.kv_s = True, kv_s
         self.give(*self.submitted, error="internal")
 
     def experts_chosen(self) -> list[LayerExperts]:
@@ -72,6 +88,12 @@ class FakeEngine:
         self.submitted = [one for one in self.submitted if one not in request_ids]
         self._deliver(outputs)
 
+    def kv_offered(self, key: TransferKey) -> OfferedPrompt | None:
+        return self.offers.get(key)
+
+    def kv_release(self, uuid: str) -> None:
+        self.released.append(uuid)
+
     def stats(self) -> EngineStats:
         return self.counted
 
@@ -89,16 +111,26 @@ class Stage:
         self.made: list[FakeEngine] = []
         self.outputs: dict[str, str] = {}
         self.cannot_load: frozenset[int] = frozenset()
+        self.cannot_start: frozenset[int] = frozenset()
         self.lock = threading.Lock()
-        self.engine = ReplicatedEngine(size, self._load, self._take)
+        self.incarnations: dict[int, list[str]] = {}
+        self.changes: list[tuple[int, ...]] = []
+        """The replicas that served whenever others did than before."""
+        self.engine = ReplicatedEngine(size, self._load, self._take, changed=self._changed)
 
-    def _load(self, number: int, deliver: Deliver) -> LoadedEngine:
+    def _load(self, number: int, deliver: Deliver, incarnation: str) -> LoadedEngine:
         with self.lock:
             if number in self.cannot_load:
                 raise UserError("no room")
             one = FakeEngine(number, deliver)
+            one.cannot_start = number in self.cannot_start
+            self.incarnations.setdefault(number, []).append(incarnation)
             self.made.append(one)
         return cast("LoadedEngine", one)
+
+    def _changed(self) -> None:
+        serving = (one.number for one in self.engine.replicas if one.serving is not None)
+        self.changes.append(tuple(serving))
 
     def _take(self, outputs: Sequence[EngineOutput]) -> None:
         self.outputs |= {one.request_id: one.error_kind for one in outputs if one.finished}
@@ -188,6 +220,11 @@ def test_a_lost_replica_takes_its_own_requests_along_and_comes_back() -> None:
         # Counters do not go down, gauges are of those that are there.
         stats = stage.engine.stats()
         assert (stats.forwards, stats.running, stats.finished) == (7, 0, {"stop": 2})
+        # Routers hear of it before it is started again, and then.
+        assert stage.changes[0] == (1,)
+        stage.until(lambda: stage.changes[-1] == (0, 1))
+        first, second = stage.incarnations[0]
+        assert first != second
         # The lost one's, the new one's and the other's.
         assert stage.engine.experts_chosen() == [LayerExperts(0, (3, 1))]
 
@@ -209,6 +246,57 @@ def test_a_replica_that_cannot_be_started_is_tried_again_while_the_others_serve(
         assert stage.now(1).submitted == ["a"]
         stage.cannot_load = frozenset()
         stage.until(lambda: stage.now(0) is not lost)
+
+
+def test_one_that_is_loaded_and_cannot_listen_is_closed_and_tried_again() -> None:
+    with staged(2) as stage:
+        stage.cannot_start = frozenset({0})
+        lost = stage.now(0)
+        lost.failure = RuntimeError("a step")
+        stage.until(lambda: stage.engine.replicas[0].losses == 2)
+        assert stage.now(0).is_closed
+        stage.cannot_start = frozenset()
+        stage.until(lambda: stage.now(0).is_started)
+        assert lost.kv_s > 0, "else the next one finds its KV port taken"
+
+
+def test_offers_and_releases_find_the_replica_that_has_the_kv() -> None:
+    key = TransferKey("u", 0)
+    with staged(2) as stage:
+        stage.now(1).offers[key] = offer = OfferedPrompt((1, 2), 2)
+        assert stage.engine.kv_offered(key) is offer
+        assert stage.engine.kv_offered(TransferKey("v", 0)) is None
+        stage.engine.kv_release("u")
+        assert [stage.now(number).released for number in range(2)] == [["u"], ["u"]]
+
+
+def a_kv(sent_bytes: int, probes: int) -> Kv:
+    metrics = KvMetrics(sent_bytes=sent_bytes, open_transfers=1)
+    metrics.probes.add("moved", probes)
+    metrics.transferred("tcp", 0.5)
+    metrics.ended("", peer="10.0.0.2:21001")
+    store = SimpleNamespace(metrics=lambda: StoreMetrics(pool_bytes=10, pool_fragmentation=0.25))
+    connector = Connector(cast("Any", None), metrics, store=cast("Any", store))
+    return Kv(connector, EndpointCounters(connections=2, sent_bytes=7))
+
+
+def test_the_kv_of_replicas_is_shown_as_sums_that_never_go_down() -> None:
+    loaded = [a_kv(100, 1), a_kv(20, 2)]
+    kv = ReplicatedKv(lambda: loaded)
+
+    def shown() -> dict[str, float]:
+        samples = kv.samples(EngineStats())
+        return {one.name: one.value for one in samples if isinstance(one, Sample)}
+
+    for lost in (0, 1):
+        found = shown()
+        assert found["xpyd_kv_sent_bytes"] == 120
+        assert found["xpyd_kv_open_transfers"] == found["xpyd_kv_pool_bytes"] / 10 == 2 - lost
+        assert found["xpyd_kv_pool_fragmentation"] == 0.25
+        (peer,) = kv.peers.latest()
+        assert (peer.peer, peer.moved) == ("10.0.0.2:21001", 2)
+        kv.retire(loaded.pop())
+    assert shown()["xpyd_kv_sent_bytes"] == 120
 
 
 def test_pauses_grow_between_losses_of_one_that_never_serves_for_long() -> None:

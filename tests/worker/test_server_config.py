@@ -116,13 +116,29 @@ def test_http_does_not_take_a_port_of_the_ranks(port: int) -> None:
         (("-dp", "0"), "--data-parallel-size: 0; expected 1 to 64"),
         (("-dp", "65"), "--data-parallel-size: 65; expected 1 to 64"),
         (("-dp", "2", "--device", "cuda:1"), "--device cuda:1: .* give cuda"),
-        (("-dp", "2", "--role", "Decode"), "--data-parallel-size 2: .* a Decode instance"),
-        (("-dp", "2", "--role", "Prefill"), "--data-parallel-size 2: .* a Prefill instance"),
+        (("-dp", "2", "--kv-port", "65533"), "--kv-port 65533: the KV of 2 ranks takes 4 ports"),
+        (("-dp", "2", "--kv-advertise", "10.0.0.1:65533"), "--kv-advertise: .* from 65533 on"),
     ],
 )
 def test_replicas_that_cannot_be_are_refused(flags: tuple[str, ...], named: str) -> None:
     with pytest.raises(UserError, match=named):
         config("--role", "Aggregated", *flags)
+
+
+def test_each_replica_has_its_kv_ports_and_its_part_of_the_memory_for_kv() -> None:
+    flags = ("-dp", "2", "-tp", "2", "--kv-port", "21001", "--kv-advertise", "10.0.0.1:22001")
+    sizes = ("--kv-buffer-size", "64Mi", "--kv-host-pool-size", "1Gi")
+    whole = config("--role", "Decode", *flags, *sizes)
+    parts = [whole.of_replica(number) for number in range(2)]
+    assert [one.kv_port for one in parts] == [21001, 21004]
+    assert [str(one.kv_address) for one in parts] == ["10.0.0.1:22001", "10.0.0.1:22004"]
+    assert [one.first_rank for one in parts] == [0, 2]
+    assert {(one.kv_buffer_bytes, one.kv_host_pool_bytes) for one in parts} == {(2**25, 2**29)}
+    assert len({one.engine_id for one in parts}) == 2
+    percent = config("--role", "Decode", *flags, "--kv-buffer-size", "20%").of_replica(1)
+    assert percent.buffer_bytes(1000) == 200
+    with pytest.raises(UserError, match=r"--port 21006: .* are 21001 to 21006"):
+        config("--role", "Decode", *flags, "--port", "21006")
 
 
 def test_replicas_of_several_pods_are_refused() -> None:

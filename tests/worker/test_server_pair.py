@@ -12,6 +12,7 @@ from xpyd_core.blocks import prompt_digest
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.engine.request import ReceiveFrom, SendTo, TransferReport
+from xpyd_worker.server.service import KvPlace
 
 UUID = "93923d63113b4b338973f24d19d4bf11"
 PAIR = f"___prefill_addr_10.0.1.2:21001___decode_addr_10.0.1.3:22001_{UUID}"
@@ -394,3 +395,44 @@ async def test_text_offsets_of_a_p_that_continues_begin_behind_what_was_sent() -
         body["kv_transfer_params"]["continue_from"] = [[ord("a"), ord("b")]]
         answer = await ask(server, body)
         assert answer["choices"][0]["logprobs"]["text_offset"] == [2]
+
+
+# --- replicas
+
+PLACES = [
+    KvPlace(Address("10.0.1.3", 22001), "inc-0"),
+    KvPlace(Address("10.0.1.3", 22003), "inc-1"),
+]
+SECOND = PAIR.replace(":22001", ":22003")
+
+
+async def post(server: Running, request_id: str, header: str | None = None, **params: Any) -> Any:
+    headers = {"X-Request-Id": request_id}
+    if header is not None:
+        headers["X-data-parallel-rank"] = header
+    body = to_d([[5]], params=params)
+    answer = await server.client.post(PATH, json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return server.engine.requests[-1]
+
+
+async def test_a_pairs_kv_address_names_the_replica_and_the_header_where_there_is_none() -> None:
+    async with serving(role="Decode", replicas=2, kv_places=PLACES) as server:
+        for header in (None, "0", "1"):
+            assert (await post(server, PAIR, header)).replica == 0, "its KV goes there"
+            assert (await post(server, SECOND, header)).replica == 1
+        assert (await post(server, "alone", "1")).replica == 1
+        assert (await post(server, "alone")).replica is None
+    mine = [KvPlace(Address("10.0.1.2", port)) for port in (21003, 21001)]
+    async with serving(role="Prefill", replicas=2, kv_places=mine) as server:
+        assert (await post(server, PAIR, "0")).replica == 1
+
+
+async def test_a_request_does_not_wait_for_kv_that_went_to_no_replica_or_an_earlier_start() -> None:
+    async with serving(role="Decode", replicas=2, kv_places=PLACES) as server:
+        found = await post(server, SECOND, decode_incarnation="inc-1")
+        assert (found.kv_missing, type(found.transfer)) == ("", ReceiveFrom)
+        found = await post(server, SECOND, decode_incarnation="inc-0")
+        assert (found.kv_missing, found.transfer) == ("restarted", None)
+        found = await post(server, PAIR.replace(":22001", ":22005"), "1")
+        assert (found.kv_missing, found.transfer, found.replica) == ("address", None, 1)

@@ -16,6 +16,7 @@ from xpyd_core.keys import call_mac
 from xpyd_core.request_id import Address
 from xpyd_kv.session.probing import BUSY, PairProbe, ProbeResult
 from xpyd_worker.server.http import admin
+from xpyd_worker.server.service import KvPlace
 
 PEER = "10.0.0.7:21001"
 GOOD = {"X-Xpyd-Mac": call_mac(KEY, "kv-probe", PEER)}
@@ -155,3 +156,19 @@ async def test_a_thread_that_does_not_answer_costs_a_503(monkeypatch: pytest.Mon
         assert probe.asked
         # Its late answer finds nobody.
         await asyncio.sleep(0)
+
+
+async def test_the_replica_that_the_caller_names_is_the_one_that_probes() -> None:
+    probes = [FakeProbe(ProbeResult(reason=f"of {number}")) for number in range(2)]
+    own = Address("127.0.0.1", 21001)
+    places = [KvPlace(own, "i", probes[0]), KvPlace(own, "i", probes[1]), KvPlace(own)]
+    async with serving(role="Prefill", replicas=3, kv_places=places) as server:
+        give(server, probes[0])
+        for header in ("0", "1"):
+            answer = await ask(server, **GOOD, **{"X-data-parallel-rank": header})
+            assert answer.json()["reason"] == f"of {header}"
+        assert (await ask(server, **GOOD)).json()["reason"] == "of 0"
+        gone = await ask(server, **GOOD, **{"X-data-parallel-rank": "2"})
+        assert (gone.status_code, gone.json()["error"]["code"]) == (503, "replica_lost")
+        wrong = await ask(server, **GOOD, **{"X-data-parallel-rank": "3"})
+        assert wrong.status_code == 400

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.keys import check_keys_given
 from xpyd_core.messages import HEARTBEAT_PERIOD_S
 from xpyd_core.parallel.checks import DATA, PIPELINE, TENSOR
-from xpyd_core.parallel.ranks import Sizes
+from xpyd_core.parallel.ranks import Sizes, kv_ports, replica_kv_port
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
 from xpyd_core.request_id import Address, is_dialable
 from xpyd_core.tls import ServerFiles
@@ -189,6 +189,23 @@ class WorkerConfig:
         processes, in logs and in metrics."""
         return self.replica * self.sizes.replica
 
+    def of_replica(self, replica: int) -> WorkerConfig:
+        """The configuration of one of the replicas: its KV ports, and its part of the instance's
+        buffer and pool."""
+        size, ranks, advertise = self.data_parallel_size, self.sizes.replica, self.kv_advertise
+        if advertise is not None:
+            port = replica_kv_port(advertise.port, replica, ranks)
+            advertise = advertise._replace(port=port)
+        buffer_bytes = self.kv_buffer_bytes
+        return replace(
+            self,
+            replica=replica,
+            kv_port=replica_kv_port(self.kv_port, replica, ranks),
+            kv_advertise=advertise,
+            kv_buffer_bytes=None if buffer_bytes is None else buffer_bytes // size,
+            kv_host_pool_bytes=self.kv_host_pool_bytes // size,
+        )
+
     @property
     def in_lock_step(self) -> bool:
         """Whether there are replicas and they share experts: all make the same forwards."""
@@ -218,7 +235,8 @@ class WorkerConfig:
     def engine_id(self) -> str:
         """Who the engine is to its KV peers: unique in the fleet, and a restart has the same one.
         Not the KV address: P does not listen on it, so that two on one host may share it."""
-        return f"{self.host}/{self.port}"
+        name = f"{self.host}/{self.port}"
+        return name if self.data_parallel_size == 1 else f"{name}/{self.replica}"
 
     @property
     def moves_kv(self) -> bool:
@@ -341,7 +359,9 @@ def check_config(config: WorkerConfig) -> None:
 
 
 def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
-    is_one = config.sizes.replica == 1
+    ranks = config.data_parallel_size * config.sizes.replica
+    ports = kv_ports(config.kv_port, config.data_parallel_size, config.sizes.replica)
+    advertised = config.kv_advertise.port if config.kv_advertise else 0
     return [
         *(
             (f"{flag}: {size}; expected 1 to {MAX_PARALLEL}", 1 <= size <= MAX_PARALLEL)
@@ -370,26 +390,23 @@ def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             not config.has_ranks or ":" not in config.device,
         ),
         (
-            f"{DATA} {config.data_parallel_size}: routers cannot tell the replicas of a "
-            f"{config.role} instance apart yet; give each its own instance, or --role Aggregated",
-            config.data_parallel_size == 1 or not config.moves_kv,
-        ),
-        (
             f"{DATA} {config.data_parallel_size}: an instance of several pods has no replicas yet",
             config.data_parallel_size == 1 or config.pods == 1,
         ),
         (
-            f"--kv-port {config.kv_port}: each of {config.sizes.replica} ranks takes a port behind "
-            "it, up to 65535",
-            is_one or config.kv_port + config.sizes.replica < 65536,
+            f"--kv-port {config.kv_port}: the KV of {ranks} ranks takes {len(ports)} ports from "
+            "it on, up to 65535",
+            ports.stop <= 65536,
         ),
         (
-            f"--port {config.port}: the KV port and those of the ranks behind it are "
-            f"{config.kv_port} to {config.kv_port + config.sizes.replica}; give another one, or "
-            "another --kv-port",
-            is_one
-            or config.role != "Decode"
-            or not config.kv_port <= config.port <= config.kv_port + config.sizes.replica,
+            f"--kv-advertise: the KV of {ranks} ranks takes {len(ports)} ports from {advertised} "
+            "on, up to 65535",
+            advertised + len(ports) <= 65536,
+        ),
+        (
+            f"--port {config.port}: the KV ports of all ranks are {ports.start} to "
+            f"{ports.stop - 1}; give another one, or another --kv-port",
+            ranks == 1 or config.role != "Decode" or config.port not in ports,
         ),
     ]
 

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import uvloop
@@ -121,6 +122,7 @@ class _Worker:
         self._grammars = GrammarCompiler()
         self._loaded: Loaded | None = None
         self._heartbeat: HeartbeatSender | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._signals = 0
         self._last_signal_s = 0.0
         self._drain_end_s: float | None = None
@@ -128,7 +130,7 @@ class _Worker:
 
     async def serve(self) -> int:
         """The whole life."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         sockets = self._listen()
@@ -217,18 +219,29 @@ class _Worker:
         from xpyd_worker.load.engine import load
         from xpyd_worker.load.replicas import load_replicas
 
-        make = load if config.data_parallel_size == 1 else load_replicas
+        make = partial(load, incarnation=self._incarnation)
+        if config.data_parallel_size > 1:
+            make = partial(load_replicas, changed=self._replicas_changed)
         loaded: Loaded = make(
             config,
             deliver=self._bridge.deliver,
             keys=self._keys,
-            incarnation=self._incarnation,
             make_store=self._store_factory,
             logs=self._logs,
             checkpoint=checkpoint,
         )
         self._grammars.prepare(loaded.model.grammar_target)
         return loaded
+
+    def _replicas_changed(self) -> None:
+        """Any thread. Routers are not to pick a replica that is gone."""
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._beat_now)
+
+    def _beat_now(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.beat_now()
 
     async def _serve_loaded(self, loaded: Loaded, port: int, serving: asyncio.Task[None]) -> int:
         config = self._config
@@ -255,10 +268,11 @@ class _Worker:
                 probe=loaded.kv.probe,
                 has_priorities=config.scheduling_policy == "priority",
                 draw_seed=seeds(config.seed),
-                kv_peers=loaded.kv.peers,
+                kv_peers=loaded.kv.counted,
                 malformed_calls=self._metrics.malformed_calls,
                 grammars=self._grammars,
                 replicas=config.data_parallel_size,
+                kv_places=loaded.kv_places,
             )
             self._lifecycle.become("Ready")
             self._metrics.watch(
@@ -392,6 +406,7 @@ class _Worker:
             kv_peers=loaded.kv.peers.latest(),
             kv_leases=stats.kv_leases,
             tls=0 if self._tls is None else 1,
+            replicas=loaded.beats(),
         )
 
     def _say_ready(self, loaded: Loaded, port: int) -> None:

@@ -76,6 +76,11 @@ class Kv:
     @property
     def peers(self) -> PeerCounts:
         """What was counted with each peer, for heartbeats."""
+        return self.counted
+
+    @property
+    def counted(self) -> PeerCounts:
+        """Where a D's server counts what became of the KV of requests."""
         return PeerCounts() if self.connector is None else self.connector.metrics.peers
 
     def start(self) -> None:

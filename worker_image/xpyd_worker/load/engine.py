@@ -20,6 +20,7 @@ from pathlib import Path
 from xpyd_core.compat import compat_factors, compat_key
 from xpyd_core.errors import UserError
 from xpyd_core.keys import Keys
+from xpyd_core.messages import ReplicaBeat
 from xpyd_core.parallel.checks import check_parallel
 from xpyd_core.request_id import Address
 from xpyd_core.tokenizer_files import ServedFiles, TokenizerFiles
@@ -44,7 +45,7 @@ from xpyd_worker.ranks.step.encoder import StepEncoder
 from xpyd_worker.ranks.step.messages import slot_count
 from xpyd_worker.ranks.world import World
 from xpyd_worker.runner.tokenizer import Tokenizer
-from xpyd_worker.server.service import ServedModel
+from xpyd_worker.server.service import KvPlace, ServedModel
 from xpyd_worker.server.telemetry.metrics import (
     AnySample,
     expert_samples,
@@ -115,6 +116,14 @@ class LoadedEngine:
         yield from samples_of(self.kv, stats)
         yield from expert_samples(self.ready.experts_chosen())
         yield from self.rank_samples()
+
+    def kv_places(self) -> Sequence[KvPlace]:
+        """See Service: the one address is the instance's."""
+        return ()
+
+    def beats(self) -> tuple[ReplicaBeat, ...]:
+        """What a heartbeat says of each replica: there are none."""
+        return ()
 
     def rank_samples(self) -> Iterable[AnySample]:
         """The samples of its ranks. Those of several replicas count through all of them."""

@@ -7,12 +7,15 @@ Each replica is an engine of its own: its scheduler is a thread here, its model 
 rank processes, also where it has one rank only. So a replica that dies takes its requests along and
 nothing else. It is started again, at once or with a growing pause, while the others serve; when the
 last one is lost, so is the instance. Replicas that share experts keep in step (LockStep, ADR 0122):
-their ranks are one world, and the instance is lost with any of them.
+their ranks are one world, and the instance is lost with any of them. Where KV moves each has an
+address of its own, and each start of it an incarnation (ADR 0124).
 """
 
 from __future__ import annotations
 
+import ipaddress
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +28,7 @@ from typing import cast
 
 from xpyd_core.errors import UserError
 from xpyd_core.keys import Keys
+from xpyd_core.messages import ReplicaBeat
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.build import MakeStore
 from xpyd_kv.values import OfferedPrompt
@@ -38,9 +42,9 @@ from xpyd_worker.engine.request import (
     EngineStats,
     StepMetrics,
 )
-from xpyd_worker.kv.engine import Kv
 from xpyd_worker.load.engine import LoadedEngine, load, tokenizer_of
 from xpyd_worker.load.ready_model import ReadyModel
+from xpyd_worker.load.replicated_kv import ReplicatedKv
 from xpyd_worker.model.registry import Checkpoint
 from xpyd_worker.ranks.loss import Loss, RankLostError
 from xpyd_worker.ranks.start.messages import Logs
@@ -48,19 +52,19 @@ from xpyd_worker.ranks.world import World
 from xpyd_worker.replicas.choice import FrontEnd
 from xpyd_worker.replicas.coordinator import Counts, Statistics
 from xpyd_worker.replicas.lock_step import LockStep
-from xpyd_worker.server.service import ServedModel
+from xpyd_worker.server.service import KvPlace, ServedModel
 from xpyd_worker.server.telemetry.metrics import (
     AnySample,
     expert_samples,
     replica_samples,
-    samples_of,
     wave_samples,
 )
 
 _log = logging.getLogger(__name__)
-LoadOne = Callable[[int, Deliver], LoadedEngine]
-"""Load the replica of a number, whose outputs go to a Deliver."""
+LoadOne = Callable[[int, Deliver, str], LoadedEngine]
+"""Load the replica of a number, whose outputs go to a Deliver, as the start of an incarnation."""
 _LOOK_S = 0.1
+_KV_CLOSE_S = 2.0
 _STEADY_S = 60.0
 """A replica that served for so long is started again at once when it is lost."""
 _LONGEST_PAUSE_S = 30.0
@@ -101,6 +105,8 @@ class Replica:
     restarts: int = 0
     losses: int = 0
     since_s: float = 0.0
+    incarnation: str = ""
+    """Of its present start, for the peers of its KV."""
 
     @property
     def serving(self) -> LoadedEngine | None:
@@ -121,15 +127,27 @@ class Replica:
 class ReplicatedEngine:
     """All replicas as one engine, with the methods of EngineCore that a server calls. Any thread.
 
-    `load_one` is called for each replica at the start, and for one that was lost.
+    `load_one` is called for each replica at the start, and for one that was lost; `changed`, on any
+    thread, when a replica serves no more, or again.
     """
 
     def __init__(
-        self, size: int, load_one: LoadOne, deliver: Deliver, lock_step: LockStep | None = None
+        self,
+        size: int,
+        load_one: LoadOne,
+        deliver: Deliver,
+        lock_step: LockStep | None = None,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         """`lock_step`: where the replicas share experts. Its owner from now on."""
         self.replicas = [Replica(number) for number in range(size)]
+        self.kv = ReplicatedKv(
+            lambda: [one.loaded.kv for one in self.replicas if one.loaded is not None]
+        )
         self._load_one = load_one
+        self._changed = changed
+        self._known_serving = frozenset[int](range(size))
+        """The replicas that served when `changed` was called last."""
         self._deliver = deliver
         self._front_end = FrontEnd(size)
         self.lock_step = lock_step
@@ -156,8 +174,9 @@ class ReplicatedEngine:
             raise next((one for one in errors if isinstance(one, UserError)), errors[0])
 
     def _load(self, replica: Replica) -> LoadedEngine:
-        loaded = self._load_one(replica.number, partial(self._take, replica))
-        replica.loaded = loaded
+        incarnation = os.urandom(8).hex()
+        loaded = self._load_one(replica.number, partial(self._take, replica), incarnation)
+        replica.incarnation, replica.loaded = incarnation, loaded
         return loaded
 
     def start(self) -> None:
@@ -195,6 +214,7 @@ class ReplicatedEngine:
     def _keep(self) -> None:
         """Start again what was lost, until the last one is: then the instance ends."""
         while not self._closing.wait(_LOOK_S):
+            self._look()
             for replica in self.replicas:
                 loaded = replica.loaded
                 is_lost = loaded is not None and replica.serving is None
@@ -206,10 +226,19 @@ class ReplicatedEngine:
                 if replica.loaded is None and not self._closing.is_set():
                     self._start_again(replica)
 
+    def _look(self) -> None:
+        """Say it where other replicas serve than before."""
+        serving = frozenset(one.number for one in self.replicas if one.serving is not None)
+        if serving != self._known_serving:
+            self._known_serving = serving
+            self._changed()
+
     def _give_up(self, replica: Replica, lost: LoadedEngine) -> None:
         why = lost.loss.text if lost.loss is not None else repr(lost.engine.failure)
         _log.error("replica %d was lost: %s", replica.number, why)
-        lost.close(engine_s=_LONGEST_PAUSE_S, kv_s=0.0)
+        # Its KV port has to be free for the next start.
+        lost.close(engine_s=_LONGEST_PAUSE_S, kv_s=_KV_CLOSE_S)
+        self.kv.retire(lost.kv)
         past = replace(lost.stats(), **dict.fromkeys(_GAUGES, 0))
         self._past = summed((self._past, past))
         self._past_experts = sum_by_layer([*self._past_experts, *lost.ready.experts_chosen()])
@@ -225,7 +254,11 @@ class ReplicatedEngine:
             return
         try:
             self._load(replica)
+            self._start(replica)
         except Exception as error:  # the thread's edge: it is tried again
+            if replica.loaded is not None:
+                replica.loaded.close(engine_s=0.0, kv_s=0.0)
+                replica.loaded = None
             if isinstance(error, UserError | RankLostError):
                 _log.error("replica %d cannot start: %s", replica.number, error)
             else:
@@ -234,7 +267,7 @@ class ReplicatedEngine:
             replica.since_s = time.monotonic()
             return
         replica.restarts += 1
-        self._start(replica)
+        self._look()
         _log.info("replica %d serves again", replica.number)
 
     @property
@@ -314,6 +347,7 @@ class ReplicatedEngine:
     def _take(self, replica: Replica, outputs: Sequence[EngineOutput]) -> None:
         """Outputs of a replica, on its engine's thread."""
         if replica.serving is None:
+            self._look()
             # Also where the engine ends in order, after its ranks: another replica can serve it.
             outputs = [
                 replace(one, error_kind="replica_lost") if one.error_kind == "internal" else one
@@ -326,14 +360,22 @@ class ReplicatedEngine:
         self._deliver(outputs)
 
     def kv_offered(self, key: TransferKey) -> OfferedPrompt | None:
-        """No KV moves to an instance with replicas."""
+        """What P offers a D under `key`, on whichever replica."""
+        offers = (one.engine.kv_offered(key) for one in self._all_serving)
+        return next((offer for offer in offers if offer is not None), None)
 
     def kv_release(self, uuid: str) -> None:
-        """See kv_offered."""
+        """The router gave a request up; the replica that has KV for it frees it."""
+        for one in self._all_serving:
+            one.engine.kv_release(uuid)
+
+    @property
+    def _all_serving(self) -> list[LoadedEngine]:
+        return [one for replica in self.replicas if (one := replica.serving) is not None]
 
     def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
         """Forget cached prefixes on all replicas; `done` gets whether none is left on any."""
-        serving = [one for replica in self.replicas if (one := replica.serving) is not None]
+        serving = self._all_serving
         results: list[bool] = []
 
         def one_done(success: bool) -> None:
@@ -367,14 +409,18 @@ class ReplicatedEngine:
 class LoadedReplicas:
     """All parts of an instance with replicas, as LoadedEngine has those of one engine."""
 
-    def __init__(self, engine: ReplicatedEngine) -> None:
-        """The replicas of `engine` are loaded."""
+    def __init__(self, engine: ReplicatedEngine, config: WorkerConfig) -> None:
+        """The replicas of `engine` are loaded, as `config` says."""
         first = engine.replicas[0].loaded
         assert first is not None, "loaded before"
         self.engine = engine
+        each = [config.of_replica(one.number).kv_address for one in engine.replicas]
+        # As routers write it: the server compares it with that of a pair's id.
+        self._addresses = [one._replace(host=str(ipaddress.ip_address(one.host))) for one in each]
+        self._moves_kv = config.moves_kv
         self.model: ServedModel = first.model
         self.ready: ReadyModel = first.ready
-        self.kv: Kv = first.kv
+        self.kv = engine.kv
         self.compatibility = first.compatibility
 
     @property
@@ -407,8 +453,38 @@ class LoadedReplicas:
         ranks = (one.loaded.rank_samples() for one in replicas if one.loaded is not None)
         experts = expert_samples(self.engine.experts_chosen())
         return chain(
-            samples_of(self.kv, stats), experts, replica_samples(rows), wave_samples(waves), *ranks
+            self.kv.samples(stats), experts, replica_samples(rows), wave_samples(waves), *ranks
         )
+
+    def kv_places(self) -> Sequence[KvPlace]:
+        """See Service."""
+        if not self._moves_kv:
+            return ()
+        return [
+            KvPlace(address, one.incarnation, loaded.kv.probe if (loaded := one.serving) else None)
+            for one, address in zip(self.engine.replicas, self._addresses, strict=True)
+        ]
+
+    def beats(self) -> tuple[ReplicaBeat, ...]:
+        """What a heartbeat says of each replica."""
+        return tuple(
+            _beat(str(address), one.serving)
+            for one, address in zip(self.engine.replicas, self._addresses, strict=True)
+        )
+
+
+def _beat(address: str, serving: LoadedEngine | None) -> ReplicaBeat:
+    if serving is None:
+        return ReplicaBeat(zmq_address=address, serving=0)
+    stats = serving.engine.stats()
+    return ReplicaBeat(
+        zmq_address=address,
+        running=stats.running,
+        waiting=stats.waiting,
+        free_blocks=stats.blocks_free,
+        total_blocks=stats.blocks_total,
+        kv_leases=stats.kv_leases,
+    )
 
 
 def _lock_step(replicas: int, world: World) -> LockStep:
@@ -427,12 +503,13 @@ def load_replicas(
     *,
     deliver: Deliver,
     keys: Keys,
-    incarnation: str,
+    changed: Callable[[], None],
     make_store: MakeStore | None,
     logs: Logs,
     checkpoint: Checkpoint,
 ) -> LoadedReplicas:
-    """Load the replicas that `config` names; see `load`. They share one tokenizer."""
+    """Load the replicas that `config` names; see `load`. They share one tokenizer. `changed`: as in
+    ReplicatedEngine."""
     world, lock_step = None, None
     with ExitStack() as stack:
         load_tokenizer = stack.enter_context(tokenizer_of(config, checkpoint.folder))
@@ -441,9 +518,9 @@ def load_replicas(
             stack.callback(world.close)
             lock_step = _lock_step(config.data_parallel_size, world)
 
-        def load_one(replica: int, deliver: Deliver) -> LoadedEngine:
+        def load_one(replica: int, deliver: Deliver, incarnation: str) -> LoadedEngine:
             return load(
-                replace(config, replica=replica),
+                config.of_replica(replica),
                 deliver=deliver,
                 keys=keys,
                 incarnation=incarnation,
@@ -455,6 +532,6 @@ def load_replicas(
                 lock_step=None if lock_step is None else lock_step.members[replica],
             )
 
-        engine = ReplicatedEngine(config.data_parallel_size, load_one, deliver, lock_step)
+        engine = ReplicatedEngine(config.data_parallel_size, load_one, deliver, lock_step, changed)
         engine.load()
-        return LoadedReplicas(engine)
+        return LoadedReplicas(engine, config)

@@ -15,13 +15,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from quart import Response
 
 from xpyd_core.errors import ApiError
 from xpyd_core.keys import Keys
 from xpyd_core.kv_outcome import PeerCounts
+from xpyd_core.request_id import Address
 from xpyd_core.tokenizer_files import ServedFiles
 from xpyd_worker.config import Role
 from xpyd_worker.grammar.compiler import GrammarCompiler, Target
@@ -248,6 +249,15 @@ class InstanceInfo:
     kv_wait_s: float = 10.0
 
 
+class KvPlace(NamedTuple):
+    """Where the KV of a replica goes: its KV address, as pair ids name it, and the incarnation of
+    its present start. `probe`: as in Service."""
+
+    address: Address
+    incarnation: str = ""
+    probe: ProbePeer | None = None
+
+
 @dataclass(frozen=True)
 class Service:
     """All that a request needs. `max_requests`: prompts in the engine, over which 503 is given.
@@ -255,7 +265,8 @@ class Service:
     the engine ranks by them. `draw_seed`: 64 bits for a request without a seed. `threads`: where
     long texts become tokens. `kv_peers`: on D, what became of the KV of requests, by P. `grammars`:
     where what an answer must look like is compiled. `malformed_calls`: tool calls that were not
-    whole, by parser. `replicas`: how many the engine has."""
+    whole, by parser. `replicas`: how many the engine has. `kv_places`: theirs, by number, where KV
+    moves; () of an engine that is one."""
 
     model: ServedModel
     instance: InstanceInfo
@@ -269,3 +280,4 @@ class Service:
     malformed_calls: Counter[str] = field(default_factory=Counter[str])
     grammars: GrammarCompiler = field(default_factory=GrammarCompiler)
     replicas: int = 1
+    kv_places: Callable[[], Sequence[KvPlace]] = tuple

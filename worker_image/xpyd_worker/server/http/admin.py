@@ -21,12 +21,14 @@ from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.bridge import called_back
 from xpyd_worker.server.http.bodies import json_body, json_response, parsed_body
 from xpyd_worker.server.http.inference import Api
+from xpyd_worker.server.openai.jobs import replica_of
 from xpyd_worker.server.openai.prompts import (
     detokenize,
     parse_detokenize,
     parse_tokenize,
     tokenize,
 )
+from xpyd_worker.server.request_ids import current
 from xpyd_worker.server.service import Service, tokenizer_files_response
 from xpyd_worker.server.telemetry.metrics import ServerMetrics
 
@@ -34,13 +36,19 @@ from xpyd_worker.server.telemetry.metrics import ServerMetrics
 _ANSWER_S = 15.0
 
 
-async def answer_probe(service: Service, body: Mapping[str, Any], mac: str) -> dict[str, Any]:
-    """The answer to `body`. ApiError: 400, 403, 409 (no P), 429 (too many), 503 (no answer)."""
+async def answer_probe(
+    service: Service, body: Mapping[str, Any], mac: str, replica: int | None = None
+) -> dict[str, Any]:
+    """The answer to `body`, by the P's `replica` where one is named. ApiError: 400, 403, 409 (no
+    P), 429 (too many), 503 (no answer)."""
     instance = service.instance
     address = check_probe(body, mac, keys=instance.keys, role=instance.role)
-    assert service.probe is not None, "a Prefill instance probes"
+    places = service.kv_places()
+    probe = service.probe if replica is None or not places else places[replica].probe
+    if probe is None:
+        raise ApiError(503, "the replica is gone", code="replica_lost", retry_after_s=1)
     result = await called_back(
-        partial(service.probe, address), within_s=_ANSWER_S, late="the KV thread does not answer"
+        partial(probe, address), within_s=_ANSWER_S, late="the KV thread does not answer"
     )
     return check_probe_answer(result.document())
 
@@ -173,9 +181,8 @@ class Admin:
     async def probe(self) -> Response:
         """POST /kv/probe: does KV get from here to that D?"""
         service, body = self._api.ready_service(), await json_body()
-        return json_response(
-            await answer_probe(service, body, request.headers.get("X-Xpyd-Mac", ""))
-        )
+        mac, replica = request.headers.get("X-Xpyd-Mac", ""), replica_of(service, current())
+        return json_response(await answer_probe(service, body, mac, replica))
 
 
 def _caller() -> Caller:

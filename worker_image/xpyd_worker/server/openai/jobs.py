@@ -70,7 +70,7 @@ def make_jobs(
     seed = _seed(service, options)
     if options.priority and not service.has_priorities:
         raise refuse("priority", "must be 0: this engine runs without --scheduling-policy priority")
-    replica = _replica(service, request_id)
+    replica = replica_of(service, request_id)
     batch = os.urandom(4).hex()  # the same uuid may come twice, the engine's ids must differ
     jobs: list[Job] = []
     for index, prompt in enumerate(prompts):
@@ -123,8 +123,14 @@ async def constrained(service: Service, options: Options, jobs: Sequence[Job]) -
     return found
 
 
-def _replica(service: Service, request_id: RequestId) -> int | None:
-    """The replica that the client names, if it does."""
+def replica_of(service: Service, request_id: RequestId) -> int | None:
+    """The replica that the call is for, if it names one: by its KV address in a pair's id, for
+    there its KV goes; else by the header. ApiError 400 for a number that there is not."""
+    if (pair := request_id.pair) is not None:
+        own = pair.prefill if service.instance.role == "Prefill" else pair.decode
+        for number, place in enumerate(service.kv_places()):
+            if place.address == own:
+                return number
     named = request_id.replica
     if named is None:
         return None
@@ -230,12 +236,19 @@ def _transfer(
 
 
 def _kv_missing(service: Service, request_id: RequestId, options: Options, index: int) -> str:
-    """Why this D does not wait for KV: P sent nothing, or to an earlier start of this D."""
-    if request_id.pair is None or service.instance.role != "Decode":
+    """Why this D does not wait for KV: P sent nothing, or to an earlier start of this D, or to an
+    address that none of its replicas has."""
+    pair, kv = request_id.pair, options.kv
+    if pair is None or service.instance.role != "Decode":
         return ""
-    kv = options.kv
+    incarnation = service.instance.incarnation
+    if places := service.kv_places():
+        place = next((one for one in places if one.address == pair.decode), None)
+        if place is None:
+            return "address"
+        incarnation = place.incarnation
     if kv.transfer and kv.transfer[index] == "none":
         return "not_sent"
-    if kv.decode_incarnation not in ("", service.instance.incarnation):
+    if kv.decode_incarnation not in ("", incarnation):
         return "restarted"
     return ""
