@@ -151,6 +151,14 @@ class Process:
         self.popen = self.start()
 
 
+def ranks_of(engine: Process) -> list[int]:
+    """The processes of its ranks, all of them children of the first."""
+    main = Path(f"/proc/{engine.popen.pid}/task")
+    pids = [pid for one in main.iterdir() for pid in (one / "children").read_text().split()]
+    named = {Path(f"/proc/{pid}/comm").read_text().strip(): int(pid) for pid in pids}
+    return [named[name] for name in sorted(named) if name.startswith("xpyd-rank-")]
+
+
 @dataclass
 class Fleet:
     """A router and engines on 127.x.y.n; use through `fleet()`."""

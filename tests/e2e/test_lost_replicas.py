@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.harness import Fleet, Process, empty_fleet, wait_for
+from tests.e2e.harness import Fleet, empty_fleet, ranks_of, wait_for
 
 pytestmark = pytest.mark.slow  # torch is imported four times
 STREAMS = 8
@@ -28,14 +28,6 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         running.start_engine("Aggregated", name="one")
         running.wait_ready(*running.engines)
         yield running
-
-
-def ranks(engine: Process) -> list[int]:
-    """The processes of its ranks, all of them children of the first."""
-    main = Path(f"/proc/{engine.popen.pid}/task")
-    pids = [pid for one in main.iterdir() for pid in (one / "children").read_text().split()]
-    named = {Path(f"/proc/{pid}/comm").read_text().strip(): int(pid) for pid in pids}
-    return [named[name] for name in sorted(named) if name.startswith("xpyd-rank-")]
 
 
 def streamed(client: httpx.Client) -> Iterator[str]:
@@ -64,7 +56,7 @@ def test_a_replica_that_dies_fails_no_request(fleet: Fleet) -> None:
         # Before they end by themselves: the streams wait for their readers' turn.
         running = two.metrics()
         assert all(running[f"xpyd_engine_replica_requests_running{{engine={n}}}"] for n in (0, 1))
-        os.kill(ranks(two)[0], signal.SIGKILL)
+        os.kill(ranks_of(two)[0], signal.SIGKILL)
         with ThreadPoolExecutor(STREAMS) as pool:
             rest = list(pool.map("".join, streams))
     assert [first + more for first, more in zip(begun, rest, strict=True)] == [expected] * STREAMS

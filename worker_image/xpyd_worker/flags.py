@@ -208,7 +208,7 @@ MODEL_FLAGS = (
         type=int,
         default=1,
         metavar="N",
-        help="replicas, each a whole engine; role Aggregated only (default: %(default)s)",
+        help="replicas, each a whole engine with KV ports of its own (default: %(default)s)",
     ),
     _flag(
         "--disable-custom-all-reduce",
