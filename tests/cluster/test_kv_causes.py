@@ -35,7 +35,7 @@ from tests.cluster.harness import Cluster, wait_for
 from tests.cluster.images.build import worker_test_template
 from tests.operator.fleets import cpu_pool
 
-pytestmark = [pytest.mark.cluster, pytest.mark.changes]
+pytestmark = pytest.mark.cluster
 NAMESPACE = "causes"
 WITHIN_S = 60
 """From the cause on, until the condition names it."""
