@@ -91,12 +91,16 @@ def _is_aligned(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Empty at first, and shared: what two tests launch in one form is compiled once."""
+    return str(tmp_path_factory.mktemp("compiled"))
+
+
 @pytest.fixture
-def compiled(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> Iterator[tuple[Any, dict[str, Any]]]:
+def compiled(monkeypatch: pytest.MonkeyPatch, cache: str) -> Iterator[tuple[Any, dict[str, Any]]]:
     """The package, and what its kernels became by name."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", cache)
     gpu, made = modules(), {}
     for module in vars(gpu).values():
         for name, value in list(vars(module).items()):
