@@ -48,6 +48,8 @@ FLAG_PAGES = {
     "--tensor-parallel-size": "parallel.md",
     "--pipeline-parallel-size": "parallel.md",
     "--enable-expert-parallel": "parallel.md#experts",
+    "--enable-eplb": "parallel.md#balance",
+    "--eplb-config": "parallel.md#balance",
     "--data-parallel-size": "parallel.md#replicas",
     "--disable-custom-all-reduce": "parallel.md#between-gpus-of-one-host",
     "--max-num-batched-tokens": "#who-runs-when",

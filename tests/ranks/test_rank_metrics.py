@@ -8,7 +8,8 @@ from xpyd_worker.ranks.start.messages import RankReady
 from xpyd_worker.ranks.watch.beats import Beat
 from xpyd_worker.ranks.watch.judge import Shown
 from xpyd_worker.replicas.coordinator import Counts
-from xpyd_worker.server.telemetry.metrics import expert_samples, rank_samples, replica_samples
+from xpyd_worker.server.telemetry.expert_metrics import expert_samples
+from xpyd_worker.server.telemetry.metrics import rank_samples, replica_samples
 
 
 def test_each_rank_has_its_own_metrics_under_its_place() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.ranks.kit.threads import Meeting, MemoryGroup, expert_groups, together
 from xpyd_core.parallel.partition import expert_shares
 from xpyd_worker.kernels.api import NO_EXPERT
-from xpyd_worker.kernels.plain import PlainKernels, rows_by_expert
+from xpyd_worker.kernels.plain import PlainKernels, PlainLinear, rows_by_expert
 from xpyd_worker.model.config import ExpertsConfig, MlpNames
 from xpyd_worker.model.experts import ExpertMlps, exchange, route
 from xpyd_worker.model.layers import StepContext
@@ -43,13 +43,16 @@ class RowKernels(PlainKernels):
     """Plain operators whose linears sum each row by itself, as it would alone."""
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Any:
-        packed = super().linear(weight, bias)
+        return RowLinear(weight, bias)
 
-        def run(x: Tensor) -> Tensor:
-            rows = [packed(row.unsqueeze(0)) for row in x]
-            return torch.cat(rows) if rows else packed(x)
 
-        return run
+class RowLinear(PlainLinear):
+    """See RowKernels."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        run = super().__call__
+        rows = [run(row.unsqueeze(0)) for row in x]
+        return torch.cat(rows) if rows else run(x)
 
 
 def make_block(
@@ -221,10 +224,13 @@ def shared_block(
     dtype: torch.dtype,
     group: Any = NO_GROUP,
     whole_experts: Any = None,
+    redundant: int | None = None,
 ) -> ExpertMlps:
     """A rank's part of the block whose weights these are."""
     experts = ExpertsConfig(COUNT, PER_TOKEN, SIZE, True, names=MlpNames(("gate", "up"), "down"))
-    block = ExpertMlps(HIDDEN, experts, dtype, group=group, whole_experts=whole_experts)
+    block = ExpertMlps(
+        HIDDEN, experts, dtype, group=group, whole_experts=whole_experts, redundant=redundant
+    )
     block.allocate(torch.device("cpu"))
     for name, stored in block.checkpoint_tensors("").items():
         for piece in stored.pieces:
@@ -264,6 +270,7 @@ def test_bytes_of_an_exchange_are_those_of_rows_times_experts_of_a_token() -> No
             x[own],
             ones[own],
             chosen[own],
+            places=chosen[own],
             shares=shares,
             group=groups[rank],
             compute=lambda rows, experts: rows,

@@ -176,13 +176,13 @@ def test_ranks_with_whole_experts_write_what_transformers_writes(
     pairs = [per_token * sum(one.computed for one in batch) for batch in batches]
     for rank, runner in enumerate(ranks.runners):
         data = sizes.coordinates(rank).data
-        counts = [sum(tokens) for _, tokens in runner.experts_chosen()]
+        counts = [sum(one.tokens) for one in runner.experts_chosen()]
         if sizes.data == 1:
             assert set(counts) == {pairs[data]}
         else:
             most = per_token * steps
             assert all(abs(n - pairs[data] / sizes.tensor) <= most for n in counts)
-    layers = [layer for layer, _ in ranks.runners[0].experts_chosen()]
+    layers = [one.layer for one in ranks.runners[0].experts_chosen()]
     assert layers == [n for n in ranks.parallel[0].part.layers if name == "mixtral" or n != 1]
     assert all(one.output for batch in batches for one in batch)
     assert_greedy(oracle, *(one for batch in batches for one in batch))

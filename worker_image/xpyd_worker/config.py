@@ -21,6 +21,7 @@ from xpyd_core.tls import ServerFiles
 from xpyd_kv.transport.settings import MAX_LINKS, TRANSPORTS, check_encrypted
 from xpyd_kv.wire.handshake import OVER_TCP
 from xpyd_kv.wire.messages import Mode
+from xpyd_worker.engine.eplb import EplbConfig
 from xpyd_worker.engine.request import POLICIES, Policy
 
 Role = Literal["Prefill", "Decode", "Aggregated"]
@@ -98,6 +99,8 @@ class WorkerConfig:
     """Stages that hold the layers one behind the other."""
     enable_expert_parallel: bool = False
     """Whether experts are whole on the ranks that share a layer."""
+    eplb: EplbConfig | None = None
+    """How whole experts are placed anew by their load; None: they stay where they are loaded."""
     data_parallel_size: int = 1
     """Replicas of the engine, each with a copy of the model, behind one endpoint."""
     replica: int = 0
@@ -181,6 +184,7 @@ class WorkerConfig:
             tensor=self.tensor_parallel_size,
             pipeline=self.pipeline_parallel_size,
             has_whole_experts=self.enable_expert_parallel,
+            redundant_experts=None if self.eplb is None else self.eplb.num_redundant_experts,
         )
 
     @property

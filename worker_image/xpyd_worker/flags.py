@@ -32,6 +32,7 @@ from xpyd_worker.config import (
     MIB,
     WorkerConfig,
 )
+from xpyd_worker.engine.eplb import read_eplb
 from xpyd_worker.engine.request import POLICIES
 
 Program = Literal["bench", "LLM"]
@@ -62,6 +63,11 @@ def _flag(
     **options: Any,  # noqa: ANN401 - what argparse takes
 ) -> Flag:
     return Flag(names, options, programs)
+
+
+def _count(*names: str, **options: Any) -> Flag:  # noqa: ANN401 - see _flag
+    """A flag of a whole number."""
+    return _flag(*names, type=int, metavar="N", **options)
 
 
 def _tokens_or_auto(text: str) -> int | None:
@@ -118,11 +124,9 @@ MODEL_FLAGS = (
         help="tokens of prompt and output together, e.g. 4096 (default: the checkpoint's context, "
         "or what the KV cache holds)",
     ),
-    _flag(
+    _count(
         "--seed",
         programs=_LLM,
-        type=int,
-        metavar="N",
         help="0 to 2**64 - 1: base of the seeds drawn for requests without one, so that the same "
         "requests in the same order give the same tokens (default: another at each start)",
     ),
@@ -169,31 +173,25 @@ MODEL_FLAGS = (
         help="do not start where tool calls cannot be told from content; without, requests with "
         "tools are refused then",
     ),
-    _flag(
+    _count(
         "--threads",
         programs=_BOTH,
-        type=int,
-        metavar="N",
         help="CPU threads of the forward pass, of each rank. Give it where other work shares the "
         "cores: threads that wait for each other make steps many times slower (default: "
         "OMP_NUM_THREADS, else all cores, which ranks share)",
     ),
-    _flag(
+    _count(
         TENSOR,
         SHORT_NAMES[TENSOR],
         programs=_BOTH,
-        type=int,
         default=WorkerConfig.tensor_parallel_size,
-        metavar="N",
         help="ranks that share each layer (default: %(default)s)",
     ),
-    _flag(
+    _count(
         PIPELINE,
         SHORT_NAMES[PIPELINE],
         programs=_BOTH,
-        type=int,
         default=WorkerConfig.pipeline_parallel_size,
-        metavar="N",
         help="stages that hold the layers one behind the other; how many each: "
         "VLLM_PP_LAYER_PARTITION, e.g. 5,6,6,5 (default: %(default)s)",
     ),
@@ -204,10 +202,22 @@ MODEL_FLAGS = (
         help="each rank that shares a layer has some experts whole, not a slice of each",
     ),
     _flag(
+        "--enable-eplb",
+        programs=_BOTH,
+        action="store_true",
+        help="whole experts move between ranks, and may have copies, as their load asks for",
+    ),
+    _flag(
+        "--eplb-config",
+        programs=_BOTH,
+        type=json_object,
+        metavar="JSON",
+        help="of that: num_redundant_experts (0), slots for copies; window_size (1000), steps that "
+        "count; step_interval (3000), steps between two placements (default: those)",
+    ),
+    _count(
         *(DATA, "-dp"),
-        type=int,
         default=1,
-        metavar="N",
         help="replicas, each a whole engine with KV ports of its own (default: %(default)s)",
     ),
     _flag(
@@ -220,12 +230,10 @@ MODEL_FLAGS = (
 )
 
 BATCH_FLAGS = (
-    _flag(
+    _count(
         "--max-num-seqs",
         programs=_BOTH,
-        type=int,
         default=WorkerConfig.max_num_seqs,
-        metavar="N",
         help="sequences that run at once (default: %(default)s)",
     ),
     _flag(
@@ -310,10 +318,8 @@ PLACE_FLAGS = (
         help="literal ip to listen on, which heartbeats name; not 0.0.0.0 (default: XPYD_POD_IP, "
         f"else {WorkerConfig.host})",
     ),
-    _flag(
+    _count(
         "--port",
-        type=int,
-        metavar="N",
         help=f"HTTP port; 0: any free one (default: XPYD_HTTP_PORT, else {HTTP_PORT})",
     ),
     _flag(
@@ -345,10 +351,8 @@ PLACE_FLAGS = (
 )
 
 KV_FLAGS = (
-    _flag(
+    _count(
         "--kv-port",
-        type=int,
-        metavar="N",
         help=f"KV port, from 1024 on (default: XPYD_KV_PORT, else {KV_PORT})",
     ),
     _flag(
@@ -428,11 +432,9 @@ KV_FLAGS = (
         help="host pool of D, and of P in mode get, for what the buffer has no room for. Of the "
         "instance: ranks share it (default: %(default)s)",
     ),
-    _flag(
+    _count(
         "--kv-connections",
-        type=int,
         default=WorkerConfig.kv_connections,
-        metavar="N",
         help="TCP connections that KV of a pair of instances goes over, at most 4; from 2 on each "
         "has a thread on both sides (default: %(default)s)",
     ),
@@ -486,6 +488,7 @@ def engine_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     found["custom_all_reduce"] = not found.pop("disable_custom_all_reduce")
     found["override_generation_config"] = dict(found["override_generation_config"] or {})
     found["prefix_caching"] = found.pop("enable_prefix_caching")
+    found["eplb"] = read_eplb(found.pop("eplb_config"), is_on=found.pop("enable_eplb"))
     return found
 
 

@@ -15,6 +15,7 @@ from xpyd_core.parallel.ranks import Sizes
 
 TENSOR, PIPELINE = "--tensor-parallel-size", "--pipeline-parallel-size"
 EXPERT = "--enable-expert-parallel"
+EPLB, EPLB_CONFIG = "--enable-eplb", "--eplb-config"
 DATA = "--data-parallel-size"
 SHORT_NAMES = {TENSOR: "-tp", PIPELINE: "-pp", DATA: "-dp"}
 """The engine's other names of them; `engine.args` of a fleet document may use none of the six."""
@@ -64,6 +65,8 @@ def _tensor_complaints(shape: Shape, sizes: Sizes) -> Iterator[str]:
 
 
 def _expert_complaints(shape: Shape, sizes: Sizes) -> Iterator[str]:
+    if sizes.redundant_experts is not None and sizes.expert == 1:
+        yield f"{EPLB}: no other rank has whole experts; give {EXPERT} and several ranks"
     if not sizes.has_whole_experts:
         return
     if not shape.experts:
@@ -74,6 +77,22 @@ def _expert_complaints(shape: Shape, sizes: Sizes) -> Iterator[str]:
         yield (
             f"{EXPERT}: {ranks} for {shape.experts} experts of a layer; each rank needs one at "
             "least"
+        )
+    elif sizes.redundant_experts is not None and sizes.expert > 1:
+        yield from _slot_complaints(shape.experts, sizes.redundant_experts, sizes.expert)
+
+
+def _slot_complaints(experts: int, redundant: int, ranks: int) -> Iterator[str]:
+    """Why the slots of `experts` and copies are no placement. Each rank has as many slots, and
+    none has two copies of one expert."""
+    key, most = f"{EPLB_CONFIG}: num_redundant_experts", experts * (ranks - 1)
+    if redundant > most:
+        yield f"{key}: {redundant}; at most {most}, {experts} experts on each of {ranks} ranks"
+    elif (experts + redundant) % ranks:
+        more = -(experts + redundant) % ranks
+        yield (
+            f"{key}: {redundant} and {experts} experts do not divide over {ranks} ranks; give "
+            f"{redundant + more}"
         )
 
 

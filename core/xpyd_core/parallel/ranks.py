@@ -31,7 +31,8 @@ class RankCoordinates(NamedTuple):
 class Sizes:
     """Length of each axis, at least 1. `has_whole_experts` (--enable-expert-parallel): an expert is
     whole on one rank of its expert group; without, every rank of a tensor group has a slice of each
-    expert."""
+    expert. `redundant_experts` (--enable-eplb): an expert group has so many slots more than a layer
+    has experts, and experts move between its ranks; None: each stays where it is loaded."""
 
     external: int = 1
     data: int = 1
@@ -39,6 +40,7 @@ class Sizes:
     context: int = 1
     tensor: int = 1
     has_whole_experts: bool = False
+    redundant_experts: int | None = None
 
     @property
     def replica(self) -> int:

@@ -235,6 +235,7 @@ def connect(
             tensor_rank=tensor,
             tensor_size=sizes.tensor,
             replicas=sizes.data if sizes.has_whole_experts else 1,
+            redundant_experts=sizes.redundant_experts,
         )
         own = ways[data * sizes.tensor + tensor]
         before = own[stage - 1] if stage else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from operator import add
 from typing import NamedTuple, Protocol
 
+from xpyd_worker.engine.eplb import ExpertTurn
 from xpyd_worker.engine.request import SampledToken, SamplingParams, TokenLogprob
 
 DRAWN_BEFORE = -1
@@ -42,20 +43,49 @@ class KnownTokens:
     output: tuple[int, ...]
 
 
+class LayerMoves(NamedTuple):
+    """How often a layer's experts were placed anew, how many weights of experts went to another
+    rank for it, since the start; and by how much, in the last window, the busiest rank was above
+    the mean `before` the last placement, and would have been `after` it."""
+
+    placements: int = 0
+    moved: int = 0
+    before: float = 1.0
+    after: float = 1.0
+
+    def joined(self, other: LayerMoves) -> LayerMoves:
+        """Of both replicas: sums, and the worse balance."""
+        return LayerMoves(
+            self.placements + other.placements,
+            self.moved + other.moved,
+            max(self.before, other.before),
+            max(self.after, other.after),
+        )
+
+
 class LayerExperts(NamedTuple):
-    """How many tokens chose each expert of the model's layer number `layer`, since the start."""
+    """How many tokens chose each expert of the model's layer number `layer`, since the start.
+    `moves` is of all its ranks; None where they do not move, and on all ranks but one."""
 
     layer: int
     tokens: tuple[int, ...]
+    moves: LayerMoves | None = None
 
 
 def sum_by_layer(counts: Iterable[LayerExperts]) -> list[LayerExperts]:
     """One for each layer that there is, by layer, with the sums."""
-    found: dict[int, tuple[int, ...]] = {}
-    for layer, tokens in counts:
-        before = found.get(layer, (0,) * len(tokens))
-        found[layer] = tuple(map(add, before, tokens))
-    return [LayerExperts(layer, found[layer]) for layer in sorted(found)]
+    found: dict[int, LayerExperts] = {}
+    for one in counts:
+        before = found.get(one.layer)
+        if before is None:
+            found[one.layer] = one
+            continue
+        moves = before.moves or one.moves
+        if before.moves and one.moves:
+            moves = before.moves.joined(one.moves)
+        tokens = tuple(map(add, before.tokens, one.tokens))
+        found[one.layer] = LayerExperts(one.layer, tokens, moves)
+    return [found[layer] for layer in sorted(found)]
 
 
 class TokenMask(Protocol):
@@ -113,13 +143,15 @@ class StepInput:
     is a dummy, which replicas that share experts make where others have a step (docs/adr/0122).
 
     `block_copies` (source, destination) are done before the forward. `kv` is the producer's
-    message to ranks that send KV themselves; opaque here.
+    message to ranks that send KV themselves; opaque here. `experts`: what ranks do about whole
+    experts before it; the executor says it.
     """
 
     step: int
     sequences: tuple[ScheduledSequence, ...]
     block_copies: tuple[tuple[int, int], ...] = ()
     kv: bytes = b""
+    experts: ExpertTurn = ExpertTurn.NONE
 
     @property
     def tokens(self) -> int:

@@ -95,6 +95,16 @@ class PackedExperts(Protocol):
         of which count."""
         ...
 
+    def weights(self, expert: int) -> tuple[Tensor, Tensor]:
+        """gate_up and down of the expert, as `Kernels.experts` got them, unpacked. To be read
+        before the next `replace`."""
+        ...
+
+    def replace(self, expert: int, gate_up: Tensor, down: Tensor) -> None:
+        """Another one takes its number, with weights of the same shape, which the caller drops. The
+        calls before are not changed, nor where on a device the weights are."""
+        ...
+
 
 class Kernels(Protocol):
     """The operators of a forward."""

@@ -7,9 +7,9 @@ cache for torch's own scaled_dot_product_attention. It must not know weights, re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from xpyd_worker.kernels.api import (
     NO_EXPERT,
-    Kernels,
     KvShape,
     PackedExperts,
     PackedLinear,
@@ -89,6 +88,18 @@ class PlainPlan:
     parts: tuple[_Part, ...]
 
 
+class ReadableLinear(PackedLinear, Protocol):
+    """One on a CPU, whose weight can be had again: experts move to other ranks."""
+
+    def weight(self) -> Tensor:
+        """[out, in], unpacked."""
+        ...
+
+
+MakeLinear = Callable[[Tensor, Tensor | None], ReadableLinear]
+"""Kernels.linear on a CPU."""
+
+
 class PlainLinear:
     """torch's own linear over the weights as they are."""
 
@@ -99,17 +110,21 @@ class PlainLinear:
         """[rows, in] -> [rows, out]."""
         return F.linear(x, self._weight, self._bias)
 
+    def weight(self) -> Tensor:
+        """See ReadableLinear."""
+        return self._weight
+
 
 class PlainKernels:
     """Implements `xpyd_worker.kernels.api.Kernels`."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def linear(self, weight: Tensor, bias: Tensor | None) -> ReadableLinear:
         """The weights stay as they are."""
         return PlainLinear(weight, bias)
 
     def experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
         """The experts, computed one after the other."""
-        return ExpertByExpert(self, gate_up, down)
+        return ExpertByExpert(self.linear, self.silu_mul, gate_up, down)
 
     def count_chosen(self, counts: Tensor, chosen: Tensor, plan: Plan | None) -> None:
         """Count all: each row has a sequence."""
@@ -302,13 +317,19 @@ def _tensor(array: Ints | Bools) -> Tensor:
 
 
 class ExpertByExpert:
-    """Implements `xpyd_worker.kernels.api.Experts`."""
+    """Implements `xpyd_worker.kernels.api.PackedExperts`."""
 
-    def __init__(self, kernels: Kernels, gate_up: Tensor, down: Tensor) -> None:
-        """Each expert's weights become linears of `kernels`."""
-        self._kernels = kernels
+    def __init__(
+        self,
+        linear: MakeLinear,
+        silu_mul: Callable[[Tensor], Tensor],
+        gate_up: Tensor,
+        down: Tensor,
+    ) -> None:
+        """Each expert's weights become linears."""
+        self._linear, self._silu_mul = linear, silu_mul
         self._mlps = [
-            (kernels.linear(into, None), kernels.linear(out, None))
+            (linear(into, None), linear(out, None))
             for into, out in zip(gate_up.unbind(), down.unbind(), strict=True)
         ]
 
@@ -319,10 +340,27 @@ class ExpertByExpert:
         for expert, pairs in rows_by_expert(chosen, len(self._mlps)):
             gate_up, down = self._mlps[expert]
             rows = pairs // per_token
-            part = down(self._kernels.silu_mul(gate_up(x.index_select(0, rows))))
+            part = down(self._silu_mul(gate_up(x.index_select(0, rows))))
             share = weights.view(-1).index_select(0, pairs).unsqueeze(-1)
             out.index_add_(0, rows, part * share)
         return out.to(x.dtype)
+
+    def weights(self, expert: int) -> tuple[Tensor, Tensor]:
+        """See PackedExperts."""
+        gate_up, down = self._mlps[expert]
+        return gate_up.weight(), down.weight()
+
+    def replace(self, expert: int, gate_up: Tensor, down: Tensor) -> None:
+        """See PackedExperts."""
+        into, out = self._mlps[expert]
+        self._mlps[expert] = self._with(into, gate_up), self._with(out, down)
+
+    def _with(self, linear: ReadableLinear, weight: Tensor) -> ReadableLinear:
+        if not isinstance(linear, PlainLinear):
+            return self._linear(weight, None)
+        # A part of one tensor, which the other experts keep whole.
+        linear.weight().copy_(weight)
+        return linear
 
 
 def count_chosen(counts: Tensor, chosen: Tensor) -> None:

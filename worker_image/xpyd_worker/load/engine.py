@@ -46,9 +46,9 @@ from xpyd_worker.ranks.step.messages import slot_count
 from xpyd_worker.ranks.world import World
 from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.service import KvPlace, ServedModel
+from xpyd_worker.server.telemetry.expert_metrics import expert_samples
 from xpyd_worker.server.telemetry.metrics import (
     AnySample,
-    expert_samples,
     rank_samples,
     samples_of,
 )
@@ -322,6 +322,7 @@ def executor_of(config: WorkerConfig, instance: Instance, first: RankReady) -> R
         depth=sizes.depth(first.depth),
         draws_ahead=sizes.pipeline == 1 and first.depth > 1,
         encoder=StepEncoder(slot_count(config.max_num_seqs)),
+        eplb=config.eplb,
     )
 
 

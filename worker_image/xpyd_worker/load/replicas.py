@@ -53,9 +53,9 @@ from xpyd_worker.replicas.choice import FrontEnd
 from xpyd_worker.replicas.coordinator import Counts, Statistics
 from xpyd_worker.replicas.lock_step import LockStep
 from xpyd_worker.server.service import KvPlace, ServedModel
+from xpyd_worker.server.telemetry.expert_metrics import expert_samples
 from xpyd_worker.server.telemetry.metrics import (
     AnySample,
-    expert_samples,
     replica_samples,
     wave_samples,
 )

@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xpyd_worker.engine.executor import LayerExperts
+from xpyd_worker.engine.eplb import ExpertTurn
+from xpyd_worker.engine.executor import LayerExperts, LayerMoves
 from xpyd_worker.kernels.api import Kernels, Plan
+from xpyd_worker.model.balancer import ExpertBalancer
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.experts import ExpertMlps
 from xpyd_worker.model.layers import (
@@ -50,12 +52,14 @@ class DecoderLayer:
         place: int,
         group: TensorGroup,
         whole_experts: ExpertGroup | None = None,
+        redundant: int | None = None,
     ) -> None:
-        """Layer `index` of the model, which is `place` of those that are here."""
+        """Layer `index` of the model, which is `place` of those that are here. `redundant`: see
+        ExpertMlps."""
         self._index = index
         self._attention = Attention(config, index, dtype, place=place, group=group)
         self._mlp, self._mlp_name = _feed_forward(
-            config, index, dtype, group=group, whole_experts=whole_experts
+            config, index, dtype, group=group, whole_experts=whole_experts, redundant=redundant
         )
         eps = config.rms_norm_eps
         self._input_norm = Norm(config.hidden_size, eps=eps, dtype=dtype)
@@ -77,6 +81,11 @@ class DecoderLayer:
         """See Decoder.join."""
         if isinstance(self._mlp, ExpertMlps):
             self._mlp.join(device)
+
+    @property
+    def experts(self) -> ExpertMlps | None:
+        """Its experts, if it has any."""
+        return self._mlp if isinstance(self._mlp, ExpertMlps) else None
 
     def allocate(self, device: torch.device) -> None:
         """Memory for all weights."""
@@ -106,12 +115,18 @@ def _feed_forward(
     *,
     group: TensorGroup,
     whole_experts: ExpertGroup | None,
+    redundant: int | None,
 ) -> tuple[Mlp | ExpertMlps, str]:
     """What follows attention in a layer, and its name in the checkpoint."""
     experts = config.layers[index].experts
     if experts is not None:
         block = ExpertMlps(
-            config.hidden_size, experts, dtype, group=group, whole_experts=whole_experts
+            config.hidden_size,
+            experts,
+            dtype,
+            group=group,
+            whole_experts=whole_experts,
+            redundant=redundant,
         )
         return block, experts.block
     mlp = Mlp(
@@ -145,7 +160,15 @@ class Decoder:
         self._kernels = kernels
         self._ends = Ends(config, dtype, self.part, group)
         self._layers = [
-            DecoderLayer(config, index, dtype, place=place, group=group, whole_experts=experts)
+            DecoderLayer(
+                config,
+                index,
+                dtype,
+                place=place,
+                group=group,
+                whole_experts=experts,
+                redundant=self.part.redundant_experts,
+            )
             for place, index in enumerate(self.part.layers)
         ]
         self._rotary = Rotary(config, device)
@@ -153,18 +176,32 @@ class Decoder:
         most = max((one.count for one in config.experts), default=0)
         self._chosen = torch.zeros(len(self._with_experts), most, dtype=torch.int64, device=device)
         self._counts_all_rows = self.part.replicas > 1
+        self._experts = experts
+        self._balancer: ExpertBalancer | None = None
 
     def experts_chosen(self) -> tuple[LayerExperts, ...]:
         """Of the rows that this rank has routed, by layer. Any thread; waits for the device."""
         counts = cast("list[list[int]]", cast("Any", self._chosen).tolist())
+        moves: Sequence[LayerMoves | None] = [None] * len(counts)
+        # One rank of the group says what all do.
+        if self._balancer is not None and self._experts is not None and not self._experts.rank:
+            moves = self._balancer.moves
         return tuple(
-            LayerExperts(layer, tuple(tokens))
-            for layer, tokens in zip(self._with_experts, counts, strict=True)
+            LayerExperts(layer, tuple(tokens), moved)
+            for layer, tokens, moved in zip(self._with_experts, counts, moves, strict=True)
         )
 
+    def begin_step(self, turn: ExpertTurn) -> None:
+        """Do about experts what the step says, before its forward. GroupError."""
+        if self._balancer is not None:
+            self._balancer.begin_step(turn)
+
     def forget_chosen(self) -> None:
-        """Count from here on: what came before were trials."""
+        """Count from here on: what came before were trials. Experts may move from here on."""
         self._chosen.zero_()
+        if self._experts is not None and self.part.redundant_experts is not None:
+            blocks = [layer.experts for layer in self._layers if layer.experts is not None]
+            self._balancer = ExpertBalancer(blocks, self._chosen, self._experts)
 
     @property
     def num_layers(self) -> int:

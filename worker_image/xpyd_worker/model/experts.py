@@ -4,12 +4,14 @@ Ranks have a slice of every expert, as of other MLPs, or some experts whole (Exp
 ranks that share whole experts have the same rows, each computes what its own experts make of them,
 and one sum ends the layer. Where replicas have rows of their own, rows go to the ranks of the
 experts that they chose, and what came of them comes back; which rank has an expert changes nothing
-of that. See docs/adr/0115. A layer must not know requests or block management.
+of that. See docs/adr/0115. Where experts may move, it changes nothing in either case
+(docs/adr/0126). A layer must not know requests or block management.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -19,11 +21,44 @@ from xpyd_core.parallel.partition import expert_shares
 from xpyd_worker.kernels.api import NO_EXPERT, Kernels, PackedExperts
 from xpyd_worker.model.config import ExpertsConfig
 from xpyd_worker.model.layers import Linear, StepContext, unfilled
+from xpyd_worker.model.placement import Placement, first_placement, holders
 from xpyd_worker.model.shards import Stored, by_name, share, whole
 from xpyd_worker.parallel.api import NO_GROUP, ExpertGroup, TensorGroup
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """What experts make of rows [rows, hidden], of which each goes through one: its number [rows]."""
+
+
+class Slots:
+    """Where the experts of a layer that may move are. A slot's number counts over all ranks."""
+
+    def __init__(self, placement: Placement, experts: int) -> None:
+        self.placement = placement
+        self._experts = experts
+        # By expert: how many copies there are, and the slots of the first, the second, ...; the
+        # tensors stay where they are, so that graphs hold.
+        self._copies, self._numbers = self._tables()
+
+    def to(self, device: torch.device) -> None:
+        """Have the tables where the rows are."""
+        self._copies, self._numbers = self._copies.to(device), self._numbers.to(device)
+
+    def of(self, chosen: Tensor, first: int) -> Tensor:
+        """The slots for `chosen` [rows, per_token]: copies take turns by row, from `first` on.
+        Nothing waits for the device."""
+        rows = torch.arange(first, first + chosen.shape[0], device=chosen.device)
+        return self._numbers[chosen, rows.unsqueeze(1) % self._copies[chosen]]
+
+    def lay(self, placement: Placement) -> None:
+        """Have rows go to where the experts are from now on."""
+        self.placement = placement
+        for table, now in zip((self._copies, self._numbers), self._tables(), strict=True):
+            table.copy_(now)
+
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        places, ranks = holders(self.placement, self._experts), len(self.placement)
+        numbers = [[one[copy % len(one)] for copy in range(ranks)] for one in places]
+        return torch.tensor([len(one) for one in places]), torch.tensor(numbers)
 
 
 class ExpertMlps:
@@ -38,22 +73,32 @@ class ExpertMlps:
         *,
         group: TensorGroup = NO_GROUP,
         whole_experts: ExpertGroup | None = None,
+        redundant: int | None = None,
     ) -> None:
         """Each rank has the router, and of `group` a share of every expert; or, of `whole_experts`,
-        some experts whole."""
+        some experts whole. `redundant`: these may move, and have so many copies; None: they stay.
+        """
         self._experts, self._group, self._others = experts, group, whole_experts
-        self._shares = expert_shares(experts.count, whole_experts.size if whole_experts else 1)
-        self._held = self._shares[whole_experts.rank if whole_experts else 0]
+        ranks, rank = (whole_experts.size, whole_experts.rank) if whole_experts else (1, 0)
+        self.slots: Slots | None = None
+        if redundant is not None:
+            self.slots = Slots(first_placement(experts.count, redundant, ranks), experts.count)
+        # Of each rank, by the numbers of slots where experts may move.
+        self._shares = expert_shares(experts.count + (redundant or 0), ranks)
+        self._own = self._shares[rank]
+        held = self._own if self.slots is None else self.slots.placement[rank]
         self._hidden, self._inner = (
             whole(hidden),
             share(experts.intermediate_size, NO_GROUP if whole_experts else group),
         )
         router = (whole(experts.count),)
         self._router = Linear(self._hidden, router, bias=False, dtype=dtype)
-        count, size = len(self._held), len(self._inner.held)
+        self._first_held = tuple(held)
+        count, size = len(held), len(self._inner.held)
         self._gate_up = torch.empty(count, 2 * size, hidden, dtype=dtype, device="meta")
         self._down = torch.empty(count, hidden, size, dtype=dtype, device="meta")
         self._packed: PackedExperts | None = None
+        self._device = torch.device("meta")
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]. Only after `pack`."""
@@ -62,8 +107,10 @@ class ExpertMlps:
         if others is not None and others.replicas > 1:
             return self._exchanged(x, others, step)
         weights, chosen = self._route(x, step)
+        if self.slots is not None:
+            return self._moved(x, weights, chosen, self.slots)
         if others is not None:
-            chosen = held_only(chosen, self._held)
+            chosen = held_only(chosen, self._own)
         return self._group.all_reduce(self._packed(x, weights, chosen, step.plan))
 
     def join(self, device: torch.device) -> None:
@@ -73,7 +120,24 @@ class ExpertMlps:
         rows = torch.empty(0, self._gate_up.shape[2], dtype=self._gate_up.dtype, device=device)
         weights = torch.empty(0, self._experts.per_token, device=device)
         chosen = weights.to(torch.int64)
-        exchange(rows, weights, chosen, shares=self._shares, group=others, compute=self._computed)
+        exchange(
+            rows,
+            weights,
+            chosen,
+            places=chosen,
+            shares=self._shares,
+            group=others,
+            compute=self._computed,
+        )
+
+    def _moved(self, x: Tensor, weights: Tensor, chosen: Tensor, slots: Slots) -> Tensor:
+        """What each expert made of a row is added up over ranks by itself: all but one add zeros,
+        so nothing is rounded before the one sum in the experts' order, wherever they are."""
+        own = held_only(slots.of(chosen, 0), self._own)
+        rows, per_token = chosen.shape
+        parts = self._computed(x.repeat_interleave(per_token, 0), own.view(-1))
+        parts = self._group.all_reduce(parts).view(rows, per_token, x.shape[1])
+        return _summed(parts, weights, chosen).to(x.dtype)
 
     def _route(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
         weights, chosen = route(
@@ -90,8 +154,16 @@ class ExpertMlps:
         rows, ranks = x.shape[0], self._group.size
         own = x[self._group.rank :: ranks]
         weights, chosen = self._route(own, step)
+        # Ranks with few rows each would all begin with the first copy.
+        places = chosen if self.slots is None else self.slots.of(chosen, others.rank)
         made = exchange(
-            own, weights, chosen, shares=self._shares, group=others, compute=self._computed
+            own,
+            weights,
+            chosen,
+            places=places,
+            shares=self._shares,
+            group=others,
+            compute=self._computed,
         )
         if ranks == 1:
             return made
@@ -107,8 +179,33 @@ class ExpertMlps:
         ones = torch.ones(experts.shape[0], 1, device=rows.device)
         return self._packed(rows, ones, experts.unsqueeze(1), None)
 
+    @property
+    def expert_bytes(self) -> int:
+        """The weights of one expert here."""
+        return 3 * len(self._inner.held) * len(self._hidden.held) * self._gate_up.itemsize
+
+    def taken(self, slots: Sequence[int]) -> Tensor:
+        """A copy of the weights of the experts in these slots of this rank, a row each."""
+        assert self._packed is not None, "not loaded"
+        weights = [self._packed.weights(slot) for slot in slots]
+        width = self.expert_bytes // self._gate_up.itemsize
+        flat = [one.reshape(-1) for one in chain.from_iterable(weights)]
+        if not flat:
+            return torch.empty(0, width, dtype=self._gate_up.dtype, device=self._device)
+        return torch.cat(flat).view(len(slots), width)
+
+    def put(self, slot: int, row: Tensor) -> None:
+        """What `taken` gave of another rank's expert, into a slot of this one."""
+        assert self._packed is not None, "not loaded"
+        size, hidden = len(self._inner.held), len(self._hidden.held)
+        gate_up, down = row[: 2 * size * hidden], row[2 * size * hidden :]
+        self._packed.replace(slot, gate_up.view(2 * size, hidden), down.view(hidden, size))
+
     def allocate(self, device: torch.device) -> None:
         """Memory for all weights."""
+        self._device = device
+        if self.slots is not None:
+            self.slots.to(device)
         self._router.allocate(device)
         self._gate_up = unfilled(self._gate_up, device)
         self._down = unfilled(self._down, device)
@@ -124,7 +221,7 @@ class ExpertMlps:
         """Checkpoint name -> where it goes; `prefix` is the block's."""
         names, hidden, inner = self._experts.names, self._hidden, self._inner
         tensors = self._router.checkpoint_tensors(prefix, ("gate",))
-        for place, index in enumerate(self._held):
+        for place, index in enumerate(self._first_held):
             expert = f"{prefix}experts.{index}."
             gate_up, down = self._gate_up[place], self._down[place]
             tensors |= by_name(gate_up, expert, names.gate_up, rows=(inner, inner), columns=hidden)
@@ -154,17 +251,18 @@ def exchange(
     weights: Tensor,
     chosen: Tensor,
     *,
+    places: Tensor,
     shares: Sequence[range],
     group: ExpertGroup,
     compute: Compute,
 ) -> Tensor:
     """What the experts of all ranks make of this rank's rows `x` [rows, hidden], of which each
-    chose [rows, per_token] experts: [rows, hidden], summed as one rank would. `shares`: the experts
-    of each rank; `compute`: what those of this one do, by their numbers here. All ranks of `group`
-    call it at the same time, with any number of rows, 0 included. The host waits for the device: it
-    has to know how many rows come."""
+    chose [rows, per_token] experts: [rows, hidden], summed as one rank would. `places`: the slots
+    that these are in; `shares`: the slots of each rank; `compute`: what those of this one do, by
+    their numbers here. All ranks of `group` call it at the same time, with any number of rows, 0
+    included. The host waits for the device: it has to know how many rows come."""
     rows, per_token = chosen.shape
-    flat, own = chosen.reshape(-1), shares[group.rank]
+    flat, own = places.reshape(-1), shares[group.rank]
     # By expert: so by rank, and what a rank gets of each is together.
     order = flat.argsort(stable=True)
     counts = flat.bincount(minlength=shares[-1].stop)

@@ -1,6 +1,6 @@
-"""Which rank has which expert of a layer in which slot, how that follows from the experts' load, and
-by which moves one placement becomes another. Pure, and in whole numbers: every rank of an expert
-group comes to the same answer by itself.
+"""Which rank has which expert of a layer in which slot: how that follows from the experts' load,
+and by which moves one placement becomes another. Pure, and in whole numbers: every rank of an
+expert group comes to the same answer by itself.
 
 Each rank has the same number of slots. An expert may be on several ranks, never twice on one; its
 rows are divided evenly over its copies. Nothing here knows tensors. See docs/adr/0126.
@@ -251,8 +251,8 @@ def _best_swap(layout: _Layout, busiest: int) -> tuple[int, tuple[int, int, int]
     is_new_here = ~layout.has[busiest][slots]
     is_new_there = ~layout.has[:, mine].T
     after[~(is_new_here[None] & is_new_there[:, :, None])] = _TOO_MUCH
-    own, rank, slot = np.unravel_index(after.argmin(), after.shape)
-    return int(after.min()), (int(own), int(rank), int(slot))
+    own, other = divmod(int(after.argmin()), slots.size)
+    return int(after.min()), (own, *divmod(other, slots.shape[1]))
 
 
 def _best_copy(layout: _Layout, busiest: int) -> tuple[int, tuple[int, int, int]]:
@@ -304,7 +304,7 @@ def _recopied(layout: _Layout) -> _Layout:
             continue
         # From the rank that has the most to do without it.
         loads = np.where(spare, (layout.loads[:, None] - layout.weights), _TOO_MUCH)
-        rank, slot = np.unravel_index(loads.argmin(), loads.shape)
+        rank, slot = divmod(int(loads.argmin()), loads.shape[1])
         layout.slots[rank, slot] = expert
         layout.look()
     return layout

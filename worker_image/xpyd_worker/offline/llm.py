@@ -67,6 +67,8 @@ class LLM:
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         enable_expert_parallel: bool = False,
+        enable_eplb: bool = False,
+        eplb_config: Mapping[str, Any] | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,

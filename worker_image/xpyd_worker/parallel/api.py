@@ -30,7 +30,7 @@ class Part:
     """What one rank holds: `layers` (absolute indices) of the model's stages, and of each layer the
     share `tensor_rank` of `tensor_size`. The first stage has the embedding; the last one the last
     norm, the head and the sampler. `replicas`: those that hold their experts together; each has all
-    else by itself."""
+    else by itself. `redundant_experts`: see Sizes."""
 
     layers: range
     stage: int = 0
@@ -38,6 +38,7 @@ class Part:
     tensor_rank: int = 0
     tensor_size: int = 1
     replicas: int = 1
+    redundant_experts: int | None = None
 
     @property
     def is_first(self) -> bool:

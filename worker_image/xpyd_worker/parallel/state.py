@@ -92,6 +92,7 @@ def open_parallel(
         tensor_rank=place.tensor,
         tensor_size=sizes.tensor,
         replicas=sizes.data if sizes.has_whole_experts else 1,
+        redundant_experts=sizes.redundant_experts,
     )
     store = Store(at, rank, sizes.world)
     gloo = gloo_device(at.address)

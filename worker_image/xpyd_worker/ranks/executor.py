@@ -10,7 +10,9 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
+from xpyd_worker.engine.eplb import EplbConfig
 from xpyd_worker.engine.executor import Running, StepCounters, StepInput, StepOutput
 from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.step.encoder import StepEncoder
@@ -34,7 +36,9 @@ class RankedExecutor:
         encoder: StepEncoder,
         decode: Callable[[bytes], StepOutput] = decode_output,
         step_deadline_s: float = STEP_DEADLINE_S,
+        eplb: EplbConfig | None = None,
     ) -> None:
+        """`eplb`: how often experts are placed anew; None: never."""
         self._instance = instance
         self._encoder = encoder
         self._decode = decode
@@ -51,10 +55,16 @@ class RankedExecutor:
         self.depth = depth
         self.draws_ahead = draws_ahead
         self.counters = StepCounters()
+        self._eplb = eplb
+        # Steps that ranks were given.
+        self._published = 0
 
     def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
         """See Executor. `layer_done` is for one rank; here each calls its own sender."""
+        if self._eplb is not None:
+            step = replace(step, experts=self._eplb.turn(self._published + 1))
         self._instance.publish(self._encoder.encode(step))
+        self._published += 1
         if not self._steps:
             self._since_s = time.monotonic()
         self._steps.append(step.step)

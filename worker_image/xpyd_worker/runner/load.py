@@ -162,7 +162,12 @@ def _divided(parallel: ParallelState | None) -> Sizes:
     if parallel is None:
         return ONE_RANK
     part, has_whole = parallel.part, parallel.experts is not None
-    return Sizes(data=part.replicas, tensor=part.tensor_size, has_whole_experts=has_whole)
+    return Sizes(
+        data=part.replicas,
+        tensor=part.tensor_size,
+        has_whole_experts=has_whole,
+        redundant_experts=part.redundant_experts,
+    )
 
 
 def _shape(config: ModelConfig, part: Part, dtype: torch.dtype, block_size_tokens: int) -> KvShape:

@@ -152,6 +152,7 @@ class ModelRunner:
         return True
 
     def _launch(self, step: StepInput, layer_done: Callable[[int], None]) -> LaunchedStep:
+        self._model.begin_step(step.experts)
         before, self._last = self._last, DeviceDraw()
         self.kv_cache.copy_blocks(step.block_copies)
         failed = faults(

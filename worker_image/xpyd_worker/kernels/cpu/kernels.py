@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from xpyd_worker.kernels.api import Kernels, KvShape, PackedExperts, PackedLinear, Plan, Span
+from xpyd_worker.kernels.api import Kernels, KvShape, PackedExperts, Plan, Span
 from xpyd_worker.kernels.cpu.library import (
     HEAD_DIMS,
     LANES,
@@ -28,7 +28,13 @@ from xpyd_worker.kernels.cpu.library import (
     library,
 )
 from xpyd_worker.kernels.cpu.packed import FewRowsLinear, OneDnnLinear, can_pack
-from xpyd_worker.kernels.plain import ExpertByExpert, PlainKernels, PlainLinear, count_chosen
+from xpyd_worker.kernels.plain import (
+    ExpertByExpert,
+    PlainKernels,
+    PlainLinear,
+    ReadableLinear,
+    count_chosen,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +75,7 @@ class CpuKernels:
         self.operators = operators
         self._threads = torch.get_num_threads()
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def linear(self, weight: Tensor, bias: Tensor | None) -> ReadableLinear:
         """Packed where that is faster."""
         if not can_pack(weight.dtype):
             return PlainLinear(weight, bias)
@@ -77,7 +83,7 @@ class CpuKernels:
 
     def experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
         """The experts, computed one after the other, each packed as a linear is."""
-        return ExpertByExpert(self, gate_up, down)
+        return ExpertByExpert(self.linear, self.silu_mul, gate_up, down)
 
     def count_chosen(self, counts: Tensor, chosen: Tensor, plan: Plan | None) -> None:
         """Count all: each row has a sequence."""

@@ -51,6 +51,10 @@ class OneDnnLinear:
         """[rows, in] -> [rows, out]."""
         return self._run(x, self._packed, self.bias, "none", [], None)
 
+    def weight(self) -> Tensor:
+        """[out, in], unpacked."""
+        return self._packed.to_dense()
+
     def packed_bytes(self) -> tuple[int, int]:
         """The address of the packed copy, and its length."""
         ops = _operators()
@@ -98,6 +102,10 @@ class FewRowsLinear:
             return packed
         found = with_chunk(chunk)
         return found if is_equal(found, packed, _PROBE_ROWS) else packed
+
+    def weight(self) -> Tensor:
+        """[out, in], unpacked."""
+        return self.packed.weight()
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out]."""

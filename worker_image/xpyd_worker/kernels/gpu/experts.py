@@ -217,14 +217,14 @@ class GroupedExperts:
             )
         if not (gate_up.is_contiguous() and down.is_contiguous()):
             raise ValueError("experts' weights are kept as they are and must be contiguous")
-        self._gate_up, self._down = gate_up, down
+        self.gate_up, self.down = gate_up, down
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
         """See Experts; `chosen` may be NO_EXPERT. Nothing waits for the device."""
         x, weights, chosen = x.contiguous(), weights.contiguous(), chosen.contiguous()
-        experts, hidden, size = self._down.shape
+        experts, hidden, size = self.down.shape
         pairs, per_token = chosen.numel(), chosen.shape[1]
         rows = tile_rows(pairs, experts, x.dtype)
         table, order = tile_table(chosen, experts=experts, rows=rows)
@@ -241,11 +241,11 @@ class GroupedExperts:
         }
         inner = torch.empty((pairs, size), dtype=x.dtype, device=x.device)
         _gate_up[(tiles * triton.cdiv(size, columns),)](
-            x, self._gate_up, order, table, inner, tiles, hidden, size, per_token, **launch
+            x, self.gate_up, order, table, inner, tiles, hidden, size, per_token, **launch
         )
         parts = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
         _down[(tiles * triton.cdiv(hidden, columns),)](
-            inner, self._down, order, table, parts, tiles, hidden, size, **launch
+            inner, self.down, order, table, parts, tiles, hidden, size, **launch
         )
         out = torch.empty_like(x)
         columns = min(_SUM_COLUMNS, triton.next_power_of_2(hidden))

@@ -59,15 +59,7 @@ class TritonKernels:
     def experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
         """Both are kept as they are. In a step that only decodes, rows that pad a graph's batch
         choose none: they would have more experts' weights read."""
-        grouped = GroupedExperts(gate_up.to(self._device), down.to(self._device))
-
-        def apply(x: Tensor, weights: Tensor, chosen: Tensor, plan: Plan | None) -> Tensor:
-            own = None if plan is None else _own(plan)
-            if own is not None and not own.tiles.shape[0]:
-                chosen = chosen.masked_fill((own.slots < 0).unsqueeze(-1), NO_EXPERT)
-            return grouped(x, weights, chosen)
-
-        return apply
+        return TritonExperts(GroupedExperts(gate_up.to(self._device), down.to(self._device)))
 
     def count_chosen(self, counts: Tensor, chosen: Tensor, plan: Plan | None) -> None:
         """Rows that pad a graph's batch count nothing."""
@@ -157,3 +149,26 @@ def _own(plan: Plan) -> GpuPlan:
     if not isinstance(plan, GpuPlan):
         raise TypeError(f"a plan of other kernels: {type(plan).__name__}")
     return plan
+
+
+class TritonExperts:
+    """See PackedExperts and TritonKernels.experts."""
+
+    def __init__(self, grouped: GroupedExperts) -> None:
+        self._grouped = grouped
+
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, plan: Plan | None) -> Tensor:
+        """[rows, hidden] -> [rows, hidden]."""
+        own = None if plan is None else _own(plan)
+        if own is not None and not own.tiles.shape[0]:
+            chosen = chosen.masked_fill((own.slots < 0).unsqueeze(-1), NO_EXPERT)
+        return self._grouped(x, weights, chosen)
+
+    def weights(self, expert: int) -> tuple[Tensor, Tensor]:
+        """See PackedExperts."""
+        return self._grouped.gate_up[expert], self._grouped.down[expert]
+
+    def replace(self, expert: int, gate_up: Tensor, down: Tensor) -> None:
+        """See PackedExperts: in place, behind what was launched before."""
+        self._grouped.gate_up[expert].copy_(gate_up)
+        self._grouped.down[expert].copy_(down)

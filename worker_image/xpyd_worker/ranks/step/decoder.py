@@ -101,7 +101,9 @@ class StepDecoder:
             if index >= len(sequences):
                 raise MessageError(f"a mask for row {index} of {len(sequences)}")
             sequences[index] = replace(sequences[index], mask=KnownMask(words))
-        return StepInput(message.step, tuple(sequences), message.block_copies, message.kv)
+        return StepInput(
+            message.step, tuple(sequences), message.block_copies, message.kv, message.experts
+        )
 
     def _begin(self, row: Full) -> ScheduledSequence:
         if row.slot >= len(self._held):

@@ -62,7 +62,9 @@ class StepEncoder:
             if sequence.mask is not None
         )
         try:
-            return encode_step(StepMessage(step.step, rows, step.block_copies, step.kv, masks))
+            return encode_step(
+                StepMessage(step.step, rows, step.block_copies, step.kv, masks, step.experts)
+            )
         except MessageError:
             self._known.clear()
             raise

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from xpyd_core.errors import XpydError
+from xpyd_worker.engine.eplb import ExpertTurn
 from xpyd_worker.engine.executor import StepOutput
 from xpyd_worker.engine.request import SampledToken, SamplingParams, TokenLogprob
 
@@ -81,13 +82,14 @@ Row = Going | Ahead | Chunk | Full
 
 class StepMessage(msgspec.Struct, frozen=True, array_like=True):
     """One StepInput; `rows` are its sequences in order. `masks`: of those that draw under a grammar
-    (row, words of the mask)."""
+    (row, words of the mask). `experts`: see StepInput."""
 
     step: int
     rows: tuple[Row, ...]
     block_copies: tuple[tuple[int, int], ...] = ()
     kv: bytes = b""
     masks: tuple[tuple[int, bytes], ...] = ()
+    experts: ExpertTurn = ExpertTurn.NONE
 
 
 class OutputMessage(msgspec.Struct, frozen=True, array_like=True):

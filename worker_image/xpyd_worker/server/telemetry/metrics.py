@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -31,7 +30,6 @@ from xpyd_kv.memory.api import StoreMetrics
 from xpyd_kv.metrics import EndpointCounters, KvMetrics, together
 from xpyd_kv.transport.devices.nccl.library import NcclMetrics
 from xpyd_kv.transport.settings import TRANSPORTS
-from xpyd_worker.engine.executor import LayerExperts
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.grammar.compiler import GrammarMetrics
 from xpyd_worker.parsers.registry import TOOL_FAMILIES
@@ -426,26 +424,6 @@ def _by(
     for key in sorted({*found, *(always or (() if found else ("none",)))}):
         value = float(found.get(key, 0))
         yield Sample(f"xpyd_kv_{name}", kind, text, value, ((label, key),))
-
-
-_EXPERT_PREFIX = "xpyd_engine_expert_"
-
-
-def expert_samples(layers: Sequence[LayerExperts]) -> Iterable[Sample]:
-    """All `xpyd_engine_expert_*`: as many series as there are experts of a layer, and two for each
-    layer. Those of each expert in each layer would be thousands."""
-    sums = [sum(tokens) for tokens in zip_longest(*(one.tokens for one in layers), fillvalue=0)]
-    for expert, tokens in enumerate(sums):
-        labels = (("expert", str(expert)),)
-        text = "Tokens that chose the expert, in all layers"
-        yield Sample(f"{_EXPERT_PREFIX}tokens", "counter", text, float(tokens), labels)
-    for one in layers:
-        labels = (("layer", str(one.layer)),)
-        for name, text, value in (
-            ("layer_tokens", "Tokens of all experts of the layer", sum(one.tokens)),
-            ("layer_busiest_tokens", "Tokens of its most chosen expert", max(one.tokens)),
-        ):
-            yield Sample(_EXPERT_PREFIX + name, "counter", text, float(value), labels)
 
 
 _RANK_PREFIX = "xpyd_engine_rank_"
