@@ -129,6 +129,37 @@ def test_greedy_tokens_of_whole_experts_are_those_of_transformers(
     check(model, written)
 
 
+BALANCE = '--eplb-config={"num_redundant_experts": 1, "window_size": 8, "step_interval": 8}'
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((2, 1), marks=pytest.mark.slow, id="tp2pp1"),
+        pytest.param((2, 2), marks=pytest.mark.soak, id="tp2pp2"),
+    ],
+)
+def test_greedy_tokens_are_those_of_transformers_while_experts_move(
+    tmp_path: Path, layout: Layout
+) -> None:
+    """Experts of a small model with random weights are chosen unevenly."""
+    model = make_model(tmp_path / "model", "mixtral", experts=7)
+    with empty_fleet(tmp_path) as running:
+        more = (EXPERT, "--enable-eplb", BALANCE)
+        engine = running.start_engine(
+            "Aggregated", *flags(layout), *more, model=model, env={"XPYD_DISCOVERY": ""}
+        )
+        running.wait_healthy(engine)
+        written = written_by(engine)
+        moves = "xpyd_engine_expert_layer_moves_total"
+        wait_for("experts to have moved", lambda: engine.metric(moves) > 0)
+        for layer in range(5):
+            name = f"xpyd_engine_expert_layer_imbalance{{layer={layer},placement="
+            assert 1 <= engine.metric(f"{name}after}}") <= engine.metric(f"{name}before}}")
+        assert engine.stop() == 0, engine.log[-3000:]
+    check(model, written)
+
+
 def tokens_of_experts(engine: Process) -> bool:
     """Whether each of five layers shows two experts for each token that was computed."""
     computed = engine.metric("xpyd_engine_prompt_tokens_computed_total")

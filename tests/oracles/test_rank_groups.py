@@ -238,6 +238,30 @@ def test_experts_that_cannot_be_divided_so_are_refused_with_the_numbers(
     check_parallel(MIXTRAL, Sizes(tensor=4, data=2, has_whole_experts=True))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "complaint"),
+    [
+        (Sizes(redundant_experts=0), "--enable-eplb: no other rank has whole experts; give --enab"),
+        (
+            Sizes(tensor=4, redundant_experts=2, has_whole_experts=True),
+            "--eplb-config: num_redundant_experts: 2 and 8 experts do not divide over 4 ranks; "
+            "give 4",
+        ),
+        (
+            Sizes(tensor=2, redundant_experts=10, has_whole_experts=True),
+            "--eplb-config: num_redundant_experts: 10; at most 8, 8 experts on each of 2 ranks",
+        ),
+    ],
+)
+def test_slots_for_copies_that_cannot_be_are_refused_with_the_numbers(
+    sizes: Sizes, complaint: str
+) -> None:
+    with pytest.raises(UserError, match=complaint):
+        check_parallel(MIXTRAL, sizes)
+    check_parallel(MIXTRAL, Sizes(tensor=4, redundant_experts=4, has_whole_experts=True))
+    check_parallel(MIXTRAL, Sizes(tensor=2, redundant_experts=8, has_whole_experts=True))
+
+
 def test_whole_experts_are_of_any_size_and_slices_are_not() -> None:
     """Article fact 54."""
     odd = replace(MIXTRAL, expert_sizes=frozenset({100}))

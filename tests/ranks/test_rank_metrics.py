@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xpyd_core.parallel.ranks import Sizes
-from xpyd_worker.engine.executor import LayerExperts
+from xpyd_worker.engine.executor import LayerExperts, LayerMoves, sum_by_layer
 from xpyd_worker.ranks.start.messages import RankReady
 from xpyd_worker.ranks.watch.beats import Beat
 from xpyd_worker.ranks.watch.judge import Shown
@@ -80,6 +80,30 @@ def test_experts_are_summed_over_layers_and_each_layer_shows_how_uneven_it_is() 
     }
     assert {s.kind for s in samples} == {"counter"}
     assert not list(expert_samples(())), "a model without experts has no such series"
+
+
+def test_a_layer_whose_experts_move_shows_how_often_and_how_even_it_is() -> None:
+    moves = LayerMoves(placements=2, moved=5, before=1.6, after=1.05)
+    samples = expert_samples([LayerExperts(0, (5, 1)), LayerExperts(3, (2, 2), moves)])
+    found = {
+        (s.name.removeprefix("xpyd_engine_expert_layer_"), s.labels): (s.value, s.kind)
+        for s in samples
+        if not s.name.endswith("tokens")
+    }
+    layer = ("layer", "3")
+    assert found == {
+        ("rebalancings", (layer,)): (2, "counter"),
+        ("moves", (layer,)): (5, "counter"),
+        ("imbalance", (layer, ("placement", "before"))): (1.6, "gauge"),
+        ("imbalance", (layer, ("placement", "after"))): (1.05, "gauge"),
+    }
+
+
+def test_moves_of_replicas_add_up_and_the_worse_balance_is_shown() -> None:
+    one, other = LayerMoves(1, 4, 1.5, 1.0), LayerMoves(2, 3, 1.2, 1.1)
+    assert sum_by_layer(
+        [LayerExperts(0, (1, 2), one), LayerExperts(0, (3, 4), other), LayerExperts(0, (5, 6))]
+    ) == [LayerExperts(0, (9, 12), LayerMoves(3, 7, 1.5, 1.1))]
 
 
 def test_experts_of_many_layers_are_not_as_many_series_as_layers_times_experts() -> None:

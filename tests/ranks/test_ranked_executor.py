@@ -12,11 +12,13 @@ import pytest
 
 from tests.ranks.kit.coded_executor import MOST_TOKENS
 from tests.ranks.test_step_messages import GOING, SOME
+from xpyd_worker.engine.eplb import EplbConfig, ExpertTurn
 from xpyd_worker.engine.executor import (
     SampleSpec,
     ScheduledSequence,
     StepInput,
     StepOutput,
+    no_layer_done,
 )
 from xpyd_worker.engine.request import SampledToken
 from xpyd_worker.ranks.compute.request_states import RequestStates
@@ -30,6 +32,7 @@ from xpyd_worker.ranks.step.encoder import StepEncoder
 from xpyd_worker.ranks.step.messages import (
     Full,
     Going,
+    MessageError,
     Row,
     decode_output,
     decode_step,
@@ -88,7 +91,9 @@ class OneRank:
 
 
 @contextmanager
-def one_rank(deadline_s: float = 60.0) -> Iterator[tuple[OneRank, RankedExecutor]]:
+def one_rank(
+    deadline_s: float = 60.0, eplb: EplbConfig | None = None
+) -> Iterator[tuple[OneRank, RankedExecutor]]:
     rank = OneRank()
     try:
         yield (
@@ -102,6 +107,7 @@ def one_rank(deadline_s: float = 60.0) -> Iterator[tuple[OneRank, RankedExecutor
                 encoder=StepEncoder(4),
                 decode=decode_output,
                 step_deadline_s=deadline_s,
+                eplb=eplb,
             ),
         )
     finally:
@@ -173,3 +179,31 @@ def test_a_step_without_an_answer_is_stuck_when_its_time_is_over():
         running = executor.launch(StepInput(1, (at(seq_id=0, drawn=0),)), lambda _: None)
         with pytest.raises(Stuck):
             running.wait()
+
+
+def test_ranks_are_told_in_the_step_when_to_count_and_when_to_place_experts():
+    with one_rank(eplb=EplbConfig(window_size=2, step_interval=5)) as (rank, executor):
+        for number in range(10):
+            executor.launch(StepInput(number + 1, (at(1, number),)), no_layer_done).wait()
+    turns = [step.experts for step in rank.seen]
+    count, place = ExpertTurn.COUNT, ExpertTurn.PLACE
+    assert [number for number, turn in enumerate(turns, 1) if turn == count] == [3, 8]
+    assert [number for number, turn in enumerate(turns, 1) if turn == place] == [5, 10]
+
+
+def test_a_step_that_was_not_sent_is_no_step_of_the_ranks(monkeypatch: pytest.MonkeyPatch):
+    with one_rank(eplb=EplbConfig(window_size=2, step_interval=2)) as (rank, executor):
+        executor.launch(StepInput(1, (at(1, 0),)), no_layer_done).wait()
+        with monkeypatch.context() as patch:
+            patch.setattr("xpyd_worker.ranks.step.messages.MAX_STEP_BYTES", 1)
+            with pytest.raises(MessageError):
+                executor.launch(StepInput(2, (at(1, 1),)), no_layer_done)
+        executor.launch(StepInput(2, (at(1, 1),)), no_layer_done).wait()
+    assert [step.experts for step in rank.seen] == [ExpertTurn.NONE, ExpertTurn.PLACE]
+
+
+def test_experts_stay_where_they_are_without_the_flag():
+    with one_rank() as (rank, executor):
+        for number in range(6):
+            executor.launch(StepInput(number + 1, (at(1, number),)), no_layer_done).wait()
+    assert {step.experts for step in rank.seen} == {ExpertTurn.NONE}

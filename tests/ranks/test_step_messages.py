@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ranks.kit.coded_executor import MOST_TOKENS
+from xpyd_worker.engine.eplb import ExpertTurn
 from xpyd_worker.engine.executor import (
     DRAWN_BEFORE,
     KnownMask,
@@ -54,8 +55,8 @@ GOING = replace(SOME, token_ids=(20,), start=3, samples=(SampleSpec(0, 1),))
 
 
 # Before and behind the sampling parameters, which come by name.
-GOLDEN_BEGIN = "95099493000191079301cd012c909502029205ce000111709091009c03030604910892040905919200"
-GOLDEN_END = "9102a161940102030491920102c4026b76919202c404ff000001"
+GOLDEN_BEGIN = "96099493000191079301cd012c909502029205ce000111709091009c03030604910892040905919200"
+GOLDEN_END = "9102a161940102030491920102c4026b76919202c404ff00000102"
 
 
 class Line:
@@ -105,6 +106,7 @@ def test_the_bytes_of_a_step_are_these():
         ((1, 2),),
         b"kv",
         ((2, b"\xff\x00\x00\x01"),),
+        ExpertTurn.PLACE,
     )
     encoded = encode_step(message)
     assert encoded.hex().startswith(GOLDEN_BEGIN)

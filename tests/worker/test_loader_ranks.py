@@ -201,6 +201,24 @@ def test_of_whole_experts_a_rank_reads_its_own_and_all_of_them(
         assert read[queries] == stored[queries].nbytes // sizes.tensor
 
 
+def test_a_rank_reads_the_experts_of_its_slots_copies_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_checkpoint(tmp_path, "mixtral", num_hidden_layers=2, num_local_experts=5)
+    open_file = loader._open
+    read: dict[str, int] = {}
+    monkeypatch.setattr(loader, "_open", lambda path: CountingFile(open_file(path), read))
+    stored = load_file(tmp_path / STORED)
+    sizes = Sizes(tensor=2, has_whole_experts=True, redundant_experts=3)
+    for rank, experts in enumerate([(0, 1, 2, 3), (4, 0, 1, 2)]):
+        read.clear()
+        load(tmp_path, sizes, rank)
+        names = {name for name in read if ".experts." in name}
+        assert {int(name.split(".")[5]) for name in names} == set(experts)
+        assert len(names) == 2 * 3 * len(experts)
+        assert all(read[name] == stored[name].nbytes for name in names)
+
+
 def test_shards_without_a_rank_s_tensors_are_not_opened(folder: Path) -> None:
     """Such as those of other stages' layers; that they are there is checked."""
     tensors = load_file(folder / STORED)

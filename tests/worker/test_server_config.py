@@ -13,6 +13,7 @@ from xpyd_core.pod_env import PodEnv
 from xpyd_core.request_id import Address
 from xpyd_worker.command import configure, read_config
 from xpyd_worker.config import WorkerConfig
+from xpyd_worker.engine.eplb import EplbConfig
 
 POD = PodEnv(
     role="Decode",
@@ -192,6 +193,41 @@ def test_the_parsers_of_chats_reach_the_configuration() -> None:
     assert (given.tool_call_parser, given.reasoning_parser) == ("mistral", "none")
     assert not given.enable_auto_tool_choice
     assert config("--enable-auto-tool-choice").enable_auto_tool_choice
+
+
+def test_experts_are_balanced_where_both_flags_say_how() -> None:
+    assert config().eplb is None
+    assert config().sizes.redundant_experts is None
+    on = ("--enable-expert-parallel", "--enable-eplb", "--tensor-parallel-size=2")
+    assert config(*on).eplb == EplbConfig()
+    assert config(*on).sizes.redundant_experts == 0
+    found = config(*on, '--eplb-config={"num_redundant_experts": 4, "step_interval": 2000}')
+    assert found.eplb == EplbConfig(num_redundant_experts=4, step_interval=2000)
+    assert found.sizes.redundant_experts == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            '{"use_async": true}',
+            "unknown key 'use_async'; expected some of num_redundant_experts, ",
+        ),
+        ('{"num_redundant_experts": -1}', "num_redundant_experts: expected a whole number from 0"),
+        ('{"step_interval": 0}', "step_interval: expected a whole number from 1 on"),
+        ('{"step_interval": true}', "step_interval: expected a whole number from 1 on"),
+        ('{"window_size": 2000000}', "window_size: 2000000; at most 1000000"),
+        ('{"step_interval": 10}', "window_size: 1000 steps; at most step_interval, 10"),
+    ],
+)
+def test_a_wrong_key_of_the_balance_is_named(given: str, words: str) -> None:
+    with pytest.raises(UserError, match=f"--eplb-config: {words}"):
+        config("--enable-expert-parallel", "--enable-eplb", f"--eplb-config={given}")
+
+
+def test_a_balance_that_is_not_on_is_refused() -> None:
+    with pytest.raises(UserError, match="--eplb-config: no effect without --enable-eplb"):
+        config("--eplb-config={}")
 
 
 def test_the_prefix_cache_is_on_unless_somebody_says_no() -> None:

@@ -53,9 +53,7 @@ def read_eplb(given: Mapping[str, object] | None, *, is_on: bool) -> EplbConfig 
     """The flag's object, and whether --enable-eplb is given. UserError naming the key."""
     if not is_on:
         if given is not None:
-            raise UserError(
-                "--eplb-config: has no effect without --enable-eplb; give both, or none"
-            )
+            raise UserError("--eplb-config: no effect without --enable-eplb; give both, or none")
         return None
     known = [one.name for one in fields(EplbConfig)]
     found: dict[str, int] = {}
