@@ -213,7 +213,7 @@ MODEL_FLAGS = (
         type=json_object,
         metavar="JSON",
         help="of that: num_redundant_experts (0), slots for copies; window_size (1000), steps that "
-        "count; step_interval (3000), steps between two placements (default: those)",
+        "count; step_interval (3000), steps between two placements (default: {})",
     ),
     _count(
         *(DATA, "-dp"),

@@ -26,6 +26,8 @@ FLAGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "--tensor-parallel-size": ("int", ()),
     "--pipeline-parallel-size": ("int", ()),
     "--enable-expert-parallel": ("switch", ()),
+    "--enable-eplb": ("switch", ()),
+    "--eplb-config": ("json", ()),
     "--data-parallel-size": ("int", ()),
     "--disable-custom-all-reduce": ("switch", ()),
     "--max-num-seqs": ("int", ()),
