@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.engine.contender import ROOT, ContenderFailed
 from bench.engine.models import model
-from bench.parallel import all_reduce, engines, experts, gpu_all_reduce
+from bench.parallel import all_reduce, engines, experts, gpu_all_reduce, replicas
 from bench.parallel.engines import (
     CASES,
     DECODES,
@@ -32,6 +32,8 @@ from bench.report import say, write_report
 MODELS = ("tiny", "small", *EXPERTS)
 """One whose steps cost next to nothing but to be handed out, one that has something to do, and one
 with experts."""
+_OF_REPLICAS = ("tiny", "small")
+_REPLICA_REQUESTS = 96
 _QUICK_LAYOUTS = (
     Layout(),
     Layout(tensor=2),
@@ -57,7 +59,10 @@ def main(argv: list[str]) -> int:
         worlds, sizes_kib, layouts = worlds[:1], sizes_kib[:1], _QUICK_LAYOUTS
         exchanged_kib, rows = exchanged_kib[:1], rows[:1]
         options.rounds, options.models = 1, options.models[:1]
+    requests = _REPLICA_REQUESTS // 8 if options.quick else _REPLICA_REQUESTS
+    contenders = replicas.CONTENDERS[:2] if options.quick else replicas.CONTENDERS
     turns: dict[str, list[Turn]] = {}
+    of_replicas: dict[str, list[replicas.ReplicasTurn]] = {}
     try:
         say("all-reduce")
         reduces = all_reduce.measure(worlds, sizes_kib, options.rounds)
@@ -78,11 +83,29 @@ def main(argv: list[str]) -> int:
                     # Without stages there is no bubble.
                     cases=DECODES if has_experts else CASES,
                 )
-    except (ContenderFailed, all_reduce.WrongSumError, gpu_all_reduce.WrongGpuSumError) as error:
+        for name in options.models:
+            if name not in _OF_REPLICAS:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                of_replicas[name] = replicas.measure(
+                    model(name),
+                    requests=requests,
+                    cores=options.cores,
+                    rounds=options.rounds,
+                    folder=Path(folder),
+                    say=say,
+                    contenders=contenders,
+                )
+    except (
+        ContenderFailed,
+        AssertionError,  # the harness asserts its deadlines
+        all_reduce.WrongSumError,
+        gpu_all_reduce.WrongGpuSumError,
+    ) as error:
         say(f"wrong: {error}")
         return 1
     collectives = Collectives(reduces, on_gpus, exchanges, of_experts)
-    made = report(collectives, turns, cores=options.cores, rounds=options.rounds)
+    made = report(collectives, turns, of_replicas, cores=options.cores, rounds=options.rounds)
     write_report(made, options.output, with_measured)
     sys.stdout.write(json.dumps(made) + "\n")
     return 0

@@ -25,6 +25,8 @@ def _measured(made: dict[str, Any]) -> str:
         parts.append(_engines(model, made["engines"][model]))
         if made["bubble"][model]:
             parts.append(_bubbles(model, made["bubble"][model]))
+    for model, rows in made.get("replicas", {}).items():
+        parts.append(_replicas(model, rows))
     return "\n" + "".join("\n".join(part) + "\n\n" for part in parts)
 
 
@@ -73,6 +75,20 @@ def _engines(model: str, rows: list[dict[str, Any]]) -> list[str]:
             f"| {row['layout']} | {row['itlP50Ms']:.2f} | {row['itlToOne']:.2f} "
             f"| {row['tokensPerS']:,.0f} | {row['tokensPerSToOne']:.2f} "
             f"| {row['mainCpuUsPerStep']:,.0f} |"
+            for row in rows
+        ),
+    ]
+
+
+def _replicas(model: str, rows: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"| `{model}`, behind a router | tokens/s, 8 at once | to two instances "
+        "| TTFT p50 ms, Poisson | TTFT p99 ms | to two instances | ITL p99 ms |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            f"| {row['contender']} | {row['tokensPerS']:,.0f} | {row['tokensPerSToInstances']:.2f} "
+            f"| {row['ttftP50Ms']:,.0f} | {row['ttftP99Ms']:,.0f} "
+            f"| {row['ttftP99ToInstances']:.2f} | {row['itlP99Ms']:.1f} |"
             for row in rows
         ),
     ]

@@ -19,6 +19,7 @@ from bench.parallel.all_reduce import Rounds
 from bench.parallel.engines import BATCHES, DECODE_1, DECODE_8, Layout, Turn
 from bench.parallel.experts import LayerRounds
 from bench.parallel.gpu_all_reduce import GpuRounds
+from bench.parallel.replicas import INSTANCES, Contender, ReplicasTurn
 from xpyd_tools.bench.summary import Summary, summarize
 
 _ALONE = Layout()
@@ -36,21 +37,24 @@ class Collectives(NamedTuple):
 def report(
     collectives: Collectives,
     turns: dict[str, list[Turn]],
+    replicas: dict[str, list[ReplicasTurn]] | None = None,
     *,
     cores: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """The JSON that a run ends with. `turns`: of each model."""
+    """The JSON that a run ends with. `turns`, `replicas`: of each model."""
+    of_replicas = replicas or {}
     return {
         "benchmark": "parallel",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "ratios": _ratios(collectives, turns),
+        "ratios": [*_ratios(collectives, turns), *_replica_ratios(of_replicas)],
         "allReduce": [_reduce(one) for one in collectives.reduces],
         "gpuAllReduce": [_gpu_reduce(one) for one in collectives.on_gpus],
         "allToAll": [_reduce(one) for one in collectives.exchanges],
         "expertLayers": [_layer(one) for one in collectives.layers],
         "engines": {model: _engines(found) for model, found in turns.items()},
         "bubble": {model: _bubbles(found) for model, found in turns.items()},
+        "replicas": {model: _replicas(found) for model, found in of_replicas.items()},
         "cores": cores,
         "rounds": rounds,
         "absent": {},
@@ -106,6 +110,56 @@ def _ratios(collectives: Collectives, turns: dict[str, list[Turn]]) -> list[dict
                 name = f"{model}, {layout.name}, tokens/s"
                 found.append(_named(name, "one step at a time", rates, _rates(of_model, unqueued)))
     return found
+
+
+def _replica_ratios(turns: dict[str, list[ReplicasTurn]]) -> list[dict[str, Any]]:
+    """Each contender of a model to two instances behind a router."""
+    return [
+        _named(f"{model}, {one.name}, {what}", INSTANCES.name, ours, others)
+        for model, of_model in turns.items()
+        for one in _contenders(of_model)
+        if one != INSTANCES
+        for (what, ours), (_, others) in zip(
+            _figures(of_model, one).items(), _figures(of_model, INSTANCES).items(), strict=True
+        )
+    ]
+
+
+def _contenders(turns: Sequence[ReplicasTurn]) -> list[Contender]:
+    return list(dict.fromkeys(turn.contender for turn in turns))
+
+
+def _figures(turns: Sequence[ReplicasTurn], contender: Contender) -> dict[str, list[float]]:
+    """Of each round."""
+    own = [turn for turn in turns if turn.contender == contender]
+    at_once = [summarize(turn.at_once) for turn in own]
+    poisson = [summarize(turn.poisson) for turn in own]
+    return {
+        "tokens/s": [one.output_tokens_per_s for one in at_once],
+        "TTFT p50": [one.ttft_ms.p50 for one in poisson],
+        "TTFT p99": [one.ttft_ms.p99 for one in poisson],
+        "ITL p99": [one.itl_ms.p99 for one in poisson],
+    }
+
+
+def _replicas(turns: Sequence[ReplicasTurn]) -> list[dict[str, Any]]:
+    peers = _figures(turns, INSTANCES)
+    rows: list[dict[str, Any]] = []
+    for contender in _contenders(turns):
+        found = _figures(turns, contender)
+        rate, p50, p99, itl = (round(median(one), 2) for one in found.values())
+        rows.append(
+            {
+                "contender": contender.name,
+                "tokensPerS": rate,
+                "ttftP50Ms": p50,
+                "ttftP99Ms": p99,
+                "itlP99Ms": itl,
+                "tokensPerSToInstances": _ratio(found["tokens/s"], peers["tokens/s"]),
+                "ttftP99ToInstances": _ratio(found["TTFT p99"], peers["TTFT p99"]),
+            }
+        )
+    return rows
 
 
 def _rates(turns: Sequence[Turn], layout: Layout) -> list[float]:

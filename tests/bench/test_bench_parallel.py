@@ -71,6 +71,10 @@ def test_the_short_form_measures_and_writes_its_page(
         ("tiny, TP 1 x PP 2, tokens/s", "TP 1 x PP 1"),
         ("tiny, TP 1 x PP 2, tokens/s", "one step at a time"),
         ("tiny, TP 1 x PP 2, one step at a time, tokens/s", "TP 1 x PP 1"),
+        ("tiny, one instance, two replicas, tokens/s", "two instances"),
+        ("tiny, one instance, two replicas, TTFT p50", "two instances"),
+        ("tiny, one instance, two replicas, TTFT p99", "two instances"),
+        ("tiny, one instance, two replicas, ITL p99", "two instances"),
     ]
     assert next(iter(ratios.values()))["measured"] == [reduce["ratio"]]
     rows = made["engines"]["tiny"]
@@ -87,3 +91,6 @@ def test_the_short_form_measures_and_writes_its_page(
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "| 2 ranks, 16 KiB |" in text
+    alone, inside = made["replicas"]["tiny"]
+    assert (alone["contender"], alone["tokensPerSToInstances"]) == ("two instances", 1.0)
+    assert f"| one instance, two replicas | {inside['tokensPerS']:,.0f} |" in text
