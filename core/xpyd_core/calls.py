@@ -1,12 +1,12 @@
 """The calls by which a fleet's programs control an engine: who may make them, what they must say.
 Pure; an engine's HTTP server hands a call in and gets its content, or an ApiError.
 
-`POST /drain` ends the process, `POST /reset_prefix_cache` makes all others' prompts slow. In a
-fleet with a secret the caller proves to have it, for this one process: the MAC covers the call and
-the incarnation, which GET /load (of a vLLM GET /live) and the heartbeats name, so that an overheard
-MAC is good for nothing else and no later start. Without a secret only this machine may call, and no
-browser page or proxy on it. A proxy here that sends no proxy header cannot be recognised from its
-machine: docs/engine.md says so.
+`POST /drain` ends the process, `POST /reset_prefix_cache` makes all others' prompts slow, `POST
+/scale_elastic_ep` takes replicas away. In a fleet with a secret the caller proves to have it, for
+this one process: the MAC covers the call and the incarnation, which GET /load (of a vLLM GET /live)
+and the heartbeats name, so that an overheard MAC is good for nothing else and no later start.
+Without a secret only this machine may call, and no browser page or proxy on it. A proxy here that
+sends no proxy header cannot be recognised from its machine: docs/engine.md says so.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ def check_caller(
     purpose: Purpose,
     keys: Keys,
     incarnation: str,
+    content: str = "",
 ) -> None:
     """ApiError 400, 403 or 409 (the incarnation of another process) unless `caller` may make the
-    call of this `purpose`."""
+    call of this `purpose`. `content`: what the call says besides; the MAC is over it, too."""
     if not keys or keys == INSECURE_KEYS:
         if not _is_local(caller):
             message = "without a key file only this machine may ask, and not through a proxy"
@@ -55,7 +56,7 @@ def check_caller(
     given = body.get("incarnation")
     if not isinstance(given, str):
         raise refuse("incarnation", "expected this process' own, which GET /load shows")
-    if not is_call_mac(keys, purpose, given, caller.mac):
+    if not is_call_mac(keys, purpose, f"{given}{content}", caller.mac):
         message = "X-Xpyd-Mac is not the MAC of this call and incarnation"
         raise ApiError(403, message, code="wrong_mac")
     if given != incarnation:

@@ -32,9 +32,10 @@ MAX_KEYS = 4
 BEAT_MAC_BYTES = 32
 INSECURE_KEYS = (b"",)
 """The keys of a fleet without a secret."""
-Purpose = Literal["pair", "kv-release", "kv-probe", "drain", "reset_prefix_cache"]
+Purpose = Literal["pair", "kv-release", "kv-probe", "drain", "reset_prefix_cache", "scale"]
 """What a call with a MAC is for. The text that the MAC is over is the id of a pair, the uuid of a
-release, the address in the body of a probe, and the incarnation in the body of the others."""
+release, the address in the body of a probe, and the incarnation in the body of the others; a scale
+has the number of replicas behind it."""
 PAIR_MAC_HEADER = "X-Xpyd-Pair-Mac"
 """The header with the MAC of the pair id in X-Request-Id. See docs/adr/0040."""
 _MAX_FILE_BYTES = 16 * 1024

@@ -1,21 +1,26 @@
-"""A replica of an engine dies behind a router: no client sees it, and the instance stays."""
+"""Replicas of an engine die, come and go behind a router: no client sees it; the instance stays."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.harness import Fleet, empty_fleet, ranks_of, wait_for
+from tests.e2e.harness import Fleet, Process, empty_fleet, http, ranks_of, wait_for
+from xpyd_core.keys import call_mac, fleet_keys
 
 pytestmark = pytest.mark.slow  # torch is imported four times
+_log = logging.getLogger(__name__)
 STREAMS = 8
 BODY = {"model": "demo", "prompt": "The", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 
@@ -67,3 +72,53 @@ def test_a_replica_that_dies_fails_no_request(fleet: Fleet) -> None:
     assert two.metrics()["xpyd_engine_replica_restarts_total{engine=0}"] == 1
     assert fleet.states()["two"] == "Ready"
     assert fleet.complete(**BODY)["choices"][0]["text"] == expected
+
+
+def scale(engine: Process, fleet: Fleet, replicas: int) -> float:
+    """Ask the engine to have so many; the seconds that it took."""
+    mine = json.loads(http(f"{engine.url}/load")[1])["incarnation"]
+    keys = fleet_keys(fleet.key_file, insecure=False)
+    mac = {"X-Xpyd-Mac": call_mac(keys[0], "scale", f"{mine}/{replicas}")}
+    body = {"incarnation": mine, "new_data_parallel_size": replicas}
+    begun_s = time.monotonic()
+    status, answer = http(f"{engine.url}/scale_elastic_ep", body, headers=mac, timeout_s=120)
+    assert status == 200, answer
+    assert json.loads(answer)["cut"] == 0
+    return time.monotonic() - begun_s
+
+
+def all_run(engine: Process, replicas: int) -> bool:
+    running = engine.metrics()
+    names = [f"xpyd_engine_replica_requests_running{{engine={n}}}" for n in range(replicas)]
+    return all(running[name] for name in names)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2, 1), pytest.param((2, 4, 1, 3, 2), marks=pytest.mark.soak)], ids=str
+)
+def test_replicas_come_and_go_under_load(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    body = {**BODY, "max_tokens": 60}
+    with empty_fleet(tmp_path) as running, ThreadPoolExecutor(64) as pool:
+        running.start_router()
+        engine = running.start_engine("Aggregated", "--enable-elastic-ep", name="elastic")
+        running.wait_ready(engine)
+        expected = running.complete(**body)["choices"][0]["text"]
+        over = threading.Event()
+
+        def load() -> list[Future[dict[str, Any]]]:
+            """Each 0.1 s a request on its own connection, whatever became of those before."""
+            asked: list[Future[dict[str, Any]]] = []
+            while not over.wait(0.1):
+                asked.append(pool.submit(running.complete, **body))
+            return asked
+
+        loading = pool.submit(load)
+        for size in sizes:
+            took_s = scale(engine, running, size)
+            _log.info("%d replicas after %.1f s", size, took_s)
+            assert len(ranks_of(engine)) == size
+            wait_for("each has requests", lambda n=size: all_run(engine, n), 30)
+        over.set()
+        texts = [one.result(120)["choices"][0]["text"] for one in loading.result(60)]
+        assert texts == [expected] * len(texts)
+        assert len(texts) > 10

@@ -37,6 +37,7 @@ from xpyd_worker.server.http.admin import Admin, DrainState, Process
 from xpyd_worker.server.http.admission import Lifecycle
 from xpyd_worker.server.http.bodies import BodyBudget
 from xpyd_worker.server.http.inference import Api
+from xpyd_worker.server.http.scaling import Scalable, Scaling
 from xpyd_worker.server.http.server import Server, create_app, listen, make_server
 from xpyd_worker.server.service import InstanceInfo, KvPlace, ServedModel, Service, seeds
 from xpyd_worker.server.telemetry.metrics import ServerMetrics
@@ -302,6 +303,7 @@ async def serving(
     names: tuple[str, ...] = ("fake", "alias"),
     replicas: int = 1,
     kv_places: Sequence[KvPlace] = (),
+    scalable: Scalable | None = None,
 ) -> AsyncIterator[Running]:
     """The API over `engine` on a loopback port."""
     engine = engine or ScriptedEngine()
@@ -328,7 +330,10 @@ async def serving(
             lifecycle.become("Draining")
         return DrainState(12.34, engine.is_idle())
 
-    admin = Admin(api, metrics, Process(keys, "my-inc", drain))
+    scaling = Scaling(api, max_num_seqs=4)
+    if scalable is not None:
+        scaling.bind(scalable)
+    admin = Admin(api, metrics, Process(keys, "my-inc", drain, scaling))
     if ready:
         model = model or ServedModel(
             names,

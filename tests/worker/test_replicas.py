@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from xpyd_worker.engine.request import (
 )
 from xpyd_worker.kv.engine import Kv
 from xpyd_worker.load.engine import LoadedEngine
-from xpyd_worker.load.replicas import ReplicatedEngine, pause_s, summed
+from xpyd_worker.load.replicated_engine import ReplicatedEngine, pause_s, summed
 from xpyd_worker.load.replicated_kv import ReplicatedKv
 from xpyd_worker.ranks.loss import Loss
 from xpyd_worker.server.telemetry.metrics import Sample
@@ -348,6 +349,74 @@ def test_replicas_are_one_world_of_ranks_only_where_they_share_experts() -> None
         check_parallel(shape, config.sizes)
     alone = replace(config, data_parallel_size=1, replica=0)
     assert (alone.in_lock_step, alone.sizes.world, alone.sizes.expert) == (False, 4, 2)
+
+
+def test_more_replicas_are_loaded_while_the_others_serve() -> None:
+    with staged(1) as stage:
+        stage.submit("a")
+        assert stage.engine.scale(3, drain_s=0.0) == 0
+        assert [one.is_started for one in stage.made] == [True] * 3
+        for name in "bc":
+            stage.submit(name)
+        assert [stage.now(number).submitted for number in range(3)] == [["a"], ["b"], ["c"]]
+        # They are kept alive like the first.
+        lost = stage.now(2)
+        lost.loss = Loss("rank 2 was ended by SIGKILL", 11)
+        stage.until(lambda: stage.now(2) is not lost and stage.now(2).is_started)
+
+
+def test_where_one_more_cannot_be_loaded_nothing_changes() -> None:
+    with staged(1) as stage:
+        stage.cannot_load = frozenset({2})
+        with pytest.raises(UserError, match="no room"):
+            stage.engine.scale(3, drain_s=0.0)
+        assert [one.is_closed for one in stage.made] == [False, True]
+        stage.submit("a")
+        stage.submit("b")
+        assert stage.now(0).submitted == ["a", "b"]
+
+
+def test_replicas_that_leave_finish_their_requests_and_get_no_more() -> None:
+    with staged(3) as stage:
+        for number in range(3):
+            stage.submit("abc"[number], replica=number)
+        leaving = stage.now(1), stage.now(2)
+        leaving[0].counted = EngineStats(running=1, forwards=7)
+        with ThreadPoolExecutor(1) as pool:
+            scaled = pool.submit(stage.engine.scale, 1, drain_s=WAIT_S)
+            stage.until(lambda: stage.engine.replicas[1].is_leaving)
+            stage.submit("d")
+            stage.submit("e", replica=2)
+            assert stage.now(0).submitted == ["a", "d"]
+            assert stage.outputs == {"e": "replica_lost"}
+            # One that dies as it leaves is not started again.
+            leaving[1].loss = Loss("rank 2 was ended by SIGKILL", 11)
+            leaving[1].give("c", error="internal")
+            threading.Event().wait(0.4)  # the keeper has looked several times
+            assert len(stage.made) == 3
+            assert not leaving[0].is_closed
+            leaving[0].give("b")
+            assert scaled.result(WAIT_S) == 0
+        assert [one.is_closed for one in stage.made] == [False, True, True]
+        assert stage.outputs == {"e": "replica_lost", "c": "replica_lost", "b": ""}
+        stage.submit("f", replica=1)
+        assert stage.outputs["f"] == "replica_lost"
+        # What the others counted stays.
+        assert stage.engine.stats().forwards == 7
+        assert stage.engine.experts_chosen() == [LayerExperts(0, (3, 3))]
+        stage.engine.scale(2, drain_s=0.0)
+        stage.submit("g", replica=1)
+        assert stage.now(1).submitted == ["g"]
+        assert len(stage.made) == 4
+
+
+def test_requests_that_take_longer_than_a_leaving_replica_has_are_cut() -> None:
+    with staged(2) as stage:
+        stage.submit("a", replica=0)
+        stage.submit("b", replica=1)
+        assert stage.engine.scale(1, drain_s=0.0) == 1
+        assert stage.outputs == {"b": "replica_lost"}
+        assert stage.now(0).submitted == ["a"]
 
 
 def test_sums_have_every_counter_and_distribution() -> None:

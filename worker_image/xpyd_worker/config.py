@@ -13,7 +13,7 @@ from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.errors import UserError
 from xpyd_core.keys import check_keys_given
 from xpyd_core.messages import HEARTBEAT_PERIOD_S
-from xpyd_core.parallel.checks import DATA, PIPELINE, TENSOR
+from xpyd_core.parallel.checks import DATA, ELASTIC, EXPERT, PIPELINE, TENSOR
 from xpyd_core.parallel.ranks import Sizes, kv_ports, replica_kv_port
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
 from xpyd_core.request_id import Address, is_dialable
@@ -103,6 +103,8 @@ class WorkerConfig:
     """How whole experts are placed anew by their load; None: they stay where they are loaded."""
     data_parallel_size: int = 1
     """Replicas of the engine, each with a copy of the model, behind one endpoint."""
+    enable_elastic_ep: bool = False
+    """Whether replicas may come and go while it serves."""
     replica: int = 0
     """The number of the replica that this is the configuration of."""
     custom_all_reduce: bool = True
@@ -218,7 +220,12 @@ class WorkerConfig:
     @property
     def has_ranks(self) -> bool:
         """Whether what computes is in processes of its own."""
-        return self.sizes.replica > 1 or self.data_parallel_size > 1
+        return self.sizes.replica > 1 or self.has_replicas
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether there is more than one replica, or may be."""
+        return self.data_parallel_size > 1 or self.enable_elastic_ep
 
     def pod_ranks(self, pod: int) -> range:
         """The ranks that run in pod `pod`."""
@@ -392,6 +399,20 @@ def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             f"--device {config.device}: with several ranks each takes the GPU of its own number; "
             "give cuda",
             not config.has_ranks or ":" not in config.device,
+        ),
+        (
+            f"{ELASTIC}: replicas come and go only without stages, not with {PIPELINE} "
+            f"{config.pipeline_parallel_size}",
+            not config.enable_elastic_ep or config.pipeline_parallel_size == 1,
+        ),
+        (
+            f"{ELASTIC}: others take the KV of a {config.role} instance's replicas, which stay as they "
+            "are; leave it out, or give --role Aggregated",
+            not (config.enable_elastic_ep and config.moves_kv),
+        ),
+        (
+            f"{ELASTIC}: replicas that share experts stay as they are; leave out {EXPERT}",
+            not (config.enable_elastic_ep and config.enable_expert_parallel),
         ),
         (
             f"{DATA} {config.data_parallel_size}: an instance of several pods has no replicas yet",

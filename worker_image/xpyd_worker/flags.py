@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from xpyd_core.cli import json_object
-from xpyd_core.parallel.checks import DATA, EXPERT, PIPELINE, SHORT_NAMES, TENSOR
+from xpyd_core.parallel.checks import DATA, ELASTIC, EXPERT, PIPELINE, SHORT_NAMES, TENSOR
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT, ROLES
 from xpyd_core.sizes import format_bytes
 from xpyd_kv.transport.settings import TRANSPORTS
@@ -220,6 +220,7 @@ MODEL_FLAGS = (
         default=1,
         help="replicas, each a whole engine with KV ports of its own (default: %(default)s)",
     ),
+    _flag(ELASTIC, action="store_true", help="replicas may come and go: POST /scale_elastic_ep"),
     _flag(
         "--disable-custom-all-reduce",
         programs=_BOTH,

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import uvloop
 
@@ -42,6 +42,7 @@ from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.http.admin import Admin, DrainState, Process
 from xpyd_worker.server.http.admission import Lifecycle
 from xpyd_worker.server.http.inference import Api
+from xpyd_worker.server.http.scaling import Scaling
 from xpyd_worker.server.http.server import create_app, listen, make_server
 from xpyd_worker.server.service import InstanceInfo, Service, seeds
 from xpyd_worker.server.telemetry.metrics import ServerMetrics
@@ -50,6 +51,7 @@ from xpyd_worker.system import prepare_for_torch, process_age_s
 if TYPE_CHECKING:
     from xpyd_worker.load.engine import LoadedEngine
     from xpyd_worker.load.replicas import LoadedReplicas
+    from xpyd_worker.load.replicated_engine import ReplicatedEngine
     from xpyd_worker.server.telemetry.otel import OtlpTracer
 
     Loaded = LoadedEngine | LoadedReplicas
@@ -66,7 +68,6 @@ _SWITCH_INTERVAL_S = 0.0005
 _ENGINE_STOP_S = 10.0
 _KV_CLOSE_S = 2.0
 _TRACES_CLOSE_S = 2.0
-_WAITING_REQUESTS = 1024
 EXIT_FAILED = 1
 _LOGS = Logs()
 
@@ -110,7 +111,8 @@ class _Worker:
         self._lifecycle = Lifecycle()
         self._api = Api(self._lifecycle)
         self._api.tracer = self._tracer
-        process = Process(self._keys, self._incarnation, self._ask_drain)
+        self._scaling = Scaling(self._api, config.max_num_seqs)
+        process = Process(self._keys, self._incarnation, self._ask_drain, self._scaling)
         signed_by = None if config.accept_unsigned_pairs else self._keys
         admin = Admin(self._api, self._metrics, process)
         self._tls: TlsServer | None = None
@@ -220,7 +222,7 @@ class _Worker:
         from xpyd_worker.load.replicas import load_replicas
 
         make = partial(load, incarnation=self._incarnation)
-        if config.data_parallel_size > 1:
+        if config.has_replicas:
             make = partial(load_replicas, changed=self._replicas_changed)
         loaded: Loaded = make(
             config,
@@ -247,6 +249,8 @@ class _Worker:
         config = self._config
         self._loaded = loaded
         self._bridge.bind(loaded.engine)
+        if config.enable_elastic_ep:
+            self._scaling.bind(cast("ReplicatedEngine", loaded.engine))
         loaded.start()
         heartbeat = self._heartbeat = HeartbeatSender(
             config.discovery,
@@ -259,12 +263,11 @@ class _Worker:
         )
         try:
             info = InstanceInfo(config.role, self._incarnation, self._keys, config.kv_wait_s)
-            limit = config.data_parallel_size * config.max_num_seqs + _WAITING_REQUESTS
             self._api.service = Service(
                 model=loaded.model,
                 instance=info,
                 bridge=self._bridge,
-                max_requests=limit,
+                max_requests=self._scaling.most_requests(config.data_parallel_size),
                 probe=loaded.kv.probe,
                 has_priorities=config.scheduling_policy == "priority",
                 draw_seed=seeds(config.seed),

@@ -17,6 +17,7 @@ MODULES = (
     "xpyd_worker.load.engine",
     "xpyd_worker.load.one_rank",
     "xpyd_worker.load.replicas",
+    "xpyd_worker.load.replicated_engine",
     "xpyd_worker.kernels.cpu.kernels",
     "xpyd_worker.kv.rank",
     "xpyd_worker.ranks.start.program",

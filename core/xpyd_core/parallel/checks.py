@@ -17,6 +17,7 @@ TENSOR, PIPELINE = "--tensor-parallel-size", "--pipeline-parallel-size"
 EXPERT = "--enable-expert-parallel"
 EPLB, EPLB_CONFIG = "--enable-eplb", "--eplb-config"
 DATA = "--data-parallel-size"
+ELASTIC = "--enable-elastic-ep"
 SHORT_NAMES = {TENSOR: "-tp", PIPELINE: "-pp", DATA: "-dp"}
 """The engine's other names of them; `engine.args` of a fleet document may use none of the six."""
 

@@ -29,6 +29,7 @@ FLAGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "--enable-eplb": ("switch", ()),
     "--eplb-config": ("json", ()),
     "--data-parallel-size": ("int", ()),
+    "--enable-elastic-ep": ("switch", ()),
     "--disable-custom-all-reduce": ("switch", ()),
     "--max-num-seqs": ("int", ()),
     "--max-num-batched-tokens": ("tokens", ()),

@@ -1,56 +1,33 @@
-"""Several replicas of an engine behind one bridge: chosen, kept alive, shown as one (ADR 0117).
+"""From a configuration to replicas of an engine, as an instance serves and shows them (ADR 0117).
 
-    bridge --submit--> ReplicatedEngine --4 x waiting + running--> EngineCore of replica 0, 1, ...
-           <--deliver--------'   one thread and one instance of ranks each
-
-Each replica is an engine of its own: its scheduler is a thread here, its model and KV cache are in
-rank processes, also where it has one rank only. So a replica that dies takes its requests along and
-nothing else. It is started again, at once or with a growing pause, while the others serve; when the
-last one is lost, so is the instance. Replicas that share experts keep in step (LockStep, ADR 0122):
-their ranks are one world, and the instance is lost with any of them. Where KV moves each has an
-address of its own, and each start of it an incarnation (ADR 0124).
+Which gets a request and what becomes of one that is lost: replicated_engine.py.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import logging
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from dataclasses import replace
 from itertools import chain
-from typing import cast
 
-from xpyd_core.errors import UserError
 from xpyd_core.keys import Keys
 from xpyd_core.messages import ReplicaBeat
-from xpyd_core.request_id import TransferKey
+from xpyd_core.request_id import Address
 from xpyd_kv.connector.build import MakeStore
-from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.core import Deliver
-from xpyd_worker.engine.executor import LayerExperts, sum_by_layer
 from xpyd_worker.engine.request import (
-    ChoiceOutput,
-    EngineOutput,
-    EngineRequest,
     EngineStats,
-    StepMetrics,
 )
 from xpyd_worker.load.engine import LoadedEngine, load, tokenizer_of
 from xpyd_worker.load.ready_model import ReadyModel
-from xpyd_worker.load.replicated_kv import ReplicatedKv
+from xpyd_worker.load.replicated_engine import Replica, ReplicatedEngine
 from xpyd_worker.model.registry import Checkpoint
-from xpyd_worker.ranks.loss import Loss, RankLostError
+from xpyd_worker.ranks.loss import Loss
 from xpyd_worker.ranks.start.messages import Logs
 from xpyd_worker.ranks.world import World
-from xpyd_worker.replicas.choice import FrontEnd
-from xpyd_worker.replicas.coordinator import Counts, Statistics
 from xpyd_worker.replicas.lock_step import LockStep
 from xpyd_worker.server.service import KvPlace, ServedModel
 from xpyd_worker.server.telemetry.expert_metrics import expert_samples
@@ -59,351 +36,6 @@ from xpyd_worker.server.telemetry.metrics import (
     replica_samples,
     wave_samples,
 )
-
-_log = logging.getLogger(__name__)
-LoadOne = Callable[[int, Deliver, str], LoadedEngine]
-"""Load the replica of a number, whose outputs go to a Deliver, as the start of an incarnation."""
-_LOOK_S = 0.1
-_KV_CLOSE_S = 2.0
-_STEADY_S = 60.0
-"""A replica that served for so long is started again at once when it is lost."""
-_LONGEST_PAUSE_S = 30.0
-_GAUGES = frozenset({"running", "waiting", "blocks_total", "blocks_free", "kv_leases"})
-
-
-def pause_s(losses: int) -> float:
-    """How long to wait with the start of a replica that was lost, or could not be started, so many
-    times without having served for a while."""
-    return 0.0 if losses <= 1 else min(_LONGEST_PAUSE_S, 2.0 ** (losses - 2))
-
-
-def summed(stats: Iterable[EngineStats]) -> EngineStats:
-    """The counters and gauges of all, as those of one engine."""
-    total = EngineStats()
-    for one in stats:
-        for name in (each.name for each in fields(EngineStats)):
-            value = getattr(one, name)
-            if isinstance(value, StepMetrics):
-                for each in fields(StepMetrics):
-                    getattr(total.steps, each.name).add(getattr(value, each.name))
-            elif isinstance(value, dict):
-                counts = cast("dict[str, int]", value)
-                found: dict[str, int] = getattr(total, name)
-                found.update({key: found.get(key, 0) + count for key, count in counts.items()})
-            else:
-                setattr(total, name, getattr(total, name) + value)
-    return total
-
-
-@dataclass
-class Replica:
-    """One replica. `loaded` is None while it is started again; `open` are its requests' ids."""
-
-    number: int
-    loaded: LoadedEngine | None = None
-    open: set[str] = field(default_factory=set[str])
-    restarts: int = 0
-    losses: int = 0
-    since_s: float = 0.0
-    incarnation: str = ""
-    """Of its present start, for the peers of its KV."""
-
-    @property
-    def serving(self) -> LoadedEngine | None:
-        """Its engine, where it takes requests."""
-        loaded = self.loaded
-        lost = loaded is None or loaded.loss is not None or loaded.engine.failure is not None
-        return None if lost else loaded
-
-    def counts(self) -> Counts | None:
-        """Its requests, as the engine's last step saw them; what is not known to run, waits."""
-        serving = self.serving
-        if serving is None:
-            return None
-        running = min(serving.engine.stats().running, len(self.open))
-        return Counts(len(self.open) - running, running)
-
-
-class ReplicatedEngine:
-    """All replicas as one engine, with the methods of EngineCore that a server calls. Any thread.
-
-    `load_one` is called for each replica at the start, and for one that was lost; `changed`, on any
-    thread, when a replica serves no more, or again.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        load_one: LoadOne,
-        deliver: Deliver,
-        lock_step: LockStep | None = None,
-        changed: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`lock_step`: where the replicas share experts. Its owner from now on."""
-        self.replicas = [Replica(number) for number in range(size)]
-        self.kv = ReplicatedKv(
-            lambda: [one.loaded.kv for one in self.replicas if one.loaded is not None]
-        )
-        self._load_one = load_one
-        self._changed = changed
-        self._known_serving = frozenset[int](range(size))
-        """The replicas that served when `changed` was called last."""
-        self._deliver = deliver
-        self._front_end = FrontEnd(size)
-        self.lock_step = lock_step
-        self._lock = threading.RLock()
-        """Guards who has which request: the loop submits, the engines' threads end requests. An
-        engine that has ended gives its answer to a request while that is sent."""
-        self._of: dict[str, Replica] = {}
-        self._past = EngineStats()
-        """The counters of engines that are gone: sums must not go down."""
-        self._past_experts: list[LayerExperts] = []
-        self._closing = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="replicas", daemon=True)
-
-    # --- start and end
-
-    def load(self) -> None:
-        """Load all, beside each other. Raises what the first raises that cannot; none is left."""
-        with ThreadPoolExecutor(len(self.replicas), "load-replica") as pool:
-            loads = [pool.submit(self._load, replica) for replica in self.replicas]
-        errors = [error for load in loads if (error := load.exception()) is not None]
-        if errors:
-            self.close(engine_s=0.0, kv_s=0.0)
-            # What the user can mend comes before what followed from it on other replicas.
-            raise next((one for one in errors if isinstance(one, UserError)), errors[0])
-
-    def _load(self, replica: Replica) -> LoadedEngine:
-        incarnation = os.urandom(8).hex()
-        loaded = self._load_one(replica.number, partial(self._take, replica), incarnation)
-        replica.incarnation, replica.loaded = incarnation, loaded
-        return loaded
-
-    def start(self) -> None:
-        """Start the engines, and keep them alive from now on."""
-        if self.lock_step is not None:
-            self.lock_step.start(self.take)
-        for replica in self.replicas:
-            self._start(replica)
-        if self.lock_step is None:
-            self._keeper.start()
-
-    def _start(self, replica: Replica) -> None:
-        assert replica.loaded is not None, "loaded before"
-        replica.since_s = time.monotonic()
-        replica.loaded.start()
-
-    def close(self, *, engine_s: float, kv_s: float) -> None:
-        """End all of them. One that is just loaded ends with the process."""
-        self._closing.set()
-        if self._keeper.ident is not None:
-            self._keeper.join(engine_s)
-        if self.lock_step is not None:
-            # Under the lock that a request is sent under: none comes behind it.
-            with self._lock:
-                self.lock_step.begin_end(self.is_idle)
-        # Beside each other: in lock step none can end before all have been asked to.
-        loaded = [one.loaded for one in self.replicas if one.loaded is not None]
-        with ThreadPoolExecutor(len(self.replicas), "close-replica") as pool:
-            closes = [pool.submit(one.close, engine_s=engine_s, kv_s=kv_s) for one in loaded]
-        if self.lock_step is not None:
-            self.lock_step.close(engine_s)
-        for close in closes:
-            close.result()
-
-    def _keep(self) -> None:
-        """Start again what was lost, until the last one is: then the instance ends."""
-        while not self._closing.wait(_LOOK_S):
-            self._look()
-            for replica in self.replicas:
-                loaded = replica.loaded
-                is_lost = loaded is not None and replica.serving is None
-                # Asked last: the last one that is lost stays where `loss` finds it.
-                if not self._serves:
-                    return
-                if loaded is not None and is_lost:
-                    self._give_up(replica, loaded)
-                if replica.loaded is None and not self._closing.is_set():
-                    self._start_again(replica)
-
-    def _look(self) -> None:
-        """Say it where other replicas serve than before."""
-        serving = frozenset(one.number for one in self.replicas if one.serving is not None)
-        if serving != self._known_serving:
-            self._known_serving = serving
-            self._changed()
-
-    def _give_up(self, replica: Replica, lost: LoadedEngine) -> None:
-        why = lost.loss.text if lost.loss is not None else repr(lost.engine.failure)
-        _log.error("replica %d was lost: %s", replica.number, why)
-        # Its KV port has to be free for the next start.
-        lost.close(engine_s=_LONGEST_PAUSE_S, kv_s=_KV_CLOSE_S)
-        self.kv.retire(lost.kv)
-        past = replace(lost.stats(), **dict.fromkeys(_GAUGES, 0))
-        self._past = summed((self._past, past))
-        self._past_experts = sum_by_layer([*self._past_experts, *lost.ready.experts_chosen()])
-        replica.losses = 1 if self._age_s(replica) > _STEADY_S else replica.losses + 1
-        replica.since_s = time.monotonic()
-        replica.loaded = None
-
-    def _age_s(self, replica: Replica) -> float:
-        return time.monotonic() - replica.since_s
-
-    def _start_again(self, replica: Replica) -> None:
-        if self._age_s(replica) < pause_s(replica.losses):
-            return
-        try:
-            self._load(replica)
-            self._start(replica)
-        except Exception as error:  # the thread's edge: it is tried again
-            if replica.loaded is not None:
-                replica.loaded.close(engine_s=0.0, kv_s=0.0)
-                replica.loaded = None
-            if isinstance(error, UserError | RankLostError):
-                _log.error("replica %d cannot start: %s", replica.number, error)
-            else:
-                _log.exception("replica %d cannot start", replica.number)
-            replica.losses += 1
-            replica.since_s = time.monotonic()
-            return
-        replica.restarts += 1
-        self._look()
-        _log.info("replica %d serves again", replica.number)
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Why the last engine's thread ended, once none serves."""
-        found = [one.loaded.engine.failure for one in self.replicas if one.loaded is not None]
-        return None if self._serves else next((one for one in found if one is not None), None)
-
-    @property
-    def loss(self) -> Loss | None:
-        """Which rank was lost last, once no replica serves; in lock step the first."""
-        found = [one.loaded.loss for one in self.replicas if one.loaded is not None]
-        return None if self._serves else next((one for one in found if one is not None), None)
-
-    @property
-    def _serves(self) -> bool:
-        """Whether the instance does: in lock step only with all replicas."""
-        found = [replica.serving is not None for replica in self.replicas]
-        return any(found) if self.lock_step is None else all(found)
-
-    # --- requests
-
-    def submit(self, request: EngineRequest) -> None:
-        """Queue a request at the replica that its client names, or at the one with the least to do.
-        Its last output has `finished` set, whatever happens."""
-        with self._lock:
-            self._front_end.publish([replica.counts() for replica in self.replicas])
-            number = self._front_end.pick() if request.replica is None else request.replica
-            replica = None if number is None else self.replicas[number]
-            serving = None if replica is None else replica.serving
-            if self._closing.is_set():
-                serving = None
-            if replica is not None and serving is not None:
-                replica.open.add(request.request_id)
-                self._of[request.request_id] = replica
-                if self.lock_step is not None:
-                    self._send(self.lock_step, request, replica.number, serving)
-                    return
-        if serving is not None:
-            serving.engine.submit(request)
-            return
-        choices = tuple(ChoiceOutput(choice, (), "error") for choice in range(request.n))
-        text = "no replica takes requests" if replica is None else f"replica {number} is gone"
-        last = EngineOutput(
-            request.request_id, choices, finished=True, error=text, error_kind="replica_lost"
-        )
-        self._deliver([last])
-
-    def _send(
-        self, lock_step: LockStep, request: EngineRequest, replica: int, to: LoadedEngine
-    ) -> None:
-        wave = self._front_end.wave
-        to.engine.submit(request, wave=wave)
-        if self._front_end.send(replica):
-            lock_step.ask(wave)
-
-    def take(self, statistics: Statistics) -> None:
-        """The coordinator of a lock step publishes. Its thread."""
-        with self._lock:
-            self._front_end.take(statistics)
-
-    def abort(self, request_id: str, choices: tuple[int, ...] | None = None) -> None:
-        """End a request or some of its choices; as EngineCore.abort."""
-        with self._lock:
-            replica = self._of.get(request_id)
-            if choices is None and replica is not None:
-                self._forget(request_id)
-        serving = None if replica is None else replica.serving
-        if serving is not None:
-            serving.engine.abort(request_id, choices)
-
-    def _forget(self, request_id: str) -> None:
-        replica = self._of.pop(request_id, None)
-        if replica is not None:
-            replica.open.discard(request_id)
-
-    def _take(self, replica: Replica, outputs: Sequence[EngineOutput]) -> None:
-        """Outputs of a replica, on its engine's thread."""
-        if replica.serving is None:
-            self._look()
-            # Also where the engine ends in order, after its ranks: another replica can serve it.
-            outputs = [
-                replace(one, error_kind="replica_lost") if one.error_kind == "internal" else one
-                for one in outputs
-            ]
-        with self._lock:
-            for one in outputs:
-                if one.finished:
-                    self._forget(one.request_id)
-        self._deliver(outputs)
-
-    def kv_offered(self, key: TransferKey) -> OfferedPrompt | None:
-        """What P offers a D under `key`, on whichever replica."""
-        offers = (one.engine.kv_offered(key) for one in self._all_serving)
-        return next((offer for offer in offers if offer is not None), None)
-
-    def kv_release(self, uuid: str) -> None:
-        """The router gave a request up; the replica that has KV for it frees it."""
-        for one in self._all_serving:
-            one.engine.kv_release(uuid)
-
-    @property
-    def _all_serving(self) -> list[LoadedEngine]:
-        return [one for replica in self.replicas if (one := replica.serving) is not None]
-
-    def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
-        """Forget cached prefixes on all replicas; `done` gets whether none is left on any."""
-        serving = self._all_serving
-        results: list[bool] = []
-
-        def one_done(success: bool) -> None:
-            with self._lock:
-                results.append(success)
-                is_last = len(results) == len(serving)
-            if is_last:
-                done(all(results))
-
-        if not serving:
-            done(False)
-        for loaded in serving:
-            loaded.engine.reset_prefix_cache(one_done)
-
-    def stats(self) -> EngineStats:
-        """The counters and gauges of all replicas."""
-        serving = [one.stats() for replica in self.replicas if (one := replica.loaded) is not None]
-        return summed((self._past, *serving))
-
-    def experts_chosen(self) -> list[LayerExperts]:
-        """By layer, on all replicas."""
-        loaded = [one.loaded for one in self.replicas if one.loaded is not None]
-        chosen = chain.from_iterable(one.ready.experts_chosen() for one in loaded)
-        return sum_by_layer([*self._past_experts, *chosen])
-
-    def is_idle(self) -> bool:
-        """No request is queued or running on any replica."""
-        return all(one.serving is None or one.serving.engine.is_idle() for one in self.replicas)
 
 
 class LoadedReplicas:
@@ -414,10 +46,7 @@ class LoadedReplicas:
         first = engine.replicas[0].loaded
         assert first is not None, "loaded before"
         self.engine = engine
-        each = [config.of_replica(one.number).kv_address for one in engine.replicas]
-        # As routers write it: the server compares it with that of a pair's id.
-        self._addresses = [one._replace(host=str(ipaddress.ip_address(one.host))) for one in each]
-        self._moves_kv = config.moves_kv
+        self._config = config
         self.model: ServedModel = first.model
         self.ready: ReadyModel = first.ready
         self.kv = engine.kv
@@ -458,19 +87,28 @@ class LoadedReplicas:
 
     def kv_places(self) -> Sequence[KvPlace]:
         """See Service."""
-        if not self._moves_kv:
+        if not self._config.moves_kv:
             return ()
         return [
-            KvPlace(address, one.incarnation, loaded.kv.probe if (loaded := one.serving) else None)
-            for one, address in zip(self.engine.replicas, self._addresses, strict=True)
+            KvPlace(
+                self._address(one),
+                one.incarnation,
+                loaded.kv.probe if (loaded := one.serving) else None,
+            )
+            for one in self.engine.replicas
         ]
 
     def beats(self) -> tuple[ReplicaBeat, ...]:
         """What a heartbeat says of each replica."""
         return tuple(
-            _beat(str(address), one.serving)
-            for one, address in zip(self.engine.replicas, self._addresses, strict=True)
+            _beat(str(self._address(one)), None if one.is_leaving else one.serving)
+            for one in self.engine.replicas
         )
+
+    def _address(self, replica: Replica) -> Address:
+        """As routers write it: the server compares it with that of a pair's id."""
+        address = self._config.of_replica(replica.number).kv_address
+        return address._replace(host=str(ipaddress.ip_address(address.host)))
 
 
 def _beat(address: str, serving: LoadedEngine | None) -> ReplicaBeat:
@@ -519,8 +157,10 @@ def load_replicas(
             lock_step = _lock_step(config.data_parallel_size, world)
 
         def load_one(replica: int, deliver: Deliver, incarnation: str) -> LoadedEngine:
+            # As many as there are now, or one of those to come: GPUs and cores are counted by it.
+            size = max(config.data_parallel_size, replica + 1)
             return load(
-                config.of_replica(replica),
+                replace(config, data_parallel_size=size).of_replica(replica),
                 deliver=deliver,
                 keys=keys,
                 incarnation=incarnation,

@@ -1,4 +1,4 @@
-"""HTTP handlers besides inference: probes, load, metrics, tokens, drain, cache reset, KV calls.
+"""HTTP handlers besides inference: probes, load, metrics, tokens, drain, replicas, cache, KV calls.
 
 Who may make the calls that change something: xpyd_core.calls.
 """
@@ -14,13 +14,16 @@ from typing import Any, cast
 from quart import Response, request
 
 from xpyd_core import __version__
+from xpyd_core.bodies import refuse
 from xpyd_core.calls import Caller, check_caller, check_probe, check_probe_answer, check_release
 from xpyd_core.errors import ApiError
 from xpyd_core.keys import Keys, Purpose
+from xpyd_worker.config import MAX_PARALLEL
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.bridge import called_back
 from xpyd_worker.server.http.bodies import json_body, json_response, parsed_body
 from xpyd_worker.server.http.inference import Api
+from xpyd_worker.server.http.scaling import Scaling
 from xpyd_worker.server.openai.jobs import replica_of
 from xpyd_worker.server.openai.prompts import (
     detokenize,
@@ -32,6 +35,7 @@ from xpyd_worker.server.request_ids import current
 from xpyd_worker.server.service import Service, tokenizer_files_response
 from xpyd_worker.server.telemetry.metrics import ServerMetrics
 
+_DRAIN_S, _MOST_DRAIN_S = 120, 3600
 # Over the probe's own deadline: only a process that is stuck needs so long.
 _ANSWER_S = 15.0
 
@@ -73,6 +77,7 @@ class Process:
     keys: Keys
     incarnation: str
     drain: Callable[[], DrainState]
+    scaling: Scaling
 
 
 class Admin:
@@ -163,10 +168,29 @@ class Admin:
         }
         return json_response(answer, 202)
 
-    def _check_caller(self, body: Mapping[str, Any], purpose: Purpose) -> None:
+    async def scale(self) -> Response:
+        """POST /scale_elastic_ep: have so many replicas; answers when it is done."""
+        self._api.ready_service()
+        body = await json_body()
+        size = _whole(body, "new_data_parallel_size", None, 1, MAX_PARALLEL)
+        drain_s = _whole(body, "drain_timeout", _DRAIN_S, 0, _MOST_DRAIN_S)
+        self._check_caller(body, "scale", f"/{size}")
+        cut = await self._process.scaling.scale(size, drain_s)
+        return json_response({"message": f"Scaled to {size} data parallel engines", "cut": cut})
+
+    async def is_scaling(self) -> Response:
+        """POST /is_scaling_elastic_ep."""
+        return json_response({"is_scaling_elastic_ep": self._process.scaling.is_scaling})
+
+    def _check_caller(self, body: Mapping[str, Any], purpose: Purpose, content: str = "") -> None:
         process = self._process
         check_caller(
-            _caller(), body, purpose=purpose, keys=process.keys, incarnation=process.incarnation
+            _caller(),
+            body,
+            purpose=purpose,
+            keys=process.keys,
+            incarnation=process.incarnation,
+            content=content,
         )
 
     async def release(self) -> Response:
@@ -183,6 +207,13 @@ class Admin:
         service, body = self._api.ready_service(), await json_body()
         mac, replica = request.headers.get("X-Xpyd-Mac", ""), replica_of(service, current())
         return json_response(await answer_probe(service, body, mac, replica))
+
+
+def _whole(body: Mapping[str, Any], name: str, default: int | None, least: int, most: int) -> int:
+    value = body.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise refuse(name, f"expected a whole number from {least} to {most}")
+    return value
 
 
 def _caller() -> Caller:

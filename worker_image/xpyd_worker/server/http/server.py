@@ -235,6 +235,8 @@ def create_app(api: Api, admin: Admin, *, signed_by: Keys | None) -> Quart:
         ("/metrics", admin.show_metrics, get),
         ("/reset_prefix_cache", admin.reset_prefix_cache, post),
         ("/drain", admin.drain, post),
+        ("/scale_elastic_ep", admin.scale, post),
+        ("/is_scaling_elastic_ep", admin.is_scaling, post),
         ("/kv/release", admin.release, post),
         ("/kv/probe", admin.probe, post),
     ):

@@ -1,0 +1,124 @@
+"""POST /scale_elastic_ep: who may ask, what is refused, and what requests may name meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from tests.worker.server_fakes import KEY, serving
+from xpyd_core.errors import UserError
+from xpyd_core.keys import call_mac
+
+WAIT_S = 20.0
+MINE = "my-inc"
+
+
+class Replicas:
+    """What scales: when it is let, or not at all."""
+
+    def __init__(self, *, error: Exception | None = None, cut: int = 0) -> None:
+        self.asked: list[tuple[int, float]] = []
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self._error, self._cut = error, cut
+
+    def scale(self, size: int, *, drain_s: float) -> int:
+        self.asked.append((size, drain_s))
+        self.begun.set()
+        assert self.go_on.wait(WAIT_S)
+        if self._error is not None:
+            raise self._error
+        return self._cut
+
+
+async def named(server: Any, replica: int) -> int:
+    headers = {"X-data-parallel-rank": str(replica)}
+    body = {"prompt": "hi", "max_tokens": 1}
+    return (await server.post("/v1/completions", body, **headers)).status_code
+
+
+@pytest.mark.parametrize(("size", "known"), [(4, 4), (1, 2)])
+async def test_requests_name_replicas_that_are_there_or_were(size: int, known: int) -> None:
+    replicas = Replicas(cut=3)
+    async with serving(keys=(), replicas=2, scalable=replicas) as server:
+        body = {"new_data_parallel_size": size, "drain_timeout": 7}
+        asked = asyncio.create_task(server.post("/scale_elastic_ep", body))
+        await asyncio.to_thread(replicas.begun.wait, WAIT_S)
+        assert (await server.post("/is_scaling_elastic_ep", {})).json() == {
+            "is_scaling_elastic_ep": True
+        }
+        assert [await named(server, n) == 200 for n in range(4)] == [n < 2 for n in range(4)]
+        second = await server.post("/scale_elastic_ep", body)
+        assert (second.status_code, second.json()["error"]["code"]) == (409, "is_scaling")
+        replicas.go_on.set()
+        answer = await asked
+        assert answer.status_code == 200
+        assert answer.json() == {"message": f"Scaled to {size} data parallel engines", "cut": 3}
+        assert replicas.asked == [(size, 7)]
+        # The engine answers 503 for one that has left.
+        assert [await named(server, n) == 200 for n in range(4)] == [n < known for n in range(4)]
+        assert server.api.service is not None
+        assert server.api.service.max_requests == 4 * size + 1024
+        assert (await server.post("/is_scaling_elastic_ep", {})).json() == {
+            "is_scaling_elastic_ep": False
+        }
+
+
+async def test_what_cannot_be_changes_nothing() -> None:
+    replicas = Replicas(error=UserError("--kv-cache-memory: no room"))
+    replicas.go_on.set()
+    async with serving(keys=(), replicas=2, scalable=replicas) as server:
+        for size in (1, 3):
+            answer = await server.post("/scale_elastic_ep", {"new_data_parallel_size": size})
+            assert answer.status_code == 409
+            error = answer.json()["error"]
+            assert (error["code"], error["message"]) == (
+                "cannot_scale",
+                "--kv-cache-memory: no room",
+            )
+        assert [await named(server, n) for n in range(3)] == [200, 200, 400]
+        assert replicas.asked == [(1, 120), (3, 120)]
+
+
+async def test_an_instance_that_was_not_started_for_it_says_the_flag() -> None:
+    async with serving(keys=()) as server:
+        answer = await server.post("/scale_elastic_ep", {"new_data_parallel_size": 2})
+        assert answer.status_code == 409
+        assert "--enable-elastic-ep" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "new_data_parallel_size"),
+        *(
+            ({"new_data_parallel_size": one}, "new_data_parallel_size")
+            for one in (0, 65, "2", True)
+        ),
+        *(
+            ({"new_data_parallel_size": 2, "drain_timeout": one}, "drain_timeout")
+            for one in (-1, 3601, 0.5)
+        ),
+    ],
+)
+async def test_bad_numbers_are_refused_by_name(body: dict[str, Any], param: str) -> None:
+    replicas = Replicas()
+    async with serving(keys=(), scalable=replicas) as server:
+        answer = await server.post("/scale_elastic_ep", body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert replicas.asked == []
+
+
+async def test_with_a_key_the_mac_is_over_the_number_too() -> None:
+    replicas = Replicas()
+    replicas.go_on.set()
+    body = {"incarnation": MINE, "new_data_parallel_size": 2}
+    async with serving(scalable=replicas) as server:
+        for text in (MINE, f"{MINE}/3"):
+            mac = {"X-Xpyd-Mac": call_mac(KEY, "scale", text)}
+            assert (await server.post("/scale_elastic_ep", body, **mac)).status_code == 403
+        assert replicas.asked == []
+        mac = {"X-Xpyd-Mac": call_mac(KEY, "scale", f"{MINE}/2")}
+        assert (await server.post("/scale_elastic_ep", body, **mac)).status_code == 200

@@ -1,0 +1,75 @@
+"""Replicas come and go while the instance serves: what HTTP asks, and what requests may name then.
+
+The engine does it (load/replicated_engine.py); the service, which each request has as it was at its
+start, says which replicas may be named and for how many requests there is room. Loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Protocol
+
+from xpyd_core.errors import ApiError, UserError
+from xpyd_core.parallel.checks import ELASTIC
+from xpyd_worker.ranks.loss import RankLostError
+from xpyd_worker.server.http.inference import Api
+
+_WAITING_REQUESTS = 1024
+
+
+class Scalable(Protocol):
+    """See ReplicatedEngine."""
+
+    def scale(self, size: int, *, drain_s: float) -> int:
+        """Have `size` replicas."""
+        ...
+
+
+class Scaling:
+    """The number of replicas, as HTTP asks for it. `max_num_seqs`: of each replica."""
+
+    def __init__(self, api: Api, max_num_seqs: int) -> None:
+        self._api = api
+        self._max_num_seqs = max_num_seqs
+        self._engine: Scalable | None = None
+        self._work: asyncio.Task[int] | None = None
+
+    def bind(self, engine: Scalable) -> None:
+        """The engine, once loaded, whose replicas may come and go."""
+        self._engine = engine
+
+    @property
+    def is_scaling(self) -> bool:
+        """Whether replicas come or go just now."""
+        return self._work is not None and not self._work.done()
+
+    def most_requests(self, replicas: int) -> int:
+        """Over how many prompts in so many replicas 503 is given."""
+        return replicas * self._max_num_seqs + _WAITING_REQUESTS
+
+    async def scale(self, replicas: int, drain_s: float) -> int:
+        """Have so many; how many requests were cut. ApiError 409: it cannot be, or not now; nothing
+        has changed. It goes on when the caller does not wait for it."""
+        if self._engine is None:
+            message = f"this instance was started without {ELASTIC}: its replicas stay as they are"
+            raise ApiError(409, message, code="cannot_scale")
+        if self.is_scaling:
+            message = "the replicas are being changed already: try again when that is done"
+            raise ApiError(409, message, code="is_scaling", retry_after_s=1)
+        self._work = asyncio.create_task(self._scale(self._engine, replicas, drain_s))
+        return await asyncio.shield(self._work)
+
+    async def _scale(self, engine: Scalable, replicas: int, drain_s: float) -> int:
+        try:
+            cut = await asyncio.to_thread(engine.scale, replicas, drain_s=drain_s)
+        except (UserError, RankLostError) as error:
+            raise ApiError(409, str(error), code="cannot_scale") from error
+        service = self._api.service
+        if service is not None:
+            limit = self.most_requests(replicas)
+            # A router may still name one that has left: the engine answers 503, which it tries
+            # elsewhere; 400 would be the client's.
+            known = max(service.replicas, replicas)
+            self._api.service = replace(service, replicas=known, max_requests=limit)
+        return cut
