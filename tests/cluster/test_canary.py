@@ -91,7 +91,12 @@ def impatient() -> Obj:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        pytest.param(slow, r"its TTFT p95 is [\d.]+ ms, the limit is 1 ms", id="TTFT"),
+        pytest.param(
+            slow,
+            r"its TTFT p95 is [\d.]+ ms, the limit is 1 ms",
+            id="TTFT",
+            marks=pytest.mark.soak,
+        ),
         pytest.param(
             impatient,
             r"[\d.]+ % of its requests failed, the limit is 1 %; [1-9]\d* of 10 requests, [1-9]",

@@ -5,7 +5,8 @@ tests/e2e/test_kv_causes.py does it with processes. Here a document makes the fa
 a pool is added whose pods differ, by its template's variables, from which `engine.args` take flags,
 or by its volumes. The rest happens to a pod that runs: a rule in its network, a key of its own, too
 little time of the processor. One fleet has nine of them one after another; faults of instances come
-before those of pairs, for which the condition stays False for a minute.
+before those of pairs, for which the condition stays False for a minute. Each run has the two that
+are the cluster's own, a Secret's key and a pod's network; the soak has all.
 """
 
 from __future__ import annotations
@@ -120,24 +121,25 @@ def full() -> Obj:
 
 
 @pytest.fixture(scope="module")
-def fleets(node_cluster: Cluster) -> Iterator[dict[str, FleetClient]]:
-    """The chart, and both fleets, ready."""
+def fleet(node_cluster: Cluster) -> Iterator[FleetClient]:
+    """The chart, and the fleet that has nine of the causes, ready."""
     with installed_chart(node_cluster):
         node_cluster.kubectl("create", "namespace", NAMESPACE)
-        found = {n: FleetClient(node_cluster, NAMESPACE, n) for n in ("chat", "full")}
-        found["chat"].apply(chat())
-        found["full"].apply(full())
-        for one in found.values():
-            one.wait_ready()
+        found = FleetClient(node_cluster, NAMESPACE, "chat")
+        found.apply(chat())
+        found.wait_ready()
         yield found
         delete_fleets(node_cluster, NAMESPACE)
         node_cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
 
 
 @pytest.fixture
-def fleet(fleets: dict[str, FleetClient]) -> FleetClient:
-    """The one that has nine of the causes."""
-    return fleets["chat"]
+def small(fleet: FleetClient) -> FleetClient:
+    """A fleet beside it whose D is full soon, ready."""
+    found = FleetClient(fleet.cluster, NAMESPACE, "full")
+    found.apply(full())
+    found.wait_ready()
+    return found
 
 
 @contextmanager
@@ -306,6 +308,7 @@ def test_missing_shared_memory_is_named(fleet: FleetClient) -> None:
         wait_named(fleet, "NoSharedMemory", pair, "kvTransfer.sameHostPath")
 
 
+@pytest.mark.soak
 def test_a_wait_that_is_too_short_is_named_with_what_a_probe_takes(fleet: FleetClient) -> None:
     """P's network carries 200 KB/s, on which a probe takes a third of a second."""
     p = engine_process(fleet, "prefill")
@@ -340,16 +343,17 @@ def slowed(process: int) -> Iterator[None]:
         thread.join()
 
 
-def test_a_d_without_room_is_named_with_its_numbers(fleets: dict[str, FleetClient]) -> None:
+@pytest.mark.soak
+def test_a_d_without_room_is_named_with_its_numbers(small: FleetClient) -> None:
     """Prompts of 1.8 MB of KV each, at a D that computes slowly."""
-    fleet = fleets["full"]
-    d = engine_process(fleet, "decode")
-    pod = name_of(fleet, "decode")
-    with slowed(d), asked(fleet, tokens=600, answer=1400, at_once=8):
-        wait_named(fleet, "NoRoom", f"{pod} has ", " blocks free", "kvTransfer.bufferSize")
-    with asked(fleet):
-        wait_verified(fleet)
+    d = engine_process(small, "decode")
+    pod = name_of(small, "decode")
+    with slowed(d), asked(small, tokens=600, answer=1400, at_once=8):
+        wait_named(small, "NoRoom", f"{pod} has ", " blocks free", "kvTransfer.bufferSize")
+    with asked(small):
+        wait_verified(small)
 
 
+@pytest.mark.soak
 def test_behind_the_faults_the_fleet_is_verified_again(fleet: FleetClient) -> None:
     wait_verified(fleet, HELD_S)
