@@ -154,9 +154,19 @@ def test_a_layer_compiles(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("group", "dim", "splits"), [(4, 128, 64), (32, 128, 8), (64, 128, 1), (64, 256, 64)]
+    ("group", "dim", "splits", "dtype"),
+    [
+        (4, 128, 64, torch.bfloat16),
+        (4, 128, 64, torch.float32),
+        (32, 128, 8, torch.bfloat16),
+        (32, 128, 8, torch.float32),
+        (64, 128, 1, torch.bfloat16),
+        (64, 128, 1, torch.float32),
+        (64, 256, 64, torch.bfloat16),
+        # A sixth of the module's time; a layer has heads of 256 in float32, too.
+        pytest.param(64, 256, 64, torch.float32, marks=pytest.mark.soak),
+    ],
 )
 def test_a_decode_compiles_for_as_many_parts_and_heads_of_a_kv_head_as_there_are(
     compiled: tuple[Any, dict[str, Any]], group: int, dim: int, splits: int, dtype: torch.dtype
