@@ -170,6 +170,20 @@ def test_rows_that_pad_a_batch_have_no_experts_computed(kit: Kit) -> None:
     assert run(x, weights, chosen, static.plan)[2].isnan().all()
 
 
+def test_an_expert_that_takes_anothers_place_computes_its_rows(kit: Kit) -> None:
+    """In the same memory: a graph holds its address."""
+    layer, x, weights = Layer.of(kit, 5, 96, 80), kit.noise(4, 96), shares(kit, 4, 2)
+    chosen = torch.tensor(uneven(4)).to(kit.device)
+    run = kit.gpu.kernels.TritonKernels(kit.device).experts(layer.gate_up, layer.down)
+    places = [one.data_ptr() for one in run.weights(1)]
+    gate_up, down = layer.gate_up.clone(), layer.down.clone()
+    gate_up[1], down[1] = gate_up[3], down[3]
+    run.replace(1, *(one.clone() for one in run.weights(3)))
+    assert [one.data_ptr() for one in run.weights(1)] == places
+    found = run(x, weights, chosen, None)
+    kit.close(found, twins.experts(x, weights, chosen, gate_up, down))
+
+
 def test_a_step_with_prompts_leaves_no_row_out(kit: Kit) -> None:
     layer, x, weights = Layer.of(kit, 5, 96, 80), kit.noise(4, 96), shares(kit, 4, 2)
     chosen = torch.tensor(uneven(4)).to(kit.device)
