@@ -89,24 +89,6 @@ def test_every_field_reaches_vllm(tmp_path: Path) -> None:
     assert options_of(found["prefill"], key) == options.Options(**of_both, mode="get")
 
 
-def test_replicas_of_an_aggregated_vllm_are_its_own_flag() -> None:
-    pools = [
-        {
-            "name": "all",
-            "role": "Aggregated",
-            "parallelism": {"tensor": 2, "data": 2, "expert": 4},
-            "resources": {"gpus": 4},
-        }
-    ]
-    found = templates(pools=pools)["all"]
-    assert found.args[-3:] == (
-        "--tensor-parallel-size=2",
-        "--data-parallel-size=2",
-        "--enable-expert-parallel",
-    )
-    assert layout_of(found) == "TP2xPP1xDP2xEP4"
-
-
 def test_the_least_document_says_what_the_connector_needs(tmp_path: Path) -> None:
     found = templates()
     key = tmp_path / "key"

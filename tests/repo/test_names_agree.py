@@ -13,8 +13,8 @@ from typing import get_args
 from scripts.train_demo_model import random_checkpoint
 from xpyd_core.cli import build_parser
 from xpyd_kv.transport.settings import TRANSPORTS
-from xpyd_operator.document.fleet import Policy
 from xpyd_operator.document.mistakes import UNSUPPORTED_VALUES
+from xpyd_operator.document.router import Policy
 from xpyd_operator.document.transfer import KvTransfer
 from xpyd_operator.plan import template
 from xpyd_router.policy.pairs import installed

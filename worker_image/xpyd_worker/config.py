@@ -406,8 +406,8 @@ def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             not config.enable_elastic_ep or config.pipeline_parallel_size == 1,
         ),
         (
-            f"{ELASTIC}: others take the KV of a {config.role} instance's replicas, which stay as they "
-            "are; leave it out, or give --role Aggregated",
+            f"{ELASTIC}: replicas of a {config.role} instance stay as they are; leave it out, or "
+            "give --role Aggregated",
             not (config.enable_elastic_ep and config.moves_kv),
         ),
         (

@@ -18,8 +18,9 @@ from xpyd_core.checkpoints import own_name
 from xpyd_core.parallel.checks import DATA, EXPERT, PIPELINE, TENSOR
 from xpyd_operator.document.engine import has_whole_experts
 from xpyd_operator.document.engines import Model, Pool
-from xpyd_operator.document.fleet import InferenceFleet, Router
+from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.parallelism import Parallelism
+from xpyd_operator.document.router import Router
 from xpyd_operator.document.transfer import KvTransfer
 from xpyd_operator.plan.values import MOST_REPLICAS, ROUTER, FleetWant, PoolWant, Template
 from xpyd_operator.plan.vllm import beats_args, beats_itself, serve_args, variables

@@ -84,6 +84,25 @@ class PairFound(NamedTuple):
     seconds: float = 0.0
 
 
+class WithoutKv(NamedTuple):
+    """Names of an instance's partners with which it is no pair, or no good one."""
+
+    unmet: list[str]
+    """Of another engine: D has not compared KV of the two yet."""
+    refused: list[str]
+    """Of another engine: D has, and never uses it."""
+    unverified: list[str]
+    """The last probe of the pair failed, or there was none yet."""
+
+
+class PairProblem(NamedTuple):
+    """A pair whose last probe failed, by the names of its instances."""
+
+    prefill: str
+    decode: str
+    found: PairFound
+
+
 MAX_PAIRS = 65_536
 """Pairs that are probed. Of a larger fleet some are not, and are verified never."""
 

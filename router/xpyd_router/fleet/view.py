@@ -13,7 +13,6 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import NamedTuple
 
 from xpyd_core.messages import Heartbeat
 from xpyd_router.errors import FailureCause
@@ -36,7 +35,9 @@ from xpyd_router.fleet.instances import (
 )
 from xpyd_router.fleet.introductions import (
     PairFound,
+    PairProblem,
     Verdict,
+    WithoutKv,
     mixed_pairs,
     possible_pairs,
     without_pair,
@@ -57,25 +58,6 @@ MAX_NAMED = 16
 MAX_PROBLEMS = 64
 _MAX_WORDS = 400
 """Letters of why an instance has no pair."""
-
-
-class WithoutKv(NamedTuple):
-    """Names of an instance's partners with which it is no pair, or no good one."""
-
-    unmet: list[str]
-    """Of another engine: D has not compared KV of the two yet."""
-    refused: list[str]
-    """Of another engine: D has, and never uses it."""
-    unverified: list[str]
-    """The last probe of the pair failed, or there was none yet."""
-
-
-class PairProblem(NamedTuple):
-    """A pair whose last probe failed, by the names of its instances."""
-
-    prefill: str
-    decode: str
-    found: PairFound
 
 
 class FleetView:

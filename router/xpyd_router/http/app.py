@@ -32,7 +32,8 @@ from xpyd_core.keys import key_ids
 from xpyd_router.app_state import AppState
 from xpyd_router.errors import unknown_model
 from xpyd_router.fleet.instances import Instance
-from xpyd_router.fleet.view import FleetView, PairProblem, WithoutKv
+from xpyd_router.fleet.introductions import PairProblem, WithoutKv
+from xpyd_router.fleet.view import FleetView
 from xpyd_router.http.asgi import AsgiApp, Scope
 from xpyd_router.http.inference import Inference
 from xpyd_router.http.keyed import OpenBodies, owner_of
