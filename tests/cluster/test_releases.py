@@ -70,7 +70,9 @@ def test_a_standby_goes_on_when_the_leader_is_killed(plane: Cluster, chat: Fleet
             looked(third)
 
 
-def test_two_releases_and_an_upgrade_change_no_object(plane: Cluster, chat: FleetClient) -> None:
+def test_two_releases_and_an_upgrade_change_no_object_until_asked_and_an_undo_takes_it_back(
+    plane: Cluster, chat: FleetClient
+) -> None:
     place = chat.namespace
     with running_operator(plane, place, flags=flags(place, "one")):
         chat.apply(fake_fleet())
@@ -115,6 +117,12 @@ def test_two_releases_and_an_upgrade_change_no_object(plane: Cluster, chat: Flee
             return current and images(chat) == {"registry/worker:2", "registry/router:2"}
 
         wait_for(is_current, READY_S, "it has the new images", explain=second.log)
+        assert "registry/worker:2" in chat.rollout("history", "chat")
+        # The operator that has a place for it in its turns does not take them again.
+        chat.rollout("undo", "chat")
+        chat.rollout("status", "chat", "--wait", f"--timeout={READY_S:.0f}")
+        assert images(chat) == old
+        assert chat.condition("UpToDate")["reason"] == "Undone"
 
 
 _SPEC = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties"

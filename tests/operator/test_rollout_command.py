@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from tests.operator.kube_objects import merge
-from tests.operator.test_controller_turn import document
+from tests.operator.test_controller_turn import SETTINGS, document
 from tests.operator.test_rollout_pause import after_turn, edited
 from xpyd_core import __version__, cli
 from xpyd_operator.cluster.command import kubectl_main
 from xpyd_operator.controller.decision.kinds import CONTROLLER_REVISION, Obj
 from xpyd_operator.rollout import command as rollout_command
-from xpyd_operator.rollout.view import edit_json, edit_of
+from xpyd_operator.rollout.edit import edit_json, edit_of
 from xpyd_operator.status.upgrades import Defaults
 
 _KUBECTL = f"""#!{sys.executable}
@@ -162,14 +162,21 @@ def test_history_is_a_table_with_the_current_revision_marked(
     kubectl.has(edited("b:1"), records=[other, *recorded("", "a:1", "b:1")])
     assert rollout("history", "chat") == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == ["REVISION", "CURRENT", "AGE", "IMAGE", "ARGS"]
-    assert [(line[0], line[-2]) for line in lines[1:]] == [
-        ("1", "(operator's)"), ("2", "a:1"), ("3", "b:1"),
+    assert lines[0] == ["REVISION", "CURRENT", "AGE", "IMAGE", "ROUTER", "ARGS"]
+    worker, router = SETTINGS.worker_image, SETTINGS.router_image
+    assert [(line[0], *line[-3:-1]) for line in lines[1:]] == [
+        ("1", worker, router), ("2", "a:1", router), ("3", "b:1", router),
     ]  # fmt: skip
     assert [line[1] == "*" for line in lines[1:]] == [False, False, True]
     assert rollout("history", "chat", "--output", "json") == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["spec"].get("engine", {}).get("image") for row in rows] == [None, "a:1", "b:1"]
+    assert [row["images"]["engines"] for row in rows] == [worker, "a:1", "b:1"]
+    records = recorded("a:1")
+    del records[0]["data"]["defaults"]
+    kubectl.has(edited("b:1"), records=records)
+    assert rollout("history", "chat") == 0
+    assert "a:1    (not recorded)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("words", "image"), [((), "a:1"), (("--to", "1"), None)])
@@ -185,14 +192,17 @@ def test_undo_writes_the_earlier_revision_and_leaves_sizes_alone(
     assert [pool["replicas"] for pool in after["spec"]["pools"]] == [1, 5]
 
 
-@pytest.mark.parametrize("is_edit", [False, True], ids=["status", "edit"])
+@pytest.mark.parametrize("what", ["status", "edit", "images"])
 def test_undo_goes_over_a_status_that_was_written_meanwhile_and_over_no_edit(
-    kubectl: Kubectl, capsys: pytest.CaptureFixture[str], is_edit: bool
+    kubectl: Kubectl, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
-    before = edited("b:1")
+    before, is_edit = edited("b:1"), what != "status"
     seen: Obj = before["metadata"]
-    later = {"resourceVersion": "6", "generation": seen["generation"] + is_edit}
-    kubectl.has(before, {**before, "metadata": seen | later}, records=recorded("a:1", "b:1"))
+    later = {"resourceVersion": "6", "generation": seen["generation"] + (what == "edit")}
+    after = {**before, "metadata": seen | later}
+    if what == "images":
+        after["status"] = {"defaults": {"workerImage": "newer:1"}}
+    kubectl.has(before, after, records=recorded("a:1", "b:1"))
     assert rollout("undo", "chat") == (2 if is_edit else 0)
     assert (kubectl.folder / "patch").exists() is not is_edit
     assert ("the object has been modified" in capsys.readouterr().err) is is_edit
@@ -394,6 +404,29 @@ def test_plan_names_routers_that_take_the_operators_newer_image() -> None:
     scaled = {**before, "spec": document(decode=3)["spec"]}
     found = plan_of(before, scaled)["pools"]
     assert {one["change"] for name, one in found.items() if name != "decode"} == {"unchanged"}
+
+
+def test_plan_says_the_images_of_before_and_after_and_that_an_undo_keeps_newer_ones_away(
+    kubectl: Kubectl, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = Defaults("0.0.9", f"worker:{__version__}", "router:1", "IfNotPresent")
+    newer = replace(kept, version=__version__, router_image="router:2")
+    what = f"pods are made with {', '.join(kept.differences(newer))}, until a restart"
+    older = {"type": "UpToDate", "status": "False", "reason": "Undone", "message": what}
+    before = made_by_operator(document(), conditions=[older])
+    after = {**before, "spec": edited("a:2")["spec"]}
+    kubectl.has(before, edit=after)
+    assert rollout("plan", "-f", "fleet.yaml") == 0
+    shown = capsys.readouterr().out
+    assert f"images of engines: worker:{__version__} -> a:2\n" in shown
+    assert "images of routers: router:1 -> router:2\n" in shown
+    undone = deepcopy(after)
+    undone["metadata"]["annotations"] = {"xpyd.dev/undo": "chat-0a1b2c3d4e"}
+    images = plan_of(before, undone)["images"]
+    assert images["routers"] == {"before": "router:1", "after": "router:1"}
+    assert images["engines"]["after"] == "a:2"
+    undone["spec"]["rollout"] = {"restartedAt": "2026-01-02T00:00:00Z"}
+    assert plan_of(before, undone)["images"]["routers"]["after"] == "router:2"
 
 
 @pytest.mark.parametrize(

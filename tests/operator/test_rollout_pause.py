@@ -22,6 +22,7 @@ from xpyd_operator.controller.decision.kinds import (
 from xpyd_operator.controller.decision.report import report
 from xpyd_operator.controller.decision.writes import Apply, DeleteObject, Scale
 from xpyd_operator.document.load import parse_object
+from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.fleet import plan
 from xpyd_operator.plan.revisions import differences, record_of, restored, revision_id
 from xpyd_operator.plan.values import (
@@ -117,8 +118,13 @@ def running(children: Children) -> Children:
 
 def after_turn(children: Children, found: Obj) -> Children:
     """What an API server has after a turn; pods are not made."""
+    return after_writes(children, writes(decide(look(children, found))))
+
+
+def after_writes(children: Children, turn: list[Any]) -> Children:
+    """What an API server has after these writes."""
     made = deepcopy(children)
-    for write in writes(decide(look(children, found))):
+    for write in turn:
         match write:
             case Apply(obj):
                 made.setdefault(kind_of(obj), {})[obj["metadata"]["name"]] = stored(obj)
@@ -161,16 +167,40 @@ def writes_of_history(children: Children, found: Obj) -> list[Any]:
     return [kind for kind in kinds if kind == CONTROLLER_REVISION]
 
 
-def test_a_scale_and_an_upgrade_of_the_operator_are_no_revisions() -> None:
+def test_a_scale_is_no_revision_and_an_upgrade_is_one_when_the_fleet_takes_it() -> None:
     children = after_turn({}, document())
     scaled = changed(document(), {"spec.pools.1.replicas": 3})
     assert writes_of_history(children, scaled) == []
+    assert history(children) == {1: ""}
     state = look(children, document())
     newer = replace(state, settings=replace(state.settings, worker_image="xpyd-worker:2"))
-    assert history(children) == {1: ""}
-    assert CONTROLLER_REVISION not in {
-        kind_of(w.obj) for w in writes(decide(newer)) if isinstance(w, Apply)
+    made = after_writes(children, writes(decide(newer)))
+    assert history(made) == {1: "", 2: ""}
+    images = {
+        one["revision"]: one["data"]["defaults"]["workerImage"]
+        for one in made[CONTROLLER_REVISION].values()
     }
+    assert images == {1: state.settings.worker_image, 2: "xpyd-worker:2"}
+    again = after_writes(made, writes(decide(look(made, document()))))
+    assert sorted(history(again)) == [2, 3], "back to the first one's images"
+
+
+def test_a_record_without_images_goes_when_the_same_document_has_one_with_them() -> None:
+    children = after_turn({}, document())
+    ((name, record),) = children[CONTROLLER_REVISION].items()
+    fleet = parse_object(document())
+    bare = f"chat-{revision_id(fleet, model_in_pod(fleet))}"
+    older = deepcopy(record)
+    older["metadata"] |= {"name": bare, "uid": bare}
+    del older["data"]["defaults"]
+    children[CONTROLLER_REVISION] = {bare: older}
+    assert name != bare
+    after = after_turn(children, document())[CONTROLLER_REVISION]
+    assert {one: obj["revision"] for one, obj in after.items()} == {name: 2}
+    # That of another document stays: an undo goes there.
+    edit = after_turn(children, edited("image:1"))[CONTROLLER_REVISION]
+    assert bare in edit
+    assert len(edit) == 2
 
 
 def test_a_pause_records_nothing_that_does_not_begin_and_leaves_services_as_they_are() -> None:

@@ -73,6 +73,7 @@ def _of_code() -> set[str]:
                 "CUT",
                 "NO_PAIR",
                 "STANDS_BY",
+                "UNDONE",
             }:
                 found |= set(_words(node))
             if isinstance(node, ast.FunctionDef) and node.name == "_movement":

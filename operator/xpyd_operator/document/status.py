@@ -103,7 +103,7 @@ class ModelStatus(ApiModel):
 
 class DefaultsStatus(ApiModel):
     """What the operator added to the document to make the fleet's pods. Another operator or chart
-    changes none of it before somebody asks for it."""
+    changes none of it before somebody asks for it. Records of the history have it, too."""
 
     version: Annotated[str, Field(max_length=64)] | None = None
     """Version of the operator that made them."""
@@ -123,6 +123,9 @@ class DefaultsStatus(ApiModel):
     """spec.engine.image when these were taken; another one takes the operator's own."""
     restarted_at: Annotated[str, Field(max_length=64)] | None = None
     """The spec.rollout.restartedAt that was obeyed; a later one takes the operator's own."""
+    undo: Annotated[str, Field(max_length=128)] | None = None
+    """The undo that was obeyed, of the fleet's annotation xpyd.dev/undo: what it brought back stays
+    until a later restart."""
 
 
 class CanaryStatus(ApiModel):

@@ -3,8 +3,9 @@
 A revision is recorded when its pods begin. The record is the part of `spec` that pods are made of,
 without what is of the moment: replicas and their bounds, how a rollout goes, how clients come in.
 Its name says which pods the document makes, so that a document that goes back to an earlier one
-goes back to its record, too; the images that the operator itself brings are no part of it.
-See docs/adr/0096.
+goes back to its record, too. The images and what else the operator itself brings lie beside it, and
+are a part of the name: a fleet that takes newer ones gets a new record.
+See docs/adr/0096 and docs/adr/0119.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ OF_NOW: Mapping[str, frozenset[str]] = {
 _RESTARTED = "restartedAt"
 
 
-def revision_id(fleet: InferenceFleet, model: str) -> str:
-    """10 hex digits over all pods that the document makes. `model`: as in fleet_want."""
+def revision_id(
+    fleet: InferenceFleet, model: str, defaults: Mapping[str, Any] | None = None
+) -> str:
+    """10 hex digits over all pods that the document makes. `model`: as in fleet_want; `defaults`:
+    what the operator adds, None: not a part of it, as in records of operators that had none."""
     want = fleet_want(fleet, model=model, in_cluster=True)
-    named = sorted((pool.name, pool.revision) for pool in want.pools)
-    return sha256(json.dumps(named).encode()).hexdigest()[:10]
+    parts: list[object] = [*sorted((pool.name, pool.revision) for pool in want.pools)]
+    if defaults is not None:
+        parts.append(defaults)
+    return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
 
 
 def record_of(spec: Mapping[str, Any]) -> Json:
@@ -51,7 +57,7 @@ def record_of(spec: Mapping[str, Any]) -> Json:
 def restored(spec: Mapping[str, Any], record: Mapping[str, Any]) -> Json:
     """The spec with a record's parts in place of its own. What is of the moment stays; a pool that
     only the record has comes without replicas."""
-    found: Json = {name: part for name, part in spec.items() if name not in _PARTS}
+    found: Json = {name: part for name, part in spec.items() if name not in (*_PARTS, "rollout")}
     found |= {name: record[name] for name in _PARTS if name in record}
     if "router" in record or "router" in spec:
         router: Json = spec.get("router") or {}

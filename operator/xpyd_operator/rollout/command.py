@@ -94,18 +94,26 @@ class Kubectl:
         self.run(*words, stdin=json.dumps(patch))
 
     def write_over(self, fleet: Json, patch: Json) -> None:
-        """Merge a patch into `fleet`'s document unless somebody has edited it meanwhile. A status
-        that the operator writes is another version of the object too, and no edit."""
-        seen = fleet["metadata"]
+        """Merge a patch into `fleet`'s document unless somebody has edited it meanwhile, or other
+        images came. A status that the operator writes is another version of the object too, and no
+        edit."""
+        seen, name = fleet, fleet["metadata"]["name"]
         for tries_left in reversed(range(_TRIES)):
             try:
-                version = {"resourceVersion": seen["resourceVersion"]}
-                return self.write(seen["name"], {"metadata": version, **patch})
+                version = {"resourceVersion": seen["metadata"]["resourceVersion"]}
+                metadata = {**patch.get("metadata", {}), **version}
+                return self.write(name, {**patch, "metadata": metadata})
             except UserError as error:
-                seen = self.fleet(seen["name"])["metadata"]
-                is_edited = seen["generation"] != fleet["metadata"]["generation"]
+                seen = self.fleet(name)
+                is_edited = _made_of(seen) != _made_of(fleet)
                 if "(Conflict)" not in str(error) or is_edited or not tries_left:
                     raise
+
+
+def _made_of(fleet: Json) -> tuple[object, object]:
+    """What says whether two looks at a fleet are of the same document and the same images."""
+    status: Json = fleet.get("status") or {}
+    return fleet["metadata"]["generation"], status.get("defaults")
 
 
 def _say(args: argparse.Namespace, words: str, found: object) -> None:
@@ -113,7 +121,7 @@ def _say(args: argparse.Namespace, words: str, found: object) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from xpyd_operator.rollout.view import edit_json, edit_of, edit_text
+    from xpyd_operator.rollout.edit import edit_json, edit_of, edit_text
 
     kubectl = Kubectl(args)
     # The API server merges the file as `kubectl apply` will, fills in defaults, and keeps nothing.
@@ -153,7 +161,13 @@ def _history(args: argparse.Namespace) -> int:
     kubectl = Kubectl(args)
     found = history_of(kubectl.fleet(args.fleet), kubectl.records(args.fleet))
     shown = [
-        {"revision": r.number, "created": r.created, "current": r.current, "spec": r.record}
+        {
+            "revision": r.number,
+            "created": r.created,
+            "current": r.current,
+            "images": dict(zip(("engines", "routers"), r.images, strict=True)),
+            "spec": r.record,
+        }
         for r in found
     ]
     _say(args, history_text(found, _now()), shown)
@@ -162,15 +176,23 @@ def _history(args: argparse.Namespace) -> int:
 
 def _undo(args: argparse.Namespace) -> int:
     from xpyd_operator.controller.decision.kinds import merge_patch
+    from xpyd_operator.manifests.names import ANNOTATION_UNDO
     from xpyd_operator.plan.revisions import restored
-    from xpyd_operator.rollout.view import history_of, target_of
+    from xpyd_operator.rollout.view import history_of, target_of, undo_of
 
     kubectl = Kubectl(args)
     fleet = kubectl.fleet(args.fleet)
     to = target_of(history_of(fleet, kubectl.records(args.fleet)), args.to)
-    spec = merge_patch(fleet["spec"], restored(fleet["spec"], to.record))
-    kubectl.write_over(fleet, {"spec": spec})
-    _say(args, _begun(args, fleet, f"back to revision {to.number}"), {"revision": to.number})
+    patch: Json = {"spec": merge_patch(fleet["spec"], restored(fleet["spec"], to.record))}
+    images, what = dict(zip(("engines", "routers"), to.images, strict=True)), ""
+    if undo := undo_of(fleet, to):
+        patch["metadata"] = {"annotations": {ANNOTATION_UNDO: undo.annotation}}
+        what = f" and its images: engines {to.images[0]}, routers {to.images[1]}"
+    elif to.defaults is None:
+        what = "; the operator's images of then are not recorded, those of now stay"
+    kubectl.write_over(fleet, patch)
+    found = {"revision": to.number, "images": images}
+    _say(args, _begun(args, fleet, f"back to revision {to.number}{what}"), found)
     return 0
 
 

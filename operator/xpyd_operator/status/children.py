@@ -139,13 +139,15 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Children:
-    """The objects that belong to one fleet, raw: dicts and lists. `others`: Services and so on."""
+    """The objects that belong to one fleet, raw: dicts and lists. `others`: Services and so on;
+    `records`: the ControllerRevisions of its history."""
 
     deployments: tuple[Raw, ...] = ()
     leader_worker_sets: tuple[Raw, ...] = ()
     pods: tuple[Raw, ...] = ()
     pools: tuple[Raw, ...] = ()
     others: tuple[Raw, ...] = ()
+    records: tuple[Raw, ...] = ()
     cordoned: frozenset[str] = frozenset()
     """Nodes that take no new pods."""
 

@@ -38,7 +38,7 @@ from xpyd_operator.status.pools import (
 from xpyd_operator.status.problems import Problem
 from xpyd_operator.status.rotation import KeyVerdict
 from xpyd_operator.status.routable import NO_PAIR
-from xpyd_operator.status.upgrades import UP_TO_DATE, UPGRADING, Upgrade
+from xpyd_operator.status.upgrades import UNDONE, UP_TO_DATE, UPGRADING, Upgrade
 from xpyd_operator.status.verified import NO_PAIRS, NOT_LOOKED, KvVerdict
 
 FIELDS_IGNORED = "FieldsIgnored"
@@ -233,6 +233,9 @@ def _ready(fleet: _Fleet) -> _Verdict:
 
 
 def _up_to_date(fleet: _Fleet, upgrade: Upgrade, *, is_ready: bool) -> _Verdict:
+    if upgrade.older and upgrade.undone:
+        what = f"an undo brought back {', '.join(upgrade.older)}, until a restart of the rollout"
+        return _Verdict(False, UNDONE, what)
     if upgrade.older:
         what = f"pods are made with {', '.join(upgrade.older)}, until a restart of the rollout"
         return _Verdict(False, "OlderDefaults", what)

@@ -19,7 +19,7 @@ from xpyd_operator.status.conditions import (
     condition_of,
 )
 from xpyd_operator.status.crashes import RECREATED
-from xpyd_operator.status.upgrades import UP_TO_DATE, UPGRADING
+from xpyd_operator.status.upgrades import UNDONE, UP_TO_DATE, UPGRADING
 
 MOST_MESSAGE = 1000
 """Kubernetes allows 1024 bytes of a message; a few of our characters may be longer."""
@@ -150,10 +150,11 @@ def _moves(status: Raw) -> str:
 
 
 def _upgrade(before: Raw, after: Raw) -> list[EventText]:
-    """That the operator has other defaults than the fleet, and that the fleet takes them."""
+    """That the operator has other defaults than the fleet, that the fleet takes them, and that an
+    undo took it back."""
     found, earlier = condition_of(after, UP_TO_DATE), condition_of(before, UP_TO_DATE)
     reason = text(found, "reason")
-    if reason not in ("OlderDefaults", UPGRADING) or reason == text(earlier, "reason"):
+    if reason not in ("OlderDefaults", UPGRADING, UNDONE) or reason == text(earlier, "reason"):
         return []
     return [EventText("Normal", reason, text(found, "message"))]
 

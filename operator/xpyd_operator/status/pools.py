@@ -1,6 +1,7 @@
 """A fleet's pools as rows: the instances of each, all its revisions together. Pure.
 
-Also by their roles: which instances serve, and what requests do where a role is lost."""
+Also by their roles: which instances serve, and what requests do where a role is lost.
+"""
 
 from __future__ import annotations
 

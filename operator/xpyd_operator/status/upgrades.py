@@ -4,7 +4,8 @@ A fleet keeps the images, the pull policy and the version with which it was made
 so that another operator or chart changes none of its pods until somebody asks: by a later
 spec.rollout.restartedAt, by another spec.engine.image, or by --upgrade-fleets, which lets so many
 fleets at a time take the new ones. Where the status is lost, the Deployments say what they are made
-with.
+with. An undo brings back those of the record that it names; they stay until a later restart
+(docs/adr/0119).
 
 An operator of another version may render the same document otherwise. So a pool whose part of the
 document did not change keeps its revision, and its workload is only scaled, until the fleet takes
@@ -19,12 +20,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from hashlib import sha256
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from pydantic import BaseModel
 
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests.names import (
+    ANNOTATION_UNDO,
     BEATS_CONTAINER,
     ENGINE_CONTAINER,
     MODEL_CONTAINER,
@@ -41,6 +43,7 @@ from xpyd_operator.status.children import (
     fields,
     key_of,
     moment,
+    name_of,
     pod_specs,
     replicas_of,
     rows,
@@ -51,6 +54,7 @@ from xpyd_operator.status.children import (
 FleetName = TypeVar("FleetName")
 UP_TO_DATE = "UpToDate"
 UPGRADING = "Upgrading"
+UNDONE = "Undone"
 _NAMES = {
     "version": "version",
     "worker_image": "workerImage",
@@ -60,8 +64,11 @@ _NAMES = {
     "gated": "readinessGate",
     "engine_image": "engineImage",
     "restarted_at": "restartedAt",
+    "undo": "undo",
 }
 """Field -> its name in status.defaults."""
+_OF_PODS = ("worker_image", "router_image", "pull_policy", "pull_secrets", "gated")
+"""What of them is in pods, and so in a record of the history."""
 _WORDS = {
     "version": "operator",
     "worker_image": "worker image",
@@ -78,7 +85,7 @@ class Defaults:
     """What the operator adds to a document to make pods of it.
 
     `engine_image`, `restarted_at`: what the document said when the fleet took these defaults; a
-    change of the one and a later time ask for new ones.
+    change of the one and a later time ask for new ones. `undo`: the undo that was obeyed.
     """
 
     version: str
@@ -89,16 +96,23 @@ class Defaults:
     gated: bool = False
     engine_image: str = ""
     restarted_at: str = ""
+    undo: str = ""
 
     @property
     def row(self) -> dict[str, Any]:
         """As status.defaults has them; what is empty is left out."""
+        return self._row(_NAMES)
+
+    @property
+    def of_pods(self) -> dict[str, Any]:
+        """What of them pods are made with, as a record of the history has it."""
+        return self._row(_OF_PODS)
+
+    def _row(self, names: Iterable[str]) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for name, key in _NAMES.items():
-            if name != "pull_secrets" and getattr(self, name):
-                found[key] = getattr(self, name)
-        if self.pull_secrets:
-            found["imagePullSecrets"] = [*self.pull_secrets]
+        for name in names:
+            if value := getattr(self, name):
+                found[_NAMES[name]] = [*value] if isinstance(value, tuple) else value
         return found
 
     def within(self, settings: Settings) -> Settings:
@@ -141,6 +155,30 @@ def asked_restart(document: Raw) -> str:
     return text(document, "spec", "rollout", "restartedAt")
 
 
+class Undo(NamedTuple):
+    """An undo that brought other images back: the record that has them, and the last restart before
+    it. It holds until a later restart."""
+
+    record: str
+    restarted_at: str
+
+    @property
+    def annotation(self) -> str:
+        """As the fleet's annotation has it."""
+        return "@".join(filter(None, self))
+
+    def holds(self, *restarts: str) -> bool:
+        """Whether none of these restarts is later."""
+        return not any(_is_later(one, self.restarted_at) for one in restarts)
+
+
+def asked_undo(document: Raw) -> Undo:
+    """The last undo that brought other images back; its record is "" where there was none."""
+    said = text(document, "metadata", "annotations", ANNOTATION_UNDO)
+    record, _, restarted_at = said.partition("@")
+    return Undo(record, restarted_at)
+
+
 def own_defaults(document: Raw, settings: Settings) -> Defaults:
     """Those that the operator would make the document's pods with, if it were new."""
     return Defaults(
@@ -152,11 +190,12 @@ def own_defaults(document: Raw, settings: Settings) -> Defaults:
         gated=settings.gated,
         engine_image=text(document, "spec", "engine", "image"),
         restarted_at=asked_restart(document),
+        undo=asked_undo(document).annotation,
     )
 
 
 def defaults_of(status: Raw) -> Defaults | None:
-    """Those that the fleet's status says; None: it says none."""
+    """Those that the fleet's status, or a record's data, says; None: it says none."""
     row = fields(status, "defaults")
     if not all(text(row, name) for name in ("workerImage", "routerImage", "imagePullPolicy")):
         return None
@@ -225,16 +264,40 @@ def _gives_image(template: Raw, container: Raw) -> bool:
     return any(text(one, "name") == name and text(one, "image") for one in given)
 
 
-def next_defaults(before: Defaults | None, ours: Defaults, *, turn: bool) -> Defaults:
+def next_defaults(
+    before: Defaults | None,
+    ours: Defaults,
+    *,
+    turn: bool,
+    undo: Undo | None = None,
+    recorded: Defaults | None = None,
+) -> Defaults:
     """Those that the fleet has from now on. `before` None: it is new. `turn`: it may take the
-    operator's own without being asked."""
+    operator's own without being asked. `undo`: one that holds, with what its record has."""
     if before is None:
         return ours
+    if undo is not None:
+        return _undone(before, ours, recorded)
     is_asked = _is_later(ours.restarted_at, before.restarted_at)
     is_due = ours.engine_image != before.engine_image or (turn and before.differences(ours))
     if is_asked or is_due:
         return ours if is_asked else replace(ours, restarted_at=before.restarted_at)
     return before
+
+
+def _undone(before: Defaults, ours: Defaults, recorded: Defaults | None) -> Defaults:
+    """What an undo that holds leaves or brings: nothing newer comes, whatever else asks for it."""
+    is_later = _is_later(ours.restarted_at, before.restarted_at)
+    kept = replace(
+        before,
+        engine_image=ours.engine_image,
+        restarted_at=ours.restarted_at if is_later else before.restarted_at,
+    )
+    if before.undo == ours.undo or recorded is None:
+        return kept
+    brought = {name: getattr(recorded, name) for name in _OF_PODS}
+    # Pods are made by this operator, whoever made them when they had these images before.
+    return replace(kept, **brought, version=ours.version, undo=ours.undo)
 
 
 def _is_later(asked: str, obeyed: str) -> bool:
@@ -246,11 +309,12 @@ def _is_later(asked: str, obeyed: str) -> bool:
 @dataclass(frozen=True)
 class Upgrade:
     """Where a fleet is on its way to the operator's own defaults. `older`: what of its own differs,
-    in words; `taken`: it took them in this turn."""
+    in words; `taken`: it took them in this turn; `undone`: an undo keeps them from it."""
 
     defaults: Defaults
     older: tuple[str, ...] = ()
     taken: bool = False
+    undone: bool = False
 
 
 def upgrade(document: Raw, children: Children, settings: Settings, *, turn: bool) -> Upgrade:
@@ -265,9 +329,19 @@ def upgrade(document: Raw, children: Children, settings: Settings, *, turn: bool
         before = replace(before, gated=made.gated)
     # A rollout that is paused would hold the turn for as long.
     is_paused = at(document, "spec", "rollout", "paused") is True
-    now = next_defaults(before, ours, turn=turn and not is_paused)
+    undo = asked_undo(document)
+    holds = bool(undo.record and before and undo.holds(before.restarted_at, ours.restarted_at))
+    recorded = [fields(one, "data") for one in children.records if name_of(one) == undo.record]
+    now = next_defaults(
+        before,
+        ours,
+        turn=turn and not is_paused,
+        undo=undo if holds else None,
+        recorded=defaults_of(recorded[0]) if recorded else None,
+    )
     older = now.differences(ours)
-    return Upgrade(now, older, taken=not older and bool(before and before.differences(ours)))
+    taken = not older and bool(before and before.differences(ours))
+    return Upgrade(now, older, taken, undone=holds)
 
 
 def is_older(status: Raw, settings: Settings) -> bool:
@@ -286,7 +360,8 @@ def takes_turn(
     the way. `claimed`: those that took them, and whose status may not say so yet."""
     busy, is_ready = set(claimed), False
     for name, status in statuses:
-        if text(condition({"status": status}, UP_TO_DATE), "reason") == UPGRADING:
+        # One that was taken back keeps its place, so that what it gave up stops there.
+        if text(condition({"status": status}, UP_TO_DATE), "reason") in (UPGRADING, UNDONE):
             busy.add(name)
         if name == fleet:
             # What is broken already would hide what the new defaults break.

@@ -3,7 +3,8 @@ changes in a turn, and the ConfigMap of a canary (docs/adr/0105).
 
 A record is made when its revision begins, and never changes but in its number: the current one has
 the highest, also where the document goes back to an earlier one. So nothing is remembered
-elsewhere, and a lost operator begins where another one ended. See docs/adr/0096.
+elsewhere, and a lost operator begins where another one ended. It has what the operator adds to the
+document, so that an undo brings the images back, too. See docs/adr/0096 and docs/adr/0119.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from xpyd_operator.status.canary import (
     written,
 )
 from xpyd_operator.status.children import count, is_leaving, text
+from xpyd_operator.status.upgrades import own_defaults
 
 
 def recorded(state: FleetState) -> tuple[Obj, ...]:
@@ -43,7 +45,8 @@ def recorded(state: FleetState) -> tuple[Obj, ...]:
     fleet = state.parsed.fleet
     if fleet is None or state.parsed.mistakes or state.holds_back or _is_kept_back(state):
         return ()
-    name = names.revision_name(fleet.name, revision_id(fleet, model_in_pod(fleet)))
+    defaults = own_defaults(state.document, state.settings).of_pods
+    name = names.revision_name(fleet.name, revision_id(fleet, model_in_pod(fleet), defaults))
     mine = _records(state)
     before = next((obj for obj in mine if obj["metadata"]["name"] == name), None)
     others = max((_number(obj) for obj in mine if obj is not before), default=0)
@@ -51,18 +54,24 @@ def recorded(state: FleetState) -> tuple[Obj, ...]:
     labels = names.fleet_labels(fleet.name, names.ENGINE_APP)
     obj = names.owned_object("apps/v1", "ControllerRevision", name, labels, fleet, state.placement)
     # The API server lets nobody change it.
-    data = before["data"] if before is not None else {"spec": record_of(state.document["spec"])}
+    data: Obj = {"spec": record_of(state.document["spec"]), "defaults": defaults}
+    if before is not None:
+        data = before["data"]
     return ({**obj, "data": data, "revision": number if number > others else others + 1},)
 
 
 def forgotten(state: FleetState, current: Iterable[Obj]) -> Iterator[DeleteObject]:
-    """The oldest records beyond the document's limit; none while no revision is current."""
+    """The oldest records beyond the document's limit, and the one of the same document that an
+    operator made which recorded no images; none while no revision is current."""
     fleet, kept = state.parsed.fleet, {obj["metadata"]["name"] for obj in current}
     if fleet is None or not kept:
         return
+    bare = names.revision_name(fleet.name, revision_id(fleet, model_in_pod(fleet)))
     earlier = [obj for obj in _records(state) if obj["metadata"]["name"] not in kept]
     earlier.sort(key=_number, reverse=True)
-    for obj in earlier[fleet.spec.rollout.history_limit :]:
+    told = [obj for obj in earlier if obj["metadata"]["name"] != bare]
+    left = told[: fleet.spec.rollout.history_limit]
+    for obj in (obj for obj in earlier if obj not in left):
         if not is_leaving(obj):
             yield DeleteObject(CONTROLLER_REVISION, obj["metadata"]["name"], obj["metadata"]["uid"])
 
@@ -153,8 +162,7 @@ def _is_kept_back(state: FleetState) -> bool:
 
 
 def _records(state: FleetState) -> list[Obj]:
-    found = state.children.get(CONTROLLER_REVISION, {}).values()
-    return [obj for obj in found if controller_of(obj) == state.uid]
+    return [*cast("tuple[Obj, ...]", state.own.records)]
 
 
 def _number(obj: Obj) -> int:

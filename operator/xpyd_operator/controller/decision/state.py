@@ -16,6 +16,7 @@ from functools import cached_property
 from xpyd_core.errors import UserError
 from xpyd_operator.controller.decision.kinds import (
     CONFIG_MAP,
+    CONTROLLER_REVISION,
     DEPLOYMENT,
     JOB,
     LEADER_WORKER_SET,
@@ -301,6 +302,11 @@ def own_children(uid: str, children: Mapping[Kind, Mapping[str, Obj]]) -> Childr
         pods=tuple(children.get(POD, {}).values()),
         pools=_own(uid, children, POOL),
         others=tuple(obj for kind in SUPPORT for obj in _own(uid, children, kind)),
+        records=tuple(
+            obj
+            for obj in children.get(CONTROLLER_REVISION, {}).values()
+            if controller_of(obj) == uid
+        ),
     )
 
 
