@@ -35,6 +35,8 @@ class SideFigures:
     failed: int = 0
     """Calls that failed and streams that broke; what an engine refuses with a 4xx is no failure,
     nor that it takes no more (429, 503): its request is tried elsewhere."""
+    refused: int = 0
+    """Requests whose clients got an engine's 4xx."""
     ttft_s: Distribution = field(default_factory=lambda: Distribution(_SECONDS))
     """From the pick to the first byte of a stream, of requests that needed one try."""
     itl_s: Distribution = field(default_factory=lambda: Distribution(_SECONDS))
@@ -79,6 +81,7 @@ class CanaryTable:
         for name, meaning, values in (
             ("served", "Requests that a side answered", [side.served for _, side in sides]),
             ("failed", "Tries that failed on a side", [side.failed for _, side in sides]),
+            ("refused", "Requests that a side refused", [side.refused for _, side in sides]),
         ):
             samples = zip([labels for labels, _ in sides], values, strict=True)
             out.numbers(f"xpyd_router_canary_{name}_total", "counter", meaning, samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,16 +17,8 @@ from xpyd_operator.controller.decision.kinds import CONFIG_MAP, DEPLOYMENT, Obj,
 from xpyd_operator.controller.decision.report import report
 from xpyd_operator.controller.decision.writes import Apply, DeleteObject, Scale
 from xpyd_operator.manifests.names import ANNOTATION_PROMOTE
-from xpyd_operator.status.canary import (
-    CanaryReport,
-    CanaryState,
-    Key,
-    RouterWord,
-    Tally,
-    figures_of,
-    read_state,
-    read_word,
-)
+from xpyd_operator.status.canary import CanaryReport, CanaryState, read_state
+from xpyd_operator.status.canary_figures import QUERY, Key, RouterWord, Tally, figures_of, read_word
 from xpyd_operator.status.children import condition, key_of
 from xpyd_operator.status.events import events
 from xpyd_router.canary import CanaryTable
@@ -47,8 +40,18 @@ def fleet(image: str = "", **rollout: Any) -> Obj:
     return found
 
 
-def counts(*, served: int = 0, failed: int = 0, ttft_s: float = 0.1) -> dict[Key, int]:
+def counts(
+    *,
+    served: int = 0,
+    failed: int = 0,
+    ttft_s: float = 0.1,
+    refused: int = 0,
+    old: tuple[int, int] = (0, 0),
+) -> dict[Key, int]:
+    """`old`: what the old revision served, and refused."""
     found = {Key("new", "_served_total"): served, Key("new", "_failed_total"): failed}
+    found |= {Key("new", "_refused_total"): refused}
+    found |= {Key("old", "_served_total"): old[0], Key("old", "_refused_total"): old[1]}
     times = {bound: served * (ttft_s <= bound) for bound in (0.05, 0.1, 0.4, 1.0, float("inf"))}
     return found | {Key("new", "_ttft_seconds_bucket", b): n for b, n in times.items()}
 
@@ -227,6 +230,64 @@ def test_a_canary_that_breaks_a_limit_goes_and_the_old_revision_stays(
     assert cluster.canary.phase == "Failed"
 
 
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        # All of it, and no request is counted as answered or failed.
+        (
+            {"refused": 100, "old": (900, 0)},
+            "100 % of its requests were refused with a 4xx, of the old revision's 0 %, the limit "
+            "is 1 % more",
+        ),
+        ({"served": 90, "refused": 10, "old": (900, 0)}, "10 % of its requests were refused"),
+        ({"served": 880, "refused": 120, "old": (900, 50)}, "of the old revision's 5.26 %"),
+    ],
+)
+def test_a_canary_that_refuses_what_the_old_revision_serves_fails(
+    found: dict[str, Any], words: str
+) -> None:
+    cluster = begun()
+    cluster.say(**found)
+    cluster.settle()
+    assert cluster.canary.phase == "Failed"
+    assert cluster.sizes() == all_at(2, 0)
+    assert words in condition(cluster.found, "Degraded")["message"]
+    assert f"{found['refused']} refused (4xx)" in condition(cluster.found, "Degraded")["message"]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        # Clients are wrong on both sides alike.
+        {"served": 100, "refused": 20, "old": (900, 180)},
+        # 8 % and 5 %, of so few that chance does it.
+        {"served": 100, "refused": 9, "old": (900, 50)},
+        # Below the limit, and nothing to compare with.
+        {"served": 100, "refused": 1},
+        # The old revision refuses more.
+        {"served": 100, "refused": 2, "old": (500, 500)},
+    ],
+)
+def test_what_clients_do_wrong_fails_no_canary(found: dict[str, Any]) -> None:
+    cluster = begun()
+    cluster.say(**found)
+    cluster.settle()
+    assert (cluster.canary.phase, cluster.canary.step) == ("Running", 1)
+
+
+def test_refusals_wait_for_the_old_revision_to_be_compared_with() -> None:
+    cluster = begun()
+    for old in ((0, 0), (99, 0)):
+        cluster.say(served=100, refused=20, old=old)
+        cluster.settle()
+        assert (cluster.canary.phase, cluster.canary.step) == ("Running", 0)
+    assert cluster.found["status"]["canary"]["refused"] == 20
+    assert "20 refused (4xx)" in cluster.progressing()[1]
+    cluster.say(served=100, refused=20, old=(100, 0))
+    cluster.settle()
+    assert cluster.canary.phase == "Failed"
+
+
 def test_slow_but_few_requests_decide_nothing() -> None:
     cluster = begun()
     cluster.say(served=99, ttft_s=0.9)
@@ -393,7 +454,7 @@ def test_the_operator_reads_what_routers_write() -> None:
     table.begin("abc-1")
     side = table.of("new")
     assert side is not None
-    side.served, side.failed = 8, 2
+    side.served, side.failed, side.refused = 8, 2, 10
     for _ in range(20):
         side.ttft_s.observe(0.2)
         side.itl_s.observe(0.01)
@@ -401,6 +462,9 @@ def test_the_operator_reads_what_routers_write() -> None:
     assert word.name == "abc-1"
     found = figures_of(word.counts)
     assert (found.requests, found.failed, found.error_percent) == (10, 2, 20)
+    assert (found.refused, found.refused_share) == (10, 0.5)
+    asked = {part.removeprefix("name[]=") for part in QUERY.partition("?")[2].split("&")}
+    assert set(re.findall(r"^# TYPE (\S+)", exposition(table), re.M)) <= asked
     assert found.ttft_ms == pytest.approx(200, rel=0.25)
     assert found.itl_ms == pytest.approx(10, rel=0.25)
     assert figures_of(word.counts, "old").ttft_ms is None

@@ -25,7 +25,8 @@ from tests.operator.kube_objects import (
 from xpyd_operator.controller.decision.kinds import CONFIG_MAP, DEPLOYMENT, POD, trim
 from xpyd_operator.controller.routers import PERIOD_S
 from xpyd_operator.manifests.names import ANNOTATION_KEY_PHASE, ROUTABLE, kv_secret_name
-from xpyd_operator.status.canary import QUERY, CanaryReport, figures_of
+from xpyd_operator.status.canary import CanaryReport
+from xpyd_operator.status.canary_figures import QUERY, figures_of
 from xpyd_operator.status.drains import InstanceLoad
 from xpyd_operator.status.rotation import RouterKeys
 from xpyd_operator.status.verified import METRIC

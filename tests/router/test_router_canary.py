@@ -224,18 +224,25 @@ async def test_no_request_fails_because_the_canary_does(tmp_path: Path, script: 
         assert counted(fleet_, "served_total", "old") > 35
 
 
-async def test_what_a_client_does_wrong_counts_as_no_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("refuses", "status"), [("Pb0", 400), ("Db0", 404)])
+async def test_what_a_side_refuses_counts_apart_and_is_no_failure(
+    tmp_path: Path, refuses: str, status: int
+) -> None:
     path = written(tmp_path / "canary.json", 50)
     async with fleet(canary_file=path) as fleet_:
         engines = await two_revisions(fleet_)
-        engines["Pb0"].script = answer(400, {"error": {"message": "no"}})
+        engines[refuses].script = answer(status, {"error": {"message": "no"}})
         statuses: Counter[int] = Counter()
-        for _ in range(10):
-            async with await fleet_.post() as response:
+        for is_stream in (False, True) * 5:
+            async with await fleet_.post(stream=is_stream) as response:
+                await response.read()
                 statuses[response.status] += 1
         assert statuses.total() == 10
-        assert abs(statuses[400] - 5) <= 1
         assert counted(fleet_, "failed_total", "new") == 0
+        refused = counted(fleet_, "refused_total", "new")
+        assert abs(refused - 5) <= 1
+        assert counted(fleet_, "served_total", "new") + refused == engines["Pb0"].served
+        assert counted(fleet_, "refused_total", "old") == 0
 
 
 async def test_a_stream_goes_on_with_the_revision_that_it_began_with(tmp_path: Path) -> None:

@@ -35,14 +35,9 @@ from xpyd_operator.controller.decision.state import key_order, own_children
 from xpyd_operator.document.fleet import Heartbeat
 from xpyd_operator.manifests.names import LABEL_ROLE, canary_name
 from xpyd_operator.plan.values import ROUTER
-from xpyd_operator.status.canary import QUERY as CANARY_QUERY
-from xpyd_operator.status.canary import (
-    CanaryReport,
-    Tally,
-    read_state,
-    read_word,
-    routers_known,
-)
+from xpyd_operator.status.canary import CanaryReport, read_state, routers_known
+from xpyd_operator.status.canary_figures import QUERY as CANARY_QUERY
+from xpyd_operator.status.canary_figures import Tally, read_word
 from xpyd_operator.status.children import (
     WORKER_INDEX,
     Raw,

@@ -29,7 +29,8 @@ class CanaryAnalysis(ApiModel):
     """What the new revision must hold, in each step, for the next one to come."""
 
     error_percent: Annotated[int, Field(ge=0, le=100)] = 1
-    """The most of its requests that may fail: 5xx of engines and streams that break, no 4xx."""
+    """The most of its requests that may fail: 5xx of engines and streams that break. And so much
+    larger may the part be that it refuses with a 4xx than the old revision's."""
     ttft_milliseconds: Annotated[int, Field(ge=1, le=3600000)] | None = None
     """What 95 % of its streams may take to their first byte; none: any time."""
     itl_milliseconds: Annotated[int, Field(ge=1, le=3600000)] | None = None

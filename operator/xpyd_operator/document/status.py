@@ -143,6 +143,8 @@ class CanaryStatus(ApiModel):
     """Requests of this step that it answered or failed."""
     failed: Count | None = None
     """Those that failed."""
+    refused: Count | None = None
+    """Further ones, which its engines refused with a 4xx."""
     ttft_milliseconds: Count | None = None
     """What 95 % of its streams took to their first byte."""
     itl_milliseconds: Count | None = None

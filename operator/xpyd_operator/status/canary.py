@@ -14,19 +14,25 @@ See docs/adr/0105.
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
-from math import inf
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 from xpyd_operator.document.rollout import Canary
 from xpyd_operator.manifests.names import CANARY_FILE
 from xpyd_operator.plan.canary import stable_revisions
 from xpyd_operator.plan.fleet import canary_pools
 from xpyd_operator.plan.values import ROUTER, CanaryStage, FleetSeen, FleetWant
+from xpyd_operator.status.canary_figures import (
+    Key,
+    RouterWord,
+    SideFigures,
+    broken_limits,
+    figures_of,
+    figures_text,
+    refusals,
+)
 from xpyd_operator.status.children import Raw, condition, count, fields, seconds_between, text
 
 Phase = Literal["Running", "Promoting", "Promoted", "Failed"]
@@ -40,126 +46,6 @@ STATE = "state.json"
 FORGETS_S = 180.0
 """How long a rollout waits for routers that do not say that they go by a promoted canary no more:
 their kubelets bring the file within a minute and a half."""
-_METRIC = "xpyd_router_canary"
-QUERY = "/metrics?" + "&".join(
-    f"name[]={name}"
-    for name in (
-        _METRIC,
-        *(f"{_METRIC}_{what}" for what in ("served_total", "failed_total")),
-        *(f"{_METRIC}_{what}_seconds" for what in ("ttft", "itl")),
-        "xpyd_router_workers",
-    )
-)
-"""What to GET of a router."""
-_SAMPLE = re.compile(rf"^{_METRIC}(\w*)\{{([^}}\n]*)\}} (\S+)$", re.M)
-_LABEL = re.compile(r'(\w{1,16})="([^"\n]{0,64})"')
-_WORKERS = re.compile(r"^xpyd_router_workers (\S+)$", re.M)
-_QUANTILE = 0.95
-
-
-class Key(NamedTuple):
-    """What is counted: `what` of a side, at most `bound` for times."""
-
-    side: str
-    what: str
-    bound: float = inf
-
-
-@dataclass(frozen=True)
-class RouterWord:
-    """What a router says: the canary by which all its processes divide requests ("": none, or not
-    all), and what it counted of it."""
-
-    name: str = ""
-    counts: Mapping[Key, int] = field(default_factory=dict[Key, int])
-
-
-def read_word(said: str) -> RouterWord:
-    """The word of a router, from its metrics."""
-    workers = max([1, *map(_number, _WORKERS.findall(said))])
-    divides: Counter[str] = Counter()
-    counts: dict[str, dict[Key, int]] = {}
-    for what, labels, value in _SAMPLE.findall(said):
-        by_name = dict(_LABEL.findall(labels))
-        name = by_name.get("canary", "")
-        if not what:
-            divides[name] += _number(value)
-        elif what.endswith(("_total", "_bucket")):
-            bound = by_name.get("le", "+Inf")
-            key = Key(by_name.get("revision", ""), what, inf if bound == "+Inf" else float(bound))
-            counts.setdefault(name, {})[key] = _number(value)
-    name = max(divides, key=lambda one: divides[one], default="")
-    return RouterWord(name if divides[name] >= workers else "", counts.get(name, {}))
-
-
-def _number(value: str) -> int:
-    try:
-        return max(0, int(float(value)))
-    except (ValueError, OverflowError):
-        return 0
-
-
-class Tally:
-    """Sums of what routers counted of one step. A router that counts from 0 again, or is gone,
-    keeps what it had counted before."""
-
-    def __init__(self) -> None:
-        self.name = ""
-        self._last: dict[str, Mapping[Key, int]] = {}
-        self._past: Counter[Key] = Counter()
-
-    def take(self, name: str, words: Mapping[str, RouterWord]) -> Mapping[Key, int]:
-        """The sums with the words of routers, of the step of this name."""
-        if name != self.name:
-            self.name, self._last, self._past = name, {}, Counter()
-        for router, word in words.items():
-            if word.name != name:
-                continue
-            before = self._last.get(router, {})
-            if any(word.counts.get(key, 0) < count for key, count in before.items()):
-                self._past.update(before)
-            self._last[router] = word.counts
-        total = Counter(self._past)
-        for counts in self._last.values():
-            total.update(counts)
-        return total
-
-
-@dataclass(frozen=True)
-class SideFigures:
-    """How the requests of one side went; times of 95 %, None: none was measured."""
-
-    requests: int = 0
-    failed: int = 0
-    ttft_ms: float | None = None
-    itl_ms: float | None = None
-
-    @property
-    def error_percent(self) -> float:
-        """The part that failed."""
-        return 100 * self.failed / self.requests if self.requests else 0.0
-
-
-def figures_of(counts: Mapping[Key, int], side: str = "new") -> SideFigures:
-    """The figures of one side."""
-    failed = counts.get(Key(side, "_failed_total"), 0)
-    served = counts.get(Key(side, "_served_total"), 0)
-    times = (_quantile(counts, side, f"_{what}_seconds_bucket") for what in ("ttft", "itl"))
-    return SideFigures(served + failed, failed, *times)
-
-
-def _quantile(counts: Mapping[Key, int], side: str, what: str) -> float | None:
-    """Milliseconds that 95 % did not exceed, even within a bucket."""
-    found = sorted((k.bound, n) for k, n in counts.items() if (k.side, k.what) == (side, what))
-    total = found[-1][1] if found else 0
-    below, lower = 0, 0.0
-    for bound, amount in found:
-        if total and amount >= _QUANTILE * total:
-            if bound == inf or amount == below:
-                return 1000 * lower
-            return 1000 * (lower + (bound - lower) * (_QUANTILE * total - below) / (amount - below))
-        below, lower = amount, bound
-    return None
 
 
 @dataclass(frozen=True)
@@ -334,19 +220,22 @@ def _judged(
 ) -> CanaryState:
     figures = figures_of(report.counts) if report.name == state.name else SideFigures()
     limits = rules.analysis
-    broken = broken_limits(rules, figures)
+    old = figures_of(report.counts, "old") if report.name == state.name else SideFigures()
+    broken, refused = broken_limits(rules, figures), refusals(rules, figures, old)
     # So many failed that no further request can make it good.
     is_lost = 100 * figures.failed > limits.error_percent * limits.min_requests
     is_counted = figures.requests >= limits.min_requests
     step = f"step {state.shown + 1} ({state.shown_weight(rules)} %)"
-    if broken and (is_counted or is_lost):
-        said = f"{step}: {'; '.join(broken)}; {figures_text(rules, figures)}"
+    is_broken = bool(broken) and (is_counted or is_lost)
+    if is_broken or refused.broken:
+        found = [*(broken if is_broken else ()), *([refused.broken] if refused.broken else ())]
+        said = f"{step}: {'; '.join(found)}; {figures_text(rules, figures)}"
         return _moved(state, "Failed", now, said)
     if state.shown < state.step:
         if is_complete(replace(want, canary=state.stage(rules, report)), seen):
             return replace(state, shown=state.step, since=now)
         return state
-    if not is_counted:
+    if not (is_counted and refused.is_known):
         return state
     said = f"{step} held: {figures_text(rules, figures)}"
     if state.step + 1 < len(rules.weights):
@@ -360,32 +249,6 @@ def is_complete(want: FleetWant, seen: FleetSeen) -> bool:
         pool.target and pool.seen and pool.seen.ready >= pool.target
         for pool in canary_pools(want, seen)
     )
-
-
-def broken_limits(rules: Canary, figures: SideFigures) -> Sequence[str]:
-    """The limits that the figures break, in words."""
-    limits, found = rules.analysis, list[str]()
-    if figures.error_percent > limits.error_percent:
-        found.append(
-            f"{figures.error_percent:.3g} % of its requests failed, the limit is "
-            f"{limits.error_percent} %"
-        )
-    for what, measured, limit in (
-        ("TTFT", figures.ttft_ms, limits.ttft_milliseconds),
-        ("ITL", figures.itl_ms, limits.itl_milliseconds),
-    ):
-        if measured is not None and limit is not None and measured > limit:
-            found.append(f"its {what} p95 is {measured:.3g} ms, the limit is {limit} ms")
-    return found
-
-
-def figures_text(rules: Canary, figures: SideFigures) -> str:
-    """The figures in words."""
-    least = rules.analysis.min_requests
-    parts = [f"{figures.requests} of {least} requests", f"{figures.failed} failed"]
-    times = (("TTFT", figures.ttft_ms), ("ITL", figures.itl_ms))
-    parts += [f"{what} p95 {value:.3g} ms" for what, value in times if value is not None]
-    return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -419,6 +282,7 @@ def view(
     }
     if state.phase == "Running":
         row |= {"requests": figures.requests, "failed": figures.failed}
+        row |= {"refused": figures.refused} if figures.refused else {}
         times = {"ttftMilliseconds": figures.ttft_ms, "itlMilliseconds": figures.itl_ms}
         row |= {name: round(value) for name, value in times.items() if value is not None}
     if state.said:

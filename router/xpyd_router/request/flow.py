@@ -211,6 +211,10 @@ class Flow:
                 return answer
             except CallFailed as failure:
                 await self._failures.after(state, attempt, failure)
+            except EngineRefused:
+                if attempt.figures is not None:
+                    attempt.figures.refused += 1
+                raise
             finally:
                 self._attempts.end(state, attempt)
 
@@ -248,6 +252,10 @@ class Flow:
                 return
             except CallFailed as failure:
                 await self._failures.after(state, attempt, failure)
+            except EngineRefused:
+                if attempt.figures is not None:
+                    attempt.figures.refused += 1
+                raise
             finally:
                 self._attempts.end(state, attempt)
             if last := last_events(state):
