@@ -6,18 +6,24 @@ import hashlib
 import io
 import json
 import os
+import ssl
 import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cluster.harness import NotInTime, audit, packages, wait_for
+from tests.cluster.harness.api_reader import ApiReader
 from tests.cluster.harness.images import write_image
 from tests.cluster.harness.runs import Process, Run, State, base_folder, runs, sweep
+from tests.tls_kit import client_context, write_pair
 
 
 @pytest.fixture
@@ -147,3 +153,54 @@ def test_a_wait_that_fails_says_what_it_saw_last() -> None:
     with pytest.raises(NotInTime, match=r"two are ready \(last: assert \[1\] == \[1, 2\]"):
         wait_for(two_are_ready, 0, "two are ready")
     assert wait_for(lambda: "an answer", 0, "there is an answer") == "an answer"
+
+
+class Api(ThreadingHTTPServer):
+    """An API server that answers with how many connections it has had."""
+
+    connections = 0
+    ends_them = False
+    """Behind an answer, without a word."""
+
+
+class Answers(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 30
+    server: Api
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.connections += 1
+
+    def do_GET(self) -> None:
+        body = json.dumps({"connections": self.server.connections})
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+        self.close_connection = self.server.ends_them
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as it is called
+        pass
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[Api]:
+    files = write_pair(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(files.certificate, files.key)
+    with Api(("127.0.0.1", 0), Answers) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        serving = threading.Thread(target=server.serve_forever, args=(0.05,))
+        serving.start()
+        yield server
+        server.shutdown()
+        serving.join()
+
+
+def test_a_reader_keeps_its_connection_and_makes_another_where_it_was_ended(api: Api) -> None:
+    reader = ApiReader(api.server_port, client_context())
+    assert [reader.object("/a") for _ in range(3)] == [{"connections": 1}] * 3
+    api.ends_them = True
+    found = [reader.object("/a") for _ in range(3)]
+    assert [one and one["connections"] for one in found] == [1, 2, 3]

@@ -35,6 +35,8 @@ BAD = Weather(calls=1 / 3, late_s=0.02, events=1 / 3)
 KINDS = ",".join(kind.plural for kind in (*ALWAYS, SECRET))
 RESYNC_S = 10
 PATIENCE_S = 180.0
+LOOK_S = 1.0
+"""Between two looks at all objects, each of which is a list of every kind."""
 RELEASE = "xpyd"
 SELF_MADE = ("default", "kube-root-ca.crt")
 """Names of what each namespace has by itself."""
@@ -138,7 +140,8 @@ class Site:
             self.keep()
             return even_if() or self.picture() == wanted
 
-        wait_for(is_there, PATIENCE_S, "the objects of a fine day", explain=differences)
+        what = "the objects of a fine day"
+        wait_for(is_there, PATIENCE_S, what, interval_s=LOOK_S, explain=differences)
 
     def turns(self, number: int) -> None:
         """Wait for so many more."""
