@@ -29,9 +29,11 @@ from xpyd_worker import LLM
 from xpyd_worker.engine.executor import LayerExperts
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.flags import add_flags, flags_of
+from xpyd_worker.load.replicas import wave_samples
 from xpyd_worker.ranks.start.messages import RankReady
 from xpyd_worker.ranks.watch.beats import Beat
 from xpyd_worker.ranks.watch.judge import Shown
+from xpyd_worker.replicas.lock_step import LockStep
 from xpyd_worker.server.openai.not_built import refuse_not_built
 from xpyd_worker.server.telemetry.metrics import (
     ServerMetrics,
@@ -245,6 +247,7 @@ def test_the_metrics_of_the_engine_are_those_of_the_page() -> None:
             *rank_samples(Sizes(), shown=[shown], ready=[ready], fits=[1]),
             *expert_samples([LayerExperts(0, (1, 2))]),
             *replica_samples([(None, 0)]),
+            *wave_samples(LockStep(1, clock=float, fell=lambda _: None).members),
         ],
         model="m",
         block_size=16,

@@ -70,12 +70,13 @@ class Forwards:
 class Met:
     """A forward under way."""
 
-    forwards: Forwards
+    executor: MetExecutor
     number: int
     running: Running
 
     def wait(self) -> StepOutput:
-        self.forwards.meet(self.number)
+        self.executor.forwards.meet(self.number)
+        self.executor.under_way -= 1
         return self.running.wait()
 
 
@@ -85,8 +86,8 @@ class MetExecutor:
     def __init__(self, inner: FakeExecutor, forwards: Forwards, replica: int) -> None:
         self.inner, self.num_blocks = inner, inner.num_blocks
         self.depth, self.draws_ahead = inner.depth, inner.draws_ahead
-        self.dummies = 0
-        self._forwards, self._replica = forwards, replica
+        self.dummies = self.under_way = self.most_under_way = 0
+        self.forwards, self._replica = forwards, replica
 
     def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
         if step.sequences:
@@ -94,7 +95,9 @@ class MetExecutor:
         else:
             running = Finished(StepOutput({}, {}))
             self.dummies += 1
-        return Met(self._forwards, self._forwards.launch(self._replica), running)
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        return Met(self, self.forwards.launch(self._replica), running)
 
     def await_oldest(self, awake: int) -> bool:
         return True

@@ -11,7 +11,7 @@ import pytest
 from tests.replicas.engines import DEADLINE_S, running
 from tests.worker.engine_driver import StepFailed, seeds
 from xpyd_worker.engine.inbox import Item
-from xpyd_worker.replicas.lock_step import FinishCheck, OutOfStepError, Reduce
+from xpyd_worker.replicas.lock_step import FinishCheck, LockStep, OutOfStepError, Reduce
 from xpyd_worker.replicas.waves import Vote
 
 
@@ -26,6 +26,8 @@ def test_replicas_without_requests_make_dummies_until_nobody_has_any(depth: int)
         steps = len(instance.executors[1].inner.steps)
         assert steps == 30
         assert [one.dummies for one in instance.executors] == [48, 18, 48]
+        # Others could have as many steps under way; who has one of its own waits for that.
+        assert [one.most_under_way for one in instance.executors] == [depth] * 3
         assert [one.latest.wave for one in instance.members] == [1, 1, 1]
 
 
@@ -159,6 +161,34 @@ def test_replicas_that_are_closed_in_a_wave_end_in_order(busy: tuple[int, ...], 
         instance.assert_in_step()
         instance.submit("late", replica=0)
         assert instance.outputs["late"][-1].error_kind == "replica_lost"
+
+
+def test_engines_leave_only_when_none_can_be_started_any_more() -> None:
+    """Neither by a request in an inbox nor by a START on its way; the coordinator's turns by
+    hand."""
+    lock_step = LockStep(2, clock=lambda: 0.0, fell=lambda _: None, reduce=lambda vote: vote)
+    inboxes: list[list[Item]] = [[], []]
+    for member, inbox in zip(lock_step.members, inboxes, strict=True):
+        member.bind(inbox.append)
+    are_idle = False
+    lock_step.begin_end(lambda: are_idle)
+    lock_step.turn()
+    assert not lock_step.may_leave
+    lock_step.ask(0)
+    are_idle = True
+    lock_step.turn()
+    assert not lock_step.may_leave
+    for member, inbox in zip(lock_step.members, inboxes, strict=True):
+        inbox.pop()()
+        assert member.in_wave
+    lock_step.turn()
+    assert not lock_step.may_leave
+    for member in lock_step.members:
+        for _ in range(24):
+            member.end_iteration(waiting=0, running=0, is_dummy=True)
+        assert not member.in_wave
+    lock_step.turn()
+    assert lock_step.may_leave
 
 
 def test_all_end_with_an_engine_that_fails() -> None:

@@ -28,14 +28,27 @@ from xpyd_worker.model.registry import Checkpoint
 from xpyd_worker.ranks.loss import Loss
 from xpyd_worker.ranks.start.messages import Logs
 from xpyd_worker.ranks.world import World
-from xpyd_worker.replicas.lock_step import LockStep
+from xpyd_worker.replicas.lock_step import LockStep, Member
 from xpyd_worker.server.service import KvPlace, ServedModel
 from xpyd_worker.server.telemetry.expert_metrics import expert_samples
 from xpyd_worker.server.telemetry.metrics import (
     AnySample,
+    Sample,
     replica_samples,
-    wave_samples,
 )
+
+
+def wave_samples(members: Iterable[Member]) -> Iterable[Sample]:
+    """Those of `xpyd_engine_replica_*` that only replicas in lock step have: the state that each
+    reported last, and the dummy forwards that it made."""
+    for one in members:
+        labels = (("engine", str(one.replica)),)
+        for name, kind, text, value in (
+            ("wave", "gauge", "The wave that it is in, or the next one", one.latest.wave),
+            ("in_wave", "gauge", "1 while it makes forwards as others do", one.latest.is_running),
+            ("dummy_forwards", "counter", "Forwards made for the others", one.dummy_forwards),
+        ):
+            yield Sample(f"xpyd_engine_replica_{name}", kind, text, float(value), labels)
 
 
 class LoadedReplicas:
@@ -74,16 +87,10 @@ class LoadedReplicas:
         replicas = self.engine.replicas
         rows = [(one.counts(), one.restarts) for one in replicas]
         lock_step = self.engine.lock_step
-        waves = (
-            ()
-            if lock_step is None
-            else [(member.latest, member.dummy_forwards) for member in lock_step.members]
-        )
+        waves = wave_samples(lock_step.members if lock_step else ())
         ranks = (one.loaded.rank_samples() for one in replicas if one.loaded is not None)
         experts = expert_samples(self.engine.experts_chosen())
-        return chain(
-            self.kv.samples(stats), experts, replica_samples(rows), wave_samples(waves), *ranks
-        )
+        return chain(self.kv.samples(stats), experts, replica_samples(rows), waves, *ranks)
 
     def kv_places(self) -> Sequence[KvPlace]:
         """See Service."""

@@ -34,7 +34,6 @@ from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.grammar.compiler import GrammarMetrics
 from xpyd_worker.parsers.registry import TOOL_FAMILIES
 from xpyd_worker.replicas.coordinator import Counts
-from xpyd_worker.replicas.waves import Report
 from xpyd_worker.server.bridge import RequestMetrics
 
 if TYPE_CHECKING:
@@ -466,23 +465,5 @@ def replica_samples(rows: Sequence[tuple[Counts | None, int]]) -> Iterable[Sampl
             ("requests_waiting", "gauge", "Its requests that wait for their start", waiting),
             ("requests_running", "gauge", "Its requests in the running batch", running),
             ("restarts", "counter", "Times that it was started again", restarts),
-        ):
-            yield Sample(f"{_PREFIX}replica_{name}", kind, text, float(value), labels)
-
-
-def wave_samples(rows: Sequence[tuple[Report, int]]) -> Iterable[Sample]:
-    """Those of `xpyd_engine_replica_*` that only replicas in lock step have: the state that each
-    reported last, and the dummy forwards that it made."""
-    for number, (report, dummies) in enumerate(rows):
-        labels = (("engine", str(number)),)
-        for name, kind, text, value in (
-            ("wave", "gauge", "The wave that it is in, or the next one", report.wave),
-            (
-                "in_wave",
-                "gauge",
-                "1 while it makes a forward wherever others do",
-                report.is_running,
-            ),
-            ("dummy_forwards", "counter", "Forwards without rows, for the others", dummies),
         ):
             yield Sample(f"{_PREFIX}replica_{name}", kind, text, float(value), labels)
