@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.router.beats import beat
 from tests.router.fakes import replace_beat, until
 from xpyd_core.keys import is_call_mac
-from xpyd_core.messages import Heartbeat
+from xpyd_core.messages import Heartbeat, ReplicaBeat
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.http.server import running
@@ -37,6 +37,8 @@ class World:
     details: dict[str, str] = field(default_factory=dict[str, str])
     asked: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     """By which P, and to which D."""
+    by_replica: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """The replica of P that was asked, and its D."""
     status: int = 200
     now_s: float = 1000.0
 
@@ -55,6 +57,7 @@ class World:
         address = (await request.json())["address"]
         assert is_call_mac((KEY,), "kv-probe", address, request.headers["X-Xpyd-Mac"])
         self.asked.append((request.headers["Host"], address))
+        self.by_replica.append((request.headers.get("X-data-parallel-rank", ""), address))
         reason = self.says.get(address, "")
         found = {"ok": not reason, "reason": reason, "seconds": 0.25}
         found["detail"] = self.details.get(address, "")
@@ -129,6 +132,31 @@ async def test_each_p_probes_each_d_that_it_may_send_to(world: World) -> None:
             await until(lambda: len(world.counted()) == len(pairs))
         assert set(world.asked) == pairs
         assert {row[2:] for row in world.counted()} == {("moved", "")}
+
+
+async def test_each_replica_of_p_probes_each_of_d_and_one_that_comes_back_at_once(
+    world: World,
+) -> None:
+    def two(host: int, *serving: int) -> dict[str, Any]:
+        ports = zip((21001, 21003), serving, strict=True)
+        each = [(f"10.0.0.{host}:{port}", one) for port, one in ports]
+        return {"replicas": tuple(ReplicaBeat(zmq_address=a, serving=one) for a, one in each)}  # pyright: ignore[reportArgumentType]
+
+    async with contextlib.AsyncExitStack() as stack:
+        world.add("P", 1, http_address=await world.serve(stack), **two(1, 1, 1))
+        d = world.add("D", 11, **two(11, 1, 1))
+        async with probing(world):
+            pairs = {(rank, f"10.0.0.11:{port}") for rank in "01" for port in (21001, 21003)}
+            await until(lambda: set(world.by_replica) >= pairs)
+            await until(lambda: world.gauge()["verified"] == 4)
+            world.view.apply(replace_beat(d, two(11, 1, 0)))
+            await until(lambda: world.gauge()["verified"] == 2)
+            world.by_replica.clear()
+            world.view.apply(replace_beat(d, two(11, 1, 1)))
+            await until(lambda: world.gauge()["verified"] == 4)
+            assert {("0", "10.0.0.11:21003"), ("1", "10.0.0.11:21003")} <= set(world.by_replica)
+        assert set(world.by_replica) <= pairs
+        assert {row[:2] for row in world.counted()} == {("p1", "d11")}, "counted by instance"
 
 
 async def test_a_pair_that_works_is_probed_again_each_minute_and_one_that_fails_at_once(
