@@ -50,9 +50,11 @@ def steps(engine: Process) -> list[float]:
 def test_greedy_tokens_are_those_of_one_process_and_each_replica_is_used(
     tmp_path: Path, cases: list[Case], of_p: Layout, of_d: Layout, mode: str
 ) -> None:
+    # In mode put over shared memory, else over TCP.
+    way = ("--kv-socket-dir", str(tmp_path / "kv")) if mode == "put" else ()
     with fleet(tmp_path) as running:
-        p = running.start_engine("Prefill", "--kv-mode", mode, *SMALL, *of(of_p))
-        d = running.start_engine("Decode", "--kv-on-failure", "fail", *of(of_d))
+        p = running.start_engine("Prefill", "--kv-mode", mode, *way, *SMALL, *of(of_p))
+        d = running.start_engine("Decode", "--kv-on-failure", "fail", *way, *of(of_d))
         running.wait_ready(p, d)
         for case in cases[:CASES] * 2:
             assert running.answer(case) == case.ids
