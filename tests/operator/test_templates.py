@@ -141,6 +141,18 @@ def test_replicas_of_an_engine_are_a_flag_of_the_pools_that_ask_for_them():
     assert len(revisions) == 4
 
 
+def test_replicas_of_an_aggregated_vllm_are_its_own_flag():
+    pool = {"name": "all", "role": "Aggregated", "resources": {"gpus": 4}}
+    pool["parallelism"] = {"tensor": 2, "data": 2, "expert": 4}
+    found = want(pools=[pool], engine={"type": "VLLM", "image": "v"})["all"].template
+    assert found.args[-3:] == (
+        "--tensor-parallel-size=2",
+        "--data-parallel-size=2",
+        "--enable-expert-parallel",
+    )
+    assert layout_of(found) == "TP2xPP1xDP2xEP4"
+
+
 def test_p_and_d_may_differ_in_replicas():
     pools = [{"name": "p", "role": "Prefill"}, {"name": "d", "role": "Decode"}]
     pools = [pool | {"resources": {"gpus": 0}} for pool in pools]
