@@ -26,7 +26,7 @@ from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.request_metrics import Exposition
 from xpyd_worker import LLM
-from xpyd_worker.engine.executor import LayerExperts
+from xpyd_worker.engine.executor import LayerExperts, LayerMoves
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.flags import add_flags, flags_of
 from xpyd_worker.load.replicas import wave_samples
@@ -35,9 +35,9 @@ from xpyd_worker.ranks.watch.beats import Beat
 from xpyd_worker.ranks.watch.judge import Shown
 from xpyd_worker.replicas.lock_step import LockStep
 from xpyd_worker.server.openai.not_built import refuse_not_built
+from xpyd_worker.server.telemetry.expert_metrics import expert_samples
 from xpyd_worker.server.telemetry.metrics import (
     ServerMetrics,
-    expert_samples,
     kv_samples,
     rank_samples,
     replica_samples,
@@ -245,7 +245,7 @@ def test_the_metrics_of_the_engine_are_those_of_the_page() -> None:
         lambda now: [
             *kv_samples(KvMetrics(), EndpointCounters(), StoreMetrics(), now),
             *rank_samples(Sizes(), shown=[shown], ready=[ready], fits=[1]),
-            *expert_samples([LayerExperts(0, (1, 2))]),
+            *expert_samples([LayerExperts(0, (1, 2), LayerMoves())]),
             *replica_samples([(None, 0)]),
             *wave_samples(LockStep(1, clock=float, fell=lambda _: None).members),
         ],
