@@ -162,19 +162,6 @@ def test_p_and_d_may_differ_in_replicas():
     assert layout_of(found["d"].template) == "TP1xPP1xDP2"
 
 
-def test_replicas_of_an_aggregated_vllm_are_its_own_flag():
-    parts = {"tensor": 2, "data": 2, "expert": 4}
-    pool = {"name": "all", "role": "Aggregated", "parallelism": parts, "resources": {"gpus": 4}}
-    engine = {"type": "VLLM", "image": "vllm:1"}
-    found = want(engine=engine, pools=[pool])["all"].template
-    assert found.args[-3:] == (
-        "--tensor-parallel-size=2",
-        "--data-parallel-size=2",
-        "--enable-expert-parallel",
-    )
-    assert layout_of(found) == "TP2xPP1xDP2xEP4"
-
-
 @pytest.mark.parametrize("flag", ["--enable-expert-parallel", "--enable_expert_parallel", "-ep"])
 def test_the_flag_in_engine_args_deals_out_the_experts_of_all_pools(flag):
     """A document that had it before there was the field keeps its revisions."""
