@@ -252,7 +252,8 @@ def _best_swap(layout: _Layout, busiest: int) -> tuple[int, tuple[int, int, int]
     is_new_there = ~layout.has[:, mine].T
     after[~(is_new_here[None] & is_new_there[:, :, None])] = _TOO_MUCH
     own, other = divmod(int(after.argmin()), slots.size)
-    return int(after.min()), (own, *divmod(other, slots.shape[1]))
+    rank, slot = divmod(other, slots.shape[1])
+    return int(after.min()), (own, rank, slot)
 
 
 def _best_copy(layout: _Layout, busiest: int) -> tuple[int, tuple[int, int, int]]:
