@@ -1,6 +1,7 @@
 """A proxy before an API server, in memory or real, that does to the operator what a bad day does.
 
-Calls are refused (409, 410, 429 with Retry-After, 500, 503), late, cut before or behind the write
+Calls are refused (409, 410, 429 with Retry-After, 500, 503; 404 where something that is there is to
+be deleted or gets a status), late, cut before or behind the write
 that they ask for; watches end, expire, and lose, repeat and swap events. All of it follows from a
 seed. And it plays a crash: behind the Nth write nothing gets through any more, not even that
 write's answer.
@@ -28,6 +29,8 @@ _EXPIRED = {"kind": "Status", "code": 410, "message": "too old resource version 
 _SWAP_S = 0.1
 """An event that waits to be swapped with the next one goes alone after so long."""
 _START_S = 10.0
+_MISSING = 0.5
+"""Of refusals that may be a 404, so many are."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ class FaultProxy:
         is_bad = rng.random() < weather.calls
         if is_bad and rng.random() < 0.5:
             status = rng.choice((*REFUSALS, 0))
+            if _may_be_missing(request) and rng.random() < _MISSING:
+                status = 404
             return _refusal(status) if status else _cut(request)
         if request.query.get("watch") == "true":
             return await self._relay(request, is_bad=is_bad)
@@ -216,6 +221,13 @@ def served(upstream: Login, *, weather: Weather = Weather(), seed: int = 0) -> I
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(_START_S)
+
+
+def _may_be_missing(request: web.Request) -> bool:
+    """Whether a 404 may be answered though the object is there. Not where the operator asks whether
+    it is: that it has to believe."""
+    is_status = request.method == "PATCH" and request.path.endswith("/status")
+    return request.method == "DELETE" or is_status
 
 
 def _line(event: object) -> bytes:

@@ -115,7 +115,7 @@ def test_an_apply_of_an_old_version_is_a_conflict() -> None:
     run(test)
 
 
-def test_delete_hits_only_the_object_that_was_meant_and_gone_is_good() -> None:
+def test_delete_hits_only_the_object_that_was_meant_and_says_where_there_is_none() -> None:
     async def test(rig: Rig) -> None:
         made = rig.server.add(service())
         with pytest.raises(Conflict):
@@ -124,7 +124,8 @@ def test_delete_hits_only_the_object_that_was_meant_and_gone_is_good() -> None:
         with pytest.raises(Conflict):
             await rig.api.delete(SERVICE, "ns", "s", uid=uid, resource_version="1")
         await rig.api.delete(SERVICE, "ns", "s", uid=uid)
-        await rig.api.delete(SERVICE, "ns", "s", uid=uid)
+        with pytest.raises(NotFound):
+            await rig.api.delete(SERVICE, "ns", "s", uid=uid)
         assert rig.server.all(SERVICE) == []
 
     run(test)

@@ -256,11 +256,16 @@ def test_a_copy_of_a_deployment_does_not_keep_a_deleted_fleet() -> None:
     run(test)
 
 
-def test_a_deletion_that_is_answered_with_410_is_asked_for_again() -> None:
+@pytest.mark.parametrize("status", [404, 410])
+def test_a_deletion_that_is_answered_as_if_nothing_was_there_is_asked_for_again(
+    status: int,
+) -> None:
+    """It was taken for success, and the object stayed for ever."""
+
     async def test(api: FakeApi) -> None:
         api.add(fleet())
         async with fleet_ready(api):
-            api.faults.append(Fault("DELETE", "/deployments/chat-decode-", 410))
+            api.faults.append(Fault("DELETE", "/deployments/chat-decode-", status))
             api.change(FLEET, "ns", "chat", {"spec": {"engine": {"args": ["--seed=1"]}}})
 
             def is_rolled() -> bool:
@@ -268,5 +273,25 @@ def test_a_deletion_that_is_answered_with_410_is_asked_for_again() -> None:
                 return not api.faults[0].times and replicas(api, "decode") == [1]
 
             await until(is_rolled, what="the old revision is deleted")
+
+    run(test)
+
+
+def test_a_status_that_is_answered_with_not_found_is_written_again() -> None:
+    """Nothing else would bring it: the fleet stayed at its last status until something changed."""
+
+    async def test(api: FakeApi) -> None:
+        api.add(fleet())
+        async with fleet_ready(api):
+            api.faults.append(Fault("PATCH", "inferencefleets/chat/status", 404))
+            api.change(FLEET, "ns", "chat", {"spec": {"rollout": {"historyLimit": 3}}})
+
+            def is_told() -> bool:
+                found = api.get(FLEET, "ns", "chat")
+                assert found is not None
+                return found["status"]["observedGeneration"] == found["metadata"]["generation"]
+
+            await until(is_told, what="the status is of the new document")
+            assert [fault.times for fault in api.faults] == [0]
 
     run(test)

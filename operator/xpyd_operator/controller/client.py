@@ -280,20 +280,16 @@ class Api:
         self, kind: Kind, namespace: str, name: str, *, uid: str = "", resource_version: str = ""
     ) -> None:
         """Delete exactly that object, without `uid` whichever has the name; what it owns follows.
-        Gone already: success.
 
-        Conflict where the name is another object's by now, or, with `resource_version`, where it
-        changed.
+        NotFound where the server says that there is none, which need not be so. Conflict where the
+        name is another object's by now, or, with `resource_version`, where it changed.
         """
         conditions = {"uid": uid} if uid else {}
         if resource_version:
             conditions["resourceVersion"] = resource_version
         body = {"propagationPolicy": "Background", "preconditions": conditions}
         path = kind.path(namespace, name)
-        try:
-            await self._call(_Request("delete", kind.plural, "DELETE", path, body))
-        except NotFound:
-            return
+        await self._call(_Request("delete", kind.plural, "DELETE", path, body))
 
     async def _call(self, request: _Request, attempts: int | None = None) -> Obj:
         waits = _BACKOFFS_S if attempts is None else _BACKOFFS_S[: attempts - 1]

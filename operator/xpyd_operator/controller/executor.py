@@ -7,6 +7,7 @@ name.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -135,13 +136,11 @@ class WriteExecutor:
                 body = {**patch, "metadata": {"resourceVersion": version}}
                 self._keep(kind, await self._api.patch(kind, key.namespace, name, body))
             case DeleteObject(kind, name, uid, version):
-                await self._api.delete(kind, key.namespace, name, uid=uid, resource_version=version)
-                self._cache.removed_by_us(kind, key.namespace, name, uid)
+                await self._delete((kind, key.namespace, name), uid, version)
             case CreateKey():
                 await self._make_key(state, write, outcome)
             case DeleteKey(slot):
-                name = kv_secret_name(key.name, state.uid, slot)
-                await self._api.delete(SECRET, key.namespace, name)
+                await self._delete_key(key.namespace, kv_secret_name(key.name, state.uid, slot))
             case SetGate(name, uid, gate):
                 await self._set_gate(key, name, uid, gate, state.now)
             case SetCost(name, uid, cost):
@@ -157,6 +156,30 @@ class WriteExecutor:
                 # Without its last finalizer the object is gone; the watch will deliver that.
                 if finalizers:
                     self._keep(FLEET, after)
+
+    async def _delete(self, place: tuple[Kind, str, str], uid: str, version: str) -> None:
+        try:
+            await self._api.delete(*place, uid=uid, resource_version=version)
+        except NotFound:
+            # One answer may be wrong, and what is taken for gone is deleted by nobody.
+            if await self._exists(place, uid):
+                raise
+        self._cache.removed_by_us(*place, uid)
+
+    async def _exists(self, place: tuple[Kind, str, str], uid: str) -> bool:
+        try:
+            found = await self._api.get(*place)
+        except NotFound:
+            return False
+        return found["metadata"]["uid"] == uid
+
+    async def _delete_key(self, namespace: str, name: str) -> None:
+        """Delete a Secret, which the operator may not read: what is not found is asked twice."""
+        try:
+            await self._api.delete(SECRET, namespace, name)
+        except NotFound:
+            with contextlib.suppress(NotFound):
+                await self._api.delete(SECRET, namespace, name)
 
     async def _set_gate(self, key: FleetKey, name: str, uid: str, gate: Gate, now: str) -> None:
         row = {
@@ -220,7 +243,7 @@ class WriteExecutor:
         secret = kv_secret(state.parsed.fleet, state.placement, key, write.slot)
         metadata = secret["metadata"]
         if write.anew:
-            await self._api.delete(SECRET, metadata["namespace"], metadata["name"])
+            await self._delete_key(metadata["namespace"], metadata["name"])
         try:
             await self._api.create(secret)
         except Conflict as conflict:

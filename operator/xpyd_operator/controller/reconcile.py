@@ -16,7 +16,7 @@ from xpyd_operator.controller.client import Api
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
 from xpyd_operator.controller.decision.decide import Turn, contest_problems, decide
 from xpyd_operator.controller.decision.election import operator_of
-from xpyd_operator.controller.decision.errors import Conflict, KubeError, NotFound
+from xpyd_operator.controller.decision.errors import Conflict, KubeError
 from xpyd_operator.controller.decision.history import FleetHistory, is_ready, is_urgent
 from xpyd_operator.controller.decision.kinds import (
     FLEET,
@@ -325,10 +325,9 @@ class Reconciler:
                 await self._report_fleet(key, state, history, found),
                 await self._report_pools(key, history, found),
             )
-        except NotFound:
-            # The fleet was deleted meanwhile; the watch will deliver that.
-            return None
         except KubeError as error:
+            # NotFound, too: where the fleet was deleted meanwhile, the watch will deliver that; but
+            # the answer may be wrong, and nothing else would bring this status.
             raise TurnFailed(f"the status was not written: {error}") from error
         known = [wait for wait in (*waits, left_s) if wait is not None and wait < inf]
         return min(known, default=None)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -161,7 +162,8 @@ class Uninstall:
             self._seen.add((meta["namespace"], meta["name"], meta["uid"]))
             if "deletionTimestamp" not in meta:
                 self._say(f"deleting fleet {meta['namespace']}/{meta['name']}")
-                await self._api.delete(FLEET, meta["namespace"], meta["name"], uid=meta["uid"])
+                with contextlib.suppress(NotFound):  # the next look says whether it is gone
+                    await self._api.delete(FLEET, meta["namespace"], meta["name"], uid=meta["uid"])
 
     async def _exists(self, secret: Obj) -> bool:
         """Whether a fleet's own Secret exists, found out without the right to read it."""
