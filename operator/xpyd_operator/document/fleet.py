@@ -1,4 +1,4 @@
-"""InferenceFleet, xpyd.dev/v1alpha1: the document's root, its router, and rules over all of it.
+"""InferenceFleet, xpyd.dev/v1alpha1: the document's root, and rules over all of it.
 
 A field or an enum's value enters the models together with the code behind it. Until then
 `document.mistakes` names it as unsupported, so that a document is refused instead of obeyed in

@@ -1,4 +1,4 @@
-"""spec.router: the HTTP entry of a fleet (docs/router.md)."""
+"""spec.router: who serves a request, what waits and how long, and how clients reach the routers."""
 
 from __future__ import annotations
 
