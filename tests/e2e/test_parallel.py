@@ -133,19 +133,21 @@ BALANCE = '--eplb-config={"num_redundant_experts": 1, "window_size": 8, "step_in
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "replicas"),
     [
-        pytest.param((2, 1), marks=pytest.mark.slow, id="tp2pp1"),
-        pytest.param((2, 2), marks=pytest.mark.soak, id="tp2pp2"),
+        pytest.param((2, 1), 1, marks=pytest.mark.slow, id="tp2pp1"),
+        pytest.param((1, 1), 2, marks=pytest.mark.slow, id="dp2"),
+        pytest.param((2, 2), 1, marks=pytest.mark.soak, id="tp2pp2"),
     ],
 )
 def test_greedy_tokens_are_those_of_transformers_while_experts_move(
-    tmp_path: Path, layout: Layout
+    tmp_path: Path, layout: Layout, replicas: int
 ) -> None:
-    """Experts of a small model with random weights are chosen unevenly."""
+    """Experts of a small model with random weights are chosen unevenly. Replicas in lock step move
+    them together."""
     model = make_model(tmp_path / "model", "mixtral", experts=7)
     with empty_fleet(tmp_path) as running:
-        more = (EXPERT, "--enable-eplb", BALANCE)
+        more = (EXPERT, "--enable-eplb", BALANCE, "-dp", str(replicas))
         engine = running.start_engine(
             "Aggregated", *flags(layout), *more, model=model, env={"XPYD_DISCOVERY": ""}
         )
