@@ -16,8 +16,7 @@ from xpyd_worker.kernels.cpu.library import levels, load
 ROOT = Path(__file__).parents[2]
 LIBRARY = "xpyd_kv/native/copy_runs.so"
 OPERATORS = "xpyd_worker/kernels/cpu/operators"
-# All that is compiled, without the optimizer's half a minute: what setup made has that, and is
-# loaded.
+# All of it, without half a minute of optimizing: what setup made has that, and is loaded.
 QUICK_CXX = "sh -c 'c++ \"$@\" -O0' --"
 needs_compiler = pytest.mark.skipif(
     shutil.which("cc") is None or shutil.which("c++") is None, reason="needs compilers"
