@@ -68,7 +68,7 @@ def test_engines_that_cannot_be_asked_are_noticed() -> None:
     wanted.see([engine(1), engine(2, "", state="Starting")])
     assert wanted.without is None
     wanted.see([engine(2, "vllm 0.32.0", incarnation="")])
-    assert wanted.without == ("10.0.0.2:20001", "")
+    assert wanted.without == InstanceKey("10.0.0.2:20001", "")
     assert wanted.is_empty
 
 
