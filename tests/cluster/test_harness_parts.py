@@ -156,7 +156,7 @@ def test_a_wait_that_fails_says_what_it_saw_last() -> None:
 
 
 class Api(ThreadingHTTPServer):
-    """An API server that answers with how many connections it has had."""
+    """An API server that answers with how many connections it has had, and what was posted."""
 
     connections = 0
     ends_them = False
@@ -173,12 +173,15 @@ class Answers(BaseHTTPRequestHandler):
         self.server.connections += 1
 
     def do_GET(self) -> None:
-        body = json.dumps({"connections": self.server.connections})
-        self.send_response(200)
+        posted = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = json.dumps({"connections": self.server.connections, "message": posted.decode()})
+        self.send_response(422 if posted else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body.encode())
         self.close_connection = self.server.ends_them
+
+    do_POST = do_GET
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as it is called
         pass
@@ -200,7 +203,8 @@ def api(tmp_path: Path) -> Iterator[Api]:
 
 def test_a_reader_keeps_its_connection_and_makes_another_where_it_was_ended(api: Api) -> None:
     reader = ApiReader(api.server_port, client_context())
-    assert [reader.object("/a") for _ in range(3)] == [{"connections": 1}] * 3
+    assert [reader.object("/a") for _ in range(3)] == [{"connections": 1, "message": ""}] * 3
+    assert reader.refusal("/a", {"kind": "Fleet"}) == '{"kind": "Fleet"}'
     api.ends_them = True
     found = [reader.object("/a") for _ in range(3)]
     assert [one and one["connections"] for one in found] == [1, 2, 3]

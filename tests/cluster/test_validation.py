@@ -1,7 +1,8 @@
 """A real API server takes and refuses the fleets of tests/testdata/fleets, in the words there.
 
-crdcheck (tests/crds) says the same without a server; here kubectl shows what a person sees, and
-what only a server has: /scale, `kubectl explain`, columns, typed server-side apply.
+crdcheck (tests/crds) says the same without a server. Here a server says it, and kubectl shows of
+some what a person sees; and here is what only a server has: /scale, `kubectl explain`, columns,
+typed server-side apply.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ import pytest
 from tests.cluster.harness import Cluster
 from tests.crds.fleets import FLEET, POOL, BadFleet, bad_fleets, good_fleets
 from tests.operator.fleets import Document, changed
+from xpyd_operator.controller.decision import kinds
+
+PATHS = {kind.name: kind for kind in (kinds.FLEET, kinds.POOL)}
 
 AT_ONCE = 4
 """Clients; each is a process that mostly waits."""
+EACH = 20
+"""Of so many refusals one is seen by kubectl, too: its start costs far more than the request."""
 
 
 def apply(plane: Cluster, namespace: str, document: Document, *flags: str) -> str:
@@ -27,18 +33,24 @@ def apply(plane: Cluster, namespace: str, document: Document, *flags: str) -> st
 
 
 def test_every_bad_fleet_is_refused_with_its_line(plane: Cluster, namespace: str) -> None:
-    def refusal(case: BadFleet) -> str:
+    def shown(case: BadFleet) -> str:
         return apply(plane, namespace, case.object, "--dry-run=server")
+
+    def refusal(case: BadFleet) -> str:
+        return plane.refusal(PATHS[case.kind].path(namespace), case.object)
 
     for kept in (FLEET, POOL):
         apply(plane, namespace, kept)
     # The others are new: they have names of their own, unless the name is what is wrong.
-    cases = [case if case.old else _renamed(case, index) for index, case in enumerate(bad_fleets())]
+    updates = [case for case in bad_fleets() if case.old]
+    cases = [_renamed(case, i) for i, case in enumerate(bad_fleets()) if not case.old]
+    asked = [*cases, *updates, *cases[::EACH]]
     with ThreadPoolExecutor(AT_ONCE) as threads:
         said = list(threads.map(refusal, cases))
+        said += threads.map(shown, asked[len(cases) :])
     unlike = [
         (case.name, case.says, words)
-        for case, words in zip(cases, said, strict=True)
+        for case, words in zip(asked, said, strict=True)
         if case.says not in words
     ]
     assert unlike == []

@@ -26,28 +26,38 @@ class ApiReader:
         """At most one for each thread that has asked."""
         weakref.finalize(self, _close, self._idle)
 
-    def get(self, path: str, timeout_s: float = _TIMEOUT_S) -> tuple[int, bytes]:
-        """The status and body of the answer. Raises OSError when there is none."""
+    def get(
+        self, path: str, timeout_s: float = _TIMEOUT_S, *, tried: str | None = None
+    ) -> tuple[int, bytes]:
+        """The status and body of the answer; `tried`: to a POST of this JSON, a dry run. Raises
+        OSError when there is none."""
         while self._idle:
             try:
-                return self._ask(self._idle.pop(), path, timeout_s)
+                return self._ask(self._idle.pop(), path, timeout_s, tried)
             except TimeoutError:
                 raise
             except (IndexError, OSError):
                 # Another thread took the last one, or the server ended it meanwhile.
                 continue
         fresh = http.client.HTTPSConnection("127.0.0.1", self._port, context=self._context)
-        return self._ask(fresh, path, timeout_s)
+        return self._ask(fresh, path, timeout_s, tried)
 
     def _ask(
-        self, connection: http.client.HTTPSConnection, path: str, timeout_s: float
+        self,
+        connection: http.client.HTTPSConnection,
+        path: str,
+        timeout_s: float,
+        tried: str | None,
     ) -> tuple[int, bytes]:
         """Ask there, and keep the connection when the answer is whole."""
         connection.timeout = timeout_s
         if connection.sock is not None:
             connection.sock.settimeout(timeout_s)
         try:
-            connection.request("GET", path)
+            if tried is None:
+                connection.request("GET", path)
+            else:
+                connection.request("POST", path, tried, {"Content-Type": "application/json"})
             answer = connection.getresponse()
             found = answer.status, answer.read()
         except BaseException as error:
@@ -76,6 +86,13 @@ class ApiReader:
         if status != 200:
             raise OSError(f"GET {path}: {status} {body[:500].decode(errors='replace')}")
         return json.loads(body)
+
+    def refusal(self, path: str, obj: dict[str, Any]) -> str:
+        """What the API server says against an object that is to be created at an API path, which
+        it is not; empty: nothing. Raises OSError when there is no answer."""
+        query = "dryRun=All&fieldValidation=Strict"
+        status, body = self.get(f"{path}?{query}", tried=json.dumps(obj))
+        return "" if status == 201 else json.loads(body)["message"]
 
 
 def _close(connections: list[http.client.HTTPSConnection]) -> None:

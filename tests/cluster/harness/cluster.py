@@ -99,6 +99,11 @@ class Cluster:
         """
         return self._reader.object(path)
 
+    def refusal(self, path: str, obj: dict[str, Any]) -> str:
+        """What the API server says against an object to be created at a path of the API, a dry
+        run; empty: it would take it. Far cheaper than kubectl. Raises OSError."""
+        return self._reader.refusal(path, obj)
+
     def read(self, path: str, *, timeout_s: float) -> str:
         """The text at a path of the API that is no object: what a pod answers behind the server's
         proxy. Raises OSError unless it is there.
