@@ -163,13 +163,14 @@ def test_a_firewall_on_the_kv_port_is_a_condition_of_a_fleet_that_serves(
 def test_a_fleet_elsewhere_is_another_fleet(
     fleet: FleetClient, node_cluster: Cluster, cases: list[Any]
 ) -> None:
-    """Of the same name, in another namespace, with one aggregated engine."""
+    """Of the same name, in another namespace, with one aggregated engine of two replicas."""
     namespace = "elsewhere"
     node_cluster.kubectl("create", "namespace", namespace)
     other = FleetClient(node_cluster, namespace)
     document = fleet_document()
     pool = document["spec"]["pools"][0]
-    document["spec"]["pools"] = [{**pool, "name": "all", "role": "Aggregated", "replicas": 1}]
+    pool |= {"name": "all", "role": "Aggregated", "replicas": 1, "parallelism": {"data": 2}}
+    document["spec"]["pools"] = [pool]
     document["spec"]["router"] = {"replicas": 1}
     document["spec"]["drain"] = {"timeoutSeconds": 1}
     other.apply(document)
@@ -183,6 +184,16 @@ def test_a_fleet_elsewhere_is_another_fleet(
         return {instance["instance"] for instance in json.loads(text)["instances"]}
 
     assert instances(other) == {pod["metadata"]["name"] for pod in other.pods("all")}
+    assert other.pool("all")["status"]["layout"] == "TP1xPP1xDP2"
+    (engine,) = other.pods("all")
+    url = f"http://{engine['status']['podIP']}:20001/metrics"
+    code = f"import urllib.request as u; print(u.urlopen({url!r}, timeout=10).read().decode())"
+    metrics = fleet.kubectl("exec", "client", "--", "python3", "-c", code)
+    assert [f'xpyd_engine_replica_up{{engine="{i}"}} 1.0' in metrics for i in range(3)] == [
+        True,
+        True,
+        False,
+    ]
     engines = {pod["metadata"]["name"] for p in ("prefill", "decode") for pod in fleet.pods(p)}
     assert instances(fleet) == engines
     node_cluster.kubectl("delete", "namespace", namespace, "--wait=false")
