@@ -4,6 +4,7 @@ as P and D in each mode. tests/e2e/test_layouts.py has pairs of layouts."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def named(layout: Layout) -> str:
     return "tp{}pp{}".format(*layout)
 
 
-def flags(layout: Layout) -> tuple[str, ...]:
+def flags(layout: Sequence[int]) -> tuple[str, ...]:
     """The engine's, with chunks that are shorter than the prompts."""
     tensor, pipeline = layout
     return (
@@ -172,22 +173,54 @@ def tokens_of_experts(engine: Process) -> bool:
     return layers == [2 * computed] * 5 and total == sum(layers)
 
 
-EXPERT_PAIRS = [
-    pytest.param((2, 1), (1, 1), marks=pytest.mark.slow, id="tp2pp1-tp1pp1"),
-    pytest.param((1, 1), (4, 1), marks=pytest.mark.soak, id="tp1pp1-tp4pp1"),
-    pytest.param((2, 2), (2, 1), marks=pytest.mark.soak, id="tp2pp2-tp2pp1"),
+# (replicas, tensor, pipeline) of P and of D. Replicas of one side share experts, in lock step.
+Replicas = tuple[int, int, int]
+EXPERT_PAIRS: list[tuple[Replicas, Replicas]] = [
+    ((1, 2, 1), (1, 1, 1)),
+    ((1, 2, 1), (2, 1, 1)),
+    ((1, 1, 1), (1, 4, 1)),
+    ((1, 2, 2), (1, 2, 1)),
+    ((2, 1, 1), (1, 1, 1)),
+    ((2, 1, 1), (2, 1, 1)),
+    ((2, 2, 1), (2, 1, 1)),
+    ((1, 1, 2), (2, 1, 2)),
 ]
 
 
-@pytest.mark.parametrize(("p", "d"), EXPERT_PAIRS)
-def test_kv_goes_between_engines_with_whole_experts(tmp_path: Path, p: Layout, d: Layout) -> None:
-    """KV is attention's: where experts are changes nothing of it."""
+@pytest.mark.parametrize(
+    ("p", "d"),
+    [
+        pytest.param(
+            *(p, d),
+            marks=pytest.mark.slow if number < 2 else pytest.mark.soak,
+            id="-".join("dp{}tp{}pp{}".format(*one) for one in (p, d)),
+        )
+        for number, (p, d) in enumerate(EXPERT_PAIRS)
+    ],
+)
+def test_kv_goes_between_engines_with_whole_experts(
+    tmp_path: Path, p: Replicas, d: Replicas
+) -> None:
+    """KV is attention's: where experts are changes nothing of it. A replica whose requests wait for
+    their KV makes dummies for the others."""
     model = make_model(tmp_path / "model", "mixtral")
     with empty_fleet(tmp_path) as running:
-        _, decode = start_pair(running, model, p, d, EXPERT)
+        running.start_router()
+        pair = [
+            running.start_engine(
+                *(role, *flags(layout), "-dp", str(replicas), EXPERT),
+                *("--kv-on-failure", "fail"),
+                model=model,
+            )
+            for role, (replicas, *layout) in (("Prefill", p), ("Decode", d))
+        ]
+        running.wait_ready(*pair)
         written = written_by(running.router)
-        assert decode.metric("xpyd_kv_received_bytes_total") > 0
-        assert decode.metric("xpyd_kv_recomputed_requests_total") == 0
+        assert pair[1].metric("xpyd_kv_received_bytes_total") > 0
+        assert pair[1].metric("xpyd_kv_recomputed_requests_total") == 0
+        for engine, (replicas, *_) in zip(pair, (p, d), strict=True):
+            made = engine.metric("xpyd_engine_replica_dummy_forwards_total")
+            assert (made > 0) == (replicas > 1)
     check(model, written)
 
 
