@@ -32,7 +32,6 @@ from bench.report import say, write_report
 MODELS = ("tiny", "small", *EXPERTS)
 """One whose steps cost next to nothing but to be handed out, one that has something to do, and one
 with experts."""
-_OF_REPLICAS = ("tiny", "small")
 _REPLICA_REQUESTS = 96
 _QUICK_LAYOUTS = (
     Layout(),
@@ -60,7 +59,6 @@ def main(argv: list[str]) -> int:
         exchanged_kib, rows = exchanged_kib[:1], rows[:1]
         options.rounds, options.models = 1, options.models[:1]
     requests = _REPLICA_REQUESTS // 8 if options.quick else _REPLICA_REQUESTS
-    contenders = replicas.CONTENDERS[:2] if options.quick else replicas.CONTENDERS
     turns: dict[str, list[Turn]] = {}
     of_replicas: dict[str, list[replicas.ReplicasTurn]] = {}
     try:
@@ -84,17 +82,16 @@ def main(argv: list[str]) -> int:
                     cases=DECODES if has_experts else CASES,
                 )
         for name in options.models:
-            if name not in _OF_REPLICAS:
-                continue
+            contenders = replicas.OF_EXPERTS if name in EXPERTS else replicas.CONTENDERS
             with tempfile.TemporaryDirectory() as folder:
                 of_replicas[name] = replicas.measure(
-                    model(name),
+                    model(name, shapes=EXPERTS) if name in EXPERTS else model(name),
                     requests=requests,
                     cores=options.cores,
                     rounds=options.rounds,
                     folder=Path(folder),
                     say=say,
-                    contenders=contenders,
+                    contenders=contenders[:2] if options.quick else contenders,
                 )
     except (
         ContenderFailed,

@@ -51,6 +51,13 @@ CONTENDERS = (
     Contender("one instance, TP 2", 1, 2, ("--tensor-parallel-size", "2")),
     Contender("one instance", 1, 1),
 )
+_EXPERTS = "--enable-expert-parallel"
+OF_EXPERTS = (
+    *CONTENDERS,
+    Contender("one instance, two replicas, EP", 1, 2, (*REPLICAS.flags, _EXPERTS)),
+    Contender("one instance, TP 2, EP", 1, 2, ("--tensor-parallel-size", "2", _EXPERTS)),
+)
+"""For a model with experts: also replicas that share them, in lock step."""
 
 
 @dataclass(frozen=True)
