@@ -18,10 +18,10 @@ Layout = tuple[int, int]
 """Replicas, and ranks that share each layer of one."""
 # P, D, and when KV moves. The first ones are in each run, all in the soak.
 PAIRS: list[tuple[Layout, Layout, str]] = [
-    ((2, 1), (1, 1), "put_async"),
+    ((2, 1), (1, 1), "put-async"),
     ((1, 2), (2, 1), "put"),
     ((2, 1), (2, 1), "get"),
-    ((2, 1), (2, 1), "put_async"),
+    ((2, 1), (2, 1), "put-async"),
     ((2, 2), (2, 1), "get"),
     ((1, 1), (3, 2), "put"),
 ]
