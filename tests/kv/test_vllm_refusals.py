@@ -121,7 +121,10 @@ def test_a_fleets_document_refuses_flags_with_which_the_connector_does_not_start
     setattr(owner, name, value)
     with pytest.raises(UserError, match="XpydConnector: "):
         check_config(config, groups_of(), read_options(config))
-    with pytest.raises(ValidationError, match=f"leave out .*{flag}"):
+    # How many ranks and replicas an instance has, the document says of engines of any type.
+    is_size = flag == "--data-parallel-size"
+    reason = "use spec.pools[].parallelism" if is_size else f"leave out .*{flag}"
+    with pytest.raises(ValidationError, match=reason.replace("[", "\\[")):
         Engine(type="VLLM", connector="Xpyd", image="v", args=(f"{flag}={value}",))
 
 

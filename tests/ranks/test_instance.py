@@ -25,6 +25,7 @@ from tests.ranks.kit.instances import (
 )
 from xpyd_core.errors import UserError
 from xpyd_core.parallel.ranks import Sizes
+from xpyd_worker.engine.executor import LayerExperts
 from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.loss import (
     EXIT_RANK_ENDED,
@@ -59,7 +60,7 @@ def test_what_ranks_say_of_their_experts_is_summed_by_layer() -> None:
         for _ in range(3):
             step(executor, {})
         deadline = time.monotonic() + WAIT_S
-        while instance.experts_chosen() != [(3, (11 + 6, 22 + 6))]:
+        while instance.experts_chosen() != [LayerExperts(3, (11 + 6, 22 + 6))]:
             assert time.monotonic() < deadline, instance.experts_chosen()
             time.sleep(0.05)
 

@@ -161,7 +161,7 @@ class Instance:
         for replica in self.engine.replicas:
             self.engine._load(replica)
 
-    def _load(self, replica: int, deliver: Deliver) -> LoadedEngine:
+    def _load(self, replica: int, deliver: Deliver, _: str) -> LoadedEngine:
         limits = SchedulerConfig(8, 32, 1000, True, 0, "fcfs")
         inner = FakeExecutor(BLOCKS, limits, self._depth, draws_ahead=False)
         executor = MetExecutor(inner, self.forwards, replica)

@@ -4,7 +4,8 @@ other in every step, and the first of them that is lost is the loss of all.
     World  <--join, lost--  Instance of each replica  -->  its ranks
            --give_up, looks->
 
-Each replica keeps an Instance of its own: its processes, rings and watch. Any thread.
+Each replica keeps an Instance of its own: its processes, rings and watch. Any thread. See
+docs/adr/0123.
 """
 
 from __future__ import annotations
