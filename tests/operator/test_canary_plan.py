@@ -9,6 +9,8 @@ from math import ceil
 import pytest
 
 from tests.operator.plan_world import Key, Running, World, key_of
+from tests.operator.test_canary import Cluster, begun, fleet
+from xpyd_operator.controller.decision.kinds import DEPLOYMENT
 from xpyd_operator.document.rollout import Canary, CanaryAnalysis
 from xpyd_operator.plan.canary import stable_revisions
 from xpyd_operator.plan.fleet import plan, pools_wanted
@@ -26,6 +28,8 @@ from xpyd_operator.plan.values import (
     WorkloadSeen,
 )
 from xpyd_operator.status.canary import CanaryReport, CanaryState, Phase, advance
+from xpyd_operator.status.children import condition
+from xpyd_operator.status.children import key_of as key_of_object
 
 P, D = Template("Prefill"), Template("Decode")
 STABLE = (("p", "old"), ("d", "old"))
@@ -74,6 +78,32 @@ def test_a_pool_without_a_surge_gives_up_what_may_be_unavailable() -> None:
     assert puts(want, seen(*OLD)) == [("p", "old", 3), ("d", "old", 6)]
     gone = seen(("p", "old", 3, 3), ("d", "old", 6, 6))
     assert puts(want, gone) == [("p", "new", 1), ("d", "new", 2)]
+
+
+@pytest.mark.parametrize("phase", ["Running", "Failed"])
+def test_an_edit_with_mistakes_in_a_canary_changes_nothing_but_the_status(phase: Phase) -> None:
+    cluster, wrong = begun(), fleet("image:2")
+    wrong["spec"]["pools"][0]["template"] = {"spec": {"restartPolicy": "Never"}}
+    if phase == "Failed":
+        cluster.say(failed=100)
+        cluster.turn()  # what was on trial is asked to go, and its workload is still there
+    before, file = instances(cluster), cluster.file
+    assert len(before) == (5 if phase == "Running" else 3)
+    assert cluster.canary.phase == phase
+    cluster.edit(wrong)
+    for _ in range(4):
+        cluster.turn()
+        assert condition(cluster.found, "Degraded")["reason"] == "InvalidTemplate"
+        assert (instances(cluster), cluster.file) == (before, file)
+    cluster.edit(fleet("image:1"))
+    cluster.settle()
+    assert (instances(cluster), cluster.canary.phase) == (before, phase)
+
+
+def instances(cluster: Cluster) -> dict[object, int]:
+    """By pool and revision, of those that are asked for."""
+    found = cluster.children[DEPLOYMENT].values()
+    return {key_of_object(one): size for one in found if (size := one["spec"]["replicas"])}
 
 
 def test_no_instance_of_a_canary_begins_before_routers_know_of_it() -> None:

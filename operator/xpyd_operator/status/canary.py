@@ -104,6 +104,14 @@ class CanaryState:
         weight = self.weight(rules) if self.is_on_trial else 0
         return CanaryStage(self.stable, weight, report.all_know(self.revision))
 
+    @property
+    def stage_held(self) -> CanaryStage | None:
+        """The same where the document, and so its shares, cannot be read: for a plan that is
+        paused, in which nothing grows."""
+        if self.phase == "Promoted":
+            return None
+        return CanaryStage(self.stable, 99 if self.is_on_trial else 0, may_begin=False)
+
 
 def revision_on_trial(want: FleetWant) -> str:
     """10 hex digits over the revisions of all pools of engines."""

@@ -39,9 +39,9 @@ from xpyd_operator.controller.decision.pods import (
 )
 from xpyd_operator.controller.decision.revisions import (
     canary_maps,
-    canary_stage,
     forgotten,
     recorded,
+    want_with_canary,
     with_pause,
 )
 from xpyd_operator.controller.decision.state import (
@@ -221,7 +221,7 @@ class _Decision:
     def __init__(self, state: FleetState, fleet: InferenceFleet) -> None:
         self._state = state
         self._fleet = fleet
-        self._want = replace(state.want, canary=canary_stage(state))
+        self._want = want_with_canary(state)
         self._held = state.holds_back
         document = {(pool.name, pool.revision) for pool in state.parsed.want.pools}
         mine = {(pool.name, pool.revision) for pool in state.want.pools}

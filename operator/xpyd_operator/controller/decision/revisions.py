@@ -10,6 +10,7 @@ document, so that an undo brings the images back, too. See docs/adr/0096 and doc
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import cast
 
 from xpyd_operator.controller.decision.kinds import (
@@ -25,7 +26,7 @@ from xpyd_operator.manifests import names
 from xpyd_operator.manifests.objects import canary_map
 from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.revisions import record_of, revision_id
-from xpyd_operator.plan.values import CanaryStage
+from xpyd_operator.plan.values import CanaryStage, FleetWant
 from xpyd_operator.status.canary import (
     CanaryState,
     CanaryView,
@@ -103,8 +104,17 @@ def canary_object(state: FleetState) -> Obj | None:
     return found if found is not None and controller_of(found) == state.uid else None
 
 
-def canary_stage(state: FleetState) -> CanaryStage | None:
-    """What the canary is to the plan."""
+def want_with_canary(state: FleetState) -> FleetWant:
+    """What the turn works towards, and what the canary is to the plan. While the document is held
+    back for its mistakes, what is on trial stays as it is, and what failed goes."""
+    if state.is_held:
+        before = read_state(canary_object(state))
+        stage = before.stage_held if before is not None else None
+        return replace(state.want, canary=stage, paused=state.want.paused or stage is not None)
+    return replace(state.want, canary=_canary_stage(state))
+
+
+def _canary_stage(state: FleetState) -> CanaryStage | None:
     found, fleet = canary_of(state), state.parsed.fleet
     if found is None or fleet is None or fleet.spec.rollout.canary is None:
         return None
