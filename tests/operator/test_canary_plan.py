@@ -9,7 +9,7 @@ from math import ceil
 import pytest
 
 from tests.operator.plan_world import Key, Running, World, key_of
-from tests.operator.test_canary import Cluster, begun, fleet
+from tests.operator.test_canary import Cluster, all_at, begun, fleet
 from xpyd_operator.controller.decision.kinds import DEPLOYMENT
 from xpyd_operator.document.rollout import Canary, CanaryAnalysis
 from xpyd_operator.plan.canary import stable_revisions
@@ -78,6 +78,43 @@ def test_a_pool_without_a_surge_gives_up_what_may_be_unavailable() -> None:
     assert puts(want, seen(*OLD)) == [("p", "old", 3), ("d", "old", 6)]
     gone = seen(("p", "old", 3, 3), ("d", "old", 6, 6))
     assert puts(want, gone) == [("p", "new", 1), ("d", "new", 2)]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "is_tight"),
+    [({"surge_percent": 0}, False), ({}, True)],
+    ids=["no surge", "no node has room"],
+)
+def test_the_only_instance_of_a_pool_stays_beside_one_on_trial(
+    rollout: dict[str, int], *, is_tight: bool
+) -> None:
+    want = wanted(50, unavailable_percent=25, **rollout)
+    alone = (PoolSeen("p", 1, 4), PoolSeen("d", 1, 8))
+    found = seen(("p", "old", 1, 1), ("d", "old", 1, 1), sizes=alone)
+    if is_tight:
+        waits = [
+            WorkloadSeen(Workload(pool, "new", 1, role), 1, 0, unplaced=1)
+            for pool, role in (("p", P), ("d", D))
+        ]
+        found = replace(found, workloads=(*found.workloads, *waits))
+    assert puts(want, found) == []
+
+
+def test_a_canary_without_room_for_its_instances_says_so_and_is_not_promoted() -> None:
+    rules = {"maxSurgePercent": 0, "maxUnavailablePercent": 25}
+    before, after = fleet(**rules), fleet("image:1", **rules)
+    for pool in (*before["spec"]["pools"], *after["spec"]["pools"]):
+        pool["replicas"] = 1
+    cluster = Cluster(before)
+    cluster.settle()
+    cluster.edit(after)
+    cluster.settle()
+    cluster.say()
+    cluster.settle()
+    assert (cluster.canary.phase, cluster.sizes()) == ("Running", all_at(1, 0))
+    reason, message = cluster.progressing()
+    assert reason == "Canary"
+    assert "prefill, decode: one instance, and no surge" in message
 
 
 @pytest.mark.parametrize("phase", ["Running", "Failed"])

@@ -1,7 +1,8 @@
 """A revision on trial: which revision the fleet stays on meanwhile, and how large both are.
 
 The new revision gets instances within the surge, at least one of each pool that changed; the rest
-of the fleet stays, and is scaled as ever. A pool without a surge gives up what may be unavailable.
+of the fleet stays, and is scaled as ever. A pool without a surge gives up what may be unavailable,
+but for its last instance.
 When the canary failed, its instances go and nothing else. See docs/adr/0105.
 """
 
@@ -110,7 +111,9 @@ def divide(
     taken = sum(one.alive for one in others)
     stable = 0
     if main is not None:
-        stable = replicas - (min(size, allowed) if is_tight or not surge else 0)
+        # One stays: else nothing is left to compare with, nor to go back to.
+        given = min(size, allowed, max(0, replicas - 1)) if is_tight or not surge else 0
+        stable = replicas - given
         if stable > (now := main.workload.replicas):
             # Grown only into what is free: an instance on trial that ends has its device yet.
             holds = max(new.alive, min(before, size)) if new else 0

@@ -21,7 +21,7 @@ from typing import Any, Literal, cast
 
 from xpyd_operator.document.rollout import Canary
 from xpyd_operator.manifests.names import CANARY_FILE
-from xpyd_operator.plan.canary import stable_revisions
+from xpyd_operator.plan.canary import CanaryPool, stable_revisions
 from xpyd_operator.plan.fleet import canary_pools
 from xpyd_operator.plan.values import ROUTER, CanaryStage, FleetSeen, FleetWant
 from xpyd_operator.status.canary_figures import (
@@ -316,6 +316,9 @@ def view(
         waits = f"waits for its instances ({sizes} ready)"
         if known < routers or not routers:
             waits = f"waits for routers to know of it ({known} of {routers} do)"
+        elif lone := _without_room(canary_pools(on_trial, seen)):
+            more = f"set rollout.maxSurgePercent, scale to 2, or `xpyd rollout promote {fleet}`"
+            waits = f"{lone}: one instance, and no surge for another one beside it: {more}"
         return CanaryView("Canary", f"{head}: {waits}", row)
     words = f"{head}: {figures_text(rules, figures)}"
     waited_s = seconds_between(state.since, now) or 0.0
@@ -324,6 +327,12 @@ def view(
         text_ = f"{words}: too few within {deadline_s:.0f} s; {more}"
         return CanaryView("CanaryTooFewRequests", text_, row)
     return CanaryView("Canary", words, row)
+
+
+def _without_room(pools: Iterable[CanaryPool]) -> str:
+    """The pools whose only instance would have to go before one on trial comes."""
+    lone = (one for one in pools if one.stable == 1 and not one.want.surge_percent)
+    return ", ".join(one.want.name for one in lone if not one.target)
 
 
 def routers_known(words: Mapping[str, RouterWord], ready: Iterable[str]) -> dict[str, str]:
