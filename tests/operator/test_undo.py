@@ -110,6 +110,16 @@ def test_an_undo_of_an_undo_goes_to_the_upgrade_again_and_not_to_a_newer_one() -
     assert up_to_date(fleet.found["status"])[1] == "Undone"
 
 
+def test_an_undo_of_an_undo_that_no_operator_has_seen_keeps_the_images() -> None:
+    fleet = Fleet()
+    fleet.edit(rollout={"restartedAt": RESTARTED})
+    fleet.turn(NEW)
+    fleet.undo()
+    fleet.undo()
+    assert fleet.found["spec"]["rollout"] == {"restartedAt": RESTARTED}
+    assert images(fleet.turn(NEW)) == NEW_IMAGES
+
+
 def test_an_undo_of_an_edit_alone_asks_for_no_images_and_keeps_upgrades_coming() -> None:
     fleet = Fleet()
     fleet.edit(engine={"args": ["--seed=1"]})

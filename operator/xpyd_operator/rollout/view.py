@@ -260,7 +260,10 @@ def undo_of(fleet: Json, to: Revision) -> Undo | None:
     """The wish for what the operator added to the revision; None: the fleet has that, or nobody
     knows it."""
     kept = defaults_of(fields(fleet, "status"))
-    if kept is None or to.defaults is None or kept.of_pods == to.defaults.of_pods:
+    if kept is None or to.defaults is None:
+        return None
+    # One that is not taken up yet would still bring its own.
+    if kept.of_pods == to.defaults.of_pods and not _waits_for_undo(fleet):
         return None
     asked = (asked_restart(one) for one in (fleet, {"spec": to.record}))
     times = [at for at in (kept.restarted_at, *asked) if moment(at)]
