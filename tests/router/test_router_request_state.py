@@ -76,14 +76,14 @@ def test_at_the_contexts_last_token_p_adds_none(
     prompt_tokens: int, ids: int, extends: bool
 ) -> None:
     sent = Sent([[7] * ids], "k", {"prompt_tokens": prompt_tokens}, "m")
-    tried = request_state(sent)
+    tried = request_state(sent, max_tokens=99)
     params = prefill_params(tried, pair(128, 128))
     assert tried.extends == extends
     assert ("continue_from" in params) == extends
     assert ("client_max_tokens" in params) == extends
 
 
-@pytest.mark.parametrize(("max_tokens", "extends"), [(2, False), (3, True), (None, True)])
+@pytest.mark.parametrize(("max_tokens", "extends"), [(2, False), (3, True), (None, False)])
 def test_at_the_clients_last_token_p_adds_none(max_tokens: int | None, extends: bool) -> None:
     tried = request_state(Sent([[7]], "k", {}, "m"), max_tokens=max_tokens)
     prefill_params(tried, pair(0, 0))
@@ -128,7 +128,8 @@ def test_ps_token_is_sent_once_and_d_goes_on_behind_it() -> None:
 def test_a_later_p_goes_on_behind_what_was_sent() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     sent = Sent([[1, 2]], "k", {"prompt_tokens": 4}, "m")
-    both, tried = pair(0, 0), request_state(sent, stream=True, stream_options=options)
+    tried = request_state(sent, stream=True, stream_options=options, max_tokens=9)
+    both = pair(0, 0)
     assert prefill_params(tried, both)["continue_from"] == [[1, 2]]
     prefilled = take_prefill(tried, of_p([3]))
     assert decode_params(tried, prefilled, is_stream=True)["emit_from"] == [3]
