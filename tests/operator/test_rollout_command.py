@@ -259,6 +259,26 @@ def test_pause_resume_and_restart_change_one_field_of_the_document(
     edited(restartedAt=at)  # a value that the document takes
 
 
+@pytest.mark.parametrize(
+    ("spec", "kept", "undo", "then"),
+    [
+        ("2099-01-02T00:00:00Z", "2099-01-02T02:00:00+01:00", "", "2099-01-02T01:00:01Z"),
+        ("", "", "r@2099-01-02T00:00:00Z", "2099-01-02T00:00:01Z"),
+    ],
+)
+def test_a_restart_is_later_than_those_before_whatever_this_clock_says(
+    kubectl: Kubectl, spec: str, kept: str, undo: str, then: str
+) -> None:
+    fleet = document()
+    fleet["spec"]["rollout"] = {"restartedAt": spec} if spec else {}
+    fleet["metadata"]["annotations"] = {"xpyd.dev/undo": undo} if undo else {}
+    if kept:
+        fleet["status"] = {"defaults": {"version": "1", "workerImage": "a", "restartedAt": kept}}
+    kubectl.has(fleet)
+    assert rollout("restart", "chat") == 0
+    assert kubectl.patch == {"spec": {"rollout": {"restartedAt": then}}}
+
+
 def test_a_canary_is_shown_and_promoted_by_its_revision(
     kubectl: Kubectl, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,6 +305,9 @@ def test_a_canary_is_shown_and_promoted_by_its_revision(
     assert rollout("promote", "chat") == 0, "whoever knows that the limit was wrong"
     patch["metadata"]["annotations"]["xpyd.dev/promote-canary"] = "1b2c3d4e5f"
     assert kubectl.patch == patch
+    failed["metadata"]["annotations"] = patch["metadata"]["annotations"]
+    kubectl.has(failed)
+    assert rollout("status", "chat") == 3, "the operator has not seen it yet"
 
 
 def test_plan_says_what_makes_new_pods_and_why_and_writes_nothing(

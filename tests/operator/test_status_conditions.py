@@ -352,8 +352,7 @@ def test_many_problems_are_cut_and_counted() -> None:
 
 
 def _invalid(cluster: Cluster, before: Obj | None, *messages: str, now: str) -> dict[str, Any]:
-    children = cluster.children
-    seen = fleet_seen(children)
+    seen = fleet_seen(children := cluster.children)
     return invalid_status(before, messages, seen=seen, children=children, now=now, generation=9)
 
 
@@ -378,6 +377,14 @@ def test_an_invalid_document_keeps_the_pools_and_says_nothing_of_what_nobody_loo
     told_after = cluster.turn()
     assert [e.reason for e in told_after] == ["Ready"]
     assert found(cluster, "Progressing") == ("False", "Settled")
+
+
+def test_an_invalid_document_keeps_a_fleets_turn_among_upgrades() -> None:
+    cluster = settled(fleet_of())
+    row = {"type": "UpToDate", "status": "False", "reason": "Undone", "message": "as before"}
+    before = {"conditions": [row | {"lastTransitionTime": cluster.time}]}
+    after = _invalid(cluster, before, "a: bad", now="2027-01-01T00:00:00Z")
+    assert any(row.items() <= one.items() for one in after["conditions"])
 
 
 def test_instances_are_counted_while_the_document_is_invalid() -> None:

@@ -211,8 +211,11 @@ def _resume(args: argparse.Namespace) -> int:
 
 
 def _restart(args: argparse.Namespace) -> int:
-    kubectl, at = Kubectl(args), _now()
+    from xpyd_operator.rollout.view import next_restart
+
+    kubectl = Kubectl(args)
     fleet = kubectl.fleet(args.fleet)
+    at = next_restart(fleet, _now())
     kubectl.write(args.fleet, {"spec": {"rollout": {"restartedAt": at}}})
     _say(args, _begun(args, fleet, "all pods are made anew"), {"restartedAt": at})
     return 0

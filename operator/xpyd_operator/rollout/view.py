@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, timedelta
 from typing import Any, Literal
 
 from xpyd_core.errors import UserError
 from xpyd_operator.document.load import parse_object
-from xpyd_operator.manifests.names import revision_name
+from xpyd_operator.manifests.names import ANNOTATION_PROMOTE, revision_name
 from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.revisions import record_of, revision_id
 from xpyd_operator.status.children import (
@@ -69,6 +70,8 @@ def outcome_of(fleet: Json) -> Outcome:
     moves, degraded = condition(fleet, "Progressing"), condition(fleet, "Degraded")
     if _waits_for_undo(fleet) and text(degraded, "reason") not in _HELD:
         return Outcome("Progressing", "the operator has not taken up the undo yet")
+    if _waits_for_promotion(fleet):
+        return Outcome("Progressing", "the operator has not taken up the promotion yet")
     message, is_degraded = text(moves, "message"), is_true(fleet, "Degraded")
     if is_degraded:
         message = f"{message}; {text(degraded, 'reason')}: {text(degraded, 'message')}"
@@ -87,6 +90,25 @@ def _waits_for_undo(fleet: Json) -> bool:
     if not undo.record or kept is None or kept.undo == undo.annotation:
         return False
     return undo.holds(kept.restarted_at, asked_restart(fleet))
+
+
+def _waits_for_promotion(fleet: Json) -> bool:
+    """Whether a canary that failed was promoted: by an annotation, too."""
+    canary = fields(fleet, "status", "canary")
+    asked = text(fleet, "metadata", "annotations", ANNOTATION_PROMOTE)
+    return text(canary, "phase") == "Failed" and asked == text(canary, "revision")
+
+
+def next_restart(fleet: Json, now: str) -> str:
+    """The time of a restart at `now`: later than each before it, by whichever clock those were, for
+    only a later one asks for the operator's defaults and ends an undo."""
+    obeyed = text(fleet, "status", "defaults", "restartedAt")
+    times = map(moment, (asked_restart(fleet), asked_undo(fleet).restarted_at, obeyed))
+    last, at = max((one for one in times if one), default=None), moment(now)
+    if last is None or (at is not None and at > last):
+        return now
+    after = last.astimezone(UTC).replace(microsecond=0) + timedelta(seconds=1)
+    return after.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def status_json(fleet: Json) -> Json:

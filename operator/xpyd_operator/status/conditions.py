@@ -177,6 +177,11 @@ def conditions_of_invalid(
         "KVTransferVerified": unseen,
         "RolesReady": unseen,
     }
+    kept = condition_of(before, UP_TO_DATE)
+    if kept:
+        # Its turn among upgrades is not another fleet's because of a bad edit.
+        holds = text(kept, "status") == "True"
+        verdicts[UP_TO_DATE] = _Verdict(holds, text(kept, "reason"), text(kept, "message"))
     if unknown:
         verdicts[FIELDS_IGNORED] = _ignored(unknown)
     return _written(verdicts, before, now, generation)
