@@ -2,6 +2,8 @@
 
     asyncio: HTTP, heartbeats, signals     engine's thread     KV I/O thread
 
+Why HTTP is in no process of its own: docs/adr/0131.
+
 HTTP answers 503 while the model loads. A first signal, or POST /drain, drains; a second signal
 stops at once. When the engine or the HTTP server ends by itself the process says goodbye and exits
 with status 1.
