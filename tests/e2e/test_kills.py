@@ -3,7 +3,8 @@ requests on new connections. Nothing hangs and no answer is wrong; the router's 
 each pair again, and nobody helps. It prints how long that took.
 
 The engines' own deadlines for KV are minutes here: what a death has to end and does not, hangs or
-holds memory. Every other victim stays dead until the router knows nothing of it any more.
+holds memory. Every other victim stands still before it dies, so that KV is on its way to it, and
+stays dead until the router knows nothing of it any more.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ pytestmark = pytest.mark.slow
 RATE_PER_S = 6.0
 KILL_S = 4.0
 """Of load around each kill at least; it goes on until the fleet has recovered."""
+STILL_S = 1.0
+"""Less than what a router or a peer takes for a death."""
 HANGS_S = 30.0
 RECOVERS_S = 60.0
 PATIENT = ("--kv-wait-seconds", "600", "--kv-lease-seconds", "600")
@@ -48,11 +51,11 @@ def two_by_two(tmp_path: Path) -> Iterator[Fleet]:
 
 @dataclass(frozen=True)
 class Turn:
-    """Those that are killed at once, and whether they start again when the router has forgotten
-    them, or at once."""
+    """Those that are killed at once. Where `is_slow`, they stand still before, and start again when
+    the router has forgotten them; else at once."""
 
     victims: Sequence[Process]
-    is_later: bool = False
+    is_slow: bool = False
 
     @property
     def kind(self) -> str:
@@ -144,9 +147,13 @@ def kill(running: Fleet, turn: Turn, seen: Killed) -> None:
         probes(running),
         {row["instance"]: row["incarnation"] for row in running.instances()},
     )
+    if turn.is_slow:
+        for victim in victims:
+            victim.popen.send_signal(signal.SIGSTOP)
+        time.sleep(STILL_S)
     for victim in victims:
         victim.popen.kill()
-    if turn.is_later:
+    if turn.is_slow:
         wait_for("the router forgets the dead", lambda: not names & running.states().keys())
     began_s = time.monotonic()
     for victim in victims:
@@ -207,7 +214,7 @@ def turns_of(running: Fleet, rounds: int, seed: int) -> list[Turn]:
     for _ in range(rounds):
         victims += [[one] for one in rng.sample(engines, len(engines))]
         victims.append(decodes)
-    return [Turn(each, is_later=number % 2 == 1) for number, each in enumerate(victims)]
+    return [Turn(each, is_slow=number % 2 == 1) for number, each in enumerate(victims)]
 
 
 def test_killed_instances_come_back_by_themselves_and_no_request_hangs_or_is_wrong(
