@@ -40,7 +40,7 @@ from xpyd_operator.controller.decision.state import FleetState
 from xpyd_operator.controller.decision.writes import Apply, SetCost, SetGate
 from xpyd_operator.manifests.names import ANNOTATION_COST, ROUTABLE
 from xpyd_operator.status.drains import CutDrain, DrainWatch, InstanceLoad
-from xpyd_operator.status.routable import Gate
+from xpyd_operator.status.routable import NO_PAIR, Gate
 
 ADMITTED = Gate(True, "Admitted", "every ready router sends it requests")
 LOST = Gate(False, "NotAdmitted", "router r-0 sends it no requests")
@@ -85,6 +85,25 @@ def test_a_gate_is_written_only_where_it_is_not_as_it_should_be() -> None:
     assert writes(decide(look(children, gates=gates))) == []
     assert writes(decide(look(children))) == [], "a new process knows nothing and writes nothing"
     assert writes(decide(look(children, gates={"d-1": LOST}))) == [SetGate("d-1", "u-1", LOST)]
+
+
+def test_why_a_new_pod_is_in_no_pair_is_written_into_it_once() -> None:
+    """Its gate was never open: only the words are new."""
+
+    def written(children: Children, gate: Gate) -> list[SetGate]:
+        found = writes(decide(look(children, gates={"d-0": gate})))
+        return [one for one in found if isinstance(one, SetGate)]
+
+    children, _ = decodes(1, gate=None)
+    apart = Gate(False, NO_PAIR, "router r-0 sends it no requests: no pair with p-0: kv_dtype")
+    assert written(children, LOST) == [], "it starts"
+    assert written(children, apart) == [SetGate("d-0", "u-0", apart)]
+    said = {"type": ROUTABLE, "status": "False", "reason": NO_PAIR, "message": apart.message}
+    children[POD]["d-0"]["status"]["conditions"].append(said)
+    assert written(children, apart) == []
+    other = apart._replace(message="router r-0 sends it no requests: no pair with p-1: kv_dtype")
+    assert written(children, other) == [SetGate("d-0", "u-0", other)]
+    assert written(children, LOST) == [SetGate("d-0", "u-0", LOST)], "it is NoPair no more"
 
 
 def test_a_pod_that_leaves_or_has_no_gate_is_let_be() -> None:

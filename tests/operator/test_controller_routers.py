@@ -47,6 +47,7 @@ class Router:
         self.problems: list[dict[str, str]] = []
         self.in_flight = self.running = self.kv_leases = self.relayed = 0
         self.state = "Ready"
+        self.unpaired = ""
         self.canary = ""
         self.canary_served = 0
 
@@ -62,6 +63,7 @@ class Router:
             "instance": "d-0",
             "type": self.type,
             "state": self.state,
+            "unpaired": self.unpaired,
             "key_ids": self.key_ids,
             "in_flight": self.in_flight,
         }
@@ -325,6 +327,23 @@ async def test_gates_follow_what_ready_routers_say_and_a_settled_fleet_is_asked_
         await world.reader.look_at_gates(session, only_moving=True)
         assert not world.reader.gates(KEY)["d-0"].is_open
         assert world.woken == [KEY, KEY]
+
+
+async def test_a_gate_that_was_never_open_says_why_its_instance_is_in_no_pair() -> None:
+    router = Router()
+    async with listening(router), aiohttp.ClientSession() as session:
+        world = World(router, pod("r-0"), gated("d-0", gate="False"))
+        world.cache.put(DEPLOYMENT, deployment_with_gate())
+        await world.look()
+        world.woken.clear()
+        router.unpaired = "no pair with p-0: kv_dtype"
+        await world.reader.look_at_gates(session, only_moving=True)
+        assert world.woken == [], "it may be that its pair comes"
+        world.now_s += 9.0  # three beats of 3 s
+        await world.reader.look_at_gates(session, only_moving=True)
+        gate = world.reader.gates(KEY)["d-0"]
+        assert (gate.is_open, gate.reason) == (False, "NoPair")
+        assert world.woken == [KEY], "the words are to be written"
 
 
 async def test_pods_of_a_revision_without_the_gate_are_let_be() -> None:

@@ -56,7 +56,7 @@ from xpyd_operator.status.routable import (
     Gate,
     GateWatch,
     gated_pods,
-    is_open,
+    is_due,
     read_states,
     waits_at_gate,
 )
@@ -376,7 +376,7 @@ class RouterReader:
         pods, document = self._gated(key), self._cache.document(key)
         gates = fleet.gate_watch.look(pods, said, self._clock(), ttl_s=_ttl_s(document or {}))
         fleet.gates = gates
-        if any(name in gates and gates[name].is_open != is_open(pod) for name, pod in pods.items()):
+        if any(name in gates and is_due(pod, gates[name]) for name, pod in pods.items()):
             self._wake(key)
 
     def _has_unready(self, key: FleetKey) -> bool:

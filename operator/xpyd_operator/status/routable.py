@@ -105,6 +105,16 @@ def is_open(pod: Raw) -> bool:
     return is_true(pod, ROUTABLE)
 
 
+def is_due(pod: Raw, gate: Gate) -> bool:
+    """Whether the pod does not say yet what its gate should: open or shut, and where one that is
+    shut is in no pair, why: a gate that was never open has no condition until somebody writes it.
+    Other words change with each look at an instance that starts, and are not worth a write."""
+    if gate.is_open != is_open(pod):
+        return True
+    said, meant = gate_of(pod), (gate.reason, short(gate.message))
+    return NO_PAIR in (said[0], meant[0]) and said != meant
+
+
 def waits_at_gate(pod: Raw) -> bool:
     """Whether nothing but the gate keeps a pod with one from being ready."""
     return is_true(pod, "ContainersReady") and not is_open(pod)
