@@ -176,15 +176,17 @@ def may_extend(request: InferenceRequest, sent: Sent, context: int) -> bool:
     """Whether P' may add a token to what was sent: one living choice, and not the last token that
     the client or the context allows.
 
-    At the last token P' cannot know whether to hold text back, so D' writes that one. Without a
-    limit of the client's the engine has one of its own, which is not known here.
+    At the last token P' cannot know whether to hold text back, so D' writes that one. A completion
+    without a limit of the client's has the engine's, which is not known here.
     """
     if len(sent.token_ids) != 1 or sent.ended:
         return False
     after = len(sent.token_ids[0]) + 1
     if context and sent.usage.get("prompt_tokens", context) + after >= context:
         return False
-    return request.max_tokens is not None and after < request.max_tokens
+    if request.max_tokens is None:
+        return request.is_chat
+    return after < request.max_tokens
 
 
 def common_context(pair: Pair) -> int:
