@@ -22,7 +22,7 @@ from bench.engine.models import Model
 from bench.engine.shape import MAX_MODEL_LEN, VOCABULARY
 from tests.e2e.harness import Fleet, Process, empty_fleet
 from xpyd_tools.bench.client import Target, run_load
-from xpyd_tools.bench.load import arrival_times, random_requests
+from xpyd_tools.bench.load import LoadRequest, arrival_times, random_requests
 from xpyd_tools.bench.summary import Sample
 
 _REQUEST_S = 300.0
@@ -127,6 +127,23 @@ def _ask(
     return _run(fleet, layout, tokens, load, times, seed)
 
 
+def asked(
+    fleet: Fleet,
+    requests: Sequence[LoadRequest],
+    times_s: Sequence[float],
+    *,
+    at_once: int | None,
+) -> list[Sample]:
+    """What the fleet's router answers to greedy requests of exactly so many tokens, sent at these
+    times, at most `at_once` (None: any number) under way."""
+    url = urlsplit(fleet.router.url)
+    members = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
+    target = Target(
+        url.hostname or "", url.port or 0, False, "/v1/completions", "demo", members, _REQUEST_S
+    )
+    return asyncio.run(run_load(target, requests, times_s, max_concurrency=at_once))
+
+
 def _run(
     fleet: Fleet,
     layout: Layout,
@@ -144,12 +161,7 @@ def _run(
         vocabulary=VOCABULARY,
         seed=seed,
     )
-    url = urlsplit(fleet.router.url)
-    members = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
-    target = Target(
-        url.hostname or "", url.port or 0, False, "/v1/completions", "demo", members, _REQUEST_S
-    )
-    samples = asyncio.run(run_load(target, requests, times_s, max_concurrency=at_once))
+    samples = asked(fleet, requests, times_s, at_once=at_once)
     for sample in samples:
         got = (sample.input_tokens, sample.output_tokens)
         if sample.error or got != (tokens, load.output_tokens):

@@ -7,23 +7,20 @@ first turn to the last; those that are not asked only send heartbeats.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from urllib.parse import urlsplit
 
 from bench.engine.contender import ContenderFailed
 from bench.engine.models import Model
 from bench.engine.shape import MAX_MODEL_LEN, VOCABULARY
+from bench.fleet.rounds import asked
 from tests.e2e.harness import Fleet, empty_fleet
-from xpyd_tools.bench.client import Target, run_load
 from xpyd_tools.bench.load import LoadRequest, arrival_times
 from xpyd_tools.bench.summary import Sample, summarize
 
-_REQUEST_S = 300.0
 AT_ONCE = 8
 SHORT_TOKENS, LONG_TOKENS = 32, 512
 """Prompts: one of eight is long, so that choice matters: who gets a second long one waits."""
@@ -138,12 +135,7 @@ def _run(
     *,
     at_once: int | None = AT_ONCE,
 ) -> list[Sample]:
-    url = urlsplit(running.router.url)
-    members = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
-    target = Target(
-        url.hostname or "", url.port or 0, False, "/v1/completions", "demo", members, _REQUEST_S
-    )
-    samples = asyncio.run(run_load(target, requests, times_s, max_concurrency=at_once))
+    samples = asked(running, requests, times_s, at_once=at_once)
     # Not by request: samples come in the order in which they ended.
     got = sorted((sample.input_tokens, sample.output_tokens) for sample in samples)
     errors = [sample.error for sample in samples if sample.error]

@@ -27,9 +27,11 @@ def named(layout: Layout) -> str:
 
 
 def flags(layout: Sequence[int]) -> tuple[str, ...]:
-    """The engine's, with chunks that are shorter than the prompts."""
-    tensor, pipeline = layout
+    """The engine's, with chunks that are shorter than the prompts. `layout`: (tensor, pipeline),
+    or (replicas, tensor, pipeline)."""
+    *replicas, tensor, pipeline = layout
     return (
+        *(word for count in replicas for word in ("-dp", str(count))),
         *("--tensor-parallel-size", str(tensor), "--pipeline-parallel-size", str(pipeline)),
         *("--max-num-batched-tokens", "64", "--max-num-seqs", "8"),
         *("--max-model-len", str(CONTEXT_TOKENS)),
@@ -205,16 +207,7 @@ def test_kv_goes_between_engines_with_whole_experts(
     their KV makes dummies for the others."""
     model = make_model(tmp_path / "model", "mixtral")
     with empty_fleet(tmp_path) as running:
-        running.start_router()
-        pair = [
-            running.start_engine(
-                *(role, *flags(layout), "-dp", str(replicas), EXPERT),
-                *("--kv-on-failure", "fail"),
-                model=model,
-            )
-            for role, (replicas, *layout) in (("Prefill", p), ("Decode", d))
-        ]
-        running.wait_ready(*pair)
+        pair = start_pair(running, model, p, d, EXPERT)
         written = written_by(running.router)
         assert pair[1].metric("xpyd_kv_received_bytes_total") > 0
         assert pair[1].metric("xpyd_kv_recomputed_requests_total") == 0
@@ -271,7 +264,9 @@ def rank_weights(address: str) -> set[str]:
     return {line.rpartition(" ")[2] for line in lines if line.startswith(name)}
 
 
-def start_pair(running: Fleet, model: Path, p: Layout, d: Layout, *more: str) -> list[Process]:
+def start_pair(
+    running: Fleet, model: Path, p: Sequence[int], d: Sequence[int], *more: str
+) -> list[Process]:
     running.start_router()
     common = ("--kv-on-failure", "fail", *more)
     pair = [

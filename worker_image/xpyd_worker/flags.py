@@ -216,7 +216,7 @@ MODEL_FLAGS = (
         "count; step_interval (3000), steps between two placements (default: {})",
     ),
     _count(
-        *(DATA, "-dp"),
+        *(DATA, SHORT_NAMES[DATA]),
         default=1,
         help="replicas, each a whole engine with KV ports of its own (default: %(default)s)",
     ),
