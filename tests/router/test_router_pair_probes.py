@@ -140,7 +140,7 @@ async def test_each_replica_of_p_probes_each_of_d_and_one_that_comes_back_at_onc
     def two(host: int, *serving: int) -> dict[str, Any]:
         ports = zip((21001, 21003), serving, strict=True)
         each = [(f"10.0.0.{host}:{port}", one) for port, one in ports]
-        return {"replicas": tuple(ReplicaBeat(zmq_address=a, serving=one) for a, one in each)}  # pyright: ignore[reportArgumentType]
+        return {"replicas": tuple(ReplicaBeat(zmq_address=a, serving=one) for a, one in each)}
 
     async with contextlib.AsyncExitStack() as stack:
         world.add("P", 1, http_address=await world.serve(stack), **two(1, 1, 1))

@@ -30,7 +30,7 @@ OURS = {"models": ("m",), "compatibility": "k", "continuation": 1, "incarnation"
 def replicas(host: int, serving: str = "11", **numbers: Any) -> tuple[ReplicaBeat, ...]:
     """One for each letter of `serving`, 0 or 1: two ports behind each other."""
     return tuple(
-        ReplicaBeat(zmq_address=f"10.0.0.{host}:{21001 + 2 * at}", serving=int(one), **numbers)  # pyright: ignore[reportArgumentType]
+        ReplicaBeat(zmq_address=f"10.0.0.{host}:{21001 + 2 * at}", serving=int(one), **numbers)
         for at, one in enumerate(serving)
     )
 
