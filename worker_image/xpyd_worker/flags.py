@@ -1,5 +1,6 @@
 """The flags of an engine, once: `xpyd worker`, `xpyd bench` and `LLM()` take theirs from this
-table. `engine_fields` makes their part of the configuration of it.
+table, of which parallel_flags.py has what says over how many ranks it goes. `engine_fields` makes
+their part of the configuration of it.
 
 A row has a flag, its argparse options (type, default, choices, help) and the programs besides
 `xpyd worker` that take it. A default is that of WorkerConfig. The table of docs/engine.md is
@@ -12,12 +13,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from xpyd_core.cli import json_object
-from xpyd_core.parallel.checks import DATA, ELASTIC, EXPERT, PIPELINE, SHORT_NAMES, TENSOR
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT, ROLES
 from xpyd_core.sizes import format_bytes
 from xpyd_kv.transport.settings import TRANSPORTS
@@ -34,40 +33,8 @@ from xpyd_worker.config import (
 )
 from xpyd_worker.engine.eplb import read_eplb
 from xpyd_worker.engine.request import POLICIES
-
-Program = Literal["bench", "LLM"]
-
-
-@dataclass(frozen=True)
-class Flag:
-    """One flag of `xpyd worker`. `options` are argparse's; `programs` take the flag, too: the
-    bench's offline benchmarks as a flag, LLM() as an argument."""
-
-    names: tuple[str, ...]
-    options: Mapping[str, Any]
-    programs: frozenset[Program]
-
-    @property
-    def argument(self) -> str:
-        """The flag's name as an argument of LLM()."""
-        return self.names[0].removeprefix("--").replace("-", "_")
-
-
-_BOTH = frozenset[Program]({"bench", "LLM"})
-_LLM = frozenset[Program]({"LLM"})
-
-
-def _flag(
-    *names: str,
-    programs: frozenset[Program] = frozenset(),
-    **options: Any,  # noqa: ANN401 - what argparse takes
-) -> Flag:
-    return Flag(names, options, programs)
-
-
-def _count(*names: str, **options: Any) -> Flag:  # noqa: ANN401 - see _flag
-    """A flag of a whole number."""
-    return _flag(*names, type=int, metavar="N", **options)
+from xpyd_worker.flag import BOTH, LLM_ONLY, Flag, Program, count, flag
+from xpyd_worker.parallel_flags import PARALLEL_FLAGS
 
 
 def _tokens_or_auto(text: str) -> int | None:
@@ -80,19 +47,19 @@ def _tokens_or_auto(text: str) -> int | None:
 
 
 MODEL_FLAGS = (
-    _flag(
+    flag(
         "--model",
-        programs=_BOTH,
+        programs=BOTH,
         required=True,
         metavar="PATH_OR_URI",
         help="a folder, file:///folder (absolute) or hf://org/name",
     ),
-    _flag(
+    flag(
         "--revision",
-        programs=_BOTH,
+        programs=BOTH,
         help="branch, tag or commit of an hf:// model, e.g. main (default: the hub's)",
     ),
-    _flag(
+    flag(
         "--served-model-name",
         nargs="+",
         default=[],
@@ -100,58 +67,58 @@ MODEL_FLAGS = (
         help="names that requests may use, up to 64, e.g. chat (default: org/name or the folder's "
         "name)",
     ),
-    _flag(
+    flag(
         "--device",
-        programs=_BOTH,
+        programs=BOTH,
         default=WorkerConfig.device,
         metavar="DEVICE",
         help="cpu, cuda (the first GPU) or cuda:N; auto: a GPU where torch finds one and triton is "
         "installed, else the CPU (default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--dtype",
-        programs=_BOTH,
+        programs=BOTH,
         choices=DTYPES,
         default=WorkerConfig.dtype,
         help="of weights and KV; auto: the checkpoint's, but float32 where the CPU is slow in 16 "
         "bits, and float16 for bfloat16 on a GPU that has none (default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--max-model-len",
-        programs=_BOTH,
+        programs=BOTH,
         type=int,
         metavar="TOKENS",
         help="tokens of prompt and output together, e.g. 4096 (default: the checkpoint's context, "
         "or what the KV cache holds)",
     ),
-    _count(
+    count(
         "--seed",
-        programs=_LLM,
+        programs=LLM_ONLY,
         help="0 to 2**64 - 1: base of the seeds drawn for requests without one, so that the same "
         "requests in the same order give the same tokens (default: another at each start)",
     ),
-    _flag(
+    flag(
         "--generation-config",
-        programs=_LLM,
+        programs=LLM_ONLY,
         default=WorkerConfig.generation_config,
         metavar="SOURCE",
         help="sampling defaults of requests: auto, the checkpoint's generation_config.json; vllm, "
         "OpenAI's alone; else a folder with such a file (default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--override-generation-config",
-        programs=_LLM,
+        programs=LLM_ONLY,
         type=json_object,
         metavar="JSON",
         help="sampling defaults that win over those, e.g. '{\"temperature\": 0.2}' (default: none)",
     ),
-    _flag(
+    flag(
         "--chat-template",
         metavar="FILE_OR_TEXT",
         help="a template for chats in place of the checkpoint's: a file, or a text with braces, "
         "e.g. chat.jinja (default: the checkpoint's)",
     ),
-    _flag(
+    flag(
         "--tool-call-parser",
         default=WorkerConfig.tool_call_parser,
         metavar="NAME",
@@ -159,7 +126,7 @@ MODEL_FLAGS = (
         "one of another package; auto: as the chat template shows; none: requests with tools are "
         "refused. The same on P and D (default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--reasoning-parser",
         default=WorkerConfig.reasoning_parser,
         metavar="NAME",
@@ -167,79 +134,31 @@ MODEL_FLAGS = (
         "auto: as the chat template shows; none: it is content. The same on P and D "
         "(default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--enable-auto-tool-choice",
         action="store_true",
         help="do not start where tool calls cannot be told from content; without, requests with "
         "tools are refused then",
     ),
-    _count(
+    count(
         "--threads",
-        programs=_BOTH,
+        programs=BOTH,
         help="CPU threads of the forward pass, of each rank. Give it where other work shares the "
         "cores: threads that wait for each other make steps many times slower (default: "
         "OMP_NUM_THREADS, else all cores, which ranks share)",
     ),
-    _count(
-        TENSOR,
-        SHORT_NAMES[TENSOR],
-        programs=_BOTH,
-        default=WorkerConfig.tensor_parallel_size,
-        help="ranks that share each layer (default: %(default)s)",
-    ),
-    _count(
-        PIPELINE,
-        SHORT_NAMES[PIPELINE],
-        programs=_BOTH,
-        default=WorkerConfig.pipeline_parallel_size,
-        help="stages that hold the layers one behind the other; how many each: "
-        "VLLM_PP_LAYER_PARTITION, e.g. 5,6,6,5 (default: %(default)s)",
-    ),
-    _flag(
-        EXPERT,
-        programs=_BOTH,
-        action="store_true",
-        help="each rank that shares a layer has some experts whole, not a slice of each",
-    ),
-    _flag(
-        "--enable-eplb",
-        programs=_BOTH,
-        action="store_true",
-        help="whole experts move between ranks, and may have copies, as their load asks for",
-    ),
-    _flag(
-        "--eplb-config",
-        programs=_BOTH,
-        type=json_object,
-        metavar="JSON",
-        help="of that: num_redundant_experts (0), slots for copies; window_size (1000), steps that "
-        "count; step_interval (3000), steps between two placements (default: {})",
-    ),
-    _count(
-        *(DATA, SHORT_NAMES[DATA]),
-        default=1,
-        help="replicas, each a whole engine with KV ports of its own (default: %(default)s)",
-    ),
-    _flag(ELASTIC, action="store_true", help="replicas may come and go: POST /scale_elastic_ep"),
-    _flag(
-        "--disable-custom-all-reduce",
-        programs=_BOTH,
-        action="store_true",
-        help="NCCL adds up all that ranks on GPUs share; else small tensors go over an all-reduce "
-        "of our own where the GPUs reach each other's memory. No effect on a CPU",
-    ),
 )
 
 BATCH_FLAGS = (
-    _count(
+    count(
         "--max-num-seqs",
-        programs=_BOTH,
+        programs=BOTH,
         default=WorkerConfig.max_num_seqs,
         help="sequences that run at once (default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--max-num-batched-tokens",
-        programs=_BOTH,
+        programs=BOTH,
         type=_tokens_or_auto,
         default="auto",
         metavar="TOKENS",
@@ -248,33 +167,33 @@ BATCH_FLAGS = (
         f"{AUTO_BATCHED_TOKENS}, on a GPU {AUTO_BATCHED_TOKENS_GPU}, or --max-num-seqs where that "
         "is more (default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--long-prefill-token-threshold",
-        programs=_LLM,
+        programs=LLM_ONLY,
         type=int,
         default=WorkerConfig.long_prefill_token_threshold,
         metavar="TOKENS",
         help="tokens of one prompt in one forward, so that others have room, too, e.g. 256; 0: no "
         "bound (default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--scheduling-policy",
-        programs=_LLM,
+        programs=LLM_ONLY,
         choices=POLICIES,
         default=WorkerConfig.scheduling_policy,
         help="which request goes first; fcfs: the one that came first; priority: the one with the "
         "lower number in its field priority, then the one that came first (default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--kv-cache-memory",
-        programs=_BOTH,
+        programs=BOTH,
         metavar="SIZE",
         help="bytes of the paged KV cache, of each rank, e.g. 4Gi (default: on a CPU "
         f"{format_bytes(CPU_CACHE_BYTES)}, on a GPU what --gpu-memory-utilization leaves)",
     ),
-    _flag(
+    flag(
         "--gpu-memory-utilization",
-        programs=_BOTH,
+        programs=BOTH,
         type=float,
         default=WorkerConfig.gpu_memory_utilization,
         metavar="SHARE",
@@ -283,23 +202,23 @@ BATCH_FLAGS = (
         "gets the rest. No effect on a CPU, or on the KV cache where --kv-cache-memory is given "
         "(default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--enforce-eager",
-        programs=_BOTH,
+        programs=BOTH,
         action="store_true",
         help="no CUDA graphs: starts sooner, takes less memory, decodes slower. No effect on a CPU",
     ),
-    _flag(
+    flag(
         "--block-size",
-        programs=_BOTH,
+        programs=BOTH,
         type=int,
         choices=BLOCK_SIZES,
         default=WorkerConfig.block_size,
         help="tokens of a KV block; P's and D's may differ (default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--enable-prefix-caching",
-        programs=_LLM,
+        programs=LLM_ONLY,
         action=argparse.BooleanOptionalAction,
         default=WorkerConfig.prefix_caching,
         help="keep the KV of prompts and reuse it for the next with the same beginning; without: "
@@ -308,42 +227,42 @@ BATCH_FLAGS = (
 )
 
 PLACE_FLAGS = (
-    _flag(
+    flag(
         "--role",
         choices=ROLES,
         help="what the instance does in its fleet (default: XPYD_ROLE, else Aggregated)",
     ),
-    _flag(
+    flag(
         "--host",
         metavar="IP",
         help="literal ip to listen on, which heartbeats name; not 0.0.0.0 (default: XPYD_POD_IP, "
         f"else {WorkerConfig.host})",
     ),
-    _count(
+    count(
         "--port",
         help=f"HTTP port; 0: any free one (default: XPYD_HTTP_PORT, else {HTTP_PORT})",
     ),
-    _flag(
+    flag(
         "--discovery",
         metavar="HOST:PORT,...",
         help="routers to send heartbeats to, e.g. 10.0.0.2:30001; a name with several addresses "
         "means all of them (default: XPYD_DISCOVERY, else none)",
     ),
-    _flag(
+    flag(
         "--heartbeat-period-ms",
         type=int,
         default=round(1000 * WorkerConfig.heartbeat_period_s),
         metavar="MS",
         help="50 to 60000 (default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--drain-timeout",
         type=float,
         default=WorkerConfig.drain_timeout_s,
         metavar="SECONDS",
         help="how long SIGTERM and POST /drain wait for requests (default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--otlp-traces-endpoint",
         metavar="URL",
         help="URL of an OTLP/HTTP receiver for spans, e.g. http://collector:4318/v1/traces; needs "
@@ -352,37 +271,37 @@ PLACE_FLAGS = (
 )
 
 KV_FLAGS = (
-    _count(
+    count(
         "--kv-port",
         help=f"KV port, from 1024 on (default: XPYD_KV_PORT, else {KV_PORT})",
     ),
-    _flag(
+    flag(
         "--kv-advertise",
         metavar="HOST:PORT",
         help="KV address that others dial, a literal ip and a port, behind NAT or a relay, e.g. "
         "192.0.2.7:21001 (default: host and KV port)",
     ),
-    _flag(
+    flag(
         "--kv-key-file",
         type=Path,
         metavar="FILE",
         help="the fleet's secret, e.g. /run/kv.key; required for Prefill and Decode without "
         "--kv-insecure (default: XPYD_KV_KEY_FILE)",
     ),
-    _flag(
+    flag(
         "--kv-insecure",
         action="store_true",
         help="no secret: any host that reaches the KV port may read and write KV, e.g. on one "
         "machine",
     ),
-    _flag(
+    flag(
         "--accept-unsigned-pairs",
         action="store_true",
         help="take pair ids that the fleet's router did not sign, as vllm-router sends them: any "
         "client that reaches the HTTP port can then make Prefill dial an address and Decode hold "
         "memory",
     ),
-    _flag(
+    flag(
         "--kv-mode",
         choices=[name.replace("_", "-") for name in MODES],
         default=WorkerConfig.kv_mode.replace("_", "-"),
@@ -390,28 +309,28 @@ KV_FLAGS = (
         "which waits; get: when Decode asks. Decode does what Prefill says "
         "(default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--kv-transport",
         choices=("auto", *TRANSPORTS),
         default="auto",
         help="what moves KV, cuda_ipc and nccl only between GPUs; auto: the best that both sides "
         "of a pair have (default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--kv-encryption",
         choices=("none", "tls"),
         default="none",
         help="tls: KV and tokens that move between instances are encrypted; all of the fleet need "
         "it, with --kv-transport tcp and a key file (default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--kv-socket-dir",
         type=Path,
         metavar="DIR",
         help="folder of Unix sockets that the instances of this machine share, for uds and shm, "
         "e.g. /run/xpyd/chat (default: none, tcp only)",
     ),
-    _flag(
+    flag(
         "--kv-direct-free",
         type=float,
         default=WorkerConfig.kv_direct_free,
@@ -419,33 +338,33 @@ KV_FLAGS = (
         help="KV lands in D's own blocks while more than this share of them stays free; 1: never "
         "(default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--kv-buffer-size",
         default=f"{WorkerConfig.kv_buffer_percent}%",
         metavar="SIZE",
         help="device buffer of D, and of P in mode get, for KV that waits: a size, e.g. 8e9, or a "
         "percentage of the KV cache. Of the instance: ranks share it (default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--kv-host-pool-size",
         default=f"{WorkerConfig.kv_host_pool_bytes // GIB}Gi",
         metavar="SIZE",
         help="host pool of D, and of P in mode get, for what the buffer has no room for. Of the "
         "instance: ranks share it (default: %(default)s)",
     ),
-    _count(
+    count(
         "--kv-connections",
         default=WorkerConfig.kv_connections,
         help="TCP connections that KV of a pair of instances goes over, at most 4; from 2 on each "
         "has a thread on both sides (default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--kv-group-bytes",
         default=f"{WorkerConfig.kv_group_bytes // MIB}Mi",
         metavar="SIZE",
         help="layers are sent in groups of at least this many bytes (default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--kv-wait-seconds",
         type=float,
         default=WorkerConfig.kv_wait_s,
@@ -453,14 +372,14 @@ KV_FLAGS = (
         help="how long a request on D waits for its KV, and in mode put a step of P for D "
         "(default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--kv-lease-seconds",
         type=float,
         default=WorkerConfig.kv_lease_s,
         metavar="S",
         help="how long KV stays that no request asks for (default: %(default)s)",
     ),
-    _flag(
+    flag(
         "--kv-on-failure",
         choices=("recompute", "fail"),
         default="recompute" if WorkerConfig.kv_recompute else "fail",
@@ -470,6 +389,7 @@ KV_FLAGS = (
 
 GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "model": MODEL_FLAGS,
+    "ranks and replicas": PARALLEL_FLAGS,
     "batch and KV cache": BATCH_FLAGS,
     "place in the fleet": PLACE_FLAGS,
     "KV transfer (roles Prefill and Decode)": KV_FLAGS,
@@ -479,12 +399,12 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
 
 def flags_of(program: Program) -> tuple[Flag, ...]:
     """The flags that a program besides the worker takes."""
-    return tuple(flag for group in GROUPS.values() for flag in group if program in flag.programs)
+    return tuple(one for group in GROUPS.values() for one in group if program in one.programs)
 
 
 def engine_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of WorkerConfig from the flags that LLM() takes, too; `arguments`: its own."""
-    found = {flag.argument: arguments[flag.argument] for flag in flags_of("LLM")}
+    found = {one.argument: arguments[one.argument] for one in flags_of("LLM")}
     found["kv_cache_bytes"] = found.pop("kv_cache_memory")
     found["custom_all_reduce"] = not found.pop("disable_custom_all_reduce")
     found["override_generation_config"] = dict(found["override_generation_config"] or {})
@@ -496,5 +416,5 @@ def engine_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def add_flags(parser: argparse.ArgumentParser, title: str, flags: Iterable[Flag]) -> None:
     """Add `flags` to the parser, below one heading."""
     group = parser.add_argument_group(title)
-    for flag in flags:
-        group.add_argument(*flag.names, **flag.options)
+    for one in flags:
+        group.add_argument(*one.names, **one.options)

@@ -1,0 +1,59 @@
+"""The flags of an engine that say over how many ranks, replicas and pods it goes; see flags.py."""
+
+from __future__ import annotations
+
+from xpyd_core.cli import json_object
+from xpyd_core.parallel.checks import DATA, ELASTIC, EXPERT, PIPELINE, SHORT_NAMES, TENSOR
+from xpyd_worker.config import WorkerConfig
+from xpyd_worker.flag import BOTH, count, flag
+
+PARALLEL_FLAGS = (
+    count(
+        TENSOR,
+        SHORT_NAMES[TENSOR],
+        programs=BOTH,
+        default=WorkerConfig.tensor_parallel_size,
+        help="ranks that share each layer (default: %(default)s)",
+    ),
+    count(
+        PIPELINE,
+        SHORT_NAMES[PIPELINE],
+        programs=BOTH,
+        default=WorkerConfig.pipeline_parallel_size,
+        help="stages that hold the layers one behind the other; how many each: "
+        "VLLM_PP_LAYER_PARTITION, e.g. 5,6,6,5 (default: %(default)s)",
+    ),
+    flag(
+        EXPERT,
+        programs=BOTH,
+        action="store_true",
+        help="each rank that shares a layer has some experts whole, not a slice of each",
+    ),
+    flag(
+        "--enable-eplb",
+        programs=BOTH,
+        action="store_true",
+        help="whole experts move between ranks, and may have copies, as their load asks for",
+    ),
+    flag(
+        "--eplb-config",
+        programs=BOTH,
+        type=json_object,
+        metavar="JSON",
+        help="of that: num_redundant_experts (0), slots for copies; window_size (1000), steps that "
+        "count; step_interval (3000), steps between two placements (default: {})",
+    ),
+    count(
+        *(DATA, SHORT_NAMES[DATA]),
+        default=1,
+        help="replicas, each a whole engine with KV ports of its own (default: %(default)s)",
+    ),
+    flag(ELASTIC, action="store_true", help="replicas may come and go: POST /scale_elastic_ep"),
+    flag(
+        "--disable-custom-all-reduce",
+        programs=BOTH,
+        action="store_true",
+        help="NCCL adds up all that ranks on GPUs share; else small tensors go over an all-reduce "
+        "of our own where the GPUs reach each other's memory. No effect on a CPU",
+    ),
+)
