@@ -21,7 +21,7 @@ from xpyd_operator.document.reference import reference
 from xpyd_router.command import command as router_command
 from xpyd_router.http.openapi.document import openapi_document
 from xpyd_worker.command import configure
-from xpyd_worker.config import BOUNDS, PATTERNS
+from xpyd_worker.config_check import BOUNDS, PATTERNS
 from xpyd_worker.flag import Flag
 from xpyd_worker.flags import GROUPS
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from xpyd_core.errors import UserError
-from xpyd_worker.config import WorkerConfig, check_config
+from xpyd_worker.config import WorkerConfig
+from xpyd_worker.config_check import check_config
 from xpyd_worker.load.engine import load
 from xpyd_worker.runner.runner import ModelRunner
 

@@ -21,7 +21,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from tests.ranks.kit.worker import started
 from tests.worker.server_fakes import Running, ScriptedEngine, run, say, serving
 from xpyd_core.errors import UserError
-from xpyd_worker.config import WorkerConfig, check_config
+from xpyd_worker.config import WorkerConfig
+from xpyd_worker.config_check import check_config
 from xpyd_worker.server.telemetry.otel import OtlpTracer, traces_url
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

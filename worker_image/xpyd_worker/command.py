@@ -20,7 +20,8 @@ from xpyd_core.request_id import parse_address
 from xpyd_core.sizes import parse_bytes
 from xpyd_core.tls import ServerFiles, add_server_arguments, read_server_files
 from xpyd_kv.transport.settings import TRANSPORTS
-from xpyd_worker.config import Role, WorkerConfig, check_config
+from xpyd_worker.config import Role, WorkerConfig
+from xpyd_worker.config_check import check_config
 from xpyd_worker.flags import GROUPS, add_flags, engine_fields
 from xpyd_worker.ranks.start.messages import Logs
 

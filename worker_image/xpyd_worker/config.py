@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
-from xpyd_core.errors import UserError
-from xpyd_core.keys import check_keys_given
 from xpyd_core.messages import HEARTBEAT_PERIOD_S
-from xpyd_core.parallel.checks import DATA, ELASTIC, EXPERT, PIPELINE, TENSOR
-from xpyd_core.parallel.ranks import Sizes, kv_ports, replica_kv_port
+from xpyd_core.parallel.ranks import Sizes, replica_kv_port
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
-from xpyd_core.request_id import Address, is_dialable
+from xpyd_core.request_id import Address
 from xpyd_core.tls import ServerFiles
-from xpyd_kv.transport.settings import MAX_LINKS, TRANSPORTS, check_encrypted
-from xpyd_kv.wire.handshake import OVER_TCP
+from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_kv.wire.messages import Mode
 from xpyd_worker.engine.eplb import EplbConfig
-from xpyd_worker.engine.request import POLICIES, Policy
+from xpyd_worker.engine.request import Policy
 
 Role = Literal["Prefill", "Decode", "Aggregated"]
 # Each divides the larger ones, so that any P fits any D.
@@ -32,8 +26,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 AUTO_BATCHED_TOKENS = 512
 # On a GPU it takes a tenth of a second, and fewer tokens would leave it idle.
 AUTO_BATCHED_TOKENS_GPU = 2048
-MAX_PARALLEL = 64
-"""The most ranks of each axis."""
 GIB = 1024**3
 MIB = 1024**2
 CPU_CACHE_BYTES = GIB
@@ -277,206 +269,3 @@ class WorkerConfig:
         if self.kv_buffer_bytes is not None:
             return self.kv_buffer_bytes
         return cache_bytes * self.kv_buffer_percent // 100
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What a flag's number may be. `value` is in the flag's unit; None: not given."""
-
-    value: Callable[[WorkerConfig], float | None]
-    least: float
-    most: float | None
-    expected: str
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """What a flag's text may be: a regular expression for all of it. None: not given."""
-
-    value: Callable[[WorkerConfig], str | None]
-    pattern: str
-    expected: str
-
-
-BOUNDS: Mapping[str, Bounds] = {
-    "--gpu-memory-utilization": Bounds(
-        lambda config: config.gpu_memory_utilization,
-        math.ulp(0.0),
-        1,
-        "above 0 and at most 1, e.g. 0.9",
-    ),
-    "--max-model-len": Bounds(lambda config: config.max_model_len, 2, 2**40, "at least 2"),
-    "--max-num-seqs": Bounds(lambda config: config.max_num_seqs, 1, None, "at least 1"),
-    "--max-num-batched-tokens": Bounds(
-        lambda config: config.max_num_batched_tokens, 1, 2**40, "at least 1"
-    ),
-    "--long-prefill-token-threshold": Bounds(
-        lambda config: config.long_prefill_token_threshold, 0, None, "0 (off) or more"
-    ),
-    "--seed": Bounds(lambda config: config.seed, 0, 2**64 - 1, "0 to 2**64 - 1"),
-    "--threads": Bounds(lambda config: config.threads, 1, 1024, "1 to 1024"),
-    "--port": Bounds(lambda config: config.port, 0, 65535, "0 to 65535"),
-    # A request id is dialled only from 1024 on, so a lower KV port could never be reached.
-    "--kv-port": Bounds(lambda config: config.kv_port, 1024, 65535, "1024 to 65535"),
-    "--kv-direct-free": Bounds(lambda config: config.kv_direct_free, 0, 1, "0 to 1"),
-    "--kv-connections": Bounds(
-        lambda config: config.kv_connections, 1, MAX_LINKS, f"1 to {MAX_LINKS}"
-    ),
-    "--kv-group-bytes": Bounds(lambda config: config.kv_group_bytes, 1, None, "at least 1"),
-    "--kv-wait-seconds": Bounds(lambda config: config.kv_wait_s, 0, 600, "0 to 600"),
-    "--kv-lease-seconds": Bounds(lambda config: config.kv_lease_s, 1, 3600, "1 to 3600"),
-    "--heartbeat-period-ms": Bounds(
-        lambda config: config.heartbeat_period_s * 1000, 50, 60000, "50 to 60000"
-    ),
-    "--drain-timeout": Bounds(
-        lambda config: config.drain_timeout_s, 0, 86400, "0 to 86400 seconds"
-    ),
-}
-"""Of each flag whose number has bounds of its own. The operator checks engine.args by them, too
-(`make generate`)."""
-PATTERNS: Mapping[str, Pattern] = {
-    "--device": Pattern(
-        lambda config: config.device,
-        "auto|cpu|cuda(:(0|[1-9][0-9]?))?",
-        "auto, cpu, cuda or cuda:N",
-    ),
-    "--otlp-traces-endpoint": Pattern(
-        lambda config: config.otlp_traces_endpoint,
-        "https?://.*",
-        "an OTLP/HTTP URL, e.g. http://collector:4318/v1/traces (not gRPC)",
-    ),
-}
-"""Of each flag whose text has a form, in the same way."""
-
-
-def check_config(config: WorkerConfig) -> None:
-    """Raise UserError for the first value that cannot work; it names the flag and the fix."""
-    for complaint, holds in _checks(config):
-        if not holds:
-            raise UserError(complaint)
-    if config.moves_kv or config.kv_insecure or config.pods > 1:
-        who = f"role {config.role} moves KV and"
-        if config.pods > 1:
-            who = f"an instance of {config.pods} pods"
-        check_keys_given(config.kv_key_file, insecure=config.kv_insecure, who=who)
-    if config.kv_encrypted:
-        check_encrypted(
-            config.kv_transports, connections=config.kv_connections, insecure=config.kv_insecure
-        )
-    if config.kv_advertise is not None and not is_dialable(config.kv_advertise):
-        raise UserError(
-            f"--kv-advertise: {config.kv_advertise} must be a literal ip and a port from 1024 on"
-        )
-
-
-def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
-    ranks = config.data_parallel_size * config.sizes.replica
-    ports = kv_ports(config.kv_port, config.data_parallel_size, config.sizes.replica)
-    advertised = config.kv_advertise.port if config.kv_advertise else 0
-    return [
-        *(
-            (f"{flag}: {size}; expected 1 to {MAX_PARALLEL}", 1 <= size <= MAX_PARALLEL)
-            for flag, size in (
-                (TENSOR, config.tensor_parallel_size),
-                (PIPELINE, config.pipeline_parallel_size),
-                (DATA, config.data_parallel_size),
-            )
-        ),
-        (
-            f"LWS_GROUP_SIZE: {config.pods} pods for {config.pipeline_parallel_size} stages; each "
-            "pod holds as many whole stages",
-            config.pods >= 1 and config.pipeline_parallel_size % config.pods == 0,
-        ),
-        (
-            f"LWS_WORKER_INDEX: {config.pod} of {config.pods} pods; they count from 0",
-            0 <= config.pod < config.pods,
-        ),
-        (
-            "LWS_LEADER_ADDRESS: expected the address of the instance's first pod",
-            config.pods == 1 or bool(config.leader_address),
-        ),
-        (
-            f"--device {config.device}: with several ranks each takes the GPU of its own number; "
-            "give cuda",
-            not config.has_ranks or ":" not in config.device,
-        ),
-        (
-            f"{ELASTIC}: replicas come and go only without stages, not with {PIPELINE} "
-            f"{config.pipeline_parallel_size}",
-            not config.enable_elastic_ep or config.pipeline_parallel_size == 1,
-        ),
-        (
-            f"{ELASTIC}: replicas of a {config.role} instance stay as they are; leave it out, or "
-            "give --role Aggregated",
-            not (config.enable_elastic_ep and config.moves_kv),
-        ),
-        (
-            f"{ELASTIC}: replicas that share experts stay as they are; leave out {EXPERT}",
-            not (config.enable_elastic_ep and config.enable_expert_parallel),
-        ),
-        (
-            f"{DATA} {config.data_parallel_size}: an instance of several pods has no replicas yet",
-            config.data_parallel_size == 1 or config.pods == 1,
-        ),
-        (
-            f"--kv-port {config.kv_port}: the KV of {ranks} ranks takes {len(ports)} ports from "
-            "it on, up to 65535",
-            ports.stop <= 65536,
-        ),
-        (
-            f"--kv-advertise: the KV of {ranks} ranks takes {len(ports)} ports from {advertised} "
-            "on, up to 65535",
-            advertised + len(ports) <= 65536,
-        ),
-        (
-            f"--port {config.port}: the KV ports of all ranks are {ports.start} to "
-            f"{ports.stop - 1}; give another one, or another --kv-port",
-            ranks == 1 or config.role != "Decode" or config.port not in ports,
-        ),
-    ]
-
-
-def _value_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
-    found: list[tuple[str, bool]] = []
-    for flag, bounds in BOUNDS.items():
-        value = bounds.value(config)
-        most = math.inf if bounds.most is None else bounds.most
-        holds = value is None or bounds.least <= value <= most
-        found.append((f"{flag}: expected {bounds.expected}", holds))
-    for flag, form in PATTERNS.items():
-        text = form.value(config)
-        holds = text is None or re.fullmatch(form.pattern, text) is not None
-        found.append((f"{flag}: expected {form.expected}, got {text!r}", holds))
-    return found
-
-
-def _checks(config: WorkerConfig) -> list[tuple[str, bool]]:
-    names, batched = config.served_model_names, config.max_num_batched_tokens
-    return [
-        ("--model: expected a folder or URI, e.g. examples/demo-model", bool(config.model)),
-        (
-            "--served-model-name: at most 64 names of 1 to 512 characters",
-            len(names) <= 64 and all(0 < len(name) <= 512 for name in names),
-        ),
-        (f"--dtype: expected one of {', '.join(DTYPES)}", config.dtype in DTYPES),
-        (
-            f"--block-size: expected one of {', '.join(map(str, BLOCK_SIZES))}",
-            config.block_size in BLOCK_SIZES,
-        ),
-        *_value_checks(config),
-        (
-            "--max-num-batched-tokens: expected at least --max-num-seqs "
-            f"({config.max_num_seqs}): each running sequence takes one token of a step",
-            batched is None or batched >= config.max_num_seqs,
-        ),
-        (
-            f"--scheduling-policy: expected one of {', '.join(POLICIES)}",
-            config.scheduling_policy in POLICIES,
-        ),
-        *_parallel_checks(config),
-        (
-            f"--kv-transport {config.kv_transports[0]}: needs --kv-socket-dir, a folder that the "
-            "instances of this machine share",
-            bool({*OVER_TCP} & {*config.kv_transports}) or config.kv_socket_dir is not None,
-        ),
-    ]

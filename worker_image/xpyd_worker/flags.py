@@ -5,7 +5,7 @@ their part of the configuration of it.
 A row has a flag, its argparse options (type, default, choices, help) and the programs besides
 `xpyd worker` that take it. A default is that of WorkerConfig. The table of docs/engine.md is
 generated from this one (`make generate`); a test compares the arguments of LLM() with it. Bounds
-that depend on other values are in config.check_config. This module must not know what a flag does
+that depend on other values are in config_check. This module must not know what a flag does
 (docs/adr/0037).
 """
 

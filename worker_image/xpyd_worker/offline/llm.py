@@ -22,7 +22,8 @@ from xpyd_core.cli import parse_flag
 from xpyd_core.errors import UserError
 from xpyd_core.parallel.partition import PARTITION_VARIABLE, parse_override
 from xpyd_core.sizes import parse_bytes
-from xpyd_worker.config import WorkerConfig, check_config
+from xpyd_worker.config import WorkerConfig
+from xpyd_worker.config_check import check_config
 from xpyd_worker.engine.request import Policy
 from xpyd_worker.flags import engine_fields
 from xpyd_worker.offline.outputs import RequestOutput

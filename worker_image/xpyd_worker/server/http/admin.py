@@ -18,7 +18,7 @@ from xpyd_core.bodies import refuse
 from xpyd_core.calls import Caller, check_caller, check_probe, check_probe_answer, check_release
 from xpyd_core.errors import ApiError
 from xpyd_core.keys import Keys, Purpose
-from xpyd_worker.config import MAX_PARALLEL
+from xpyd_worker.config_check import MAX_PARALLEL
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.bridge import called_back
 from xpyd_worker.server.http.bodies import json_body, json_response, parsed_body
