@@ -363,7 +363,7 @@ def test_an_instance_has_as_many_pods_as_its_ranks_need(tensor, pipeline, gpus, 
     assert pods_per_instance(pool) == pods
 
 
-def test_an_instance_with_replicas_is_one_pod_with_the_devices_of_all():
+def test_an_instance_with_replicas_may_be_one_pod_with_the_devices_of_all():
     layout = {"tensor": 2, "pipeline": 2, "data": 2}
     for gpus in (0, 8):
         fleet = changed(

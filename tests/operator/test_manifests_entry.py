@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.operator.object_samples import workloads_of
+from tests.operator.object_samples import placement_of, workloads_of
 from tests.operator.test_manifests_documents import changed, near, of_kind
 from xpyd_core.pod_env import rendezvous_port
 from xpyd_operator.document.fleet import InferenceFleet
@@ -258,3 +258,27 @@ def test_the_admin_apis_keys_reach_the_routers_by_a_file():
     (mount,) = [one for one in container["volumeMounts"] if one["name"] == "xpyd-admin"]
     assert item["key"] == "ops"
     assert f"--admin-key-file={mount['mountPath']}/{item['path']}" in container["args"]
+
+
+def test_replicas_of_four_ranks_are_two_in_each_pod_of_eight_gpus():
+    """ORACLES 60."""
+    fleet = changed(
+        ("spec.pools.0.parallelism", {"tensor": 4, "data": 4}),
+        ("spec.pools.0.resources", {"gpus": 8}),
+    )
+    (group,) = workload_objects(fleet, workloads_of(fleet)[1], placement_of(fleet))
+    assert group["kind"] == "LeaderWorkerSet"
+    templates = group["spec"]["leaderWorkerTemplate"]
+    assert templates["size"] == 2
+    first, other = (
+        templates[name]["spec"]["containers"][0] for name in ("leaderTemplate", "workerTemplate")
+    )
+    assert first["args"] == other["args"]
+    assert {"--tensor-parallel-size=4", "--data-parallel-size=4"} <= {*first["args"]}
+    ports = {port["name"]: port["containerPort"] for port in first["ports"]}
+    # Each replica's control, which all are in the first pod, and the ranks of its own two.
+    first_port = fleet.spec.kv_transfer.port
+    controls = {f"kv-{n}" if n else "kv": first_port + 5 * n for n in range(4)}
+    ranks = {f"data-{n}": first_port + 1 + n + n // 4 for n in range(8)}
+    assert ports == {"http": 20001, **controls, **ranks}
+    assert not {"startupProbe", "readinessProbe", "livenessProbe", "ports"} & {*other}

@@ -3,6 +3,7 @@ other ends, and says why."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,11 +29,11 @@ from tests.ranks.kit.instances import (
     step,
 )
 from xpyd_core.keys import INSECURE_KEYS
-from xpyd_core.pod_env import rendezvous_port
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.loss import EXIT_POD_LOST, EXIT_RANK_ENDED, RankLostError
 from xpyd_worker.ranks.pods.handshake import join_leader
+from xpyd_worker.ranks.pods.messages import Numbers
 from xpyd_worker.ranks.start.messages import Logs
 
 LEADER, POD = (f"127.{44 + os.getpid() % 200}.{os.getpid() // 200 % 250}.{n}" for n in (1, 2))
@@ -51,10 +53,13 @@ class Pair:
 
 
 @contextmanager
-def other_pod(tmp_path: Path, key: str = KEY) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+def other_pod(
+    tmp_path: Path, key: str = KEY, **more: Any
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     key_file, log = tmp_path / "pod.key", tmp_path / "pod.log"
     key_file.write_text(key)
     command = [sys.executable, "-m", "tests.ranks.kit.fake_pod", LEADER, POD, str(key_file)]
+    command.append(json.dumps(more))
     with log.open("wb") as file:
         process = subprocess.Popen(command, stderr=file)
     try:
@@ -64,10 +69,10 @@ def other_pod(tmp_path: Path, key: str = KEY) -> Iterator[tuple[subprocess.Popen
         process.wait()
 
 
-def leader_config(tmp_path: Path) -> WorkerConfig:
+def leader_config(tmp_path: Path, **more: Any) -> WorkerConfig:
     key_file = tmp_path / "leader.key"
     key_file.write_text(KEY)
-    return pod_config(0, leader=LEADER, host=LEADER, key_file=str(key_file))
+    return pod_config(0, leader=LEADER, host=LEADER, key_file=str(key_file), **more)
 
 
 @pytest.fixture
@@ -140,8 +145,9 @@ def test_a_pod_that_is_killed_takes_its_ranks_along_and_ends_the_leader(pair: Pa
 
 def test_a_pod_ends_when_its_leader_is_gone(pair: Pair) -> None:
     """As its process' end does: the sockets close without a word."""
-    for pod in pair.instance._others:  # pyright: ignore[reportPrivateUsage]
-        pod._link.socket.shutdown(socket.SHUT_RDWR)  # pyright: ignore[reportPrivateUsage]
+    pods = pair.instance._own_pods  # pyright: ignore[reportPrivateUsage]
+    assert pods is not None
+    pods[1]._link.socket.shutdown(socket.SHUT_RDWR)  # pyright: ignore[reportPrivateUsage]
     assert pair.pod.wait(WAIT_S) == EXIT_POD_LOST
     assert "the leader is gone" in pair.log.read_text()
 
@@ -160,7 +166,7 @@ def test_who_has_another_key_is_no_pod(tmp_path: Path) -> None:
     try:
         sock = _connect(config)
         with sock, pytest.raises(Exception, match="has it the same key"):
-            join_leader(sock, 1, INSECURE_KEYS)
+            join_leader(sock, 1, Numbers.of(config), INSECURE_KEYS)
     finally:
         instance.close()
         starting.join(WAIT_S)
@@ -176,6 +182,6 @@ def _fails(instance: Instance) -> None:
 def _connect(config: WorkerConfig) -> socket.socket:
     while True:
         try:
-            return socket.create_connection((LEADER, rendezvous_port(config.kv_port)), 1, (POD, 0))
+            return socket.create_connection((LEADER, config.rendezvous_port), 1, (POD, 0))
         except OSError:
             threading.Event().wait(0.01)

@@ -142,12 +142,59 @@ def test_each_replica_has_its_kv_ports_and_its_part_of_the_memory_for_kv() -> No
         config("--role", "Decode", *flags, "--port", "21006")
 
 
-def test_replicas_of_several_pods_are_refused() -> None:
-    env = replace(POD, group_size=2, leader_address="10.0.0.1")
-    flags = ("--role", "Aggregated", "-pp", "2")
-    assert config(*flags, env=env).pods == 2
-    with pytest.raises(UserError, match="--data-parallel-size 2: an instance of several pods"):
-        config(*flags, "-dp", "2", env=env)
+GROUP = replace(POD, group_size=2, worker_index=1, leader_address="10.0.0.1")
+BY_HAND = ("-dp", "4", "--headless", "-dpl", "2", "-dpr", "2", "-dpa", "10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("env", "flags", "port"),
+    [
+        (GROUP, ("-dp", "4"), 21000),
+        (POD, (*BY_HAND, "--data-parallel-rpc-port", "13345"), 13345),
+        (GROUP, BY_HAND, 21000),
+    ],
+)
+def test_a_pod_has_whole_replicas_as_the_group_or_the_flags_say(
+    env: PodEnv, flags: tuple[str, ...], port: int
+) -> None:
+    found = config("--role", "Aggregated", *flags, "-tp", "4", "--kv-port", "21001", env=env)
+    assert (found.pods, found.pod, found.leader_address) == (2, 1, "10.0.0.1")
+    assert (found.pod_replicas, found.rendezvous_port) == (2, port)
+    assert [
+        [len(found.of_replica(replica).pod_ranks(pod)) for replica in range(4)] for pod in range(2)
+    ] == [[4, 4, 0, 0], [0, 0, 4, 4]]
+
+
+@pytest.mark.parametrize(
+    ("env", "flags", "says"),
+    [
+        (
+            POD,
+            ("-dp", "4", "-dpl", "3"),
+            "--data-parallel-size-local 3: expected a divisor of --da",
+        ),
+        (
+            POD,
+            ("-dp", "4", "-dpl", "0"),
+            "--data-parallel-size-local 0: expected a divisor of --da",
+        ),
+        (POD, ("-dp", "4", "-dpl", "2", "-dpr", "3"), "rank 3: expected a multiple of 2, the rep"),
+        (POD, ("-dp", "4", "-dpl", "2", "-dpr", "4"), "below --data-parallel-size 4"),
+        (POD, ("-dp", "4", "-dpr", "2"), "rank 2: expected a multiple of 4, the replicas of a pod"),
+        (POD, ("-dp", "4", "-dpl", "2", "-dpr", "2", "-dpa", "h"), "give --headless"),
+        (POD, ("-dp", "4", "-dpl", "2", "--headless"), "give --data-parallel-start-rank, too"),
+        (POD, ("-dp", "4", "-dpl", "2"), "--data-parallel-address: expected the address of"),
+        (GROUP, ("-dp", "4", "-dpl", "1"), "local 1: of --data-parallel-size 4, but LWS_GROUP_SIZ"),
+        (GROUP, ("-dp", "4", "-dpr", "0"), "start-rank 0: LWS_WORKER_INDEX 1 begins at 2"),
+        (GROUP, ("-dp", "3"), "LWS_GROUP_SIZE: 2 pods for 3 replicas"),
+        (GROUP, ("-dp", "2", "--enable-elastic-ep"), "in one pod, not in 2"),
+    ],
+)
+def test_pods_whose_numbers_cannot_be_are_refused(
+    env: PodEnv, flags: tuple[str, ...], says: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        config("--role", "Aggregated", *flags, env=env)
 
 
 def test_ranks_count_through_the_replicas() -> None:

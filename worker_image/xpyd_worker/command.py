@@ -15,6 +15,7 @@ from typing import cast
 from xpyd_core.cli import Command, parse_flag
 from xpyd_core.errors import UserError
 from xpyd_core.logs import add_logging_arguments, set_up_logging
+from xpyd_core.parallel.checks import DATA, HEADLESS, LOCAL, START_RANK
 from xpyd_core.pod_env import PodEnv, parse_discovery, read_pod_env
 from xpyd_core.request_id import parse_address
 from xpyd_core.sizes import parse_bytes
@@ -52,6 +53,7 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
     cache = args.kv_cache_memory
     cache_bytes = None if cache is None else parse_flag("--kv-cache-memory", parse_bytes, cache)
     buffer_bytes, buffer_percent = _buffer(args.kv_buffer_size)
+    pods, pod = _pods(args, env)
     config = WorkerConfig(
         **engine_fields({**vars(args), "kv_cache_memory": cache_bytes}),
         served_model_names=tuple(args.served_model_name),
@@ -88,9 +90,10 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         kv_wait_s=args.kv_wait_seconds,
         kv_lease_s=args.kv_lease_seconds,
         kv_recompute=args.kv_on_failure == "recompute",
-        pods=env.group_size,
-        pod=env.worker_index,
-        leader_address=env.leader_address,
+        pods=pods,
+        pod=pod,
+        leader_address=args.data_parallel_address or env.leader_address,
+        rpc_port=args.data_parallel_rpc_port,
         discovery=env.discovery
         if args.discovery is None
         else parse_flag("--discovery", parse_discovery, args.discovery),
@@ -105,6 +108,38 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
     )
     check_config(config)
     return config
+
+
+def _pods(args: argparse.Namespace, env: PodEnv) -> tuple[int, int]:
+    """How many pods the instance has, and which this is: as LeaderWorkerSet says, or by hand. Where
+    both do they must say the same. UserError, with the numbers."""
+    size, local, start = (
+        args.data_parallel_size,
+        args.data_parallel_size_local,
+        args.data_parallel_start_rank,
+    )
+    is_group, pods, pod = env.group_size > 1, env.group_size, env.worker_index
+    if local is not None:
+        if not 1 <= local <= size or size % local:
+            raise UserError(f"{LOCAL} {local}: expected a divisor of {DATA} {size}: pods are alike")
+        if is_group and local * pods != size:
+            raise UserError(f"{LOCAL} {local}: of {DATA} {size}, but LWS_GROUP_SIZE is {pods}")
+        pods = size // local
+    each = max(1, size // max(1, pods))
+    if start is not None:
+        if not 0 <= start < size or start % each:
+            raise UserError(
+                f"{START_RANK} {start}: expected a multiple of {each}, the replicas of a pod "
+                f"({LOCAL}), below {DATA} {size}"
+            )
+        if is_group and start != pod * each:
+            raise UserError(f"{START_RANK} {start}: LWS_WORKER_INDEX {pod} begins at {pod * each}")
+        pod = start // each
+    if args.headless and pod == 0:
+        raise UserError(f"{HEADLESS}: the pod of replica 0 serves HTTP; give {START_RANK}, too")
+    if pod and not (args.headless or is_group):
+        raise UserError(f"{START_RANK} {start}: the pod of replica 0 serves HTTP; give {HEADLESS}")
+    return pods, pod
 
 
 def _buffer(text: str) -> tuple[int | None, int]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.messages import HEARTBEAT_PERIOD_S
 from xpyd_core.parallel.ranks import Sizes, replica_kv_port
-from xpyd_core.pod_env import HTTP_PORT, KV_PORT
+from xpyd_core.pod_env import HTTP_PORT, KV_PORT, rendezvous_port
 from xpyd_core.request_id import Address
 from xpyd_core.tls import ServerFiles
 from xpyd_kv.transport.settings import TRANSPORTS
@@ -105,11 +105,13 @@ class WorkerConfig:
     layer_partition: tuple[int, ...] = ()
     """Layers of each stage; () as `xpyd_core.parallel.partition` divides them."""
     pods: int = 1
-    """Pods that the ranks are in, each whole stages."""
+    """Pods that the ranks are in, each whole replicas or, of one replica, whole stages."""
     pod: int = 0
     """This pod's number; 0 serves HTTP and leads the others."""
     leader_address: str = ""
     """Host of pod 0."""
+    rpc_port: int | None = None
+    """Where pod 0 awaits the others; None: the port before the KV port."""
 
     role: Role = "Aggregated"
     host: str = "127.0.0.1"
@@ -219,10 +221,23 @@ class WorkerConfig:
         """Whether there is more than one replica, or may be."""
         return self.data_parallel_size > 1 or self.enable_elastic_ep
 
+    @property
+    def pod_replicas(self) -> int:
+        """How many replicas a pod has, where it has whole ones; else 1."""
+        return max(1, self.data_parallel_size // self.pods)
+
     def pod_ranks(self, pod: int) -> range:
-        """The ranks that run in pod `pod`."""
-        each = self.sizes.replica // self.pods
+        """The ranks of this replica that run in pod `pod`."""
+        ranks = self.sizes.replica
+        if self.has_replicas:
+            return range(ranks if pod == self.replica // self.pod_replicas else 0)
+        each = ranks // self.pods
         return range(pod * each, (pod + 1) * each)
+
+    @property
+    def rendezvous_port(self) -> int:
+        """Where pod 0 awaits the others, at its own address."""
+        return rendezvous_port(self.kv_port) if self.rpc_port is None else self.rpc_port
 
     @property
     def cpu_cache_bytes(self) -> int:

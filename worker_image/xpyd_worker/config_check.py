@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from xpyd_core.errors import UserError
 from xpyd_core.keys import check_keys_given
-from xpyd_core.parallel.checks import DATA, ELASTIC, EXPERT, PIPELINE, TENSOR
+from xpyd_core.parallel.checks import DATA, ELASTIC, EXPERT, PIPELINE, RPC_PORT, TENSOR
 from xpyd_core.parallel.ranks import kv_ports
 from xpyd_core.request_id import is_dialable
 from xpyd_kv.transport.settings import MAX_LINKS, check_encrypted
@@ -60,6 +60,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "--port": Bounds(lambda config: config.port, 0, 65535, "0 to 65535"),
     # A request id is dialled only from 1024 on, so a lower KV port could never be reached.
     "--kv-port": Bounds(lambda config: config.kv_port, 1024, 65535, "1024 to 65535"),
+    RPC_PORT: Bounds(lambda config: config.rpc_port, 1024, 65535, "1024 to 65535"),
     "--kv-direct-free": Bounds(lambda config: config.kv_direct_free, 0, 1, "0 to 1"),
     "--kv-connections": Bounds(
         lambda config: config.kv_connections, 1, MAX_LINKS, f"1 to {MAX_LINKS}"
@@ -124,19 +125,7 @@ def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
                 (DATA, config.data_parallel_size),
             )
         ),
-        (
-            f"LWS_GROUP_SIZE: {config.pods} pods for {config.pipeline_parallel_size} stages; each "
-            "pod holds as many whole stages",
-            config.pods >= 1 and config.pipeline_parallel_size % config.pods == 0,
-        ),
-        (
-            f"LWS_WORKER_INDEX: {config.pod} of {config.pods} pods; they count from 0",
-            0 <= config.pod < config.pods,
-        ),
-        (
-            "LWS_LEADER_ADDRESS: expected the address of the instance's first pod",
-            config.pods == 1 or bool(config.leader_address),
-        ),
+        *_pod_checks(config),
         (
             f"--device {config.device}: with several ranks each takes the GPU of its own number; "
             "give cuda",
@@ -157,10 +146,6 @@ def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             not (config.enable_elastic_ep and config.enable_expert_parallel),
         ),
         (
-            f"{DATA} {config.data_parallel_size}: an instance of several pods has no replicas yet",
-            config.data_parallel_size == 1 or config.pods == 1,
-        ),
-        (
             f"--kv-port {config.kv_port}: the KV of {ranks} ranks takes {len(ports)} ports from "
             "it on, up to 65535",
             ports.stop <= 65536,
@@ -174,6 +159,32 @@ def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             f"--port {config.port}: the KV ports of all ranks are {ports.start} to "
             f"{ports.stop - 1}; give another one, or another --kv-port",
             ranks == 1 or config.role != "Decode" or config.port not in ports,
+        ),
+    ]
+
+
+def _pod_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
+    """By hand --data-parallel-size-local and --data-parallel-start-rank say what LeaderWorkerSet's
+    variables do (command.py)."""
+    pods, data, stages = config.pods, config.data_parallel_size, config.pipeline_parallel_size
+    what = f"{data} replicas" if data > 1 else f"{stages} stages"
+    return [
+        (
+            f"LWS_GROUP_SIZE: {pods} pods for {what}; each pod holds as many whole ones",
+            pods >= 1 and (data if data > 1 else stages) % pods == 0,
+        ),
+        (
+            f"LWS_WORKER_INDEX: {config.pod} of {pods} pods; they count from 0",
+            0 <= config.pod < pods,
+        ),
+        (
+            "LWS_LEADER_ADDRESS or --data-parallel-address: expected the address of the instance's "
+            "first pod",
+            pods == 1 or bool(config.leader_address),
+        ),
+        (
+            f"{ELASTIC}: replicas come and go in one pod, not in {pods}",
+            pods == 1 or not config.enable_elastic_ep,
         ),
     ]
 

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from xpyd_core.cli import json_object
-from xpyd_core.parallel.checks import DATA, ELASTIC, EXPERT, PIPELINE, SHORT_NAMES, TENSOR
+from xpyd_core.parallel.checks import (
+    ADDRESS,
+    DATA,
+    ELASTIC,
+    EXPERT,
+    HEADLESS,
+    LOCAL,
+    PIPELINE,
+    RPC_PORT,
+    SHORT_NAMES,
+    START_RANK,
+    TENSOR,
+)
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.flag import BOTH, count, flag
 
@@ -47,6 +59,32 @@ PARALLEL_FLAGS = (
         *(DATA, SHORT_NAMES[DATA]),
         default=1,
         help="replicas, each a whole engine with KV ports of its own (default: %(default)s)",
+    ),
+    count(
+        *(LOCAL, "-dpl"),
+        help="replicas in this pod, e.g. 2 of 4; the other pods have as many (default: all, or "
+        "as LWS_GROUP_SIZE says)",
+    ),
+    count(
+        *(START_RANK, "-dpr"),
+        help="the first replica of this pod, a multiple of its replicas, e.g. 2; with --headless "
+        "(default: 0, or as LWS_WORKER_INDEX says)",
+    ),
+    flag(
+        HEADLESS,
+        action="store_true",
+        help="this pod has ranks only: no HTTP; the pod of replica 0 serves",
+    ),
+    flag(
+        *(ADDRESS, "-dpa"),
+        metavar="HOST",
+        help="the first pod of several, a literal ip or a name, e.g. 10.0.0.5 (default: "
+        "LWS_LEADER_ADDRESS)",
+    ),
+    count(
+        *(RPC_PORT, "-dpp"),
+        help="where the first pod awaits the others, the same on all, e.g. 13345 (default: the "
+        "port before the KV port)",
     ),
     flag(ELASTIC, action="store_true", help="replicas may come and go: POST /scale_elastic_ep"),
     flag(

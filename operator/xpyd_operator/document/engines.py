@@ -402,10 +402,12 @@ class Pool(ApiModel):
         return gpus == 0 or gpus % parallelism.tensor != 0 or parallelism.ranks % gpus == 0
 
     @rule(
-        "self.parallelism.data <= 1 || self.resources.gpus <= 0 || "
-        f"self.resources.gpus >= {_RANKS}",
-        "an instance with replicas is one pod: set resources.gpus to parallelism.tensor * pipeline "
-        "* data, or lower data and raise replicas",
+        "self.parallelism.data <= 1 || self.resources.gpus <= 0 || self.parallelism.tensor < 1 || "
+        "self.parallelism.pipeline < 1 || self.resources.gpus % self.parallelism.tensor != 0 || "
+        f"{_RANKS} % self.resources.gpus != 0 || "
+        "self.resources.gpus % (self.parallelism.tensor * self.parallelism.pipeline) == 0",
+        "a pod holds whole replicas: set resources.gpus to a multiple of parallelism.tensor * "
+        "pipeline, or lower data and raise replicas",
         field="parallelism.data",
         numbers=Numbers(
             "%d * %d * %d = %d ranks, gpus %d",
@@ -413,9 +415,11 @@ class Pool(ApiModel):
             _ranks_and_gpus,
         ),
     )
-    def _has_its_replicas_in_a_pod(self) -> bool:
+    def _has_whole_replicas_in_a_pod(self) -> bool:
         gpus, parallelism = self.resources.gpus, self.parallelism
-        return parallelism.data == 1 or gpus == 0 or gpus >= parallelism.ranks
+        # The rules before report what does not fill pods.
+        is_even = gpus > 0 and gpus % parallelism.tensor == 0 and parallelism.ranks % gpus == 0
+        return parallelism.data == 1 or not is_even or gpus % parallelism.sizes.replica == 0
 
     @rule(
         f"self.resources.gpus != 0 || {_RANKS} <= {MOST_CPU_RANKS}",

@@ -198,11 +198,12 @@ def engine_ports(fleet: InferenceFleet, pool: Pool) -> dict[str, int]:
     here = pool.parallelism.ranks // pods_per_instance(pool)
     if len(pool.kv_ports(kv_port, is_vllm=fleet.spec.engine.type == "VLLM")) == 1:
         return found
-    for rank in range(here):
+    for rank in range(pool.parallelism.ranks):
         replica, own = divmod(rank, each)
         control = replica_kv_port(kv_port, replica, each)
+        # All replicas' schedulers are in the first pod, and the ranks of its own.
         found |= {f"kv-{replica}": control} if replica else {}
-        found[f"data-{rank}"] = data_port(control, own)
+        found |= {f"data-{rank}": data_port(control, own)} if rank < here else {}
     return found
 
 

@@ -18,6 +18,7 @@ from typing import cast
 
 from xpyd_core import __version__
 from xpyd_core.errors import UserError
+from xpyd_core.parallel.checks import ADDRESS, HEADLESS, LOCAL, RPC_PORT, START_RANK
 from xpyd_core.pod_env import ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT
 from xpyd_core.sizes import parse_bytes
 from xpyd_operator.document.engine import NIXL_HOST, NIXL_PORT, PLUGINS
@@ -178,6 +179,7 @@ _ENGINES_OWNED = {
     "--discovery": "spec.router.discoveryPort",
     "--heartbeat-period-ms": "spec.heartbeat.intervalMilliseconds",
     "--kv-port": "spec.kvTransfer.port",
+    **dict.fromkeys((LOCAL, START_RANK, ADDRESS, RPC_PORT, HEADLESS), "spec.pools[].parallelism"),
     "--kv-advertise": "",
     "--kv-key-file": "spec.kvTransfer.keySecretRef",
     "--kv-insecure": "spec.kvTransfer.insecure",

@@ -68,14 +68,14 @@ def make(sizes: Sizes, *, host: str = "127.0.0.1", **told: Any) -> Instance:
 
 
 def pod_config(
-    pod: int, *, leader: str, host: str, key_file: str, model: str = "{}"
+    pod: int, *, leader: str, host: str, key_file: str, model: str = "{}", **more: Any
 ) -> WorkerConfig:
-    """One of two pods, each with a stage of two ranks."""
+    """One of two pods, each with a stage of two ranks. `more`: fields that say it otherwise."""
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2} | more
     return WorkerConfig(
         model=model,
         host=host,
-        tensor_parallel_size=2,
-        pipeline_parallel_size=2,
+        **sizes,
         pods=2,
         pod=pod,
         leader_address=leader,

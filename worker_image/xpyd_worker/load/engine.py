@@ -40,6 +40,7 @@ from xpyd_worker.parsers.registry import AUTO, Parsers, find_parsers
 from xpyd_worker.ranks.executor import RankedExecutor
 from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.loss import Loss
+from xpyd_worker.ranks.pods.pods import Pods
 from xpyd_worker.ranks.start.messages import Logs, RankReady
 from xpyd_worker.ranks.step.encoder import StepEncoder
 from xpyd_worker.ranks.step.messages import slot_count
@@ -149,17 +150,24 @@ def load(
     checkpoint: Checkpoint | None = None,
     load_tokenizer: Callable[[], Tokenizer] | None = None,
     world: World | None = None,
+    pods: Pods | None = None,
     lock_step: LockStep | None = None,
 ) -> LoadedEngine:
     """Load what `config` names. UserError for a checkpoint or a size that cannot work. `logs`: how
     ranks in processes of their own log. `checkpoint`: where it has been read. `load_tokenizer`:
-    where several engines share one. `world`, `lock_step`: where replicas share experts."""
+    where several engines share one. `world`, `lock_step`: where replicas share experts;
+    `pods`: see Instance."""
     checkpoint = checkpoint or read_checkpoint(config)
     folder, model_config = checkpoint.folder, checkpoint.model
     with ExitStack() as loads, ExitStack() as stack:
         if load_tokenizer is None:
             load_tokenizer = loads.enter_context(tokenizer_of(config, folder))
-        ready = _make_ready(config, folder, model_config, logs, incarnation, world)
+        ready = _make_ready(
+            config,
+            folder,
+            model_config,
+            lambda: load_ranks(config, logs, incarnation, world, pods),
+        )
         if ready.instance is not None:
             stack.callback(ready.instance.close)
         tokenizer = load_tokenizer()
@@ -276,25 +284,27 @@ def _make_ready(
     config: WorkerConfig,
     folder: Path,
     model: ModelConfig,
-    logs: Logs,
-    incarnation: str,
-    world: World | None,
+    on_ranks: Callable[[], ReadyModel],
 ) -> ReadyModel:
     """The model, here or on ranks. What one rank needs of torch is imported only for it."""
     check_parallel(model.shape, config.sizes, config.layer_partition)
     if config.has_ranks:
-        return load_ranks(config, logs, incarnation, world)
+        return on_ranks()
     from xpyd_worker.load.one_rank import load_one_rank
 
     return load_one_rank(config, folder, model)
 
 
 def load_ranks(
-    config: WorkerConfig, logs: Logs, incarnation: str, world: World | None = None
+    config: WorkerConfig,
+    logs: Logs,
+    incarnation: str,
+    world: World | None = None,
+    pods: Pods | None = None,
 ) -> ReadyModel:
     """Start the ranks and have each load its part. UserError for what the user can mend,
-    RankLostError for the rest; no rank is left then. `world`: see Instance."""
-    instance = Instance(config, logs=logs, incarnation=incarnation, world=world)
+    RankLostError for the rest; no rank is left then. `world`, `pods`: see Instance."""
+    instance = Instance(config, logs=logs, incarnation=incarnation, world=world, pods=pods)
     try:
         ready = instance.start()
     except BaseException:

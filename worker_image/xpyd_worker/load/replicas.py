@@ -26,8 +26,9 @@ from xpyd_worker.load.ready_model import ReadyModel
 from xpyd_worker.load.replicated_engine import Replica, ReplicatedEngine
 from xpyd_worker.model.registry import Checkpoint
 from xpyd_worker.ranks.loss import Loss
+from xpyd_worker.ranks.pods.pods import Pods, gather
 from xpyd_worker.ranks.start.messages import Logs
-from xpyd_worker.ranks.world import World
+from xpyd_worker.ranks.world import LOOPBACK, World
 from xpyd_worker.replicas.lock_step import LockStep, Member
 from xpyd_worker.server.service import KvPlace, ServedModel
 from xpyd_worker.server.telemetry.expert_metrics import expert_samples
@@ -54,12 +55,16 @@ def wave_samples(members: Iterable[Member]) -> Iterable[Sample]:
 class LoadedReplicas:
     """All parts of an instance with replicas, as LoadedEngine has those of one engine."""
 
-    def __init__(self, engine: ReplicatedEngine, config: WorkerConfig) -> None:
-        """The replicas of `engine` are loaded, as `config` says."""
+    def __init__(
+        self, engine: ReplicatedEngine, config: WorkerConfig, pods: Pods | None = None
+    ) -> None:
+        """The replicas of `engine` are loaded, as `config` says; `pods`: the others that they are
+        in. Their owner from now on."""
         first = engine.replicas[0].loaded
         assert first is not None, "loaded before"
         self.engine = engine
         self._config = config
+        self._pods = pods
         self.model: ServedModel = first.model
         self.ready: ReadyModel = first.ready
         self.kv = engine.kv
@@ -75,8 +80,12 @@ class LoadedReplicas:
         self.engine.start()
 
     def close(self, *, engine_s: float, kv_s: float) -> None:
-        """End all engines and their ranks."""
+        """End all engines and their ranks, and the other pods."""
         self.engine.close(engine_s=engine_s, kv_s=kv_s)
+        if self._pods is not None:
+            loss = self.loss
+            why = "the leader ends" if loss is None else loss.text
+            self._pods.close(in_order=loss is None, reason=why)
 
     def stats(self) -> EngineStats:
         """The counters and gauges of all replicas."""
@@ -156,10 +165,14 @@ def load_replicas(
     """Load the replicas that `config` names; see `load`. They share one tokenizer. `changed`: as in
     ReplicatedEngine."""
     world, lock_step = None, None
-    with ExitStack() as stack:
+    with ExitStack() as on_error, ExitStack() as stack:
         load_tokenizer = stack.enter_context(tokenizer_of(config, checkpoint.folder))
+        pods = gather(config)
+        if pods is not None:
+            on_error.callback(pods.close, in_order=False, reason="the instance cannot start")
         if config.in_lock_step:
-            world = World(config.data_parallel_size)
+            host = LOOPBACK if pods is None else config.host
+            world = World(config.data_parallel_size, host)
             stack.callback(world.close)
             lock_step = _lock_step(config.data_parallel_size, world)
 
@@ -176,9 +189,11 @@ def load_replicas(
                 checkpoint=checkpoint,
                 load_tokenizer=load_tokenizer,
                 world=world,
+                pods=pods,
                 lock_step=None if lock_step is None else lock_step.members[replica],
             )
 
         engine = ReplicatedEngine(config.data_parallel_size, load_one, deliver, lock_step, changed)
         engine.load()
-        return LoadedReplicas(engine, config)
+        on_error.pop_all()
+        return LoadedReplicas(engine, config, pods)

@@ -31,10 +31,11 @@ from xpyd_worker.ranks.loss import (
     RankLostError,
     rank_identity,
 )
-from xpyd_worker.ranks.pods.handshake import gather, listen
-from xpyd_worker.ranks.pods.messages import Join
+from xpyd_worker.ranks.pods.handshake import listen
+from xpyd_worker.ranks.pods.messages import Load
 from xpyd_worker.ranks.pods.pod import Pod
-from xpyd_worker.ranks.pods.remote import RelayedResponses, RemotePod
+from xpyd_worker.ranks.pods.pods import Pods
+from xpyd_worker.ranks.pods.remote import RelayedResponses, RemoteRanks
 from xpyd_worker.ranks.start.messages import (
     Agreed,
     ExpertsChosen,
@@ -75,8 +76,10 @@ class Instance:
         command: Sequence[str] = COMMAND,
         incarnation: str = "",
         world: World | None = None,
+        pods: Pods | None = None,
     ) -> None:
-        """`world`: where the ranks are one world with those of other replicas."""
+        """`world`: where the ranks are one world with those of other replicas; `pods`: the others
+        of the instance, where this is a replica; else it gathers and ends them itself."""
         self._config = config
         self._world = world
         self.sizes = sizes = config.sizes
@@ -86,7 +89,9 @@ class Instance:
         self._links = Links("rank-links")
         self._started: queue.SimpleQueue[tuple[int, FromRank] | None] = queue.SimpleQueue()
         self._pod = Pod(config.pod_ranks(0), self._links, self._take, command)
-        self._others: list[RemotePod] = []
+        self._pods = pods
+        self._own_pods = Pods(config) if config.pods > 1 and pods is None else None
+        self._others: list[RemoteRanks] = []
         self._judge = Judge(sizes.replica, self.rank_identity)
         self._watch = Watch(
             self._pod,
@@ -119,12 +124,13 @@ class Instance:
 
     def rank_identity(self, rank: int) -> RankIdentity:
         """The rank as messages name it."""
-        pods, each = self._config.pods, len(self._pod.ranks)
+        pods = range(self._config.pods)
+        pod = next(number for number in pods if rank in self._config.pod_ranks(number))
         return rank_identity(
             rank,
             self.sizes,
             pid=self._pod.pid(rank),
-            pod=rank // each if pods > 1 else None,
+            pod=pod if len(pods) > 1 else None,
             first=self.first_rank,
         )
 
@@ -141,9 +147,8 @@ class Instance:
         """Idents of those that `close` waits for, once started."""
         return {self._links.thread_ident, self._watch.thread_ident}
 
-    def _pod_of(self, rank: int) -> Pod | RemotePod:
-        here = rank in self._pod.ranks
-        return self._pod if here else self._others[rank // len(self._pod.ranks) - 1]
+    def _pod_of(self, rank: int) -> Pod | RemoteRanks:
+        return next(one for one in (self._pod, *self._others) if rank in one.ranks)
 
     def _post(self, frame: Frame) -> None:
         self._pod_of(frame.rank).post(frame)
@@ -154,23 +159,29 @@ class Instance:
         """Start the ranks and wait until steps may come; what each has. Raises UserError for what
         the user can mend, RankLostError for the rest; `close` it then, too."""
         config = self._config
-        # Who reaches their store or groups is one of them: they have no keys. Several pods need
-        # each other's addresses (docs/parallel.md).
-        host = LOOPBACK if config.pods == 1 else config.host
+        self._find_others()
+        # Who reaches their store or groups is one of them: they have no keys. Ranks of several pods
+        # need each other's addresses (docs/parallel.md).
+        is_split = bool(self._others) and len(self._pod.ranks) > 0
+        meets_others = self._world is not None or is_split
+        host = config.host if config.pods > 1 and meets_others else LOOPBACK
         with ExitStack() as stack:
             if self._world is None:
                 listener = stack.enter_context(listen(host, 0, "--host"))
             else:
                 listener = self._world.listener
             has_store = self._world is None or config.replica == 0
-            address = listener.getsockname()[:2]
-            join = Join(config, self.sizes, address, self._logs, self._incarnation)
-            self._gather(join)
+            at: tuple[str, int] = listener.getsockname()[:2]
+            # A pod with all of the ranks has their store, too.
+            load = Load(config, at if meets_others else None, self._logs, self._incarnation)
 
             def spawn() -> None:
                 store = listener.fileno() if has_store else None
-                self._pod.spawn(join, config=config, address=host, listener=store)
+                self._pod.spawn(load, at, config=config, address=host, listener=store)
 
+            for one in self._others:
+                assert self._pods is not None, "found there"
+                self._pods[one.pod].load(load, one)
             self._watch.start(spawn)
             self._collect(Opened)
         self._tell(Meet())
@@ -189,22 +200,21 @@ class Instance:
         """Once started: from now on the ranks end this process when it does not run."""
         self._pod.be_watched()
 
-    def _gather(self, join: Join) -> None:
-        """Wait for the other pods, where there are some."""
-        if self._config.pods == 1:
-            return
-        for number, sock in sorted(gather(join, lambda: self._is_closed).items()):
-            pod = RemotePod(
-                number,
-                self._config.pod_ranks(number),
-                sock,
-                self._links,
-                take=self._take,
-                ended=self._on_end,
-                lose=self._on_pod_lost,
-            )
-            self._others.append(pod)
-            self.responses += pod.responses
+    def _find_others(self) -> None:
+        """The ranks of other pods, once these are there."""
+        if self._own_pods is not None:
+            self._own_pods.gather()
+            self._pods = self._own_pods
+        for number in range(1, self._config.pods):
+            if ranks := self._config.pod_ranks(number):
+                others = RemoteRanks(
+                    *(number, ranks, self.first_rank),
+                    take=self._take,
+                    ended=self._on_end,
+                    lose=self._on_pod_lost,
+                )
+                self._others.append(others)
+                self.responses += others.responses
 
     def _tell(self, message: Meet | Measure | Agreed) -> None:
         for rank in range(self.sizes.replica):
@@ -241,9 +251,12 @@ class Instance:
             # Where others are still loading, or in a step, they would wait for these ranks.
             text = f"replica {self._config.replica} of the instance has ended"
             self._world.lose(Loss(text, 1), of=self._config.replica)
-        for pod in self._others:
-            pod.end(in_order=in_order, reason="the leader ends")
+        why = "the leader ends" if self.loss is None else self.loss.text
+        for one in self._others:
+            one.unload(in_order=in_order, reason=why)
         self._watch.close(in_order=in_order)
+        if self._own_pods is not None:
+            self._own_pods.close(in_order=in_order, reason=why)
         # Waiters wake up and raise.
         self._started.put(None)
         os.eventfd_write(self.lost_fd, 1)
@@ -261,8 +274,8 @@ class Instance:
         if self.loss is not None:
             raise self.error()
         try:
-            for pod in self._others:
-                pod.publish(message)
+            for one in self._others:
+                one.publish(message)
             self._pod.publish(message, within_s=_PUBLISH_S, unless=self.lost_fd)
         except GivenUpError:
             raise self.error() from None
@@ -327,25 +340,25 @@ class Instance:
     def _on_end(self, rank: int, returncode: int) -> None:
         self._watch.report(lambda judge: judge.ended(rank, returncode))
 
-    def _on_pod_lost(self, number: int, reason: str) -> None:
-        loss = Loss(f"pod {number} of the instance is gone: {reason}", EXIT_POD_LOST)
+    def _on_pod_lost(self, reason: str) -> None:
+        loss = Loss(reason, EXIT_POD_LOST)
         self._watch.report(lambda judge: judge.give_up(loss))
 
     # --- the watch's thread
 
     def _look(self) -> list[Beat]:
-        """Look at the ranks of the other pods, which see by it that the leader lives."""
-        for pod in self._others:
-            pod.beat()
-        return [beat for pod in self._others for beat in pod.look()]
+        """Look at the ranks of the other pods."""
+        return [beat for one in self._others for beat in one.look()]
 
     def _elsewhere(self) -> list[Beat]:
         return [] if self._world is None else self._world.elsewhere(self._config.replica)
 
     def _on_loss(self, loss: Loss) -> None:
         self.loss = loss
-        for pod in self._others:
-            pod.end(in_order=False, reason=loss.text)
+        for one in self._others:
+            one.unload(in_order=False, reason=loss.text)
+        if self._own_pods is not None:
+            self._own_pods.end(in_order=False, reason=loss.text)
         self.settled.set()
         self._started.put(None)
         os.eventfd_write(self.lost_fd, 1)

@@ -38,14 +38,14 @@ class Member(Protocol):
 class World:
     """The instances of so many replicas. Its maker closes it once all are loaded, or are not."""
 
-    def __init__(self, replicas: int) -> None:
-        """UserError where no address can be had."""
+    def __init__(self, replicas: int, host: str = LOOPBACK) -> None:
+        """Its ranks meet at `host`. UserError where no address can be had."""
         self._members: dict[int, Member] = {}
         self._lost: list[Callable[[Loss], None]] = []
         self._lock = threading.Lock()
         self._loaded = threading.Barrier(replicas)
         self.loss: Loss | None = None
-        self.listener: socket.socket = listen(LOOPBACK, 0, "--host")
+        self.listener: socket.socket = listen(host, 0, "--host")
         """Of the store, which the first rank of replica 0 holds."""
 
     def join(self, replica: int, member: Member) -> None:

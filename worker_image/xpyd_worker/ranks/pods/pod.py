@@ -14,7 +14,7 @@ from xpyd_worker.ranks.link.frames import Frame, Kind
 from xpyd_worker.ranks.link.links import Link, Links
 from xpyd_worker.ranks.link.responses import RESPONSE_RING_BYTES
 from xpyd_worker.ranks.link.ring import RingWriter, make_ring
-from xpyd_worker.ranks.pods.messages import Join
+from xpyd_worker.ranks.pods.messages import Load
 from xpyd_worker.ranks.start.messages import Start, ToRank, encode
 from xpyd_worker.ranks.start.preflight import prepare_files
 from xpyd_worker.ranks.start.processes import COMMAND, RankProcesses
@@ -22,7 +22,7 @@ from xpyd_worker.ranks.watch.beats import Beat, BeatPage
 
 
 class Pod:
-    """The processes of `ranks`, a run of the instance's. `spawn` before anything else."""
+    """The processes of `ranks`, a run of a replica's, or none. `spawn` before anything else."""
 
     def __init__(
         self,
@@ -45,10 +45,18 @@ class Pod:
         """Readable when a process has ended; the caller may add to it."""
 
     def spawn(
-        self, join: Join, *, config: WorkerConfig, address: str, listener: int | None = None
+        self,
+        load: Load,
+        rendezvous: tuple[str, int],
+        *,
+        config: WorkerConfig,
+        address: str,
+        listener: int | None = None,
     ) -> None:
-        """Start the processes, with `join` and, of this pod, `config`; `address` and `listener`
-        (rank 0's): see Start. OSError when the system does not let us; `kill` then."""
+        """Start the processes, with `load` and, of this pod, `config`; `rendezvous`, `address` and
+        `listener` (rank 0's): see Start. OSError when the system does not let us; `kill` then."""
+        if not self.ranks:
+            return
         prepare_files(len(self.ranks))
         beats = self._page.descriptor
         inherited: dict[int, tuple[int, ...]] = {}
@@ -58,19 +66,19 @@ class Pod:
                 ring, responses = self._ring.of_reader(index), self.responses[index]
                 start = Start(
                     config=config,
-                    sizes=join.sizes,
+                    sizes=load.config.sizes,
                     rank=rank,
                     pod_rank=index,
                     pod_ranks=len(self.ranks),
-                    rendezvous=join.rendezvous,
+                    rendezvous=rendezvous,
                     address=address,
                     listener=None if rank else listener,
                     ring=ring,
                     responses=responses,
                     beats=beats,
-                    logs=join.logs,
-                    engine_id=join.config.engine_id,
-                    incarnation=join.incarnation,
+                    logs=load.logs,
+                    engine_id=load.config.engine_id,
+                    incarnation=load.incarnation,
                 )
                 starts.append(start)
                 ours, theirs = socket.socketpair()
@@ -101,7 +109,8 @@ class Pod:
 
     def publish(self, message: bytes, *, within_s: float, unless: int | None = None) -> None:
         """Write to all ranks through the ring. See RingWriter.write."""
-        self._writer.write(message, within_s=within_s, unless=unless)
+        if self.ranks:
+            self._writer.write(message, within_s=within_s, unless=unless)
 
     def look(self) -> list[Beat]:
         """What each shows of itself; they see that they are watched."""

@@ -224,7 +224,7 @@ def _threads(config: WorkerConfig, pod_ranks: int) -> int:
         return config.threads
     if "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()
-    return max(1, len(os.sched_getaffinity(0)) // (pod_ranks * config.data_parallel_size))
+    return max(1, len(os.sched_getaffinity(0)) // (pod_ranks * config.pod_replicas))
 
 
 def _device(start: Start) -> torch.device:
@@ -234,8 +234,11 @@ def _device(start: Start) -> torch.device:
     if chosen == CPU:
         return chosen
     config = start.config
-    check_devices(torch.cuda.device_count(), start.pod_ranks * config.data_parallel_size)
+    check_devices(torch.cuda.device_count(), start.pod_ranks * config.pod_replicas)
     if start.pod_rank == 0:
-        look_at_network(start.sizes.replica // start.pod_ranks, os.environ)
+        look_at_network(
+            1 if config.has_replicas and not config.in_lock_step else config.pods, os.environ
+        )
         look_at_waits(os.environ)
-    return choose_device(f"cuda:{config.first_rank + start.pod_rank}")
+    before = config.replica % config.pod_replicas * start.pod_ranks
+    return choose_device(f"cuda:{before + start.pod_rank}")
