@@ -6,7 +6,8 @@ a pool is added whose pods differ, by its template's variables, from which `engi
 or by its volumes. The rest happens to a pod that runs: a rule in its network, a key of its own, too
 little time of the processor. One fleet has nine of them one after another; faults of instances come
 before those of pairs, for which the condition stays False for a minute. Each run has the two that
-are the cluster's own, a Secret's key and a pod's network; the soak has all.
+are the cluster's own, a Secret's key and a pod's network; the soak has all, and the fleet that is
+edited so that none of its P and D would fit: the rollout stops before a request is lost.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ import pytest
 
 from tests.cluster.fleetkit import (
     DEMO_MODEL,
+    LOAD_PER_S,
     FleetClient,
     Obj,
     delete_fleets,
     fleet_document,
     installed_chart,
+    small_cases,
+    start_client,
 )
 from tests.cluster.harness import Cluster, wait_for
 from tests.cluster.images.build import worker_test_template
@@ -42,6 +46,8 @@ WITHIN_S = 60
 """From the cause on, until the condition names it."""
 HELD_S = 150
 """A condition that was False stays so for a minute after the last loss."""
+DEADLINE_S = 120
+"""Of a rollout."""
 KV_PORT = 21001
 DISCOVERY_PORT = 30001
 MODEL_IN_POD = "/models/demo-model"
@@ -120,17 +126,35 @@ def full() -> Obj:
     return document("full", *both, kvTransfer=kv, router=router)
 
 
+def edited(dtype: str) -> Obj:
+    """2P2D whose engines have this dtype; each pool's variable DTYPE is another one."""
+    both = pool("prefill", "Prefill"), pool("decode", "Decode", dtype="bfloat16")
+    rollout = {"progressDeadlineSeconds": DEADLINE_S}
+    found = document("edited", *(one | {"replicas": 2} for one in both), rollout=rollout)
+    args = found["spec"]["engine"]["args"]
+    args[args.index("--dtype=$(DTYPE)")] = f"--dtype={dtype}"
+    # The default: requests wait where no P is left.
+    del found["spec"]["router"]["onNoPrefill"]
+    return found
+
+
 @pytest.fixture(scope="module")
-def fleet(node_cluster: Cluster) -> Iterator[FleetClient]:
-    """The chart, and the fleet that has nine of the causes, ready."""
+def charted(node_cluster: Cluster) -> Iterator[Cluster]:
+    """With the chart, and a namespace for fleets."""
     with installed_chart(node_cluster):
         node_cluster.kubectl("create", "namespace", NAMESPACE)
-        found = FleetClient(node_cluster, NAMESPACE, "chat")
-        found.apply(chat())
-        found.wait_ready()
-        yield found
+        yield node_cluster
         delete_fleets(node_cluster, NAMESPACE)
         node_cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+
+
+@pytest.fixture(scope="module")
+def fleet(charted: Cluster) -> FleetClient:
+    """The fleet that has nine of the causes, ready."""
+    found = FleetClient(charted, NAMESPACE, "chat")
+    found.apply(chat())
+    found.wait_ready()
+    return found
 
 
 @pytest.fixture
@@ -187,6 +211,24 @@ def wait_named(fleet: FleetClient, reason: str, *texts: str) -> None:
         return f"said last: {last}\n{fleet.explain()}"
 
     wait_for(is_named, WITHIN_S, f"{reason} with {texts}", interval_s=0.5, explain=said_last)
+
+
+def is_refused(fleet: FleetClient) -> bool:
+    """Whether Ready says that a new instance fits none, in the words of the handshake."""
+    ready = fleet.condition("Ready")
+    said = ("sends it no requests: no pair with edited-", "kv_dtype: P", ", D has ")
+    return ready.get("reason") == "NoPair" and all(one in ready["message"] for one in said)
+
+
+def engines(fleet: FleetClient) -> dict[str, tuple[bool, int]]:
+    """Of each P and D, by its pod's uid: whether it is ready, how often it was started again."""
+    found: dict[str, tuple[bool, int]] = {}
+    for pod in (*fleet.pods("prefill"), *fleet.pods("decode")):
+        statuses = pod["status"].get("containerStatuses", ())
+        conditions = {one["type"]: one["status"] for one in pod["status"].get("conditions", ())}
+        restarts = sum(one["restartCount"] for one in statuses)
+        found[pod["metadata"]["uid"]] = (conditions.get("Ready") == "True", restarts)
+    return found
 
 
 def name_of(fleet: FleetClient, pool: str) -> str:
@@ -357,3 +399,34 @@ def test_a_d_without_room_is_named_with_its_numbers(small: FleetClient) -> None:
 @pytest.mark.soak
 def test_behind_the_faults_the_fleet_is_verified_again(fleet: FleetClient) -> None:
     wait_verified(fleet, HELD_S)
+
+
+@pytest.mark.soak
+def test_a_rollout_to_engines_that_refuse_each_other_stops_says_why_and_is_taken_back(
+    charted: Cluster,
+) -> None:
+    """No old instance ends, none of the requests fails, and one P and one D are all it costs."""
+    chat = FleetClient(charted, NAMESPACE, "edited")
+    start_client(charted, NAMESPACE)
+    chat.apply(edited("float32"))
+    chat.wait_ready()
+    chat.kubectl("wait", "--for=condition=Ready", "pod/client", "--timeout=60s")
+    old = engines(chat)
+    assert len(old) == 4
+    with chat.under_load(small_cases(), rate=LOAD_PER_S) as load:
+        chat.apply(edited("$(DTYPE)"))
+        wait_for(lambda: is_refused(chat), 2 * DEADLINE_S, "NoPair", explain=chat.explain)
+        assert chat.condition("Available")["status"] == "True"
+        said = chat.rollout("status", "edited", "--wait", f"--timeout={2 * DEADLINE_S}", code=1)
+        assert "kv_dtype: P" in said
+        assert "ProgressDeadlineExceeded" in said
+        assert is_refused(chat)
+        now = engines(chat)
+        assert old.items() <= now.items(), "each of the old serves, and was not started again"
+        assert len(now) == 6, "one P and one D of the new are tried"
+        chat.rollout("undo", "edited")
+        chat.rollout("status", "edited", "--wait", f"--timeout={DEADLINE_S}")
+        wait_for(lambda: engines(chat) == old, WITHIN_S, "the new are gone", explain=chat.explain)
+        chat.wait_ready()
+    assert load["requests"] > 0
+    assert load["failed"] == 0, load
