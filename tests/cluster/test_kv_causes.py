@@ -420,7 +420,6 @@ def test_a_rollout_to_engines_that_refuse_each_other_stops_says_why_and_is_taken
         said = chat.rollout("status", "edited", "--wait", f"--timeout={2 * DEADLINE_S}", code=1)
         assert "kv_dtype: P" in said
         assert "ProgressDeadlineExceeded" in said
-        assert is_refused(chat)
         now = engines(chat)
         assert old.items() <= now.items(), "each of the old serves, and was not started again"
         assert len(now) == 6, "one P and one D of the new are tried"

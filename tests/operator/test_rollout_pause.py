@@ -242,6 +242,17 @@ def test_a_paused_rollout_is_told_and_its_deadline_does_not_run() -> None:
     assert "ProgressDeadlineExceeded" in str(resumed)
 
 
+def test_pods_that_were_taken_back_are_late_no_more() -> None:
+    children = running(after_turn({}, document()))
+    children = after_turn(children, edited("image:1"))
+    (stuck, *_) = [d for d in children[DEPLOYMENT].values() if "image:1" in str(d)]
+    late = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}
+    stuck["status"] = {"conditions": [late]}
+    told = report(look(children, edited("image:1")), (), has_key=True).after
+    taken_back = report(look(children, document()), (), has_key=True).after
+    assert [late["reason"] in str(one) for one in (told, taken_back)] == [True, False]
+
+
 def test_a_record_taken_back_makes_the_pods_that_it_made_and_leaves_sizes_alone() -> None:
     first = changed(document(), {"spec.rollout": {"restartedAt": "2026-01-01T00:00:00Z"}})
     record = record_of(first["spec"])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -319,8 +319,7 @@ def first_seen(
     """The states of the pods that leave, have failed or are not ready, by the pod's uid.
 
     `before`: the result of the last look, None: this is the first. `now`: steady seconds. A state
-    begins when it is first seen, so what a new process finds counts from the process' start; but a
-    pod that had failed by then did so long ago.
+    begins when it is first seen, in a new process at its start; a pod had failed long before that.
     """
     found: dict[str, SeenState] = {}
     for pod in pods:
@@ -341,13 +340,16 @@ def first_seen(
 
 
 def find_problems(
-    children: Children, ages: Mapping[str, float], deadline_s: float = math.inf
+    children: Children,
+    ages: Mapping[str, float],
+    deadline_s: float = math.inf,
+    wanted: Container[Key] | None = None,
 ) -> tuple[Problem, ...]:
     """All problems, those that matter most first.
 
-    `ages`: for how many seconds each pod's state has been seen (first_seen), by the pod's uid; 0
-    for a pod that is missing there. `deadline_s`: how long a group of pods may take to be ready;
-    Deployments have it in them.
+    `ages`: for how many seconds each pod's state has been seen (first_seen), by the pod's uid, 0
+    where it is missing. `deadline_s`: how long a group of pods may take to be ready, Deployments
+    have it in them. `wanted`: what can be late, since others are to go; None: all.
     """
     found: list[Problem] = []
     by_pool, specs = _by_pool(children.pods), pod_specs(children)
@@ -360,8 +362,8 @@ def find_problems(
     at_gate = (p for p in found if p.reason in (NO_PAIR, "NotRoutable"))
     causes = {p.pool: p.message.removeprefix(p.pool) for p in at_gate}
     causes |= {p.pool: _NO_ROOM for p in found if p.kind == "Capacity"}
-    for pool, words in _late(children, ages, deadline_s):
-        if pool not in told:
+    for (pool, revision), words in _late(children, ages, deadline_s):
+        if pool not in told and (wanted is None or (pool, revision) in wanted):
             message = f"{pool}: {words}{causes.get(pool, '')}"
             found.append(Problem("Degraded", "ProgressDeadlineExceeded", pool, message))
     return in_order(found)
@@ -484,15 +486,15 @@ _NO_ROOM = (
 
 def _late(
     children: Children, ages: Mapping[str, float], deadline_s: float
-) -> Iterator[tuple[str, str]]:
-    """Pools in which nothing became ready for too long, with the words for it."""
+) -> Iterator[tuple[Key, str]]:
+    """Where nothing became ready for too long, with the words for it."""
     for workload in workloads(children):
         progress, key = condition(workload, "Progressing"), key_of(workload)
         if key and text(progress, "reason") == "ProgressDeadlineExceeded":
             limit, name = count(workload, "spec", "progressDeadlineSeconds"), name_of(workload)
-            yield key[0], f"no pod became ready within {limit} s (Deployment {short(name, 80)})"
+            yield key, f"no pod became ready within {limit} s (Deployment {short(name, 80)})"
     for pod in children.pods:
         is_late = _age(pod, ages) > deadline_s and not is_leaving(pod) and _phase(pod) != "Failed"
         if (key := key_of(pod)) and is_grouped(pod) and is_late:
             words = f"no pod became ready within {deadline_s:.0f} s"
-            yield key[0], f"{words} (its group's pod {short(name_of(pod), 80)})"
+            yield key, f"{words} (its group's pod {short(name_of(pod), 80)})"

@@ -101,7 +101,8 @@ def _obeyed(
     before = status_of(state.document)
     wrong = [Problem("Degraded", INVALID_TEMPLATE, "", line) for line in parsed.mistakes]
     deadline_s = parsed.fleet.spec.rollout.progress_deadline_seconds if parsed.fleet else math.inf
-    seen_now = find_problems(children, state.ages, deadline_s)
+    wanted = {(pool.name, pool.revision) for pool in state.want.pools}
+    seen_now = find_problems(children, state.ages, deadline_s, wanted)
     if state.is_paused:  # nothing is to become ready by then
         seen_now = tuple(one for one in seen_now if one.reason != "ProgressDeadlineExceeded")
     problems = (*wrong, *problems, *seen_now)
