@@ -37,14 +37,23 @@ class SideFigures:
     nor that it takes no more (429, 503): its request is tried elsewhere."""
     refused: int = 0
     """Requests whose clients got an engine's 4xx."""
+    recomputed: int = 0
+    """Those of `served` whose prompt D computed again because its KV did not come (ADR 0132)."""
     ttft_s: Distribution = field(default_factory=lambda: Distribution(_SECONDS))
     """From the pick to the first byte of a stream, of requests that needed one try."""
     itl_s: Distribution = field(default_factory=lambda: Distribution(_SECONDS))
     """Gaps between two chunks of a stream."""
 
+    def answered(self, trace: Trace) -> None:
+        """A request was served to its end."""
+        self.served += 1
+        # Of a prompt whose logprobs the client wants D uses no KV, whatever comes.
+        if trace.kv == "recomputed" and trace.kv_cause != "prompt_logprobs":
+            self.recomputed += 1
+
     def streamed(self, trace: Trace) -> None:
         """A stream came to its end."""
-        self.served += 1
+        self.answered(trace)
         if trace.tries == 1 and trace.first_s is not None:
             self.ttft_s.observe(max(0.0, trace.first_s - trace.queue_s))
 
@@ -82,6 +91,7 @@ class CanaryTable:
             ("served", "Requests that a side answered", [side.served for _, side in sides]),
             ("failed", "Tries that failed on a side", [side.failed for _, side in sides]),
             ("refused", "Requests that a side refused", [side.refused for _, side in sides]),
+            ("recomputed", "Served without their KV", [side.recomputed for _, side in sides]),
         ):
             samples = zip([labels for labels, _ in sides], values, strict=True)
             out.numbers(f"xpyd_router_canary_{name}_total", "counter", meaning, samples)

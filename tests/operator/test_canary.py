@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,10 +17,9 @@ from xpyd_operator.controller.decision.report import report
 from xpyd_operator.controller.decision.writes import Apply, DeleteObject, Scale
 from xpyd_operator.manifests.names import ANNOTATION_PROMOTE
 from xpyd_operator.status.canary import CanaryReport, CanaryState, read_state
-from xpyd_operator.status.canary_figures import QUERY, Key, RouterWord, Tally, figures_of, read_word
+from xpyd_operator.status.canary_figures import Key
 from xpyd_operator.status.children import condition, key_of
 from xpyd_operator.status.events import events
-from xpyd_router.canary import CanaryTable
 
 RULES = {
     "weightPercent": 10,
@@ -46,11 +44,14 @@ def counts(
     failed: int = 0,
     ttft_s: float = 0.1,
     refused: int = 0,
-    old: tuple[int, int] = (0, 0),
+    recomputed: int = 0,
+    old: tuple[int, ...] = (0, 0),
 ) -> dict[Key, int]:
-    """`old`: what the old revision served, and refused."""
+    """`old`: what the old revision served, refused and, if given, computed again."""
     found = {Key("new", "_served_total"): served, Key("new", "_failed_total"): failed}
     found |= {Key("new", "_refused_total"): refused}
+    found |= {Key("new", "_recomputed_total"): recomputed}
+    found |= {Key("old", "_recomputed_total"): sum(old[2:])}
     found |= {Key("old", "_served_total"): old[0], Key("old", "_refused_total"): old[1]}
     times = {bound: served * (ttft_s <= bound) for bound in (0.05, 0.1, 0.4, 1.0, float("inf"))}
     return found | {Key("new", "_ttft_seconds_bucket", b): n for b, n in times.items()}
@@ -288,6 +289,27 @@ def test_refusals_wait_for_the_old_revision_to_be_compared_with() -> None:
     assert cluster.canary.phase == "Failed"
 
 
+def test_a_canary_whose_kv_does_not_come_is_taken_back() -> None:
+    """Each request is served, by a D that computes its prompt again."""
+    cluster = begun()
+    before = cluster.found["status"]
+    cluster.say(served=99, recomputed=99, old=(900, 0, 0))
+    cluster.settle()
+    assert cluster.canary.phase == "Running"
+    assert cluster.found["status"]["canary"]["recomputed"] == 99
+    assert "99 computed again by D" in cluster.progressing()[1]
+    cluster.say(served=100, recomputed=100, old=(900, 0, 0))
+    cluster.settle()
+    assert cluster.canary.phase == "Failed"
+    assert cluster.sizes() == all_at(2, 0)
+    (event,) = [e for e in events(before, cluster.found["status"]) if e.reason == "CanaryFailed"]
+    assert event.message.startswith(
+        "step 1 (10 %): 100 % of its requests were computed again by D (their KV did not come), of "
+        "the old revision's 0 %, the limit is 1 % more; 100 of 100 requests, 0 failed, "
+        "100 computed again by D"
+    )
+
+
 def test_slow_but_few_requests_decide_nothing() -> None:
     cluster = begun()
     cluster.say(served=99, ttft_s=0.9)
@@ -439,50 +461,3 @@ def test_a_document_without_a_canary_rolls_as_ever_and_has_no_map() -> None:
     cluster.settle()
     assert cluster.sizes() == all_at(0, 2)
     assert not any(name.endswith("-canary") for name in cluster.children[CONFIG_MAP])
-
-
-def exposition(table: CanaryTable) -> str:
-    from xpyd_router.request_metrics import Exposition
-
-    out = Exposition()
-    table.write(out)
-    return out.text().decode()
-
-
-def test_the_operator_reads_what_routers_write() -> None:
-    table = CanaryTable()
-    table.begin("abc-1")
-    side = table.of("new")
-    assert side is not None
-    side.served, side.failed, side.refused = 8, 2, 10
-    for _ in range(20):
-        side.ttft_s.observe(0.2)
-        side.itl_s.observe(0.01)
-    word = read_word(exposition(table))
-    assert word.name == "abc-1"
-    found = figures_of(word.counts)
-    assert (found.requests, found.failed, found.error_percent) == (10, 2, 20)
-    assert (found.refused, found.refused_share) == (10, 0.5)
-    asked = {part.removeprefix("name[]=") for part in QUERY.partition("?")[2].split("&")}
-    assert set(re.findall(r"^# TYPE (\S+)", exposition(table), re.M)) <= asked
-    assert found.ttft_ms == pytest.approx(200, rel=0.25)
-    assert found.itl_ms == pytest.approx(10, rel=0.25)
-    assert figures_of(word.counts, "old").ttft_ms is None
-    assert read_word(exposition(table) + "xpyd_router_workers 2\n").name == "", (
-        "one has not read it"
-    )
-    assert read_word("junk{") == RouterWord()
-    assert read_word('xpyd_router_canary{canary="a-0"} NaN\n').name == ""
-
-
-def test_sums_hold_over_restarts_of_routers_and_begin_anew_with_a_step() -> None:
-    key, tally = Key("new", "_served_total"), Tally()
-
-    def word(count: int, name: str = "c-0") -> RouterWord:
-        return RouterWord(name, {key: count})
-
-    assert tally.take("c-0", {"a": word(5), "b": word(7)})[key] == 12
-    assert tally.take("c-0", {"a": word(6)})[key] == 13, "b does not answer now"
-    assert tally.take("c-0", {"a": word(2), "b": word(7)})[key] == 15, "a began anew"
-    assert tally.take("c-0", {"a": word(3), "b": word(9, "c-1")})[key] == 16
-    assert tally.take("c-1", {"a": word(1, "c-1"), "b": word(2, "c-1")})[key] == 3

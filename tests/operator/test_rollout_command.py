@@ -287,13 +287,13 @@ def test_a_canary_is_shown_and_promoted_by_its_revision(
     assert rollout("promote", "chat") == 2
     assert "no canary is under way" in capsys.readouterr().err
     row = {"revision": "0a1b2c3d4e", "phase": "Running", "step": 2, "weightPercent": 50}
-    row |= {"requests": 7, "failed": 1, "ttftMilliseconds": 80, "said": "step 1 (10 %) held"}
+    row |= {"requests": 7, "failed": 1, "recomputed": 3, "ttftMilliseconds": 80, "said": "held"}
     found["status"]["canary"] = row
     kubectl.has(found)
     assert rollout("status", "chat") == 3
     assert (
         "Canary 0a1b2c3d4e: Running, step 2, 50 % of new requests, 7 requests, 1 failed, "
-        "TTFT p95 80 ms; step 1 (10 %) held\nProgressing: of Canary\n"
+        "3 computed again by D, TTFT p95 80 ms; held\nProgressing: of Canary\n"
     ) in capsys.readouterr().out
     assert rollout("promote", "chat") == 0
     patch = {"metadata": {"annotations": {"xpyd.dev/promote-canary": "0a1b2c3d4e"}}}

@@ -245,6 +245,48 @@ async def test_what_a_side_refuses_counts_apart_and_is_no_failure(
         assert counted(fleet_, "refused_total", "old") == 0
 
 
+@pytest.mark.parametrize(
+    ("said", "not_sent", "is_counted"),
+    [
+        ("recomputed; reason=timeout", "", True),
+        ("recomputed; reason=not_sent", "unreachable", True),
+        ("", "unreachable", True),  # a D of an older version says nothing
+        ("recomputed; reason=prompt_logprobs", "", False),
+        ("moved", "", False),
+    ],
+)
+async def test_prompts_that_d_computes_again_count_for_their_side(
+    tmp_path: Path, said: str, not_sent: str, is_counted: bool
+) -> None:
+    path = written(tmp_path / "canary.json", 50)
+    async with fleet(canary_file=path) as fleet_:
+        engines = await two_revisions(fleet_)
+        engines["Da0"].said_of_kv = "moved"
+        engines["Db0"].said_of_kv, engines["Pb0"].not_sent = said, not_sent
+        for _ in range(5):
+            await fleet_.json()
+            assert text_of(await fleet_.events()) == TEXT
+        new = counted(fleet_, "served_total", "new")
+        assert abs(new - 5) <= 1
+        assert counted(fleet_, "recomputed_total", "new") == (new if is_counted else 0)
+        assert counted(fleet_, "recomputed_total", "old") == 0
+        assert counted(fleet_, "failed_total", "new") == 0
+
+
+async def test_a_stream_that_breaks_after_d_computed_its_prompt_again_is_a_failure_alone(
+    tmp_path: Path,
+) -> None:
+    path = written(tmp_path / "canary.json", 50)
+    async with fleet(canary_file=path) as fleet_:
+        engines = await two_revisions(fleet_)
+        engines["Db0"].said_of_kv = "recomputed; reason=timeout"
+        engines["Db0"].script = begin_and_die
+        for _ in range(4):
+            assert text_of(await fleet_.events()) == TEXT
+        assert counted(fleet_, "failed_total", "new") > 0
+        assert counted(fleet_, "recomputed_total", "new") == 0
+
+
 async def test_a_stream_goes_on_with_the_revision_that_it_began_with(tmp_path: Path) -> None:
     path = written(tmp_path / "canary.json", 50)
     async with fleet(canary_file=path) as fleet_:

@@ -30,7 +30,8 @@ class CanaryAnalysis(ApiModel):
 
     error_percent: Annotated[int, Field(ge=0, le=100)] = 1
     """The most of its requests that may fail: 5xx of engines and streams that break. And so much
-    larger may the part be that it refuses with a 4xx than the old revision's."""
+    larger than the old revision's may the parts be that it refuses with a 4xx, and whose prompts D
+    computes again because the KV did not come."""
     ttft_milliseconds: Annotated[int, Field(ge=1, le=3600000)] | None = None
     """What 95 % of its streams may take to their first byte; none: any time."""
     itl_milliseconds: Annotated[int, Field(ge=1, le=3600000)] | None = None

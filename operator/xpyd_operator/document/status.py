@@ -145,6 +145,8 @@ class CanaryStatus(ApiModel):
     """Those that failed."""
     refused: Count | None = None
     """Further ones, which its engines refused with a 4xx."""
+    recomputed: Count | None = None
+    """Those of `requests` whose prompt D computed again because the KV did not come."""
     ttft_milliseconds: Count | None = None
     """What 95 % of its streams took to their first byte."""
     itl_milliseconds: Count | None = None

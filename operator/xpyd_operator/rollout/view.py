@@ -148,6 +148,9 @@ def _canary_text(row: Json) -> str:
     if text(row, "phase") == "Running":
         parts.append(f"{count(row, 'weightPercent')} % of new requests")
         parts.append(f"{count(row, 'requests')} requests, {count(row, 'failed')} failed")
+        for name, what in (("refused", "refused (4xx)"), ("recomputed", "computed again by D")):
+            if name in row:
+                parts.append(f"{count(row, name)} {what}")
         for name, what in (("ttftMilliseconds", "TTFT"), ("itlMilliseconds", "ITL")):
             if name in row:
                 parts.append(f"{what} p95 {count(row, name)} ms")

@@ -29,9 +29,9 @@ from xpyd_operator.status.canary_figures import (
     RouterWord,
     SideFigures,
     broken_limits,
+    compared,
     figures_of,
     figures_text,
-    refusals,
 )
 from xpyd_operator.status.children import Raw, condition, count, fields, seconds_between, text
 
@@ -229,21 +229,20 @@ def _judged(
     figures = figures_of(report.counts) if report.name == state.name else SideFigures()
     limits = rules.analysis
     old = figures_of(report.counts, "old") if report.name == state.name else SideFigures()
-    broken, refused = broken_limits(rules, figures), refusals(rules, figures, old)
+    broken, parts = broken_limits(rules, figures), compared(rules, figures, old)
     # So many failed that no further request can make it good.
     is_lost = 100 * figures.failed > limits.error_percent * limits.min_requests
     is_counted = figures.requests >= limits.min_requests
     step = f"step {state.shown + 1} ({state.shown_weight(rules)} %)"
-    is_broken = bool(broken) and (is_counted or is_lost)
-    if is_broken or refused.broken:
-        found = [*(broken if is_broken else ()), *([refused.broken] if refused.broken else ())]
+    found = [*(broken if is_counted or is_lost else ()), *parts.broken]
+    if found:
         said = f"{step}: {'; '.join(found)}; {figures_text(rules, figures)}"
         return _moved(state, "Failed", now, said)
     if state.shown < state.step:
         if is_complete(replace(want, canary=state.stage(rules, report)), seen):
             return replace(state, shown=state.step, since=now)
         return state
-    if not (is_counted and refused.is_known):
+    if not (is_counted and parts.is_known):
         return state
     said = f"{step} held: {figures_text(rules, figures)}"
     if state.step + 1 < len(rules.weights):
@@ -290,7 +289,8 @@ def view(
     }
     if state.phase == "Running":
         row |= {"requests": figures.requests, "failed": figures.failed}
-        row |= {"refused": figures.refused} if figures.refused else {}
+        parts = {"refused": figures.refused, "recomputed": figures.recomputed}
+        row |= {name: number for name, number in parts.items() if number}
         times = {"ttftMilliseconds": figures.ttft_ms, "itlMilliseconds": figures.itl_ms}
         row |= {name: round(value) for name, value in times.items() if value is not None}
     if state.said:

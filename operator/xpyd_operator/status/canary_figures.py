@@ -1,7 +1,8 @@
 """What routers count of a canary, and which limits of the document that breaks. Pure.
 
 Routers count each step of a canary anew, by its name, and for both sides: the revision on trial
-and the old one. `canary` decides by it how the trial goes on. See docs/adr/0105 and docs/adr/0112.
+and the old one. `canary` decides by it how the trial goes on. See docs/adr/0105, docs/adr/0112
+and docs/adr/0132.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ QUERY = "/metrics?" + "&".join(
     f"name[]={name}"
     for name in (
         _METRIC,
-        *(f"{_METRIC}_{what}_total" for what in ("served", "failed", "refused")),
+        *(f"{_METRIC}_{what}_total" for what in ("served", "failed", "refused", "recomputed")),
         *(f"{_METRIC}_{what}_seconds" for what in ("ttft", "itl")),
         "xpyd_router_workers",
     )
@@ -112,16 +113,9 @@ class SideFigures:
     itl_ms: float | None = None
     refused: int = 0
     """Requests that an engine refused with a 4xx, which are none of `requests`."""
-
-    @property
-    def asked(self) -> int:
-        """All that it answered in some way."""
-        return self.requests + self.refused
-
-    @property
-    def refused_share(self) -> float:
-        """The part of all that was refused."""
-        return self.refused / self.asked if self.asked else 0.0
+    recomputed: int = 0
+    """Those of `requests` that were served although their KV did not come: D computed the prompt
+    again."""
 
     @property
     def error_percent(self) -> float:
@@ -134,8 +128,9 @@ def figures_of(counts: Mapping[Key, int], side: str = "new") -> SideFigures:
     failed = counts.get(Key(side, "_failed_total"), 0)
     served = counts.get(Key(side, "_served_total"), 0)
     refused = counts.get(Key(side, "_refused_total"), 0)
+    recomputed = counts.get(Key(side, "_recomputed_total"), 0)
     ttft, itl = (_quantile(counts, side, f"_{what}_seconds_bucket") for what in ("ttft", "itl"))
-    return SideFigures(served + failed, failed, ttft, itl, refused)
+    return SideFigures(served + failed, failed, ttft, itl, refused, recomputed)
 
 
 def _quantile(counts: Mapping[Key, int], side: str, what: str) -> float | None:
@@ -169,30 +164,58 @@ def broken_limits(rules: Canary, figures: SideFigures) -> list[str]:
     return found
 
 
-class Refusals(NamedTuple):
-    """What the 4xx of both sides say. `is_known`: enough to promote by; `broken`: the limit that
-    they break, in words."""
+class Compared(NamedTuple):
+    """What both sides' parts say. `is_known`: enough to promote by; `broken`: the limits that they
+    break, in words."""
 
-    is_known: bool
-    broken: str = ""
+    is_known: bool = True
+    broken: tuple[str, ...] = ()
 
 
-def refusals(rules: Canary, new: SideFigures, old: SideFigures) -> Refusals:
-    """Compare the parts that are refused: a client is wrong on both sides alike, so what only the
-    new revision refuses is its own fault. See docs/adr/0112."""
+class _Part(NamedTuple):
+    """`amount` of `total` requests of one side."""
+
+    amount: int
+    total: int
+
+    @property
+    def share(self) -> float:
+        return self.amount / self.total if self.total else 0.0
+
+
+def compared(rules: Canary, new: SideFigures, old: SideFigures) -> Compared:
+    """Compare the parts of both sides that an engine refuses, and that D computes again. Clients
+    and the cluster are the same for both, so what only the new revision does is its own fault. See
+    docs/adr/0112 and docs/adr/0132."""
+
+    def refused(side: SideFigures) -> _Part:
+        return _Part(side.refused, side.requests + side.refused)
+
+    def recomputed(side: SideFigures) -> _Part:
+        return _Part(side.recomputed, side.requests - side.failed)
+
+    again = "were computed again by D (their KV did not come)"
+    found = [
+        _compared(rules, refused(new), refused(old), "were refused with a 4xx"),
+        _compared(rules, recomputed(new), recomputed(old), again),
+    ]
+    broken = [what for one in found for what in one.broken]
+    return Compared(all(one.is_known for one in found), tuple(broken))
+
+
+def _compared(rules: Canary, new: _Part, old: _Part, what: str) -> Compared:
     limits = rules.analysis
-    limit, more = limits.error_percent / 100, new.refused_share - old.refused_share
-    if min(new.asked, old.asked) < limits.min_requests:
-        # What refuses nearly nothing needs no comparison.
-        return Refusals(is_known=new.refused_share <= limit)
-    both = (new.refused + old.refused) / (new.asked + old.asked)
-    chance = _DEVIATIONS * sqrt(both * (1 - both) * (1 / new.asked + 1 / old.asked))
+    limit, more = limits.error_percent / 100, new.share - old.share
+    if min(new.total, old.total) < limits.min_requests:
+        # What is nearly nothing needs no comparison.
+        return Compared(is_known=new.share <= limit)
+    both = (new.amount + old.amount) / (new.total + old.total)
+    chance = _DEVIATIONS * sqrt(both * (1 - both) * (1 / new.total + 1 / old.total))
     if more <= limit + chance:
-        return Refusals(is_known=True)
-    shares = (100 * new.refused_share, 100 * old.refused_share)
-    what = f"{shares[0]:.3g} % of its requests were refused with a 4xx, of the old revision's "
-    what += f"{shares[1]:.3g} %, the limit is {limits.error_percent} % more"
-    return Refusals(is_known=True, broken=what)
+        return Compared()
+    said = f"{100 * new.share:.3g} % of its requests {what}, of the old revision's "
+    said += f"{100 * old.share:.3g} %, the limit is {limits.error_percent} % more"
+    return Compared(broken=(said,))
 
 
 def figures_text(rules: Canary, figures: SideFigures) -> str:
@@ -200,6 +223,7 @@ def figures_text(rules: Canary, figures: SideFigures) -> str:
     least = rules.analysis.min_requests
     parts = [f"{figures.requests} of {least} requests", f"{figures.failed} failed"]
     parts += [f"{figures.refused} refused (4xx)"] if figures.refused else []
+    parts += [f"{figures.recomputed} computed again by D"] if figures.recomputed else []
     times = (("TTFT", figures.ttft_ms), ("ITL", figures.itl_ms))
     parts += [f"{what} p95 {value:.3g} ms" for what, value in times if value is not None]
     return ", ".join(parts)

@@ -193,7 +193,7 @@ class Flow:
             try:
                 answer = await self._try_whole(state, attempt)
                 if attempt.figures is not None:
-                    attempt.figures.served += 1
+                    attempt.figures.answered(state.trace)
                 state.trace.prompt_tokens, state.trace.output_tokens = tokens_in(answer.body)
                 if self._failures.refused:
                     self._failures.served(state.request)
