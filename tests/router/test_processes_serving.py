@@ -278,16 +278,23 @@ async def test_a_new_worker_has_the_present_state_when_it_listens(tmp_path: Path
 
     async with several(2, admin_key_file=keys) as made:
         _, d, clients = await with_pair(made)
-        await made.engine("D")
+        await made.engine("D", routers=2)
         await made.known_to_all(clients)
-        made.parent.fleet.cordon(d_key(made, d), is_cordoned=True)
+        fleet = made.parent.fleet
+        fleet.cordon(d_key(made, d), is_cordoned=True)
+        # Beside another router, and all have had time to beat.
+        first_s = fleet.arrival.first_s - 2 * fleet.arrival.period_s
+        fleet.arrival = fleet.arrival._replace(first_s=first_s)
         pid = made.workers[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         await until(lambda: made.workers[0].pid != pid)
         await until(lambda: made.workers[0].is_ready)
-        # The first thing that it is asked: nothing had to be waited for.
-        states = await (await made.client(0)).states()
+        # The first things that it is asked: nothing had to be waited for.
+        client = await made.client(0)
+        async with client.http.get(f"{client.base}/readiness") as response:
+            assert (response.status, await response.json()) == (200, {"status": "ready"})
+        states = await client.states()
         names = {engine.beat.instance for engine in made.engines}
         assert states == {**dict.fromkeys(names, "Ready"), d.beat.instance: "Cordoned"}
 

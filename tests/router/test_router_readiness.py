@@ -94,11 +94,13 @@ def first_ready(beats_s: dict[int, float]) -> tuple[float, set[int]]:
 def test_workers_wait_by_the_same_beats_as_their_parent() -> None:
     world = World()
     early = world.worker()
-    world.now_s = 7.0
-    world.parent.apply(beat("P", 1, incarnation="i", period_ms=2000, routers=2))
-    world.now_s = 8.0
-    world.parent.apply(beat("D", 2, incarnation="i", period_ms=4000, routers=1))
+    for later_s in (0.0, 20.0):
+        world.now_s = 7.0 + later_s
+        world.parent.apply(beat("P", 1, incarnation="i", period_ms=2000, routers=2))
+        world.now_s = 8.0 + later_s
+        world.parent.apply(beat("D", 2, incarnation="i", period_ms=4000, routers=1))
     expected = Arrival(first_s=7.0, period_s=4.0, has_other_routers=True)
+    # A worker that takes the place of another is given their last beats.
     assert world.parent.arrival == early.arrival == world.worker().arrival == expected
 
 

@@ -18,7 +18,7 @@ from xpyd_core.messages import Heartbeat
 from xpyd_router.config import RouterConfig
 from xpyd_router.errors import FailureCause
 from xpyd_router.fleet.breaker import BreakerState
-from xpyd_router.fleet.instances import InstanceKey, Standing
+from xpyd_router.fleet.instances import Arrival, InstanceKey, Standing
 from xpyd_router.fleet.introductions import PairFound, Verdict
 from xpyd_router.fleet.poison import Fate
 
@@ -138,6 +138,13 @@ class PairProbed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     found: PairFound
 
 
+class Arrived(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """How the router's instances came, to a worker that comes later: the beats that it is given are
+    their last ones (ADR 0121)."""
+
+    arrival: Arrival
+
+
 class Present(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The events so far are the whole present state: the worker listens now."""
 
@@ -249,7 +256,7 @@ class Text(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 ToWorker = (
     Welcome | Beat | Removed | HealthChanged | Weights | Lost | Found | FateChanged | BodyRefused
-    | BodyAllowed | Cordoned | Introduced | PairProbed | Present | Drain | Ping | GiveText
+    | BodyAllowed | Cordoned | Introduced | PairProbed | Arrived | Present | Drain | Ping | GiveText
     | Metrics | Done
 )  # fmt: skip
 ToParent = (

@@ -17,6 +17,7 @@ from xpyd_router.fleet.introductions import PairFound, Verdict
 from xpyd_router.fleet.registry import Outcome, Registry, key_of
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.processes.events import (
+    Arrived,
     Beat,
     Began,
     BodyAllowed,
@@ -96,6 +97,7 @@ class ParentView(FleetView):
             events.append(self._beat(instance.beat, is_signed=instance.is_signed))
             if instance.is_cordoned:
                 events.append(Cordoned(instance.key, True))
+        events.append(Arrived(self.arrival))
         events += [Introduced(*known) for known in self._registry.verdicts.known()]
         events += [PairProbed(*known) for known in self._registry.proofs.known()]
         events += self._health_published.values()

@@ -17,6 +17,7 @@ from xpyd_router.fleet.poison import Break, fingerprint
 from xpyd_router.fleet.registry import Registry, key_of
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.processes.events import (
+    Arrived,
     Beat,
     Began,
     BodyAllowed,
@@ -74,6 +75,8 @@ class WorkerView(FleetView):
         match event:
             case Beat():
                 self._beat(event)
+            case Arrived(arrival):
+                self.arrival = arrival
             case Removed(keys):
                 self._lose(self._registry.drop(keys))
             case HealthChanged():
@@ -89,10 +92,8 @@ class WorkerView(FleetView):
                 self._learn(event)
             case Cordoned(key, is_cordoned):
                 self._registry.cordon(key, is_cordoned=is_cordoned)
-            case Introduced(prefill, decode, verdict):
-                self._registry.judge(prefill, decode, verdict)
-            case PairProbed(prefill, decode, found):
-                self._registry.prove(prefill, decode, found)
+            case Introduced() | PairProbed():
+                self._learn_of_pair(event)
             case _:
                 return
         self._notify()
@@ -192,6 +193,14 @@ class WorkerView(FleetView):
                     poison.died(key, at_s)
                 else:
                     poison.lives(key)
+
+    def _learn_of_pair(self, change: Introduced | PairProbed) -> None:
+        """Whether D can use P's KV, and whether it gets there."""
+        match change:
+            case Introduced(prefill, decode, verdict):
+                self._registry.judge(prefill, decode, verdict)
+            case PairProbed(prefill, decode, found):
+                self._registry.prove(prefill, decode, found)
 
     def _set_health(self, health: HealthChanged) -> None:
         key = health.key
