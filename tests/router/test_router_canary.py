@@ -13,7 +13,19 @@ from typing import Any
 import pytest
 
 from tests.router.beats import beat
-from tests.router.fakes import HttpEngine, answer, begin_and_die, die, fleet, text_of, until
+from tests.router.fakes import (
+    Call,
+    Generated,
+    HttpEngine,
+    answer,
+    begin_and_die,
+    die,
+    fleet,
+    sse,
+    start_stream,
+    text_of,
+    until,
+)
 from xpyd_router.canary import SideFigures
 from xpyd_router.fleet.instances import Snapshot
 from xpyd_router.fleet.loads import LoadTable
@@ -273,14 +285,20 @@ async def test_prompts_that_d_computes_again_count_for_their_side(
         assert counted(fleet_, "failed_total", "new") == 0
 
 
+async def compute_again_and_die(engine: HttpEngine, call: Call, request: Any) -> Any:
+    """A D without the KV, whose process dies in its stream."""
+    response = await start_stream(request, **{"X-Xpyd-Kv": "recomputed; reason=timeout"})
+    await response.write(sse(next(Generated(engine, call).chunks())))
+    return await die(engine, call, request)
+
+
 async def test_a_stream_that_breaks_after_d_computed_its_prompt_again_is_a_failure_alone(
     tmp_path: Path,
 ) -> None:
     path = written(tmp_path / "canary.json", 50)
     async with fleet(canary_file=path) as fleet_:
         engines = await two_revisions(fleet_)
-        engines["Db0"].said_of_kv = "recomputed; reason=timeout"
-        engines["Db0"].script = begin_and_die
+        engines["Db0"].script = compute_again_and_die
         for _ in range(4):
             assert text_of(await fleet_.events()) == TEXT
         assert counted(fleet_, "failed_total", "new") > 0
