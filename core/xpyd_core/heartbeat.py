@@ -3,9 +3,9 @@ signature in a second frame, which routers that know no signatures do not read.
 
 A name with several addresses means all routers behind it and is looked up again at each beat, so
 that a replica that moved is found. Nothing here waits for a router: each socket keeps a few beats,
-the newest among them, until its router can be reached. `part` alone waits: an instance that leaves
-asks each router whether it has taken that in, and what it still has there. What routers say of
-others that died is read four times a second.
+the newest among them, until its router can be reached. `part` alone waits: an instance that leaves,
+or of which replicas do, asks each router whether it has taken that in, and what it still has there.
+What routers say of others that died is read four times a second.
 
 See docs/adr/0009, docs/adr/0098 and docs/adr/0099.
 """
@@ -54,12 +54,12 @@ _DIAL_S = 1.0
 
 
 class Parting(NamedTuple):
-    """What routers have of an instance that leaves."""
+    """What routers have of an instance, or of replicas of it, that leaves."""
 
     silent: tuple[Address, ...] = ()
     """Routers that did not say that they pick it no more."""
     in_flight: int = 0
-    """Requests of the other routers that were given the instance, and are not over."""
+    """Requests of the other routers that were given it, and are not over."""
 
 
 class HeartbeatSender:
@@ -96,7 +96,7 @@ class HeartbeatSender:
         self._context = zmq.Context(io_threads=1)
         self._sockets: dict[Address, zmq.Socket[bytes]] = {}
         self._parting_us: int | None = None
-        """Beats since then say that the instance leaves; None: it stays."""
+        """Beats since then say that the instance leaves, or replicas of it; None: all stay."""
         self._incarnation = ""
         self._acks: dict[Address, tuple[DrainAck, float]] = {}
         """The last one of each router, and when it came."""
@@ -156,14 +156,17 @@ class HeartbeatSender:
     # --- the end
 
     async def part(self, timeout_s: float) -> Parting:
-        """Beat, by now as one that drains, until every router has said that it picks the instance
-        no more and that none of its requests is there; or for `timeout_s`.
+        """Beat, by now as one that drains or of which replicas do, until every router has said that
+        it picks these no more and that none of its requests is there; or for `timeout_s`.
 
         A router that does not answer is waited for as long as it would take an instance that is
         silent for alive; one at whose address nobody listens any more, not at all.
         """
         loop = asyncio.get_running_loop()
         self._parting_us = self._sent_us
+        # Of replicas that left before: they say nothing of those that leave now.
+        self._acks.clear()
+        self._absent.clear()
         begun_s = loop.time()
         patience_s = MISSED_BEATS * self._period_s
         while True:

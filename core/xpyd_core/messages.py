@@ -6,8 +6,9 @@ The three fields without default are the base that vLLM <= 0.22 sends and vllm-r
 rest is ours and optional. Unknown fields are ignored, so that either side may be newer.
 
 A router's words go back on the connections of the beats, each one msgpack map and its MAC
-(`keys.word_mac`): a DrainAck to each beat that says Draining (docs/adr/0098), and a PeerGone to all
-when an instance is dead (docs/adr/0099). Older routers say nothing, older engines do not read it.
+(`keys.word_mac`): a DrainAck to each beat that says Draining, of the instance or of a replica
+(docs/adr/0098, docs/adr/0133), and a PeerGone to all when one is dead (docs/adr/0099). Older
+routers say nothing, older engines do not read it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 class ReplicaBeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a beat says of one replica of its instance. `serving` 0: it takes no requests, and its
-    KV is gone. The other fields are as in Heartbeat, of this replica alone."""
+    KV is gone. `draining` 1: as an instance that says Draining, while the others stay. The other
+    fields are as in Heartbeat, of this replica alone."""
 
     zmq_address: _AddressText
     serving: Literal[0, 1] = 1
@@ -46,6 +48,7 @@ class ReplicaBeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     free_blocks: _Count = 0
     total_blocks: _Count = 0
     kv_leases: _Count = 0
+    draining: Literal[0, 1] = 0
 
     @property
     def kv(self) -> Address:
@@ -141,10 +144,11 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class DrainAck(msgspec.Struct, frozen=True, kw_only=True, tag="drain-ack"):
-    """A router picks the instance no more, in none of its processes.
+    """A router picks the instance no more, in none of its processes; of one that stays, the
+    replicas that its beat says are draining.
 
     `incarnation` and `sent_us` are those of the beat that it answers. `in_flight`: requests of this
-    router that were given the instance before, and are not over.
+    router that were given what leaves before, and are not over.
     """
 
     incarnation: _Text

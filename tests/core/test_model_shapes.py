@@ -76,6 +76,7 @@ def test_each_replica_has_a_kv_port_with_those_of_its_ranks_behind_it() -> None:
     assert replica_kv_port(21001, 1, ranks=4) == 21006
     assert replica_kv_port(0, 1, ranks=4) == 0
     assert kv_ports(21001, 1, 1) == range(21001, 21002)
+    assert kv_ports(21001, 1, 1, is_elastic=True) == range(21001, 21003)
     assert kv_ports(21001, 1, 4) == range(21001, 21006)
     assert kv_ports(21001, 2, 1) == range(21001, 21005)
     assert kv_ports(21001, 2, 2) == range(21001, 21007)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,32 +95,96 @@ def all_run(engine: Process, replicas: int) -> bool:
     return all(running[name] for name in names)
 
 
+@contextmanager
+def under_load(fleet: Fleet, bodies: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    """Within, clients come in an open loop, with one body after the other; behind it each has had
+    the answer that there was before. Yields what was asked."""
+    expected = [fleet.complete(**body)["choices"][0]["text"] for body in bodies]
+    asked: list[tuple[str, Future[dict[str, Any]]]] = []
+    texts: list[str] = []
+    over = threading.Event()
+    with ThreadPoolExecutor(64) as pool:
+
+        def load() -> None:
+            """Each 0.1 s a request on its own connection, whatever became of those before."""
+            turns = itertools.cycle(zip(bodies, expected, strict=True))
+            while not over.wait(0.1):
+                body, text = next(turns)
+                asked.append((text, pool.submit(fleet.complete, **body)))
+
+        loading = pool.submit(load)
+        try:
+            yield texts
+        finally:
+            over.set()
+            loading.result(60)
+        for text, answer in asked:
+            assert answer.result(120)["choices"][0]["text"] == text
+            texts.append(text)
+    assert len(texts) > 10
+
+
 @pytest.mark.parametrize(
     "sizes", [(2, 1), pytest.param((2, 4, 1, 3, 2), marks=pytest.mark.soak)], ids=str
 )
 def test_replicas_come_and_go_under_load(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     body = {**BODY, "max_tokens": 60}
-    with empty_fleet(tmp_path) as running, ThreadPoolExecutor(64) as pool:
+    with empty_fleet(tmp_path) as running:
         running.start_router()
         engine = running.start_engine("Aggregated", "--enable-elastic-ep", name="elastic")
         running.wait_ready(engine)
-        expected = running.complete(**body)["choices"][0]["text"]
-        over = threading.Event()
+        with under_load(running, [body]):
+            for size in sizes:
+                took_s = scale(engine, running, size)
+                _log.info("%d replicas after %.1f s", size, took_s)
+                assert len(ranks_of(engine)) == size
+                wait_for("each has requests", lambda n=size: all_run(engine, n), 30)
 
-        def load() -> list[Future[dict[str, Any]]]:
-            """Each 0.1 s a request on its own connection, whatever became of those before."""
-            asked: list[Future[dict[str, Any]]] = []
-            while not over.wait(0.1):
-                asked.append(pool.submit(running.complete, **body))
-            return asked
 
-        loading = pool.submit(load)
-        for size in sizes:
-            took_s = scale(engine, running, size)
-            _log.info("%d replicas after %.1f s", size, took_s)
-            assert len(ranks_of(engine)) == size
-            wait_for("each has requests", lambda n=size: all_run(engine, n), 30)
-        over.set()
-        texts = [one.result(120)["choices"][0]["text"] for one in loading.result(60)]
-        assert texts == [expected] * len(texts)
-        assert len(texts) > 10
+def steps(engine: Process) -> list[float]:
+    """Of each replica, which has one rank."""
+    found = engine.metrics()
+    return [value for name, value in found.items() if name.startswith("xpyd_engine_rank_steps")]
+
+
+def all_work(engine: Process, replicas: int) -> None:
+    """Wait until each of its replicas has had steps since now."""
+    before = steps(engine)
+    assert len(before) == replicas
+
+    def more() -> bool:
+        now = steps(engine)
+        return len(now) == replicas and all(b < n for b, n in zip(before, now, strict=True))
+
+    wait_for(f"{replicas} replicas of {engine.name} work", more, 60)
+
+
+@pytest.mark.parametrize(
+    "times", [1, pytest.param(4, marks=pytest.mark.soak)], ids=lambda times: f"{times} times"
+)
+def test_replicas_of_p_and_d_come_and_go_and_no_request_is_even_tried_again(
+    tmp_path: Path, times: int
+) -> None:
+    prompts = [f"{word} " + "one two three four five " * 20 for word in ("alpha", "beta", "gamma")]
+    bodies = [{**BODY, "prompt": prompt, "max_tokens": 24} for prompt in prompts]
+    with empty_fleet(tmp_path) as running:
+        router = running.start_router("--processes", "2")
+        p = running.start_engine("Prefill", "--enable-elastic-ep", name="p")
+        d = running.start_engine("Decode", "--enable-elastic-ep", name="d")
+        running.wait_ready(p, d)
+        with under_load(running, bodies) as asked:
+            for _ in range(times):
+                for engine, size in ((p, 2), (d, 2), (p, 1), (d, 1)):
+                    took_s = scale(engine, running, size)
+                    _log.info("%s: %d replicas after %.1f s", engine.name, size, took_s)
+                    assert len(ranks_of(engine)) == size
+                    all_work(engine, size)
+
+        def lines() -> list[str]:
+            return [line for line in router.log.splitlines() if " tries=" in line]
+
+        wait_for("the access log", lambda: len(lines()) == len(asked) + len(bodies))
+        disturbed = [one for one in lines() if " tries=1 " not in one or " kv=moved" not in one]
+        assert disturbed == []
+        wait_for("nothing is held for a replica that left", running.holds_nothing)
+        assert "no word of" not in p.log + d.log

@@ -169,8 +169,11 @@ class History:
 
     def replicas(self, number: int) -> tuple[ReplicaBeat, ...]:
         ports = (2000 + 10 * number + at for at in range(self.draw.randrange(4)))
-        serving = self.draw.choices((1, 0), (4, 1))
-        return tuple(ReplicaBeat(zmq_address=f"127.0.0.1:{at}", serving=serving[0]) for at in ports)
+        serving, draining = self.draw.choices((1, 0), (4, 1))[0], self.draw.choice((0, 0, 0, 1))
+        return tuple(
+            ReplicaBeat(zmq_address=f"127.0.0.1:{at}", serving=serving, draining=draining)
+            for at in ports
+        )
 
     def fail(self) -> None:
         worker = self.draw.choice(self.world.workers)
@@ -417,14 +420,33 @@ def test_a_router_acknowledges_a_drain_when_every_worker_has_its_beat_and_counts
     for worker in workers:
         worker.load(instance.key).begin(10)
     world.parent.apply(beat(1, state="Draining"))
-    assert world.parent.in_flight(instance.key) is None
+    assert world.parent.in_flight(instance.places) is None
     assert world.pings == 1
-    assert world.parent.in_flight(instance.key) is None
+    assert world.parent.in_flight(instance.places) is None
     assert world.pings == 1, "one question is enough"
     world.taken = 1
-    assert world.parent.in_flight(instance.key) == 2
+    assert world.parent.in_flight(instance.places) == 2
     workers[0].load(instance.key).end(10)
-    assert world.parent.in_flight(instance.key) == 1
+    assert world.parent.in_flight(instance.places) == 1
+
+
+def test_each_replica_that_leaves_waits_for_all_processes_also_the_second_of_a_number() -> None:
+    world = World()
+    two = tuple(ReplicaBeat(zmq_address=f"127.0.0.1:{port}") for port in (2000, 2002))
+    leaving = (two[0], msgspec.structs.replace(two[1], draining=1))
+    worker = world.worker()
+    for times in (1, 2):
+        for sent_us, replicas in enumerate((two, leaving), 10 * times):
+            world.parent.apply(beat(0, sent_us=sent_us, replicas=replicas))
+        [instance] = world.parent.instances
+        worker.load(instance.places[1]).begin(10)
+        assert world.parent.in_flight(instance.places[1:]) is None
+        assert world.pings == times
+        world.taken = times
+        assert world.parent.in_flight(instance.places[1:]) == 1
+        worker.load(instance.places[1]).end(10)
+        assert world.parent.in_flight(instance.places[1:]) == 0
+        world.parent.apply(beat(0, sent_us=10 * times + 5, replicas=two[:1]))
 
 
 def test_what_all_replicas_have_in_flight_counts_for_their_instance() -> None:
@@ -435,7 +457,7 @@ def test_what_all_replicas_have_in_flight_counts_for_their_instance() -> None:
     [instance] = world.parent.instances
     for worker, place in zip(workers, instance.places, strict=True):
         worker.load(place).begin(10)
-    world.parent.in_flight(instance.key)
+    world.parent.in_flight(instance.places)
     world.taken = world.pings
-    assert world.parent.in_flight(instance.key) == 2
+    assert world.parent.in_flight(instance.places) == 2
     assert workers[0].requests(instance) == (1, 0)

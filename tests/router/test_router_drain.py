@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -29,7 +30,7 @@ from xpyd_core.messages import (
 )
 from xpyd_core.request_id import Address
 from xpyd_router.discovery.discovery import Discovery
-from xpyd_router.fleet.instances import InstanceKey
+from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
@@ -49,6 +50,12 @@ class Engine:
     gone: list[str]
     """KV addresses of others that a router said are dead."""
     state: InstanceState = "Ready"
+    replicas: tuple[ReplicaBeat, ...] = ()
+
+    def part_with(self, *replicas: ReplicaBeat) -> asyncio.Task[Parting]:
+        """The instance stays, and has these replicas."""
+        self.replicas = replicas
+        return asyncio.create_task(self.beats.part(LONG_S))
 
     def part(self, timeout_s: float = LONG_S) -> asyncio.Task[Parting]:
         self.state = "Draining"
@@ -68,6 +75,7 @@ async def engine(*ports: int, key: bytes = KEY, period_s: float = LONG_S) -> Asy
             incarnation=INSTANCE.incarnation,
             period_ms=round(1000 * period_s),
             state=made.state,
+            replicas=made.replicas,
         )
 
     sender = HeartbeatSender(
@@ -218,6 +226,38 @@ async def test_an_engine_hears_at_once_which_other_one_is_dead(how: str) -> None
             clock.ahead_s = 20.0
             one.fleet.expire()
         await until(lambda: d.gone == ["127.0.0.2:21001"])
+
+
+async def test_a_replica_leaves_when_every_router_has_let_go_of_it_and_so_does_the_next() -> None:
+    stays = ReplicaBeat(zmq_address="127.0.0.1:21001")
+    more = ReplicaBeat(zmq_address="127.0.0.1:21003")
+    leaves = msgspec.structs.replace(more, draining=1)
+    async with router() as one, router() as other, engine(one.port, other.port) as d:
+        await until(lambda: one.picks and other.picks)
+        places = (INSTANCE, INSTANCE._replace(replica=1))
+        for _ in range(2):
+            d.replicas = (stays, more)
+            d.beats.beat_now()
+            for fleet in (one.fleet, other.fleet):
+                await until(lambda fleet=fleet: len(fleet.instances[0].places) == 2)
+            one.fleet.load(places[0]).begin(10)  # of one that stays
+            other.fleet.load(places[1]).begin(10)
+            parting = d.part_with(stays, leaves)
+            await until(lambda: not any(i.replica for i in picked(one)))
+            await asyncio.sleep(0.6)  # two beats more
+            assert not parting.done()
+            assert one.picks, "the other replica"
+            other.fleet.load(places[1]).end(10)
+            assert await parting == Parting()
+            one.fleet.load(places[0]).end(10)
+            d.replicas = (stays,)
+            d.beats.beat_now()
+            await until(lambda: len(one.fleet.instances[0].places) == 1)
+            await until(lambda: len(other.fleet.instances[0].places) == 1)
+
+
+def picked(one: Router) -> tuple[Instance, ...]:
+    return one.fleet.snapshot.of_model("").everyone
 
 
 async def test_an_engine_hears_which_replica_of_another_one_is_gone_and_when_all_are() -> None:

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 from aiohttp import web
@@ -16,7 +17,7 @@ from xpyd_core.errors import ProtocolError
 from xpyd_core.messages import Heartbeat, ReplicaBeat, decode_heartbeat, encode_heartbeat
 from xpyd_core.request_id import parse_pair_id
 from xpyd_router.fleet.breaker import Transfers
-from xpyd_router.fleet.instances import InstanceKey
+from xpyd_router.fleet.instances import InstanceKey, leaving_places
 from xpyd_router.fleet.introductions import PairFound
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.registry import Registry
@@ -100,6 +101,45 @@ def test_a_replica_that_does_not_serve_is_not_picked_and_comes_back() -> None:
     assert world.view.snapshot.of_model("m").lost == "decode"
 
 
+def test_a_replica_that_drains_is_picked_no_more_and_nothing_of_it_stays_when_it_is_gone() -> None:
+    world = World()
+    world.hear("P", 1)
+    world.hear("D", 2, "11")
+    picked = next(one for one in (world.pick().decode for _ in range(9)) if one.replica == 1)
+    load = world.loads.of(picked.place)
+    load.begin(100)
+    first, second = replicas(2)
+    leaving = msgspec.structs.replace(second, draining=1)
+    said = world.hear("D", 2, replicas=(first, leaving))
+    assert {d for _, d in world.ports()} == {21001}
+    d = next(one for one in world.view.instances if one.beat.type == "D")
+    assert leaving_places(d.key, said) == (picked.place,)
+    assert world.view.in_flight(leaving_places(d.key, said)) == 1
+    # What all instances say of their end holds for replicas that leave with them.
+    draining = msgspec.structs.replace(said, state="Draining")
+    assert leaving_places(d.key, draining) == d.places
+    assert leaving_places(d.key, msgspec.structs.replace(said, state="Gone")) == ()
+    load.end(100)
+    world.hear("D", 2, "1")
+    assert picked.place not in {one.key for one in world.loads}
+    # The next replica of that number is another one.
+    world.hear("D", 2, "11")
+    assert {port for _, port in world.ports()} == {21001, 21003}
+    assert world.loads.of(picked.place) is not load
+
+
+def test_a_probe_that_ends_behind_its_replica_says_nothing_of_the_next_one() -> None:
+    world = World(only_verified=True)
+    world.hear("P", 1)
+    p, d = InstanceKey("10.0.0.1:20001", "i"), InstanceKey("10.0.0.2:20001", "i")
+    world.hear("D", 2, "11")
+    first, second = replicas(2)
+    world.hear("D", 2, replicas=(first, msgspec.structs.replace(second, draining=1)))
+    world.view.pair_found(p, d._replace(replica=1), PairFound())
+    world.hear("D", 2, "11")
+    assert not world.view.snapshot.is_ready
+
+
 def test_the_least_loaded_replica_is_picked_by_what_is_on_it() -> None:
     world = World()
     world.hear("P", 1)
@@ -110,7 +150,7 @@ def test_the_least_loaded_replica_is_picked_by_what_is_on_it() -> None:
     assert {world.pick().decode.replica for _ in range(6)} == {1 - (busy.replica or 0)}
     one = next(one for one in world.view.instances if one.beat.type == "D")
     assert world.view.requests(one) == (3, 0)
-    assert world.view.in_flight(one.key) == 3
+    assert world.view.in_flight(one.places) == 3
     for _ in range(3):
         world.loads.of(busy.place).end(100)
     # What a beat says of other routers' requests is each replica's own, too.

@@ -16,6 +16,7 @@ import httpx
 
 from tests.worker.grammar_kit import tokenizer_json
 from xpyd_core.errors import UserError
+from xpyd_core.heartbeat import Parting
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.values import OfferedPrompt
 from xpyd_tools.kv_probe import command
@@ -37,7 +38,7 @@ from xpyd_worker.server.http.admin import Admin, DrainState, Process
 from xpyd_worker.server.http.admission import Lifecycle
 from xpyd_worker.server.http.bodies import BodyBudget
 from xpyd_worker.server.http.inference import Api
-from xpyd_worker.server.http.scaling import Scalable, Scaling
+from xpyd_worker.server.http.scaling import Part, Scalable, Scaling
 from xpyd_worker.server.http.server import Server, create_app, listen, make_server
 from xpyd_worker.server.service import InstanceInfo, KvPlace, ServedModel, Service, seeds
 from xpyd_worker.server.telemetry.metrics import ServerMetrics
@@ -282,6 +283,11 @@ class Running:
         return await self.client.post(path, json=body, headers=headers)
 
 
+async def nobody_parts(timeout_s: float) -> Parting:
+    """There are no routers."""
+    return Parting()
+
+
 @contextlib.asynccontextmanager
 async def serving(
     engine: ScriptedEngine | None = None,
@@ -304,6 +310,7 @@ async def serving(
     replicas: int = 1,
     kv_places: Sequence[KvPlace] = (),
     scalable: Scalable | None = None,
+    part: Part = nobody_parts,
 ) -> AsyncIterator[Running]:
     """The API over `engine` on a loopback port."""
     engine = engine or ScriptedEngine()
@@ -332,7 +339,7 @@ async def serving(
 
     scaling = Scaling(api, max_num_seqs=4)
     if scalable is not None:
-        scaling.bind(scalable)
+        scaling.bind(scalable, part)
     admin = Admin(api, metrics, Process(keys, "my-inc", drain, scaling))
     if ready:
         model = model or ServedModel(

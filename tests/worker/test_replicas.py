@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -40,6 +40,15 @@ from xpyd_worker.server.telemetry.metrics import Sample
 WAIT_S = 20.0
 
 
+class FakeKv(Kv):
+    """KV that moves nowhere."""
+
+    is_drained = False
+
+    def drain(self) -> None:
+        self.is_drained = True
+
+
 class FakeEngine:
     """A LoadedEngine and its EngineCore in one: runs what it is told to."""
 
@@ -47,7 +56,8 @@ class FakeEngine:
         self.number = number
         self.engine = self
         self.ready = self
-        self.kv = Kv()
+        self.kv = FakeKv()
+        self.leases = 0
         self.loss: Loss | None = None
         self.failure: BaseException | None = None
         self.submitted: list[str] = []
@@ -99,7 +109,7 @@ class FakeEngine:
         return self.counted
 
     def is_idle(self) -> bool:
-        return not self.submitted
+        return not (self.submitted or self.leases)
 
     def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
         done(not self.has_prefixes)
@@ -117,6 +127,10 @@ class Stage:
         self.incarnations: dict[int, list[str]] = {}
         self.changes: list[tuple[int, ...]] = []
         """The replicas that served whenever others did than before."""
+        self.asked: list[tuple[float, list[int]]] = []
+        """How long routers were given to let go of which replicas."""
+        self.routers: Future[None] = Future()
+        self.routers.set_result(None)
         self.engine = ReplicatedEngine(size, self._load, self._take, changed=self._changed)
 
     def _load(self, number: int, deliver: Deliver, incarnation: str) -> LoadedEngine:
@@ -142,6 +156,18 @@ class Stage:
     def submit(self, name: str, replica: int | None = None) -> None:
         sampling = SamplingParams(max_tokens=4, seed=0)
         self.engine.submit(EngineRequest(name, name, (1, 2), sampling, replica=replica))
+
+    def scale(self, size: int, drain_s: float = 0.0) -> int:
+        return self.engine.scale(size, drain_s=drain_s, let_go=self._let_go)
+
+    def _let_go(self, timeout_s: float) -> Future[None]:
+        self.asked.append((timeout_s, self.leaving))
+        return self.routers
+
+    @property
+    def leaving(self) -> list[int]:
+        """The replicas that no router is to pick."""
+        return [one.number for one in self.engine.replicas if one.is_leaving]
 
     def until(self, holds: Callable[[], bool]) -> None:
         """The keeper looks ten times a second, and says nothing to tests."""
@@ -354,7 +380,7 @@ def test_replicas_are_one_world_of_ranks_only_where_they_share_experts() -> None
 def test_more_replicas_are_loaded_while_the_others_serve() -> None:
     with staged(1) as stage:
         stage.submit("a")
-        assert stage.engine.scale(3, drain_s=0.0) == 0
+        assert stage.scale(3) == 0
         assert [one.is_started for one in stage.made] == [True] * 3
         for name in "bc":
             stage.submit(name)
@@ -369,7 +395,7 @@ def test_where_one_more_cannot_be_loaded_nothing_changes() -> None:
     with staged(1) as stage:
         stage.cannot_load = frozenset({2})
         with pytest.raises(UserError, match="no room"):
-            stage.engine.scale(3, drain_s=0.0)
+            stage.scale(3)
         assert [one.is_closed for one in stage.made] == [False, True]
         stage.submit("a")
         stage.submit("b")
@@ -383,8 +409,8 @@ def test_replicas_that_leave_finish_their_requests_and_get_no_more() -> None:
         leaving = stage.now(1), stage.now(2)
         leaving[0].counted = EngineStats(running=1, forwards=7)
         with ThreadPoolExecutor(1) as pool:
-            scaled = pool.submit(stage.engine.scale, 1, drain_s=WAIT_S)
-            stage.until(lambda: stage.engine.replicas[1].is_leaving)
+            scaled = pool.submit(stage.scale, 1, drain_s=WAIT_S)
+            stage.until(lambda: stage.engine.replicas[1].is_closed)
             stage.submit("d")
             stage.submit("e", replica=2)
             assert stage.now(0).submitted == ["a", "d"]
@@ -404,17 +430,71 @@ def test_replicas_that_leave_finish_their_requests_and_get_no_more() -> None:
         # What the others counted stays.
         assert stage.engine.stats().forwards == 7
         assert stage.engine.experts_chosen() == [LayerExperts(0, (3, 3))]
-        stage.engine.scale(2, drain_s=0.0)
+        stage.scale(2)
         stage.submit("g", replica=1)
         assert stage.now(1).submitted == ["g"]
         assert len(stage.made) == 4
+
+
+def test_a_replica_leaves_once_routers_have_let_go_of_it_and_its_kv_is_taken() -> None:
+    with staged(2) as stage:
+        leaving = stage.now(1)
+        stage.routers = Future()
+        with ThreadPoolExecutor(1) as pool:
+            scaled = pool.submit(stage.scale, 1, drain_s=WAIT_S)
+            stage.until(lambda: bool(stage.asked))
+            assert stage.asked == [(WAIT_S, [1])], "after the beat can say so"
+            # What a router picked it for comes later, and is served; others go elsewhere.
+            stage.submit("a", replica=1)
+            stage.submit("b")
+            assert (leaving.submitted, stage.now(0).submitted) == (["a"], ["b"])
+            leaving.give("a")
+            assert not leaving.kv.is_drained
+            leaving.leases = 1
+            stage.routers.set_result(None)
+            stage.until(lambda: leaving.kv.is_drained)
+            stage.submit("c", replica=1)
+            assert stage.outputs == {"a": "", "c": "replica_lost"}
+            threading.Event().wait(0.3)  # a look or two
+            assert not leaving.is_closed, "a decode instance has not taken its KV"
+            leaving.leases = 0
+            assert scaled.result(WAIT_S) == 0
+        assert leaving.is_closed
+        assert not stage.now(0).kv.is_drained
+
+
+def test_an_instance_that_ends_waits_for_no_router() -> None:
+    stage = Stage(2)
+    stage.engine.load()
+    stage.engine.start()
+    stage.routers = Future()
+    with ThreadPoolExecutor(1) as pool:
+        scaled = pool.submit(stage.scale, 1, drain_s=WAIT_S)
+        stage.until(lambda: bool(stage.asked))
+        stage.engine.close(engine_s=WAIT_S, kv_s=0.0)
+        with pytest.raises(UserError, match="the instance ends"):
+            scaled.result(WAIT_S)
+    assert stage.routers.cancelled()
+    assert [one.is_closed for one in stage.made] == [True, True]
+
+
+def test_one_more_that_cannot_listen_is_closed_and_nothing_changes() -> None:
+    with staged(1) as stage:
+        stage.cannot_start = frozenset({2})
+        with pytest.raises(UserError, match="taken"):
+            stage.scale(3)
+        assert [one.is_closed for one in stage.made] == [False, True, True]
+        assert stage.now(1).kv_s > 0, "else the next try finds its KV port taken"
+        stage.submit("a")
+        stage.submit("b")
+        assert stage.now(0).submitted == ["a", "b"]
 
 
 def test_requests_that_take_longer_than_a_leaving_replica_has_are_cut() -> None:
     with staged(2) as stage:
         stage.submit("a", replica=0)
         stage.submit("b", replica=1)
-        assert stage.engine.scale(1, drain_s=0.0) == 1
+        assert stage.scale(1) == 1
         assert stage.outputs == {"b": "replica_lost"}
         assert stage.now(0).submitted == ["a"]
 

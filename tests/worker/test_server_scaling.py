@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, cast
 
 import pytest
 
 from tests.worker.server_fakes import KEY, serving
 from xpyd_core.errors import UserError
+from xpyd_core.heartbeat import Parting
 from xpyd_core.keys import call_mac
+from xpyd_core.request_id import Address
+from xpyd_worker.server.service import KvPlace
 
 WAIT_S = 20.0
 MINE = "my-inc"
@@ -19,13 +24,17 @@ MINE = "my-inc"
 class Replicas:
     """What scales: when it is let, or not at all."""
 
+    lets_go = False
+
     def __init__(self, *, error: Exception | None = None, cut: int = 0) -> None:
         self.asked: list[tuple[int, float]] = []
         self.begun, self.go_on = threading.Event(), threading.Event()
         self._error, self._cut = error, cut
 
-    def scale(self, size: int, *, drain_s: float) -> int:
+    def scale(self, size: int, *, drain_s: float, let_go: Callable[[float], Future[None]]) -> int:
         self.asked.append((size, drain_s))
+        if self.lets_go:
+            let_go(drain_s).result(WAIT_S)
         self.begun.set()
         assert self.go_on.wait(WAIT_S)
         if self._error is not None:
@@ -64,6 +73,38 @@ async def test_requests_name_replicas_that_are_there_or_were(size: int, known: i
         assert (await server.post("/is_scaling_elastic_ep", {})).json() == {
             "is_scaling_elastic_ep": False
         }
+
+
+async def test_the_engine_is_told_when_routers_have_let_go_and_which_said_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    replicas, given = Replicas(), list[float]()
+    replicas.lets_go = True
+    replicas.go_on.set()
+
+    async def part(timeout_s: float) -> Parting:
+        given.append(timeout_s)
+        return Parting((Address("10.0.0.9", 30001),), in_flight=2)
+
+    async with serving(keys=(), replicas=2, scalable=replicas, part=part) as server:
+        body = {"new_data_parallel_size": 1, "drain_timeout": 7}
+        assert (await server.post("/scale_elastic_ep", body)).status_code == 200
+    assert given == [7]
+    said = "\n".join(caplog.messages)
+    assert "no word of 10.0.0.9:30001: these routers may still name replicas that leave" in said
+    assert "routers have 2 requests for replicas that leave" in said
+
+
+async def test_a_probe_for_a_replica_that_has_left_is_for_another_try() -> None:
+    async def probe(_address: Address) -> Any:
+        raise AssertionError("the replica is gone")
+
+    place = KvPlace(Address("127.0.0.1", 21001), "i", cast("Any", probe))
+    async with serving(role="Prefill", replicas=2, kv_places=[place]) as server:
+        body = {"address": "127.0.0.1:21009"}
+        mac = {"X-Xpyd-Mac": call_mac(KEY, "kv-probe", body["address"])}
+        answer = await server.post("/kv/probe", body, **mac, **{"X-data-parallel-rank": "1"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_lost")
 
 
 async def test_what_cannot_be_changes_nothing() -> None:

@@ -114,7 +114,12 @@ def check_config(config: WorkerConfig) -> None:
 
 def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
     ranks = config.data_parallel_size * config.sizes.replica
-    ports = kv_ports(config.kv_port, config.data_parallel_size, config.sizes.replica)
+    ports = kv_ports(
+        config.kv_port,
+        config.data_parallel_size,
+        config.sizes.replica,
+        is_elastic=config.enable_elastic_ep,
+    )
     advertised = config.kv_advertise.port if config.kv_advertise else 0
     return [
         *(
@@ -137,11 +142,6 @@ def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             not config.enable_elastic_ep or config.pipeline_parallel_size == 1,
         ),
         (
-            f"{ELASTIC}: replicas of a {config.role} instance stay as they are; leave it out, or "
-            "give --role Aggregated",
-            not (config.enable_elastic_ep and config.moves_kv),
-        ),
-        (
             f"{ELASTIC}: replicas that share experts stay as they are; leave out {EXPERT}",
             not (config.enable_elastic_ep and config.enable_expert_parallel),
         ),
@@ -158,7 +158,7 @@ def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
         (
             f"--port {config.port}: the KV ports of all ranks are {ports.start} to "
             f"{ports.stop - 1}; give another one, or another --kv-port",
-            ranks == 1 or config.role != "Decode" or config.port not in ports,
+            not config.has_ranks or config.role != "Decode" or config.port not in ports,
         ),
     ]
 

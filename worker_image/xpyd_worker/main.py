@@ -251,8 +251,6 @@ class _Worker:
         config = self._config
         self._loaded = loaded
         self._bridge.bind(loaded.engine)
-        if config.enable_elastic_ep:
-            self._scaling.bind(cast("ReplicatedEngine", loaded.engine))
         loaded.start()
         heartbeat = self._heartbeat = HeartbeatSender(
             config.discovery,
@@ -263,6 +261,8 @@ class _Worker:
             keys=self._keys,
             on_gone=loaded.kv.peer_gone,
         )
+        if config.enable_elastic_ep:
+            self._scaling.bind(cast("ReplicatedEngine", loaded.engine), heartbeat.part)
         try:
             info = InstanceInfo(config.role, self._incarnation, self._keys, config.kv_wait_s)
             self._api.service = Service(

@@ -138,8 +138,9 @@ def replica_kv_port(first: int, replica: int, ranks: int) -> int:
     return first and first + replica * (ranks + 1)
 
 
-def kv_ports(first: int, replicas: int, ranks: int) -> range:
+def kv_ports(first: int, replicas: int, ranks: int, *, is_elastic: bool = False) -> range:
     """All ports of an engine's KV: of its replicas, each with so many `ranks`, and of these. One
-    rank alone computes in the engine's process and has no port of its own."""
-    is_one = replicas * ranks == 1
+    rank alone computes in the engine's process and has no port of its own, but where replicas come
+    and go (`is_elastic`)."""
+    is_one = replicas * ranks == 1 and not is_elastic
     return range(first, first + (1 if is_one else replicas * (ranks + 1)))

@@ -28,7 +28,7 @@ from xpyd_core.messages import (
     encode_word,
 )
 from xpyd_router.discovery.zmtp import Message, Receiver, message
-from xpyd_router.fleet.instances import MAX_INSTANCES, InstanceKey
+from xpyd_router.fleet.instances import MAX_INSTANCES, InstanceKey, leaving_places
 from xpyd_router.fleet.registry import key_of
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
@@ -364,7 +364,7 @@ class Discovery:
             self._complain(f"{peer}: {error}")
             return False
         self._count(outcome)
-        if beat is not None and beat.state == "Draining" and outcome in _GOOD:
+        if beat is not None and outcome in _GOOD:
             self._acknowledge(beat, say)
         if beat is not None and outcome in ("new", "replaced", "refreshed"):
             self._follow_kv(beat)
@@ -383,9 +383,10 @@ class Discovery:
         return self._fleet.apply(beat, age_s)
 
     def _acknowledge(self, beat: Heartbeat, say: Say) -> None:
-        """The instance may go once nothing of ours is there; nothing is said before all processes
+        """What leaves may go once nothing of ours is there; nothing is said before all processes
         of this router know of it: the next beat asks again."""
-        in_flight = self._fleet.in_flight(key_of(beat))
+        leaving = leaving_places(key_of(beat), beat)
+        in_flight = self._fleet.in_flight(leaving) if leaving else None
         if in_flight is None:
             return
         ack = DrainAck(incarnation=beat.incarnation, sent_us=beat.sent_us, in_flight=in_flight)

@@ -71,6 +71,16 @@ def places_of(key: InstanceKey, beat: Heartbeat) -> tuple[InstanceKey, ...]:
     return (key, *(key._replace(replica=number) for number in range(1, len(beat.replicas))))
 
 
+def leaving_places(key: InstanceKey, beat: Heartbeat) -> tuple[InstanceKey, ...]:
+    """Those that work and are to get no more requests: of an instance that drains all, else those
+    of its replicas that do."""
+    places = places_of(key, beat)
+    if beat.state == "Draining":
+        return places
+    replicas = beat.replicas if beat.state == "Ready" else ()
+    return tuple(places[number] for number, one in enumerate(replicas) if one.draining)
+
+
 @dataclass(frozen=True)
 class Instance:
     """One engine as a beat described it. Times are the caller's clock, in seconds.
@@ -153,11 +163,11 @@ class Instance:
         return tuple(dict.fromkeys((self.kv, *self.replica_kvs)))
 
     def each_replica(self) -> Iterator[Instance]:
-        """The replicas that serve, each as an instance; itself where it has none."""
+        """The replicas that serve and stay, each as an instance; itself where it has none."""
         if not self.beat.replicas:
             yield self
         for number, one in enumerate(self.beat.replicas):
-            if one.serving:
+            if one.serving and not one.draining:
                 kv, beat = self.replica_kvs[number], self.beat.of_replica(number)
                 yield replace(self, beat=beat, kv=kv, kv_text=str(kv), replica=number)
 

@@ -189,7 +189,7 @@ def _routing_view(beat: Heartbeat) -> tuple[object, ...]:
         *(beat.type, beat.http_address, beat.zmq_address, beat.state, beat.models),
         *(beat.compatibility, beat.continuation, beat.instance, beat.max_model_len),
         *(beat.dialect, beat.prompt_ids, beat.engine, beat.fleet_revision),
-        *((one.zmq_address, one.serving) for one in beat.replicas),
+        *((one.zmq_address, one.serving, one.draining) for one in beat.replicas),
     )
 
 
@@ -357,7 +357,8 @@ class Registry:
     def prove(self, prefill: InstanceKey, decode: InstanceKey, found: PairFound) -> bool:
         """Take what a probe has shown of a pair, until one of them leaves; whether it is
         verified by that, or no more."""
-        if self.get(prefill) is None or self.get(decode) is None:
+        # Of a replica that left meanwhile it would be held against the next one of its number.
+        if self.at(prefill) is None or self.at(decode) is None:
             return False
         is_news = self.proofs.put(prefill, decode, found)
         if is_news and self.only_verified:

@@ -379,10 +379,10 @@ class FleetView:
         loads = [self.load(place) for place in instance.places]
         return sum(one.ours for one in loads), sum(one.foreign_requests for one in loads)
 
-    def in_flight(self, key: InstanceKey) -> int | None:
-        """Requests that were given the instance and are not over; None where a process of this
-        router may still pick it, though its beats say Draining."""
-        return sum(self._loads.of(place).ours for place in self._places(key))
+    def in_flight(self, places: Sequence[InstanceKey]) -> int | None:
+        """Requests that were given these places and are not over; None where a process of this
+        router may still pick one of them, though beats say Draining."""
+        return sum(self._loads.of(place).ours for place in places)
 
     def on_standing(self, listener: OnStanding) -> None:
         """Have `listener` called when an instance's health changes."""

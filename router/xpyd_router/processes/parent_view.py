@@ -75,7 +75,7 @@ class ParentView(FleetView):
         self._publish = publish
         self._workers = workers
         self._leaving: dict[InstanceKey, int] = {}
-        """By instance that drains: the ping behind the beat that said so."""
+        """By place that drains: the ping behind the beat that said so."""
         self._slots = Slots()
         self._health_published: dict[InstanceKey, HealthChanged] = {}
         self._weighed: Mapping[InstanceKey, float] = {}
@@ -113,16 +113,15 @@ class ParentView(FleetView):
         self._flush()
         return outcome
 
-    def in_flight(self, key: InstanceKey) -> int | None:
-        """See FleetView. A worker may pick the instance until it has its beat."""
-        ping = self._leaving.get(key)
-        if ping is None:
-            self._leaving[key] = self._workers.ping()
+    def in_flight(self, places: Sequence[InstanceKey]) -> int | None:
+        """See FleetView. A worker may pick a place until it has the beat."""
+        new = [place for place in places if place not in self._leaving]
+        if new:
+            self._leaving.update(dict.fromkeys(new, self._workers.ping()))
             return None
-        if not self._workers.have_taken(ping):
+        if not all(self._workers.have_taken(self._leaving[place]) for place in places):
             return None
-        slots = [self._slots.of(place) for place in self._places(key)]
-        return sum(self._workers.requests_at(slot) for slot in slots)
+        return sum(self._workers.requests_at(self._slots.of(place)) for place in places)
 
     def expire(self) -> tuple[InstanceKey, ...]:
         gone = super().expire()

@@ -16,7 +16,7 @@ from xpyd_core.keys import Keys
 from xpyd_core.messages import ReplicaBeat
 from xpyd_core.request_id import Address
 from xpyd_kv.connector.build import MakeStore
-from xpyd_worker.config import WorkerConfig
+from xpyd_worker.config import WorkerConfig, check_config
 from xpyd_worker.engine.core import Deliver
 from xpyd_worker.engine.request import (
     EngineStats,
@@ -116,10 +116,7 @@ class LoadedReplicas:
 
     def beats(self) -> tuple[ReplicaBeat, ...]:
         """What a heartbeat says of each replica."""
-        return tuple(
-            _beat(str(self._address(one)), None if one.is_leaving else one.serving)
-            for one in self.engine.replicas
-        )
+        return tuple(_beat(str(self._address(one)), one) for one in self.engine.replicas)
 
     def _address(self, replica: Replica) -> Address:
         """As routers write it: the server compares it with that of a pair's id."""
@@ -127,7 +124,8 @@ class LoadedReplicas:
         return address._replace(host=str(ipaddress.ip_address(address.host)))
 
 
-def _beat(address: str, serving: LoadedEngine | None) -> ReplicaBeat:
+def _beat(address: str, replica: Replica) -> ReplicaBeat:
+    serving = replica.serving
     if serving is None:
         return ReplicaBeat(zmq_address=address, serving=0)
     stats = serving.engine.stats()
@@ -138,6 +136,7 @@ def _beat(address: str, serving: LoadedEngine | None) -> ReplicaBeat:
         free_blocks=stats.blocks_free,
         total_blocks=stats.blocks_total,
         kv_leases=stats.kv_leases,
+        draining=int(replica.is_leaving),
     )
 
 
@@ -177,10 +176,12 @@ def load_replicas(
             lock_step = _lock_step(config.data_parallel_size, world)
 
         def load_one(replica: int, deliver: Deliver, incarnation: str) -> LoadedEngine:
-            # As many as there are now, or one of those to come: GPUs and cores are counted by it.
+            # As many as there are now, or one of those to come: GPUs and cores are counted by it,
+            # and KV ports. Its parts of buffer and pool are as large as those of the first.
             size = max(config.data_parallel_size, replica + 1)
+            check_config(replace(config, data_parallel_size=size))
             return load(
-                replace(config, data_parallel_size=size).of_replica(replica),
+                replace(config.of_replica(replica), data_parallel_size=size),
                 deliver=deliver,
                 keys=keys,
                 incarnation=incarnation,

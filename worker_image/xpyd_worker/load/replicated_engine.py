@@ -9,7 +9,7 @@ nothing else. It is started again, at once or with a growing pause, while the ot
 last one is lost, so is the instance. Replicas that share experts keep in step (LockStep, ADR 0122):
 their ranks are one world, and the instance is lost with any of them. Where KV moves each has an
 address of its own, and each start of it an incarnation (ADR 0124). Replicas come and go while it
-serves (`scale`).
+serves (`scale`); one that goes is let go of by the routers first, as an instance is (ADR 0133).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
@@ -47,6 +47,9 @@ from xpyd_worker.replicas.lock_step import LockStep
 _log = logging.getLogger(__name__)
 LoadOne = Callable[[int, Deliver, str], LoadedEngine]
 """Load the replica of a number, whose outputs go to a Deliver, as the start of an incarnation."""
+LetGo = Callable[[float], Future[None]]
+"""Have the routers let go of the replicas that leave: over when they have, or have had so many
+seconds. Cancelled, it ends."""
 _LOOK_S = 0.1
 _KV_CLOSE_S = 2.0
 _STEADY_S = 60.0
@@ -82,11 +85,12 @@ def summed(stats: Iterable[EngineStats]) -> EngineStats:
 @dataclass
 class Replica:
     """One replica. `loaded` is None while it is started again; `open` are its requests' ids;
-    `is_leaving`: it gets no more of them."""
+    `is_leaving`: it gets none but those that a router had for it; `is_closed`: nor these."""
 
     number: int
     loaded: LoadedEngine | None = None
     is_leaving: bool = False
+    is_closed: bool = False
     open: set[str] = field(default_factory=set[str])
     restarts: int = 0
     losses: int = 0
@@ -203,42 +207,49 @@ class ReplicatedEngine:
         for close in closes:
             close.result()
 
-    def scale(self, size: int, *, drain_s: float) -> int:
+    def scale(self, size: int, *, drain_s: float, let_go: LetGo) -> int:
         """Have `size` replicas, at least one: load more, or let go of the last ones, whose requests
-        have `drain_s` to end. Those that stay go on meanwhile. Returns, when it is done, how many
-        requests were cut. Raises what the load of a replica raises, and nothing has changed then;
-        UserError when the instance ends. Blocks; one call at a time."""
+        and KV have `drain_s` to end. Those that stay go on meanwhile. Returns, when it is done, how
+        many requests were cut. Raises what the load of a replica raises, and nothing has changed
+        then; UserError when the instance ends. Blocks; one call at a time."""
         have = len(self.replicas)
         if size > have:
             self._grow([Replica(number) for number in range(have, size)])
             return 0
-        return self._shrink(self.replicas[size:], drain_s)
+        return self._shrink(self.replicas[size:], drain_s, let_go) if size < have else 0
 
     def _grow(self, more: Sequence[Replica]) -> None:
         try:
             self._load_all(more)
-        except BaseException:
-            _close(more, engine_s=0.0, kv_s=0.0)
-            raise
-        with self._lock:
-            is_ending = self._closing.is_set()
-            if not is_ending:
+            with self._lock:
+                if self._closing.is_set():
+                    raise UserError("the instance ends")
                 for replica in more:
                     self._start(replica)
                 self._have([*self.replicas, *more])
-        if is_ending:
-            _close(more, engine_s=0.0, kv_s=0.0)
-            raise UserError("the instance ends")
+        except BaseException:
+            # One of them may have started: its KV port has to be free for the next try.
+            _close(more, engine_s=_KV_CLOSE_S, kv_s=_KV_CLOSE_S)
+            raise
         _log.info("%d replicas serve", len(self.replicas))
 
-    def _shrink(self, leaving: Sequence[Replica], drain_s: float) -> int:
+    def _shrink(self, leaving: Sequence[Replica], drain_s: float, let_go: LetGo) -> int:
         with self._lock:
             for replica in leaving:
                 replica.is_leaving = True
         end_s = time.monotonic() + drain_s
-        while any(map(_is_busy, leaving)) and time.monotonic() < end_s:
-            if self._closing.wait(_LOOK_S):
-                raise UserError("the instance ends")
+        asked = let_go(drain_s)
+        try:
+            self._wait(asked.done, end_s)
+        finally:
+            asked.cancel()
+        with self._lock:
+            for replica in leaving:
+                replica.is_closed = True
+        for replica in leaving:
+            if replica.loaded is not None:
+                replica.loaded.kv.drain()
+        self._wait(lambda: not any(map(_is_busy, leaving)), end_s)
         cut = sum(len(replica.open) for replica in leaving)
         if cut:
             _log.warning("%d requests are cut: %d replicas leave", cut, len(leaving))
@@ -250,6 +261,12 @@ class ReplicatedEngine:
         self._look()
         _log.info("%d replicas serve", len(self.replicas))
         return cut
+
+    def _wait(self, holds: Callable[[], bool], end_s: float) -> None:
+        """Until it holds, or that time. UserError when the instance ends."""
+        while not holds() and time.monotonic() < end_s:
+            if self._closing.wait(_LOOK_S):
+                raise UserError("the instance ends")
 
     def _have(self, replicas: list[Replica]) -> None:
         """The list is replaced, never changed: whoever goes through it has one of both."""
@@ -350,7 +367,7 @@ class ReplicatedEngine:
             # Replicas may have become fewer since the request's header was read.
             is_there = number is not None and number < len(self.replicas)
             replica = self.replicas[number] if number is not None and is_there else None
-            is_open = not (replica is None or replica.is_leaving or self._closing.is_set())
+            is_open = not (replica is None or replica.is_closed or self._closing.is_set())
             serving = replica.serving if replica is not None and is_open else None
             if replica is not None and serving is not None:
                 replica.open.add(request.request_id)

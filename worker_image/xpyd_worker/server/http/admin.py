@@ -47,8 +47,10 @@ async def answer_probe(
     P), 429 (too many), 503 (no answer)."""
     instance = service.instance
     address = check_probe(body, mac, keys=instance.keys, role=instance.role)
-    places = service.kv_places()
-    probe = service.probe if replica is None or not places else places[replica].probe
+    places, probe = service.kv_places(), service.probe
+    if replica is not None and places:
+        # One that has left may still be named.
+        probe = places[replica].probe if replica < len(places) else None
     if probe is None:
         raise ApiError(503, "the replica is gone", code="replica_lost", retry_after_s=1)
     result = await called_back(

@@ -1,27 +1,35 @@
 """Replicas come and go while the instance serves: what HTTP asks, and what requests may name then.
 
-The engine does it (load/replicated_engine.py); the service, which each request has as it was at its
-start, says which replicas may be named and for how many requests there is room. Loop only.
+The engine does it (load/replicated_engine.py), which waits for routers to let go of replicas that
+leave (docs/adr/0133); the service, which each request has as it was at its start, says which
+replicas may be named and for how many requests there is room. Loop only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Protocol
 
 from xpyd_core.errors import ApiError, UserError
+from xpyd_core.heartbeat import Parting
 from xpyd_core.parallel.checks import ELASTIC
 from xpyd_worker.ranks.loss import RankLostError
 from xpyd_worker.server.http.inference import Api
 
+_log = logging.getLogger(__name__)
+Part = Callable[[float], Awaitable[Parting]]
+"""See HeartbeatSender.part."""
 _WAITING_REQUESTS = 1024
 
 
 class Scalable(Protocol):
     """See ReplicatedEngine."""
 
-    def scale(self, size: int, *, drain_s: float) -> int:
+    def scale(self, size: int, *, drain_s: float, let_go: Callable[[float], Future[None]]) -> int:
         """Have `size` replicas."""
         ...
 
@@ -33,11 +41,12 @@ class Scaling:
         self._api = api
         self._max_num_seqs = max_num_seqs
         self._engine: Scalable | None = None
+        self._part: Part | None = None
         self._work: asyncio.Task[int] | None = None
 
-    def bind(self, engine: Scalable) -> None:
+    def bind(self, engine: Scalable, part: Part) -> None:
         """The engine, once loaded, whose replicas may come and go."""
-        self._engine = engine
+        self._engine, self._part = engine, part
 
     @property
     def is_scaling(self) -> bool:
@@ -51,18 +60,24 @@ class Scaling:
     async def scale(self, replicas: int, drain_s: float) -> int:
         """Have so many; how many requests were cut. ApiError 409: it cannot be, or not now; nothing
         has changed. It goes on when the caller does not wait for it."""
-        if self._engine is None:
+        if self._engine is None or self._part is None:
             message = f"this instance was started without {ELASTIC}: its replicas stay as they are"
             raise ApiError(409, message, code="cannot_scale")
         if self.is_scaling:
             message = "the replicas are being changed already: try again when that is done"
             raise ApiError(409, message, code="is_scaling", retry_after_s=1)
-        self._work = asyncio.create_task(self._scale(self._engine, replicas, drain_s))
+        work = self._scale(self._engine, self._part, replicas, drain_s)
+        self._work = asyncio.create_task(work)
         return await asyncio.shield(self._work)
 
-    async def _scale(self, engine: Scalable, replicas: int, drain_s: float) -> int:
+    async def _scale(self, engine: Scalable, part: Part, replicas: int, drain_s: float) -> int:
+        loop = asyncio.get_running_loop()
+
+        def let_go(timeout_s: float) -> Future[None]:  # on the engine's caller's thread
+            return asyncio.run_coroutine_threadsafe(_let_go(part, timeout_s), loop)
+
         try:
-            cut = await asyncio.to_thread(engine.scale, replicas, drain_s=drain_s)
+            cut = await asyncio.to_thread(engine.scale, replicas, drain_s=drain_s, let_go=let_go)
         except (UserError, RankLostError) as error:
             raise ApiError(409, str(error), code="cannot_scale") from error
         service = self._api.service
@@ -73,3 +88,12 @@ class Scaling:
             known = max(service.replicas, replicas)
             self._api.service = replace(service, replicas=known, max_requests=limit)
         return cut
+
+
+async def _let_go(part: Part, timeout_s: float) -> None:
+    left = await part(timeout_s)
+    if left.silent:
+        silent = ", ".join(map(str, left.silent))
+        _log.warning("no word of %s: these routers may still name replicas that leave", silent)
+    if left.in_flight:
+        _log.warning("routers have %d requests for replicas that leave", left.in_flight)
