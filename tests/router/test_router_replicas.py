@@ -102,7 +102,7 @@ def test_a_replica_that_does_not_serve_is_not_picked_and_comes_back() -> None:
 
 
 def test_a_replica_that_drains_is_picked_no_more_and_nothing_of_it_stays_when_it_is_gone() -> None:
-    world = World()
+    world = World("RoundRobin")
     world.hear("P", 1)
     world.hear("D", 2, "11")
     picked = next(one for one in (world.pick().decode for _ in range(9)) if one.replica == 1)
