@@ -136,7 +136,7 @@ def _beat(address: str, replica: Replica) -> ReplicaBeat:
         free_blocks=stats.blocks_free,
         total_blocks=stats.blocks_total,
         kv_leases=stats.kv_leases,
-        draining=int(replica.is_leaving),
+        draining=1 if replica.is_leaving else 0,
     )
 
 
