@@ -168,6 +168,8 @@ def test_replicas_of_p_and_d_come_and_go_and_no_request_is_even_tried_again(
     prompts = [f"{word} " + "one two three four five " * 20 for word in ("alpha", "beta", "gamma")]
     bodies = [{**BODY, "prompt": prompt, "max_tokens": 24} for prompt in prompts]
     with empty_fleet(tmp_path) as running:
+        # Ranks that start take the cores: on a busy machine beats are seconds late.
+        running.heartbeat_ms = 3000
         router = running.start_router("--processes", "2")
         p = running.start_engine("Prefill", "--enable-elastic-ep", name="p")
         d = running.start_engine("Decode", "--enable-elastic-ep", name="d")

@@ -393,7 +393,7 @@ def test_more_replicas_are_loaded_while_the_others_serve() -> None:
 def test_where_one_more_cannot_serve_nothing_changes(fails: str) -> None:
     with staged(1) as stage:
         setattr(stage, fails, frozenset({2}))
-        with pytest.raises(UserError, match="no room|taken"):
+        with pytest.raises(UserError, match=r"no room|taken"):
             stage.scale(3)
         assert [one.is_closed for one in stage.made] == [False, *[True] * (len(stage.made) - 1)]
         assert stage.now(1).kv_s > 0, "else the next try finds its KV port taken"
