@@ -52,6 +52,7 @@ FLAG_PAGES = {
     "--enable-eplb": "parallel.md#balance",
     "--eplb-config": "parallel.md#balance",
     "--data-parallel-size": "parallel.md#replicas",
+    "--enable-elastic-ep": "parallel.md#replicas-that-come-and-go",
     "--data-parallel-size-local": "parallel.md#replicas-over-several-pods",
     "--data-parallel-start-rank": "parallel.md#replicas-over-several-pods",
     "--headless": "parallel.md#replicas-over-several-pods",

@@ -246,7 +246,7 @@ def test_the_metrics_of_the_engine_are_those_of_the_page() -> None:
             *kv_samples(KvMetrics(), EndpointCounters(), StoreMetrics(), now),
             *rank_samples(Sizes(), shown=[shown], ready=[ready], fits=[1]),
             *expert_samples([LayerExperts(0, (1, 2), LayerMoves())]),
-            *replica_samples([(None, 0)]),
+            *replica_samples([(None, 0)], 0),
             *wave_samples(LockStep(1, clock=float, fell=lambda _: None).members),
         ],
         model="m",

@@ -4,14 +4,19 @@ transformers, and what happens to one of them happens to all."""
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 import signal
+import threading
+import time
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from scripts.train_demo_model.random_checkpoint import make_checkpoint
@@ -43,6 +48,7 @@ ENGINES = [
     )
     for family, layout in itertools.product(FAMILIES, [(1, 1), (2, 1), (1, 2), (2, 2)])
 ]
+_log = logging.getLogger(__name__)
 PATH = "/v1/completions"
 
 
@@ -153,3 +159,71 @@ def test_aborts_resets_and_drains_leave_the_replicas_in_step(worker: Worker) -> 
         assert worker.process.wait(WAIT_S) == 0
     assert not any(map(is_alive, ranks))
     assert "the engine failed" not in worker.log.read_text()
+
+
+def scale(worker: Worker, replicas: int) -> httpx.Response:
+    asked = {"new_data_parallel_size": replicas}
+    return worker.client.post("/scale_elastic_ep", json=asked, timeout=300)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_as_it_loads_leaves_the_others_as_they_were(
+    tmp_path: Path, model: Path
+) -> None:
+    body = {"prompt": "The capital of", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    flags = ("-dp", "1", EXPERT, "--enable-elastic-ep")
+    with started(tmp_path, "--model", str(model), *flags) as worker, ThreadPoolExecutor(1) as pool:
+        before = worker.ranks()
+        expected = worker.client.post(PATH, json=body, timeout=300).json()["choices"]
+        answer = pool.submit(scale, worker, 2)
+        wait_until(lambda: len(worker.ranks()) == 2)
+        os.kill((set(worker.ranks()) - set(before)).pop(), signal.SIGKILL)
+        refused = answer.result(300)
+        assert refused.status_code == 409
+        assert re.search(r"rank 1 \(.*\) was ended by SIGKILL", refused.text)
+        assert worker.client.post(PATH, json=body, timeout=300).json()["choices"] == expected
+        assert scale(worker, 2).status_code == 200
+        for replica in ("0", "1"):
+            headers = {"X-data-parallel-rank": replica}
+            answered = worker.client.post(PATH, json=body, headers=headers, timeout=300)
+            assert answered.json()["choices"] == expected
+        assert "\nxpyd_engine_scalings_total 1" in worker.client.get("/metrics").text
+
+
+@pytest.mark.slow
+def test_replicas_that_share_experts_come_and_go_under_load(tmp_path: Path, model: Path) -> None:
+    """2 -> 4 -> 1 replicas: no request fails, and all texts are the same; five ranks are too many
+    for four experts."""
+    body = {"prompt": "The capital of", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    flags = ("-dp", "2", EXPERT, "--enable-elastic-ep")
+    with started(tmp_path, "--model", str(model), *flags) as worker, ThreadPoolExecutor(16) as pool:
+
+        def text() -> str:
+            answer = worker.client.post(PATH, json=body, timeout=300)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"][0]["text"]
+
+        expected, over = text(), threading.Event()
+
+        def load() -> list[str]:
+            """One request behind the other."""
+            texts: list[str] = []
+            while not over.is_set():
+                texts.append(text())
+            return texts
+
+        loads = [pool.submit(load) for _ in range(4)]
+        for replicas in (4, 1):
+            begun_s = time.monotonic()
+            answer = scale(worker, replicas)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["cut"] == 0
+            _log.info("%d replicas after %.1f s", replicas, time.monotonic() - begun_s)
+            assert len(worker.ranks()) == replicas
+        over.set()
+        texts = [one for each in loads for one in each.result(300)]
+        assert texts == [expected] * len(texts)
+        refused = scale(worker, 5)
+        assert refused.status_code == 409
+        assert "5 ranks for 4 experts" in refused.json()["error"]["message"]
+        assert text() == expected

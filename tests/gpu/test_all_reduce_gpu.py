@@ -32,7 +32,7 @@ def _opened(seat: Seat) -> Any:
     from xpyd_worker.kernels.gpu.all_reduce import all_reduce
     from xpyd_worker.parallel.peer_memory import GpuPeers
 
-    store = Store(seat.at(), seat.rank, seat.world)
+    store = Store(seat.at(), seat.rank, range(seat.world))
     members = tuple(range(seat.world))
     gloo = gloo_device(seat.address)
     group = gloo_group(store, "tensor-0-cpu", members, device=gloo, at=seat.at())

@@ -33,7 +33,7 @@ Neighbours differ, so programs have taken part in unlike numbers of calls."""
 
 
 def _group(seat: Seat) -> ProcessGroup:
-    store = Store(seat.at(), seat.rank, seat.world)
+    store = Store(seat.at(), seat.rank, range(seat.world))
     members = tuple(range(seat.world))
     device = gloo_device(seat.address)
     return gloo_group(store, "tensor-0-cpu", members, device=device, at=seat.at())

@@ -4,6 +4,7 @@ them, how they end. Real processes over Gloo."""
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ import torch
 from tests.ranks.kit.groups import HOST, PATIENCE_S, Seat, run_ranks
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.parallel import native
+from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.parallel.distributed import ProcessGroup, Rendezvous, Store
 from xpyd_worker.parallel.groups import group_by_name
 
 TP2_PP2 = Sizes(tensor=2, pipeline=2)
-KINDS = ("world", "tensor", "pipeline", "data", "expert")
+KINDS = ("tensor", "pipeline", "world", "data", "expert")
 DP2_TP2 = Sizes(data=2, tensor=2, has_whole_experts=True)
 
 
@@ -143,7 +145,7 @@ def test_each_group_is_one_on_the_device_and_one_on_the_host_and_they_end_the_la
     """Article fact 51."""
     for rank, (made, ended, shared) in enumerate(run_ranks(ends, 4, TP2_PP2)):
         data = TP2_PP2.data_groups.index((rank,))
-        number = {"world": 0, "tensor": rank // 2, "pipeline": rank % 2, "data": data}
+        number = {"tensor": rank // 2, "pipeline": rank % 2, "world": 0, "data": data}
         assert made == [
             f"{kind}-{number[kind]}-{on}" for kind in number for on in ("cpu", "device")
         ]
@@ -161,11 +163,55 @@ def test_the_group_of_whole_experts_is_made_last_and_ends_first():
         assert shared["expert"] == shared["tensor"] == (native.library() is not None)
 
 
+def resized(seat: Seat) -> list[Any]:
+    """Replicas of two ranks: one, two with those that come, and one again."""
+    comes = seat.rank >= 2
+    found: list[Any] = []
+    sizes = replace(DP2_TP2, data=2 if comes else 1, is_elastic=True)
+    with seat.open(sizes, meeting=int(comes)) as state:
+        for meeting, replicas in ((1, 2), (2, 1)):
+            stays = state.resize(meeting, replicas)
+            found.append(stays)
+            if stays:
+                size = 2 * replicas
+                rows = torch.full((size, 1), float(seat.rank))
+                group = state.experts
+                got = group.all_to_all(rows, [1] * size, [1] * size).view(-1).tolist()
+                total = state.tensor.all_reduce(torch.ones(1)).item()
+                found.append((group.rank, group.replicas, got, state.part.replicas, total))
+                assert group is state.experts
+                assert state.expert_group.ranks == state.world.ranks == tuple(range(size))
+    return found
+
+
+def test_replicas_come_into_the_groups_that_cross_them_and_go():
+    found = run_ranks(resized, 4)
+    for rank, (came, there, stayed, *last) in enumerate(found):
+        assert (came, stayed) == (True, rank < 2)
+        assert there == (rank, 2, [0, 1, 2, 3], 2, 2)
+        assert last == ([(rank, 1, [0, 1], 1, 2)] if rank < 2 else [])
+
+
+def missed(seat: Seat) -> str:
+    with seat.open(replace(DP2_TP2, is_elastic=True), connect_s=3.0) as state:
+        if seat.rank == 3:
+            return ""
+        with pytest.raises(GroupError) as raised:
+            state.resize(1, 1)
+        return str(raised.value)
+
+
+def test_who_does_not_come_to_a_change_is_named():
+    *others, last = run_ranks(missed, 4)
+    assert others == ["rank 3 did not come to meeting-1 within 3 s"] * 3
+    assert last == ""
+
+
 def test_rank_0_listens_where_the_others_look_for_it() -> None:
     with socket.create_server((HOST, 0)) as probe:
         port = probe.getsockname()[1]
     at = Rendezvous(host=HOST, port=port, address=HOST, connect_s=PATIENCE_S)
-    store = Store(at, 0, 1)
+    store = Store(at, 0, range(1))
     with socket.create_connection((HOST, port), timeout=PATIENCE_S):
         store.put("a", b"b")
     assert store.take("a", of=0, within_s=PATIENCE_S) == b"b"

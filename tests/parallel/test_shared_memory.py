@@ -54,7 +54,7 @@ _stores: dict[int, Store] = {}
 def _store(seat: Seat) -> Store:
     """This process's, once."""
     if seat.port not in _stores:
-        _stores[seat.port] = Store(seat.at(), seat.rank, seat.world)
+        _stores[seat.port] = Store(seat.at(), seat.rank, range(seat.world))
     return _stores[seat.port]
 
 

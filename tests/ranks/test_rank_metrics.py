@@ -46,9 +46,10 @@ def test_ranks_of_a_replica_count_behind_those_of_the_ones_before() -> None:
 
 def test_each_replica_has_its_own_metrics_also_while_it_is_gone() -> None:
     rows = [(Counts(waiting=2, running=3), 0), (None, 4)]
+    scalings, *samples = replica_samples(rows, 3)
+    assert (scalings.name, scalings.labels, scalings.value) == ("xpyd_engine_scalings", (), 3)
     found = {
-        (s.name.removeprefix("xpyd_engine_replica_"), s.labels[0][1]): s.value
-        for s in replica_samples(rows)
+        (s.name.removeprefix("xpyd_engine_replica_"), s.labels[0][1]): s.value for s in samples
     }
     assert found == {
         ("up", "0"): 1,

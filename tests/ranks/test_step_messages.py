@@ -14,6 +14,7 @@ from xpyd_worker.engine.executor import (
     DRAWN_BEFORE,
     KnownMask,
     KnownTokens,
+    Resize,
     SampleSpec,
     ScheduledSequence,
     StepInput,
@@ -55,8 +56,8 @@ GOING = replace(SOME, token_ids=(20,), start=3, samples=(SampleSpec(0, 1),))
 
 
 # Before and behind the sampling parameters, which come by name.
-GOLDEN_BEGIN = "96099493000191079301cd012c909502029205ce000111709091009c03030604910892040905919200"
-GOLDEN_END = "9102a161940102030491920102c4026b76919202c404ff00000102"
+GOLDEN_BEGIN = "97099493000191079301cd012c909502029205ce000111709091009c03030604910892040905919200"
+GOLDEN_END = "9102a161940102030491920102c4026b76919202c404ff00000102920302"
 
 
 class Line:
@@ -107,6 +108,7 @@ def test_the_bytes_of_a_step_are_these():
         b"kv",
         ((2, b"\xff\x00\x00\x01"),),
         ExpertTurn.PLACE,
+        Resize(3, 2),
     )
     encoded = encode_step(message)
     assert encoded.hex().startswith(GOLDEN_BEGIN)

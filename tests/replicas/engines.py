@@ -9,18 +9,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 from tests.worker.engine_driver import make_request
 from tests.worker.engine_fakes import BLOCK, EOS, FakeExecutor, alone
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import Deliver, EngineCore
-from xpyd_worker.engine.executor import Finished, Running, StepInput, StepOutput
+from xpyd_worker.engine.executor import Finished, Resize, Running, StepInput, StepOutput
 from xpyd_worker.engine.inbox import Inbox, Item
 from xpyd_worker.engine.open_requests import StopRules
 from xpyd_worker.engine.request import EngineOutput, EngineRequest, EngineStats, SchedulerConfig
+from xpyd_worker.kv.engine import Kv
 from xpyd_worker.load.engine import LoadedEngine
 from xpyd_worker.load.replicas import ReplicatedEngine
 from xpyd_worker.ranks.loss import Loss
@@ -41,22 +44,46 @@ class Forwards:
         self._deadline_s = deadline_s
         self._is_over = False
         self._changed = threading.Condition()
+        self._meeting = 0
+        self._gone: set[int] = set()
 
-    def launch(self, replica: int) -> int:
+    def launch(self, replica: int, resize: Resize | None) -> int:
         """The number of its forward."""
         self.hold(replica)
         with self._changed:
+            if resize is not None:
+                self._resize(replica, resize)
             self.launched[replica] += 1
             self._changed.notify_all()
             return self.launched[replica]
+
+    def _resize(self, replica: int, resize: Resize) -> None:
+        """All come with the same forward, behind as many as any other has made."""
+        if resize.meeting > self._meeting:
+            self._meeting = resize.meeting
+            in_step = {self.launched[one] for one in self.there}
+            assert len(in_step) == 1, self.launched
+            kept = [self.launched[one] for one in self.there]
+            more = max(0, resize.replicas - len(kept))
+            self.launched, self._gone = kept + list(in_step) * more, set()
+        if replica >= resize.replicas:
+            self._gone.add(replica)
+
+    @property
+    def there(self) -> list[int]:
+        """Replicas that have not gone."""
+        return [one for one in range(len(self.launched)) if one not in self._gone]
+
+    def _slowest(self) -> int:
+        return min(self.launched[one] for one in self.there)
 
     def meet(self, number: int) -> None:
         """Wait until all have launched that one."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_over or min(self.launched) >= number, self._deadline_s
+                lambda: self._is_over or self._slowest() >= number, self._deadline_s
             )
-            if min(self.launched) < number:
+            if self._slowest() < number:
                 raise RuntimeError(f"forward {number} hangs: {self.launched} were launched")
 
     def end(self) -> None:
@@ -87,7 +114,7 @@ class MetExecutor:
         self.inner, self.num_blocks = inner, inner.num_blocks
         self.depth, self.draws_ahead = inner.depth, inner.draws_ahead
         self.dummies = self.under_way = self.most_under_way = 0
-        self.forwards, self._replica = forwards, replica
+        self.forwards, self.replica = forwards, replica
 
     def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
         if step.sequences:
@@ -97,7 +124,7 @@ class MetExecutor:
             self.dummies += 1
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
-        return Met(self, self.forwards.launch(self._replica), running)
+        return Met(self, self.forwards.launch(self.replica, step.resize), running)
 
     def await_oldest(self, awake: int) -> bool:
         return True
@@ -119,6 +146,8 @@ class Engine:
         self.engine = core
         self.loss: Loss | None = None
         self.is_closed = False
+        self.kv = Kv()
+        self.ready = SimpleNamespace(experts_chosen=list)
 
     def start(self) -> None:
         self.engine.start()
@@ -129,6 +158,24 @@ class Engine:
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
+
+
+class World:
+    """What ReplicatedEngine has of the ranks' world."""
+
+    def __init__(self, replicas: int) -> None:
+        self.replicas, self.meeting = replicas, 0
+
+    def begin(self, replicas: int) -> int:
+        self.meeting += 1
+        self.replicas = replicas
+        return self.meeting
+
+    def admit(self) -> None:
+        """Those that come are in it."""
+
+    def leave(self, replicas: int) -> None:
+        assert replicas == self.replicas
 
 
 class Instance:
@@ -156,24 +203,32 @@ class Instance:
         self.requests: dict[str, EngineRequest] = {}
         self._depth = depth
         self._changed = threading.Condition()
-        self.engine = ReplicatedEngine(size, self._load, self._deliver, self.lock_step)
+        # The one that a change of the replicas' number changes.
+        self.lock_step._check = check
+        self.world = World(size)
+        self.engine = ReplicatedEngine(
+            size, self._load, self._deliver, self.lock_step, world=cast("Any", self.world)
+        )
         # One after the other: their order is their number.
         for replica in self.engine.replicas:
             self.engine._load(replica)
 
-    def _load(self, replica: int, deliver: Deliver, _: str) -> LoadedEngine:
+    def _load(self, replica: int, deliver: Deliver, incarnation: str) -> LoadedEngine:
         limits = SchedulerConfig(8, 32, 1000, True, 0, "fcfs")
         inner = FakeExecutor(BLOCKS, limits, self._depth, draws_ahead=False)
         executor = MetExecutor(inner, self.forwards, replica)
-        self.executors.append(executor)
+        with self._changed:
+            others = [one for one in self.executors if one.replica != replica]
+            self.executors = sorted([*others, executor], key=lambda one: one.replica)
+        inbox = Inbox() if self.world.meeting else self.inboxes[replica]
         core = EngineCore(
             cast("Any", executor),
             pool=BlockManager(BLOCKS, block_size=BLOCK, enable_prefix_caching=True),
-            inbox=self.inboxes[replica],
+            inbox=inbox,
             config=limits,
             rules=StopRules((EOS,), MODEL_LEN),
             deliver=deliver,
-            lock_step=self.lock_step.members[replica],
+            lock_step=self.lock_step.member(replica),
         )
         return cast("LoadedEngine", Engine(core))
 
@@ -193,6 +248,12 @@ class Instance:
         object.__setattr__(request, "replica", replica)
         self.requests[name] = request
         self.engine.submit(request)
+
+    def scale(self, size: int, *, drain_s: float = 0.0) -> int:
+        """As the engine's; there are no routers."""
+        over: Future[None] = Future()
+        over.set_result(None)
+        return self.engine.scale(size, drain_s=drain_s, let_go=lambda _: over)
 
     def _fall(self, text: str) -> None:
         """As the ranks' world does."""

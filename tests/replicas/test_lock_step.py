@@ -5,12 +5,19 @@ from __future__ import annotations
 
 import random
 import threading
+from functools import partial
+from typing import Any, cast
 
 import pytest
 
 from tests.replicas.engines import DEADLINE_S, running
 from tests.worker.engine_driver import StepFailed, seeds
+from xpyd_core.errors import UserError
+from xpyd_worker.engine.core import Deliver
+from xpyd_worker.engine.executor import Resize
 from xpyd_worker.engine.inbox import Item
+from xpyd_worker.load.engine import LoadedEngine
+from xpyd_worker.ranks.loss import Loss, RankLostError
 from xpyd_worker.replicas.lock_step import FinishCheck, LockStep, OutOfStepError, Reduce
 from xpyd_worker.replicas.waves import Vote
 
@@ -161,6 +168,140 @@ def test_replicas_that_are_closed_in_a_wave_end_in_order(busy: tuple[int, ...], 
         instance.assert_in_step()
         instance.submit("late", replica=0)
         assert instance.outputs["late"][-1].error_kind == "replica_lost"
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_replicas_come_and_go_with_one_forward(busy: bool) -> None:
+    """All make the one with the change at once, also where none has a request; those that stay go
+    on with theirs, and those that came get some."""
+    with running(2) as instance:
+        first = ["a", "b"] if busy else []
+        for replica, name in enumerate(first):
+            instance.submit(name, replica=replica, tokens=300 - 100 * replica)
+        assert instance.scale(4) == 0
+        assert len(instance.members) == 4
+        instance.submit("c", replica=3)
+        instance.until_finished("c")
+        assert instance.executors[3].inner.steps
+        assert instance.scale(1, drain_s=DEADLINE_S) == 0
+        gone = [instance.executors[replica].inner for replica in (1, 2, 3)]
+        steps = [len(one.steps) for one in gone]
+        instance.submit("d")
+        instance.until_finished(*first, "c", "d")
+        instance.until_idle()
+        instance.assert_as_alone(*first, "c", "d")
+        assert [len(one.steps) for one in gone] == steps
+        assert instance.scale(2) == 0
+        instance.submit("e", replica=1)
+        instance.until_finished("e")
+        assert not instance.fell
+
+
+def test_a_replica_that_goes_ends_what_it_has_when_its_time_is_over() -> None:
+    with running(2) as instance:
+        instance.submit("a", replica=1, tokens=390)
+        instance.submit("b", replica=0, tokens=390)
+        instance.until(lambda: len(instance.outputs) == 2)
+        instance.forwards.hold = lambda _: threading.Event().wait(0.005) and None
+        assert instance.scale(1) == 1
+        assert instance.outputs["a"][-1].error_kind == "replica_lost"
+        instance.forwards.hold = lambda _: None
+        instance.until_finished("b")
+        instance.assert_as_alone("b")
+
+
+def test_replicas_that_cannot_come_leave_the_others_as_they_were() -> None:
+    with running(2) as instance:
+        load = instance.engine._load_one
+
+        def cannot(replica: int, deliver: Deliver, incarnation: str) -> LoadedEngine:
+            if replica == 3:
+                raise UserError("no memory")
+            return load(replica, deliver, incarnation)
+
+        instance.engine._load_one = cannot
+        instance.submit("a", replica=0, tokens=200)
+        with pytest.raises(UserError, match="no memory"):
+            instance.scale(4)
+        instance.until_finished("a")
+        instance.until_idle()
+        instance.assert_as_alone("a")
+        assert [one.replica for one in instance.members] == [0, 1]
+        instance.engine._load_one = load
+        assert instance.scale(3) == 0
+        instance.submit("b", replica=2)
+        instance.until_finished("b")
+        instance.assert_as_alone("b")
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_replica_that_ends_before_it_comes_is_no_loss_of_the_others(is_lost: bool) -> None:
+    """Its rank, or its engine, behind the load."""
+    with running(2) as instance:
+        load = instance.engine._load_one
+
+        class EndsAtOnce:
+            """The one that is to come."""
+
+            def __init__(self, loaded: LoadedEngine) -> None:
+                self.loaded, self.engine, self.loss = loaded, loaded.engine, None
+
+            def start(self) -> None:
+                self.loaded.start()
+                if is_lost:
+                    self.loss = Loss("rank 2 was ended by SIGKILL", 12)
+                    return
+                put = cast("Any", self.engine)._inbox.put
+                put(partial(_raise, StepFailed("it cannot go on")))
+                instance.until(lambda: not self.engine.is_running)
+
+            def close(self, *, engine_s: float, kv_s: float) -> None:
+                self.loaded.close(engine_s=engine_s, kv_s=kv_s)
+
+        instance.engine._load_one = lambda *args: cast("Any", EndsAtOnce(load(*args)))
+        instance.submit("a", replica=0, tokens=200)
+        why = "SIGKILL" if is_lost else "replica 2 ended before it served"
+        with pytest.raises((UserError, RankLostError), match=why):
+            instance.scale(3)
+        assert not instance.fell
+        instance.engine._load_one = load
+        assert instance.scale(3) == 0
+        instance.submit("b", replica=2)
+        instance.until_finished("a", "b")
+        instance.assert_as_alone("a", "b")
+
+
+@pytest.mark.parametrize(("replicas", "replica"), [(3, 1), (3, 2), (1, 1)])
+def test_a_failure_in_the_change_ends_all(replicas: int, replica: int) -> None:
+    """Of one that stays, comes or goes, in the forward with the change."""
+    with running(2) as instance:
+        launch = instance.forwards.launch
+
+        def fails(number: int, resize: Resize | None) -> int:
+            if resize is not None and number == replica:
+                raise StepFailed("no experts")
+            return launch(number, resize)
+
+        instance.forwards.launch = fails
+        with pytest.raises(OutOfStepError, match=f"replica {replica} of the instance failed"):
+            instance.scale(replicas)
+        instance.until(lambda: bool(instance.fell))
+        assert "no experts" in instance.fell[0]
+
+
+def test_an_engine_that_ended_before_the_change_is_seen_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between the last look at those that come and the change."""
+    monkeypatch.setattr("xpyd_worker.replicas.lock_step.RESIZE_DEADLINE_S", DEADLINE_S)
+    lock_step = LockStep(1, clock=lambda: 0.0, fell=lambda _: None)
+    lock_step.member(1).failed("it ended")
+    with pytest.raises(OutOfStepError, match="replica 1 of the instance failed: it ended"):
+        lock_step.resize(1, 2)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def test_engines_leave_only_when_none_can_be_started_any_more() -> None:

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ranks.kit.threads import Meeting, MemoryGroup, expert_groups, together
+from tests.ranks.kit.threads import Meeting, MemoryExperts, MemoryGroup, expert_groups, together
 from xpyd_core.parallel.partition import expert_shares
 from xpyd_worker.kernels.api import NO_EXPERT
 from xpyd_worker.kernels.plain import PlainKernels, PlainLinear, rows_by_expert
 from xpyd_worker.model.config import ExpertsConfig, MlpNames
 from xpyd_worker.model.experts import ExpertMlps, exchange, route
 from xpyd_worker.model.layers import StepContext
+from xpyd_worker.model.shards import Stored
 from xpyd_worker.parallel.api import NO_GROUP
 
 HIDDEN, SIZE, COUNT, PER_TOKEN = 12, 20, 6, 2
@@ -219,24 +220,64 @@ def test_rows_that_a_replicas_ranks_share_go_to_experts_once(rows: int) -> None:
     assert pairs <= (rows + 3) * PER_TOKEN
 
 
+def test_experts_that_are_dealt_anew_give_the_bits_of_one_rank_whoever_has_them() -> None:
+    """Over 2 replicas, 4, 1 and 2. Who keeps an expert does not read it again."""
+    alone, weights, step, _ = make_block(kernels=RowKernels())
+    x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(1))
+    groups: list[MemoryExperts] = []
+    blocks: list[ExpertMlps] = []
+    for ranks in (2, 4, 1, 2):
+        new, had = expert_groups(ranks, ranks), [set(block._own) for block in blocks]
+        del blocks[ranks:]
+        for block, group, now in zip(blocks, groups, new, strict=False):
+            group.__dict__.update(now.__dict__)
+            dealt = block.deal("")
+            dealt.allocate(torch.device("cpu"))
+            read = dealt.checkpoint_tensors()
+            fill(read, weights)
+            dealt.pack(RowKernels())
+            kept = had[group.rank] & set(block._own)
+            assert {int(name.split(".")[1]) for name in read} == set(block._own) - kept
+        blocks += [
+            shared_block(weights, x.dtype, whole_experts=group, is_elastic=True)
+            for group in new[len(blocks) :]
+        ]
+        groups = [*groups[: len(blocks)], *new[len(groups) :]]
+        assert sorted(one for block in blocks for one in block._own) == list(range(COUNT))
+        for out in together([lambda block=block: block(x, step) for block in blocks]):
+            assert torch.equal(out, alone(x, step))
+        # One replica, too: rows go the same way whatever their number.
+        assert all(group.calls for group in groups)
+
+
 def shared_block(
     weights: dict[str, Tensor],
     dtype: torch.dtype,
     group: Any = NO_GROUP,
     whole_experts: Any = None,
     redundant: int | None = None,
+    is_elastic: bool = False,
 ) -> ExpertMlps:
     """A rank's part of the block whose weights these are."""
     experts = ExpertsConfig(COUNT, PER_TOKEN, SIZE, True, names=MlpNames(("gate", "up"), "down"))
     block = ExpertMlps(
-        HIDDEN, experts, dtype, group=group, whole_experts=whole_experts, redundant=redundant
+        *(HIDDEN, experts, dtype),
+        group=group,
+        whole_experts=whole_experts,
+        redundant=redundant,
+        is_elastic=is_elastic,
     )
     block.allocate(torch.device("cpu"))
-    for name, stored in block.checkpoint_tensors("").items():
-        for piece in stored.pieces:
-            piece.destination.copy_(weights[name][piece.slices])
+    fill(block.checkpoint_tensors(""), weights)
     block.pack(RowKernels())
     return block
+
+
+def fill(tensors: dict[str, Stored], weights: dict[str, Tensor]) -> None:
+    """As the loader does."""
+    for name, stored in tensors.items():
+        for piece in stored.pieces:
+            piece.destination.copy_(weights[name][piece.slices])
 
 
 def test_chosen_experts_are_counted_by_layer() -> None:

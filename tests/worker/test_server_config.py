@@ -117,6 +117,15 @@ def test_http_does_not_take_a_port_of_the_ranks(port: int) -> None:
         (("-dp", "0"), "--data-parallel-size: 0; expected 1 to 64"),
         (("-dp", "65"), "--data-parallel-size: 65; expected 1 to 64"),
         (("-dp", "2", "--device", "cuda:1"), "--device cuda:1: .* give cuda"),
+        (("--enable-elastic-ep", "-pp", "2"), "only without stages, not with --pipeline-.* 2"),
+        (
+            ("--enable-elastic-ep", "--enable-expert-parallel", "--role", "Decode"),
+            "replicas of a Decode instance that share experts stay",
+        ),
+        (
+            ("--enable-elastic-ep", "--enable-expert-parallel", "--enable-eplb"),
+            "leave out --enable",
+        ),
         (("-dp", "2", "--kv-port", "65533"), "--kv-port 65533: the KV of 2 ranks takes 4 ports"),
         (("-dp", "2", "--kv-advertise", "10.0.0.1:65533"), "--kv-advertise: .* from 65533 on"),
     ],

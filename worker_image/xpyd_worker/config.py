@@ -181,6 +181,7 @@ class WorkerConfig:
             pipeline=self.pipeline_parallel_size,
             has_whole_experts=self.enable_expert_parallel,
             redundant_experts=None if self.eplb is None else self.eplb.num_redundant_experts,
+            is_elastic=self.enable_elastic_ep and self.enable_expert_parallel,
         )
 
     @property
@@ -208,8 +209,8 @@ class WorkerConfig:
 
     @property
     def in_lock_step(self) -> bool:
-        """Whether there are replicas and they share experts: all make the same forwards."""
-        return self.data_parallel_size > 1 and self.enable_expert_parallel
+        """Whether replicas, present or to come, share experts: all make the same forwards."""
+        return self.has_replicas and self.enable_expert_parallel
 
     @property
     def has_ranks(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from xpyd_core.errors import UserError
 from xpyd_core.keys import check_keys_given
-from xpyd_core.parallel.checks import DATA, ELASTIC, EXPERT, PIPELINE, RPC_PORT, TENSOR
+from xpyd_core.parallel.checks import DATA, ELASTIC, EPLB, EXPERT, PIPELINE, RPC_PORT, TENSOR
 from xpyd_core.parallel.ranks import kv_ports
 from xpyd_core.request_id import is_dialable
 from xpyd_kv.transport.settings import MAX_LINKS, check_encrypted
@@ -142,8 +142,13 @@ def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             not config.enable_elastic_ep or config.pipeline_parallel_size == 1,
         ),
         (
-            f"{ELASTIC}: replicas that share experts stay as they are; leave out {EXPERT}",
-            not (config.enable_elastic_ep and config.enable_expert_parallel),
+            f"{ELASTIC}: replicas of a {config.role} instance that share experts stay as they are; "
+            f"leave out {EXPERT}, or give --role Aggregated",
+            not (config.enable_elastic_ep and config.enable_expert_parallel and config.moves_kv),
+        ),
+        (
+            f"{ELASTIC}: experts of replicas that come and go do not move; leave out {EPLB}",
+            not (config.enable_elastic_ep and config.eplb is not None),
         ),
         (
             f"--kv-port {config.kv_port}: the KV of {ranks} ranks takes {len(ports)} ports from "

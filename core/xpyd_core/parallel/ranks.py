@@ -32,7 +32,9 @@ class Sizes:
     """Length of each axis, at least 1. `has_whole_experts` (--enable-expert-parallel): an expert is
     whole on one rank of its expert group; without, every rank of a tensor group has a slice of each
     expert. `redundant_experts` (--enable-eplb): an expert group has so many slots more than a layer
-    has experts, and experts move between its ranks; None: each stays where it is loaded."""
+    has experts, and experts move between its ranks; None: each stays where it is loaded.
+    `is_elastic` (--enable-elastic-ep beside it): there may come to be another number of replicas.
+    """
 
     external: int = 1
     data: int = 1
@@ -41,6 +43,7 @@ class Sizes:
     tensor: int = 1
     has_whole_experts: bool = False
     redundant_experts: int | None = None
+    is_elastic: bool = False
 
     @property
     def replica(self) -> int:
@@ -56,6 +59,11 @@ class Sizes:
     def expert(self) -> int:
         """Ranks of an expert group; 1 where experts are not whole."""
         return self.data * self.context * self.tensor if self.has_whole_experts else 1
+
+    @property
+    def has_expert_groups(self) -> bool:
+        """Whether other ranks have whole experts of a rank's stage, or may come to."""
+        return self.expert > 1 or (self.has_whole_experts and self.is_elastic)
 
     @property
     def output_rank(self) -> int:

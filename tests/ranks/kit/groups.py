@@ -62,6 +62,7 @@ class Seat:
         *,
         layers: int = 12,
         hidden: HiddenSize = HiddenSize(most_rows=16, width=8, dtype=torch.float32),  # noqa: B008
+        meeting: int = 0,
         **changes: Any,
     ) -> ParallelState:
         """Its part of an engine on the CPU. `changes` of the rendezvous."""
@@ -73,6 +74,7 @@ class Seat:
             device=torch.device("cpu"),
             layers=partition(layers, sizes.pipeline),
             hidden=hidden,
+            meeting=meeting,
         )
 
 

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from xpyd_core.errors import XpydError
@@ -26,7 +26,7 @@ from xpyd_kv.connector.consumer import KvConsumer
 from xpyd_kv.connector.producer import KvProducer
 from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.engine.block_manager import BlockManager
-from xpyd_worker.engine.executor import Executor, Running, StepInput, no_layer_done
+from xpyd_worker.engine.executor import Executor, Resize, Running, StepInput, no_layer_done
 from xpyd_worker.engine.inbox import Inbox, Item
 from xpyd_worker.engine.open_requests import StopRules
 from xpyd_worker.engine.request import (
@@ -69,6 +69,11 @@ class LockStep(Protocol):
     @property
     def in_wave(self) -> bool:
         """Whether the others make forwards, so that this replica has to make as many."""
+        ...
+
+    @property
+    def resize(self) -> Resize | None:
+        """What the next forward tells the ranks: replicas come or go with it."""
         ...
 
     def end_iteration(self, *, waiting: int, running: int, is_dummy: bool) -> None:
@@ -203,6 +208,10 @@ class EngineCore:
         """
         self._inbox.put(lambda: self._scheduler.abort(request_id, choices))
 
+    def end_requests(self) -> None:
+        """End all requests as when the engine is stopped, but it goes on."""
+        self._inbox.put(self._end_requests)
+
     def kv_offered(self, key: TransferKey) -> OfferedPrompt | None:
         """The prompt that P offered under `key`; None before its OFFER arrives."""
         return self._consumer.offered(key) if self._consumer else None
@@ -252,13 +261,16 @@ class EngineCore:
     def _leave(self, lock_step: LockStep) -> None:
         """End all requests, and make forwards as long as others need them: they end, too."""
         while not lock_step.may_leave:
-            while self._under_way:
-                self._finish(self._under_way.popleft())
-            self._scheduler.end_all("abort", _STOPPED)
+            self._end_requests()
             self._hand_out()
             # Other replicas see by it that there is nothing here.
             if not self.turn() and not lock_step.may_leave:
                 self._inbox.wait(_TICK_S)
+
+    def _end_requests(self) -> None:
+        while self._under_way:
+            self._finish(self._under_way.popleft())
+        self._scheduler.end_all("abort", _STOPPED)
 
     def _submit(self, request: EngineRequest, wave: int) -> None:
         if self._lock_step is not None:
@@ -315,7 +327,7 @@ class EngineCore:
         return not is_full and all(one.step is None for one in self._under_way)
 
     def _launch_dummy(self) -> None:
-        running = self._executor.launch(_DUMMY, no_layer_done)
+        running = self._executor.launch(self._telling(_DUMMY), no_layer_done)
         self._under_way.append(_UnderWay(None, running, self._clock()))
 
     def _launch(self, step: ScheduledStep) -> bool:
@@ -323,7 +335,7 @@ class EngineCore:
         begun_s = self._clock()
         self._masks.begin(one.mask for one in step.input.sequences)
         try:
-            running = self._executor.launch(step.input, self._layer_done)
+            running = self._executor.launch(self._telling(step.input), self._layer_done)
         except XpydError as error:
             # Steps end in their order.
             while self._under_way:
@@ -336,6 +348,10 @@ class EngineCore:
             self._under_way.append(_UnderWay(step, running, begun_s))
             return True
         return False
+
+    def _telling(self, step: StepInput) -> StepInput:
+        resize = None if self._lock_step is None else self._lock_step.resize
+        return step if resize is None else replace(step, resize=resize)
 
     def _finish(self, one: _UnderWay) -> None:
         """Wait for the oldest step and give its result to the scheduler."""

@@ -137,6 +137,14 @@ class ScheduledSequence:
     mask: TokenMask | None = None
 
 
+class Resize(NamedTuple):
+    """Ranks are to share their experts over so many replicas. `meeting`: its number among all such
+    changes, from 1 on."""
+
+    meeting: int
+    replicas: int
+
+
 @dataclass(frozen=True)
 class StepInput:
     """One flat batch: the sequences' tokens one behind the other, no padding. Without sequences it
@@ -144,7 +152,8 @@ class StepInput:
 
     `block_copies` (source, destination) are done before the forward. `kv` is the producer's
     message to ranks that send KV themselves; opaque here. `experts`: what ranks do about whole
-    experts before it; the executor says it.
+    experts before it; the executor says it. `resize`: what they do first of all, where replicas
+    come or go; for ranks of one that goes the step is over with it (docs/adr/0128).
     """
 
     step: int
@@ -152,6 +161,7 @@ class StepInput:
     block_copies: tuple[tuple[int, int], ...] = ()
     kv: bytes = b""
     experts: ExpertTurn = ExpertTurn.NONE
+    resize: Resize | None = None
 
     @property
     def tokens(self) -> int:

@@ -5,9 +5,10 @@ Pure and frozen. The server validates and tokenizes, the engine trusts these val
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 
@@ -251,6 +252,24 @@ class EngineStats:
     kv_recomputed_tokens: dict[str, int] = field(default_factory=dict[str, int])
     received_tokens: int = 0
     steps: StepMetrics = field(default_factory=StepMetrics)
+
+
+def summed(stats: Iterable[EngineStats]) -> EngineStats:
+    """The counters and gauges of all, as those of one engine."""
+    total = EngineStats()
+    for one in stats:
+        for name in (each.name for each in fields(EngineStats)):
+            value = getattr(one, name)
+            if isinstance(value, StepMetrics):
+                for each in fields(StepMetrics):
+                    getattr(total.steps, each.name).add(getattr(value, each.name))
+            elif isinstance(value, dict):
+                counts = cast("dict[str, int]", value)
+                found: dict[str, int] = getattr(total, name)
+                found.update({key: found.get(key, 0) + count for key, count in counts.items()})
+            else:
+                setattr(total, name, getattr(total, name) + value)
+    return total
 
 
 @dataclass(frozen=True)

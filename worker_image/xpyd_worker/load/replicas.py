@@ -14,16 +14,19 @@ from itertools import chain
 
 from xpyd_core.keys import Keys
 from xpyd_core.messages import ReplicaBeat
+from xpyd_core.parallel.checks import check_parallel
 from xpyd_core.request_id import Address
 from xpyd_kv.connector.build import MakeStore
-from xpyd_worker.config import WorkerConfig, check_config
+from xpyd_worker.config import WorkerConfig
+from xpyd_worker.config_check import check_config
 from xpyd_worker.engine.core import Deliver
 from xpyd_worker.engine.request import (
     EngineStats,
 )
 from xpyd_worker.load.engine import LoadedEngine, load, tokenizer_of
 from xpyd_worker.load.ready_model import ReadyModel
-from xpyd_worker.load.replicated_engine import Replica, ReplicatedEngine
+from xpyd_worker.load.replica import Replica
+from xpyd_worker.load.replicated_engine import ReplicatedEngine
 from xpyd_worker.model.registry import Checkpoint
 from xpyd_worker.ranks.loss import Loss
 from xpyd_worker.ranks.pods.pods import Pods, gather
@@ -99,7 +102,8 @@ class LoadedReplicas:
         waves = wave_samples(lock_step.members if lock_step else ())
         ranks = (one.loaded.rank_samples() for one in replicas if one.loaded is not None)
         experts = expert_samples(self.engine.experts_chosen())
-        return chain(self.kv.samples(stats), experts, replica_samples(rows), waves, *ranks)
+        shown = replica_samples(rows, self.engine.scalings)
+        return chain(self.kv.samples(stats), experts, shown, waves, *ranks)
 
     def kv_places(self) -> Sequence[KvPlace]:
         """See Service."""
@@ -164,6 +168,11 @@ def load_replicas(
     """Load the replicas that `config` names; see `load`. They share one tokenizer. `changed`: as in
     ReplicatedEngine."""
     world, lock_step = None, None
+
+    def check(replicas: int) -> None:
+        sizes = replace(config, data_parallel_size=replicas).sizes
+        check_parallel(checkpoint.model.shape, sizes, config.layer_partition)
+
     with ExitStack() as on_error, ExitStack() as stack:
         load_tokenizer = stack.enter_context(tokenizer_of(config, checkpoint.folder))
         pods = gather(config)
@@ -171,7 +180,7 @@ def load_replicas(
             on_error.callback(pods.close, in_order=False, reason="the instance cannot start")
         if config.in_lock_step:
             host = LOOPBACK if pods is None else config.host
-            world = World(config.data_parallel_size, host)
+            world = World(config.data_parallel_size, host, check)
             stack.callback(world.close)
             lock_step = _lock_step(config.data_parallel_size, world)
 
@@ -179,6 +188,8 @@ def load_replicas(
             # As many as there are now, or one of those to come: GPUs and cores are counted by it,
             # and KV ports. Its parts of buffer and pool are as large as those of the first.
             size = max(config.data_parallel_size, replica + 1)
+            if world is not None:
+                size = world.replicas
             check_config(replace(config, data_parallel_size=size))
             return load(
                 replace(config.of_replica(replica), data_parallel_size=size),
@@ -191,10 +202,12 @@ def load_replicas(
                 load_tokenizer=load_tokenizer,
                 world=world,
                 pods=pods,
-                lock_step=None if lock_step is None else lock_step.members[replica],
+                lock_step=None if lock_step is None else lock_step.member(replica),
             )
 
-        engine = ReplicatedEngine(config.data_parallel_size, load_one, deliver, lock_step, changed)
+        engine = ReplicatedEngine(
+            config.data_parallel_size, load_one, deliver, lock_step, changed, world
+        )
         engine.load()
         on_error.pop_all()
         return LoadedReplicas(engine, config, pods)

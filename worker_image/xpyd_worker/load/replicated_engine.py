@@ -9,7 +9,8 @@ nothing else. It is started again, at once or with a growing pause, while the ot
 last one is lost, so is the instance. Replicas that share experts keep in step (LockStep, ADR 0122):
 their ranks are one world, and the instance is lost with any of them. Where KV moves each has an
 address of its own, and each start of it an incarnation (ADR 0124). Replicas come and go while it
-serves (`scale`); one that goes is let go of by the routers first, as an instance is (ADR 0133).
+serves (`scale`): one that goes is let go of by the routers first, as an instance is (ADR 0133);
+those that share experts do it at a finish check (ADR 0128).
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import cast
 
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import TransferKey
@@ -35,13 +35,15 @@ from xpyd_worker.engine.request import (
     EngineOutput,
     EngineRequest,
     EngineStats,
-    StepMetrics,
+    summed,
 )
 from xpyd_worker.load.engine import LoadedEngine
+from xpyd_worker.load.replica import Replica
 from xpyd_worker.load.replicated_kv import ReplicatedKv
 from xpyd_worker.ranks.loss import Loss, RankLostError
+from xpyd_worker.ranks.world import World
 from xpyd_worker.replicas.choice import FrontEnd
-from xpyd_worker.replicas.coordinator import Counts, Statistics
+from xpyd_worker.replicas.coordinator import Statistics
 from xpyd_worker.replicas.lock_step import LockStep
 
 _log = logging.getLogger(__name__)
@@ -64,56 +66,6 @@ def pause_s(losses: int) -> float:
     return 0.0 if losses <= 1 else min(_LONGEST_PAUSE_S, 2.0 ** (losses - 2))
 
 
-def summed(stats: Iterable[EngineStats]) -> EngineStats:
-    """The counters and gauges of all, as those of one engine."""
-    total = EngineStats()
-    for one in stats:
-        for name in (each.name for each in fields(EngineStats)):
-            value = getattr(one, name)
-            if isinstance(value, StepMetrics):
-                for each in fields(StepMetrics):
-                    getattr(total.steps, each.name).add(getattr(value, each.name))
-            elif isinstance(value, dict):
-                counts = cast("dict[str, int]", value)
-                found: dict[str, int] = getattr(total, name)
-                found.update({key: found.get(key, 0) + count for key, count in counts.items()})
-            else:
-                setattr(total, name, getattr(total, name) + value)
-    return total
-
-
-@dataclass
-class Replica:
-    """One replica. `loaded` is None while it is started again; `open` are its requests' ids;
-    `is_leaving`: it gets none but those that a router had for it; `is_closed`: nor these."""
-
-    number: int
-    loaded: LoadedEngine | None = None
-    is_leaving: bool = False
-    is_closed: bool = False
-    open: set[str] = field(default_factory=set[str])
-    restarts: int = 0
-    losses: int = 0
-    since_s: float = 0.0
-    incarnation: str = ""
-    """Of its present start, for the peers of its KV."""
-
-    @property
-    def serving(self) -> LoadedEngine | None:
-        """Its engine, where it takes requests."""
-        loaded = self.loaded
-        lost = loaded is None or loaded.loss is not None or loaded.engine.failure is not None
-        return None if lost else loaded
-
-    def counts(self) -> Counts | None:
-        """Its requests, as the engine's last step saw them; what is not known to run, waits."""
-        serving = self.serving
-        if serving is None or self.is_leaving:
-            return None
-        running = min(serving.engine.stats().running, len(self.open))
-        return Counts(len(self.open) - running, running)
-
-
 class ReplicatedEngine:
     """All replicas as one engine, with the methods of EngineCore that a server calls. Any thread.
 
@@ -128,8 +80,9 @@ class ReplicatedEngine:
         deliver: Deliver,
         lock_step: LockStep | None = None,
         changed: Callable[[], None] = lambda: None,
+        world: World | None = None,
     ) -> None:
-        """`lock_step`: where the replicas share experts. Its owner from now on."""
+        """`lock_step`, `world`: where the replicas share experts. It owns the first from now on."""
         self.replicas = [Replica(number) for number in range(size)]
         self.kv = ReplicatedKv(
             lambda: [one.loaded.kv for one in self.replicas if one.loaded is not None]
@@ -140,7 +93,7 @@ class ReplicatedEngine:
         """The replicas that served when `changed` was called last."""
         self._deliver = deliver
         self._front_end = FrontEnd(size)
-        self.lock_step = lock_step
+        self.lock_step, self._world = lock_step, world
         self._lock = threading.RLock()
         """Guards who has which request: the loop submits, the engines' threads end requests. An
         engine that has ended gives its answer to a request while that is sent."""
@@ -148,6 +101,8 @@ class ReplicatedEngine:
         self._past = EngineStats()
         """The counters of engines that are gone: sums must not go down."""
         self._past_experts: list[LayerExperts] = []
+        self.scalings = 0
+        """How often replicas have come or gone."""
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="replicas", daemon=True)
 
@@ -219,19 +174,28 @@ class ReplicatedEngine:
         return self._shrink(self.replicas[size:], drain_s, let_go) if size < have else 0
 
     def _grow(self, more: Sequence[Replica]) -> None:
+        size = len(self.replicas) + len(more)
         try:
+            if self._world is not None:
+                self._world.begin(size)
             self._load_all(more)
+            for replica in more:
+                self._start(replica)
+            if self._world is not None and self.lock_step is not None:
+                for replica in more:
+                    replica.check_serving()
+                self._world.admit()
+                self.lock_step.resize(self._world.meeting, size)
             with self._lock:
                 if self._closing.is_set():
                     raise UserError("the instance ends")
-                for replica in more:
-                    self._start(replica)
                 self._have([*self.replicas, *more])
         except BaseException:
             # One of them may have started: its KV port has to be free for the next try.
-            _close(more, engine_s=_KV_CLOSE_S, kv_s=_KV_CLOSE_S)
+            _close(more, engine_s=_LONGEST_PAUSE_S, kv_s=_KV_CLOSE_S)
             raise
-        _log.info("%d replicas serve", len(self.replicas))
+        self.scalings += 1
+        _log.info("%d replicas serve", size)
 
     def _shrink(self, leaving: Sequence[Replica], drain_s: float, let_go: LetGo) -> int:
         with self._lock:
@@ -249,18 +213,40 @@ class ReplicatedEngine:
         for replica in leaving:
             if replica.loaded is not None:
                 replica.loaded.kv.drain()
-        self._wait(lambda: not any(map(_is_busy, leaving)), end_s)
+        self._wait(lambda: not any(one.is_busy for one in leaving), end_s)
         cut = sum(len(replica.open) for replica in leaving)
         if cut:
             _log.warning("%d requests are cut: %d replicas leave", cut, len(leaving))
+        size = len(self.replicas) - len(leaving)
+        if self._world is not None and self.lock_step is not None:
+            self._part(leaving, size, self._world, self.lock_step)
         with self._lock:
-            self._have(self.replicas[: len(self.replicas) - len(leaving)])
+            self._have(self.replicas[:size])
         for replica in leaving:
             if replica.loaded is not None:
                 self._let_go(replica.loaded)
         self._look()
-        _log.info("%d replicas serve", len(self.replicas))
+        self.scalings += 1
+        _log.info("%d replicas serve", size)
         return cut
+
+    def _part(
+        self, leaving: Sequence[Replica], size: int, world: World, lock_step: LockStep
+    ) -> None:
+        """Have those that leave make no forward with the others any more."""
+        for replica in leaving:
+            if replica.loaded is not None:
+                replica.loaded.engine.end_requests()
+        self._wait(
+            lambda: not any(one.is_busy for one in leaving), time.monotonic() + _LONGEST_PAUSE_S
+        )
+        if any(one.is_busy for one in leaving):
+            with self._lock:
+                for replica in leaving:
+                    replica.is_leaving = replica.is_closed = False
+            raise UserError("requests of the replicas that leave do not end; they stay")
+        lock_step.resize(world.begin(size), size)
+        world.leave(size)
 
     def _wait(self, holds: Callable[[], bool], end_s: float) -> None:
         """Until it holds, or that time. UserError when the instance ends."""
@@ -396,7 +382,9 @@ class ReplicatedEngine:
     def take(self, statistics: Statistics) -> None:
         """The coordinator of a lock step publishes. Its thread."""
         with self._lock:
-            self._front_end.take(statistics)
+            # What was published while there were fewer replicas says nothing of those that came.
+            if len(statistics.counts) >= len(self.replicas):
+                self._front_end.take(statistics)
 
     def abort(self, request_id: str, choices: tuple[int, ...] | None = None) -> None:
         """End a request or some of its choices; as EngineCore.abort."""
@@ -473,11 +461,6 @@ class ReplicatedEngine:
     def is_idle(self) -> bool:
         """No request is queued or running on any replica."""
         return all(one.serving is None or one.serving.engine.is_idle() for one in self.replicas)
-
-
-def _is_busy(replica: Replica) -> bool:
-    serving = replica.serving
-    return bool(replica.open) or not (serving is None or serving.engine.is_idle())
 
 
 def _close(replicas: Iterable[Replica], *, engine_s: float, kv_s: float) -> None:

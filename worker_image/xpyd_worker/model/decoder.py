@@ -20,7 +20,7 @@ from xpyd_worker.engine.executor import LayerExperts, LayerMoves
 from xpyd_worker.kernels.api import Kernels, Plan
 from xpyd_worker.model.balancer import ExpertBalancer
 from xpyd_worker.model.config import ModelConfig
-from xpyd_worker.model.experts import ExpertMlps
+from xpyd_worker.model.experts import DealtExperts, ExpertMlps
 from xpyd_worker.model.layers import (
     Attention,
     Linear,
@@ -53,13 +53,20 @@ class DecoderLayer:
         group: TensorGroup,
         whole_experts: ExpertGroup | None = None,
         redundant: int | None = None,
+        is_elastic: bool = False,
     ) -> None:
-        """Layer `index` of the model, which is `place` of those that are here. `redundant`: see
-        ExpertMlps."""
+        """Layer `index` of the model, which is `place` of those that are here. `redundant` and
+        `is_elastic`: see ExpertMlps."""
         self._index = index
         self._attention = Attention(config, index, dtype, place=place, group=group)
         self._mlp, self._mlp_name = _feed_forward(
-            config, index, dtype, group=group, whole_experts=whole_experts, redundant=redundant
+            config,
+            index,
+            dtype,
+            group=group,
+            whole_experts=whole_experts,
+            redundant=redundant,
+            is_elastic=is_elastic,
         )
         eps = config.rms_norm_eps
         self._input_norm = Norm(config.hidden_size, eps=eps, dtype=dtype)
@@ -87,6 +94,15 @@ class DecoderLayer:
         """Its experts, if it has any."""
         return self._mlp if isinstance(self._mlp, ExpertMlps) else None
 
+    def deal(self) -> DealtExperts | None:
+        """See Decoder.deal."""
+        experts = self.experts
+        return None if experts is None else experts.deal(self._prefix + self._mlp_name + ".")
+
+    @property
+    def _prefix(self) -> str:
+        return f"model.layers.{self._index}."
+
     def allocate(self, device: torch.device) -> None:
         """Memory for all weights."""
         for part in (self._attention, self._mlp, self._input_norm, self._mlp_norm):
@@ -99,7 +115,7 @@ class DecoderLayer:
 
     def checkpoint_tensors(self) -> dict[str, Stored]:
         """Checkpoint name -> where it goes."""
-        prefix = f"model.layers.{self._index}."
+        prefix = self._prefix
         return {
             f"{prefix}input_layernorm.weight": all_of(self._input_norm.weight),
             f"{prefix}post_attention_layernorm.weight": all_of(self._mlp_norm.weight),
@@ -116,6 +132,7 @@ def _feed_forward(
     group: TensorGroup,
     whole_experts: ExpertGroup | None,
     redundant: int | None,
+    is_elastic: bool,
 ) -> tuple[Mlp | ExpertMlps, str]:
     """What follows attention in a layer, and its name in the checkpoint."""
     experts = config.layers[index].experts
@@ -127,6 +144,7 @@ def _feed_forward(
             group=group,
             whole_experts=whole_experts,
             redundant=redundant,
+            is_elastic=is_elastic,
         )
         return block, experts.block
     mlp = Mlp(
@@ -168,6 +186,7 @@ class Decoder:
                 group=group,
                 whole_experts=experts,
                 redundant=self.part.redundant_experts,
+                is_elastic=self.part.is_elastic,
             )
             for place, index in enumerate(self.part.layers)
         ]
@@ -175,7 +194,7 @@ class Decoder:
         self._with_experts = [n for n in self.part.layers if config.layers[n].experts is not None]
         most = max((one.count for one in config.experts), default=0)
         self._chosen = torch.zeros(len(self._with_experts), most, dtype=torch.int64, device=device)
-        self._counts_all_rows = self.part.replicas > 1
+        self._counts_all_rows = self.part.exchanges_rows
         self._experts = experts
         self._balancer: ExpertBalancer | None = None
 
@@ -202,6 +221,10 @@ class Decoder:
         if self._experts is not None and self.part.redundant_experts is not None:
             blocks = [layer.experts for layer in self._layers if layer.experts is not None]
             self._balancer = ExpertBalancer(blocks, self._chosen, self._experts)
+
+    def deal(self) -> Sequence[WeightGroup]:
+        """The group that shares experts has other ranks: this one's among them, to be loaded."""
+        return [dealt for layer in self._layers if (dealt := layer.deal()) is not None]
 
     @property
     def num_layers(self) -> int:

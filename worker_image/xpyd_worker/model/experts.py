@@ -10,7 +10,7 @@ of that. See docs/adr/0115. Where experts may move, it changes nothing in either
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any, cast
 
@@ -74,11 +74,14 @@ class ExpertMlps:
         group: TensorGroup = NO_GROUP,
         whole_experts: ExpertGroup | None = None,
         redundant: int | None = None,
+        is_elastic: bool = False,
     ) -> None:
         """Each rank has the router, and of `group` a share of every expert; or, of `whole_experts`,
         some experts whole. `redundant`: these may move, and have so many copies; None: they stay.
+        `is_elastic`: other replicas may come and go (`deal`).
         """
         self._experts, self._group, self._others = experts, group, whole_experts
+        self._is_elastic = is_elastic
         ranks, rank = (whole_experts.size, whole_experts.rank) if whole_experts else (1, 0)
         self.slots: Slots | None = None
         if redundant is not None:
@@ -104,7 +107,7 @@ class ExpertMlps:
         """[tokens, hidden] -> [tokens, hidden]. Only after `pack`."""
         assert self._packed is not None, "not loaded"
         others = self._others
-        if others is not None and others.replicas > 1:
+        if others is not None and (others.replicas > 1 or self._is_elastic):
             return self._exchanged(x, others, step)
         weights, chosen = self._route(x, step)
         if self.slots is not None:
@@ -210,23 +213,81 @@ class ExpertMlps:
         self._gate_up = unfilled(self._gate_up, device)
         self._down = unfilled(self._down, device)
 
+    def deal(self, prefix: str) -> DealtExperts:
+        """The group has other ranks: this one's experts among them, to be loaded. Until then the
+        layer has none. `prefix` is the block's."""
+        others = self._others
+        assert others is not None, "no replicas share the experts"
+        assert self.slots is None, "experts that move are not dealt out anew"
+        had = self._own
+        self._shares = expert_shares(self._experts.count, others.size)
+        self._own = own = self._shares[others.rank]
+        self._first_held = tuple(own)
+        return DealtExperts(self, prefix, {one: had.index(one) for one in own if one in had})
+
+    def take_over(self, kept: Mapping[int, int]) -> None:
+        """Memory for the experts of this rank, behind `deal`, and in it those of `kept`: by expert,
+        their places so far."""
+        packed, count = self._packed, len(self._own)
+        assert packed is not None, "not loaded"
+        size, hidden = len(self._inner.held), len(self._hidden.held)
+        dtype, device = self._gate_up.dtype, self._device
+        self._gate_up = torch.empty(count, 2 * size, hidden, dtype=dtype, device=device)
+        self._down = torch.empty(count, hidden, size, dtype=dtype, device=device)
+        for expert, place in kept.items():
+            gate_up, down = packed.weights(place)
+            self._gate_up[expert - self._own.start].copy_(gate_up)
+            self._down[expert - self._own.start].copy_(down)
+
     def pack(self, kernels: Kernels) -> None:
         """Hand the weights to the kernels, once all are read."""
         self._router.pack(kernels)
+        self.pack_experts(kernels)
+
+    def pack_experts(self, kernels: Kernels) -> None:
+        """The same of the experts alone."""
         self._packed = kernels.experts(self._gate_up, self._down)
         self._gate_up = unfilled(self._gate_up, "meta")
         self._down = unfilled(self._down, "meta")
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Stored]:
         """Checkpoint name -> where it goes; `prefix` is the block's."""
+        router = self._router.checkpoint_tensors(prefix, ("gate",))
+        return router | self.expert_tensors(prefix, frozenset())
+
+    def expert_tensors(self, prefix: str, kept: Set[int]) -> dict[str, Stored]:
+        """The same of the experts alone, without those of `kept`."""
         names, hidden, inner = self._experts.names, self._hidden, self._inner
-        tensors = self._router.checkpoint_tensors(prefix, ("gate",))
+        tensors: dict[str, Stored] = {}
         for place, index in enumerate(self._first_held):
+            if index in kept:
+                continue
             expert = f"{prefix}experts.{index}."
             gate_up, down = self._gate_up[place], self._down[place]
             tensors |= by_name(gate_up, expert, names.gate_up, rows=(inner, inner), columns=hidden)
             tensors |= by_name(down, expert, (names.down,), rows=(hidden,), columns=inner)
         return tensors
+
+
+class DealtExperts:
+    """The experts of a layer that a rank has from now on; a WeightGroup. Those that it had are
+    copied in memory, the others read: old and new weights are there at once of this layer alone."""
+
+    def __init__(self, block: ExpertMlps, prefix: str, kept: Mapping[int, int]) -> None:
+        """`kept`: see ExpertMlps.take_over."""
+        self._block, self._prefix, self._kept = block, prefix, kept
+
+    def checkpoint_tensors(self) -> dict[str, Stored]:
+        """Checkpoint name -> where it goes."""
+        return self._block.expert_tensors(self._prefix, self._kept.keys())
+
+    def allocate(self, device: torch.device) -> None:
+        """Memory, and in it what this rank has had."""
+        self._block.take_over(self._kept)
+
+    def pack(self, kernels: Kernels) -> None:
+        """Hand the weights to the kernels, once all are read."""
+        self._block.pack_experts(kernels)
 
 
 def route(logits: Tensor, *, per_token: int, is_normalized: bool) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ class Part:
     """What one rank holds: `layers` (absolute indices) of the model's stages, and of each layer the
     share `tensor_rank` of `tensor_size`. The first stage has the embedding; the last one the last
     norm, the head and the sampler. `replicas`: those that hold their experts together; each has all
-    else by itself. `redundant_experts`: see Sizes."""
+    else by itself. `redundant_experts` and `is_elastic`: see Sizes."""
 
     layers: range
     stage: int = 0
@@ -39,6 +39,12 @@ class Part:
     tensor_size: int = 1
     replicas: int = 1
     redundant_experts: int | None = None
+    is_elastic: bool = False
+
+    @property
+    def exchanges_rows(self) -> bool:
+        """Whether rows go to experts of other replicas, which there are or may come to be."""
+        return self.replicas > 1 or self.is_elastic
 
     @property
     def is_first(self) -> bool:
@@ -79,7 +85,8 @@ class TensorGroup(Protocol):
 
 
 class ExpertGroup(Protocol):
-    """The ranks that have a stage's experts, each some of them whole."""
+    """The ranks that have a stage's experts, each some of them whole. Where replicas come and go
+    its numbers change, between two steps."""
 
     @property
     def rank(self) -> int:

@@ -59,9 +59,10 @@ class Rendezvous:
 class Store:
     """Keys that all ranks see. Rank 0's process holds it."""
 
-    def __init__(self, at: Rendezvous, rank: int, world: int) -> None:
-        """Connect, and wait until all ranks have. GroupError names those that do not come."""
-        self.rank, self._world = rank, world
+    def __init__(self, at: Rendezvous, rank: int, ranks: Sequence[int], meeting: int = 0) -> None:
+        """Connect, and wait until all `ranks` have, of which this is one. `meeting`: the number of
+        this start of theirs. GroupError names those that do not come."""
+        self.rank = rank
         self.connect_s = at.connect_s
         end = timedelta(seconds=at.connect_s)
         where = f"{at.host}:{at.port}"
@@ -79,11 +80,11 @@ class Store:
                 )
             else:
                 self._tcp = _c10d.TCPStore(at.host, at.port, timeout=end, wait_for_workers=False)
-        missing = self.roll_call("start", range(world), within_s=at.connect_s)
+        missing = self.roll_call(f"start-{meeting}", ranks, within_s=at.connect_s)
         if missing:
             raise GroupError(
                 f"{named(missing)} did not come to {where} within {at.connect_s:g} s; "
-                f"{world} ranks were to"
+                f"{len(ranks)} ranks were to"
             )
 
     def part(self, name: str) -> Foreign:

@@ -227,9 +227,16 @@ class OpsTensorGroup:
 
 
 class OpsExpertGroup:
-    """See ExpertGroup: the group's operator."""
+    """See ExpertGroup: the group's operator. Layers keep this object where the group becomes
+    another; there is none to call before the first `open`."""
 
-    def __init__(self, group: GroupCoordinator, replicas: int) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, replicas: int) -> None:
+        """`ranks` of the world are to be in it, `rank` among them."""
+        self.rank, self.size, self.replicas = ranks.index(rank), len(ranks), replicas
+        self._name = ""
+
+    def open(self, group: GroupCoordinator, replicas: int) -> None:
+        """Be this group from now on."""
         self.rank, self.size, self.replicas = group.rank_in_group, group.size, replicas
         self._name = group.unique_name
 

@@ -119,8 +119,7 @@ class Instance:
         self.channels = [LinkChannel(rank, self._post) for rank in range(sizes.replica)]
         """The KV transfer's way to each rank, by rank."""
         self._chosen: dict[int, tuple[LayerExperts, ...]] = {}
-        if world is not None:
-            world.join(config.replica, self)
+        self._meeting = 0 if world is None else world.join(config.replica, self)
 
     def rank_identity(self, rank: int) -> RankIdentity:
         """The rank as messages name it."""
@@ -168,12 +167,13 @@ class Instance:
         with ExitStack() as stack:
             if self._world is None:
                 listener = stack.enter_context(listen(host, 0, "--host"))
+                at: tuple[str, int] = listener.getsockname()[:2]
             else:
-                listener = self._world.listener
+                listener, at = self._world.listener, self._world.address
             has_store = self._world is None or config.replica == 0
-            at: tuple[str, int] = listener.getsockname()[:2]
             # A pod with all of the ranks has their store, too.
-            load = Load(config, at if meets_others else None, self._logs, self._incarnation)
+            rendezvous = at if meets_others else None
+            load = Load(config, rendezvous, self._logs, self._incarnation, self._meeting)
 
             def spawn() -> None:
                 store = listener.fileno() if has_store else None
@@ -186,7 +186,8 @@ class Instance:
             self._collect(Opened)
         self._tell(Meet())
         self._collect(WeightsLoaded)
-        if self._world is not None and not self._world.await_weights():
+        world = self._world
+        if world is not None and not self._meeting and not world.await_weights():
             self.settled.wait(_SETTLE_S)
             raise self.error()
         self._tell(Measure())

@@ -36,21 +36,62 @@ class Member(Protocol):
 
 
 class World:
-    """The instances of so many replicas. Its maker closes it once all are loaded, or are not."""
+    """The instances of so many replicas. Its maker closes it once all are loaded, or are not.
 
-    def __init__(self, replicas: int, host: str = LOOPBACK) -> None:
-        """Its ranks meet at `host`. UserError where no address can be had."""
+    Replicas may come later: `begin` says how many there are to be, their instances join and start,
+    `admit` makes them part of it. Before that their loss is no one else's (docs/adr/0128).
+    """
+
+    def __init__(
+        self,
+        replicas: int,
+        host: str = LOOPBACK,
+        check: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Its ranks meet at `host`. `check` raises UserError where so many replicas cannot be.
+        UserError where no address can be had."""
+        self._check = check
+        self.replicas = replicas
+        """That there are to be."""
+        self.meeting = 0
+        """How often replicas were to come or go."""
         self._members: dict[int, Member] = {}
+        self._joining: dict[int, Member] = {}
         self._lost: list[Callable[[Loss], None]] = []
         self._lock = threading.Lock()
         self._loaded = threading.Barrier(replicas)
         self.loss: Loss | None = None
         self.listener: socket.socket = listen(host, 0, "--host")
         """Of the store, which the first rank of replica 0 holds."""
+        self.address: tuple[str, int] = self.listener.getsockname()[:2]
 
-    def join(self, replica: int, member: Member) -> None:
-        """The instance of `replica` is there, before it starts."""
-        self._members[replica] = member
+    def begin(self, replicas: int) -> int:
+        """There are to be so many; the meeting's number. Those that come join it from now on.
+        UserError, and nothing has changed, where there cannot be as many."""
+        self._check(replicas)
+        self.replicas = replicas
+        self.meeting += 1
+        self._joining = {}
+        return self.meeting
+
+    def join(self, replica: int, member: Member) -> int:
+        """The instance of `replica` is there, before it starts; the meeting that it is for, 0 at
+        the start of all."""
+        (self._joining if self.meeting else self._members)[replica] = member
+        return self.meeting
+
+    def admit(self) -> None:
+        """Those that joined have started: from now on the loss of each is the loss of all."""
+        with self._lock:
+            self._members |= self._joining
+            self._joining, loss = {}, self.loss
+        if loss is not None:
+            self._give_up(loss, of=None)
+
+    def leave(self, replicas: int) -> None:
+        """The replicas behind the first so many have left the others: their end is no loss."""
+        with self._lock:
+            self._members = {n: one for n, one in self._members.items() if n < replicas}
 
     def tell(self, lost: Callable[[Loss], None]) -> None:
         """Call `lost` once, with the first loss, on the thread that saw it."""
@@ -79,15 +120,18 @@ class World:
         """A rank of replica `of` is lost, or a replica fails: all others end with the same words.
         What comes behind the first loss follows from it."""
         with self._lock:
-            if self.loss is not None:
+            if self.loss is not None or (of is not None and of not in self._members):
                 return
             self.loss = loss
         self._loaded.abort()
-        for number, member in list(self._members.items()):
-            if number != of:
-                member.give_up(loss)
+        self._give_up(loss, of=of)
         for lost in self._lost:
             lost(loss)
+
+    def _give_up(self, loss: Loss, *, of: int | None) -> None:
+        for number, member in [*self._members.items(), *self._joining.items()]:
+            if number != of:
+                member.give_up(loss)
 
     def close(self) -> None:
         """No rank comes to the address any more."""

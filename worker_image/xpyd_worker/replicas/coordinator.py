@@ -50,6 +50,11 @@ class Coordinator:
         self.is_running = False
         self._reports: list[Report | None] = [None] * replicas
 
+    def resize(self, replicas: int) -> None:
+        """There are so many from now on. Those that come have not reported yet."""
+        more = replicas - len(self._reports)
+        self._reports = [*self._reports[:replicas], *[None] * more]
+
     def heard(self, replica: int, report: Report) -> Sequence[int]:
         """A replica's report came."""
         self._reports[replica] = report

@@ -6,7 +6,8 @@
 All engines are threads here, so a report is a value that the coordinator reads, a START an item in
 an inbox, and the finish check a meeting of threads. None of it is needed twice, and what gets lost
 is made up for (ADR 0118). Where engines are in several processes, `Reduce` is what a CPU group of
-their ranks does. It must not know requests, tensors or ranks. See docs/adr/0122.
+their ranks does. Replicas come and go at a finish check, from which all make the same next forward
+(`LockStep.resize`, ADR 0128). It must not know requests, tensors or ranks. See docs/adr/0122.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ import threading
 from collections.abc import Callable
 
 from xpyd_core.errors import XpydError
+from xpyd_worker.engine.executor import Resize
 from xpyd_worker.replicas.coordinator import PUBLISH_S, Coordinator, Statistics
 from xpyd_worker.replicas.waves import ReplicaWave, Report, Vote
 
 _log = logging.getLogger(__name__)
 CHECK_DEADLINE_S = 120.0
 """As of a step: the others are at most the steps under way behind."""
+RESIZE_DEADLINE_S = 600.0
+"""Until replicas have come or gone: 24 forwards until the check, and the one in which ranks read
+experts, whose own deadline is shorter."""
 
 Put = Callable[[Callable[[], None]], object]
 """Has a call made on an engine's thread before its next step."""
@@ -68,6 +73,11 @@ class FinishCheck:
             )
             raise OutOfStepError(text)
 
+    def resize(self, replicas: int) -> None:
+        """So many come to the next check. Behind one, and before any can come to the next."""
+        with self._changed:
+            self._replicas = replicas
+
     def fail(self, reason: str) -> None:
         """No replica waits from now on."""
         with self._changed:
@@ -88,6 +98,11 @@ class Member:
         """Its state. Any thread reads it."""
         self.dummy_forwards = 0
         """Forwards that it made for the others. Any thread reads it."""
+        self.resize: Resize | None = None
+        """See EngineCore's LockStep."""
+        self.failure = ""
+        """Why its engine ended by itself."""
+        self._is_in = True
 
     # --- EngineCore
 
@@ -102,32 +117,63 @@ class Member:
     @property
     def in_wave(self) -> bool:
         """See EngineCore's LockStep."""
-        return self._wave.is_running
+        return self._is_in and self._wave.is_running
 
     def end_iteration(self, *, waiting: int, running: int, is_dummy: bool) -> None:
         """See EngineCore's LockStep."""
         self.dummy_forwards += is_dummy
+        resize, self.resize = self.resize, None
+        if resize is not None:
+            # The ranks have it, with the forward that was made.
+            if self.replica >= resize.replicas:
+                self.leave()
+            self._lock_step.resized(self.replica)
         is_news = False
-        if self._wave.end_iteration():
-            vote = self._wave.vote(has_unfinished=bool(waiting or running))
-            is_news = self._wave.settle(self._reduce(vote))
+        if self._is_in and self._wave.end_iteration():
+            due = self._lock_step.meeting
+            vote = self._wave.vote(has_unfinished=bool(waiting or running), meeting=due)
+            result = self._reduce(vote)
+            is_news = self._wave.settle(result)
+            if result.meeting:
+                self.resize = self._lock_step.begin_resize(result)
         self._set(is_news=is_news, waiting=waiting, running=running)
 
     @property
     def may_leave(self) -> bool:
         """See EngineCore's LockStep."""
-        return self._lock_step.may_leave
+        return not self._is_in or self._lock_step.may_leave
 
     def failed(self, why: str) -> None:
         """See EngineCore's LockStep."""
-        self._lock_step.failed(self.replica, why)
+        self._lock_step.failed(self, why)
+
+    def leave(self) -> None:
+        """Be none of the others, any more or yet."""
+        self._is_in = False
+        self._wave.leave()
 
     # --- the coordinator
 
+    def enter(self, resize: Resize, wave: int) -> None:
+        """Come to the others with the next forward, which is of `wave`. Any thread."""
+        assert self._put is not None, "its engine runs"
+
+        def entered() -> None:
+            self._is_in, self.resize = True, resize
+            self._wave.enter(wave)
+            self._set(is_news=True)
+
+        self._put(entered)
+
     def start(self, wave: int) -> None:
         """Send START_DP_WAVE `wave`. Any thread."""
+
+        def started() -> None:
+            if self._is_in:
+                self._set(is_news=self._wave.take_start(wave))
+
         if self._put is not None:
-            self._put(lambda: self._set(is_news=self._wave.take_start(wave)))
+            self._put(started)
 
     def wake(self) -> None:
         """Have the engine look again whether it may leave. Any thread."""
@@ -154,8 +200,16 @@ class LockStep:
     ) -> None:
         """`fell`: a replica failed, so none can go on. `reduce`: FinishCheck's where it is None."""
         self._check = FinishCheck(replicas)
-        reduce = reduce or self._check.reduce
-        self.members = [Member(replica, self, reduce) for replica in range(replicas)]
+        self._reduce = reduce or self._check.reduce
+        self.members = [Member(replica, self, self._reduce) for replica in range(replicas)]
+        """Replaced whole where replicas come or go. Any thread reads it."""
+        self._coming: dict[int, Member] = {}
+        self._due: Resize | None = None
+        self._begun = 0
+        """The last meeting that began."""
+        self._missing: set[int] = set()
+        self._resized = threading.Event()
+        self._failure = ""
         self._coordinator = Coordinator(replicas)
         self._clock, self._fell = clock, fell
         self._publish: Callable[[Statistics], None] = lambda _: None
@@ -187,21 +241,86 @@ class LockStep:
             self._asked = wave if self._asked is None else max(wave, self._asked)
         self._news.set()
 
+    def member(self, replica: int) -> Member:
+        """The end of a replica; a new one for each start of one that is to come."""
+        if replica < len(self.members):
+            return self.members[replica]
+        coming = self._coming[replica] = Member(replica, self, self._reduce)
+        coming.leave()
+        return coming
+
+    def resize(self, meeting: int, replicas: int) -> None:
+        """Have so many replicas, and return when all have made a forward together. Those that come
+        have their engines started; those that go have no requests. OutOfStepError, where none goes
+        on any more. One call at a time."""
+        with self._lock:
+            self._missing = set(range(max(replicas, len(self.members))))
+            self._resized.clear()
+            self._due = Resize(meeting, replicas)
+            failed = [one for one in self._coming.values() if one.failure]
+        self._news.set()
+        for one in failed:
+            self.failed(one, one.failure)
+        if not self._resized.wait(RESIZE_DEADLINE_S):
+            text = f"the replicas have not become {replicas} within {RESIZE_DEADLINE_S:g} s"
+            self.fail(text)
+            self._fell(text)
+        if self._failure:
+            raise OutOfStepError(self._failure)
+
+    @property
+    def meeting(self) -> int:
+        """The number of the change that is due; 0: none. Any thread."""
+        due = self._due
+        return 0 if due is None or due.meeting == self._begun else due.meeting
+
+    def begin_resize(self, result: Vote) -> Resize:
+        """A finish check has found that one is due: what ranks are told with the next forward. Each
+        member that was in the check calls it before anything else; the first makes the change."""
+        with self._lock:
+            due = self._due
+            assert due is not None, "none is over before all are in it"
+            if self._begun == due.meeting:
+                return due
+            self._begun = due.meeting
+            self._check.resize(due.replicas)
+            have = self.members
+            more = [self._coming.pop(n) for n in range(len(have), due.replicas)]
+            for one in more:
+                one.enter(due, result.wave)
+            self.members = [*have[: due.replicas], *more]
+        return due
+
+    def resized(self, replica: int) -> None:
+        """The ranks of a replica have changed with the others', or have left them."""
+        with self._lock:
+            self._missing.discard(replica)
+            if not self._missing:
+                self._due = None
+                self._resized.set()
+
     def begin_end(self, are_idle: Callable[[], bool]) -> None:
         """No request comes any more, and engines that are asked to stop wait for `may_leave`.
         `are_idle`: whether no engine has a request, in its inbox neither. Any thread."""
         self._are_idle = are_idle
         self._news.set()
 
-    def failed(self, replica: int, why: str) -> None:
-        """A replica's engine cannot go on. Any thread."""
-        text = f"replica {replica} of the instance failed: {why}"
+    def failed(self, member: Member, why: str) -> None:
+        """A replica's engine cannot go on, so none can; one that is still to come, or has left, is
+        no part of the others. Any thread."""
+        with self._lock:
+            member.failure = why
+            if not (member in self.members or member.replica in self._missing):
+                return
+        text = f"replica {member.replica} of the instance failed: {why}"
         self.fail(text)
         self._fell(text)
 
     def fail(self, reason: str) -> None:
         """None can go on: what waits for others ends. Any thread."""
+        self._failure = self._failure or reason
         self._check.fail(reason)
+        self._resized.set()
         self._let_leave()
 
     def close(self, within_s: float) -> None:
@@ -228,7 +347,8 @@ class LockStep:
     @property
     def _is_on(self) -> bool:
         """Whether something may have to be sent again, or published."""
-        return self._are_idle is not None or not self._coordinator.may_end()
+        is_wanted = self._are_idle is not None or self._due is not None
+        return is_wanted or not self._coordinator.may_end()
 
     def turn(self) -> None:
         """Take in all states, and send START where it is due. Public for tests, which run it
@@ -237,9 +357,13 @@ class LockStep:
             asked, self._asked = self._asked, None
         # First: behind it nothing but a START, which is sent here, can wake an idle engine.
         are_idle = self._are_idle is not None and self._are_idle()
-        due: set[int] = set()
-        for member in self.members:
+        members, due = self.members, set[int]()
+        self._coordinator.resize(len(members))
+        for member in members:
             due.update(self._coordinator.heard(member.replica, member.latest))
+        if self.meeting:
+            # It needs a finish check, so a wave.
+            due.update(self._coordinator.asked(self._coordinator.wave))
         if asked is not None:
             due.update(self._coordinator.asked(asked))
         now_s = self._clock()
@@ -248,7 +372,7 @@ class LockStep:
             self._next_s = now_s + PUBLISH_S
             due.update(self._coordinator.missing())
         for replica in sorted(due):
-            self.members[replica].start(self._coordinator.wave)
+            members[replica].start(self._coordinator.wave)
         state = (self._coordinator.wave, self._coordinator.is_running)
         if is_due or state != self._published:
             self._published = state
@@ -259,5 +383,5 @@ class LockStep:
     def _let_leave(self) -> None:
         if not self.may_leave:
             self.may_leave = True
-            for member in self.members:
+            for member in [*self.members, *self._coming.values()]:
                 member.wake()

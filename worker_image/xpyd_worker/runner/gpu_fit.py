@@ -145,7 +145,7 @@ class GpuPart:
         over a tensor group are captured, as NCCL's operators are launches like others; on more than
         one GPU this was not run yet."""
         limits = self.limits
-        if not limits.use_graphs or self.model.part.stages > 1 or self.model.part.replicas > 1:
+        if not limits.use_graphs or self.model.part.stages > 1 or self.model.part.exchanges_rows:
             return None
 
         def forward(token_ids: Tensor, positions: Tensor, plan: Plan) -> Tensor:

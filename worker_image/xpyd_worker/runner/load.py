@@ -94,6 +94,19 @@ def fit_on_cpu(
     return CpuFit(model, config, kernels, shape, num_blocks, parallel)
 
 
+def deal_experts(folder: Path, fit: CpuFit) -> None:
+    """Other ranks share the experts: load those of this one among them, layer by layer. UserError
+    where a file cannot be read."""
+    load_weights(
+        folder,
+        fit.model.deal(),
+        kernels=fit.kernels,
+        device=CPU,
+        is_tied=fit.config.tie_word_embeddings,
+        known=_tensor_names(fit.config, fit.shape.dtype, fit.kernels),
+    )
+
+
 def open_gpu(gpu: CudaDevice) -> None:
     """Import the kernels' libraries and make the process' context on the GPU. Both may take seconds
     in which no other thread of the process runs, as its watcher expects before it has opened."""
@@ -167,6 +180,7 @@ def _divided(parallel: ParallelState | None) -> Sizes:
         tensor=part.tensor_size,
         has_whole_experts=has_whole,
         redundant_experts=part.redundant_experts,
+        is_elastic=part.is_elastic,
     )
 
 
@@ -185,16 +199,19 @@ def _load_model(
     parallel: ParallelState | None,
 ) -> Decoder:
     model = Decoder(config, dtype, kernels, device, parallel=parallel)
-    known = None
-    if parallel is not None and parallel.part.ranks > 1:
-        everything = Decoder(config, dtype, kernels, CPU).weight_groups()
-        known = {name for group in everything for name in group.checkpoint_tensors()}
+    is_part = parallel is not None and parallel.part.ranks > 1
     load_weights(
         folder,
         model.weight_groups(),
         kernels=kernels,
         device=device,
         is_tied=config.tie_word_embeddings,
-        known=known,
+        known=_tensor_names(config, dtype, kernels) if is_part else None,
     )
     return model
+
+
+def _tensor_names(config: ModelConfig, dtype: torch.dtype, kernels: Kernels) -> set[str]:
+    """Those of the whole model."""
+    everything = Decoder(config, dtype, kernels, CPU).weight_groups()
+    return {name for group in everything for name in group.checkpoint_tensors()}

@@ -86,8 +86,9 @@ class ModelRunner:
         `graphs` are of its forward over this cache. `draw`: how tokens are drawn there. `parallel`:
         the other ranks that `model` was built with; None where there are none."""
         self._model = model
-        self._has_others = parallel is not None and parallel.part.ranks > 1
-        self._shares_experts = parallel is not None and parallel.part.replicas > 1
+        part = None if parallel is None else parallel.part
+        self._has_others = part is not None and (part.ranks > 1 or part.is_elastic)
+        self._shares_experts = part is not None and part.exchanges_rows
         self._boundary: StageBoundary | None = None
         if parallel is not None and parallel.part.stages > 1:
             self._boundary = parallel.boundary

@@ -22,6 +22,7 @@ import torch
 from xpyd_kv.ranks.agent import StepSender
 from xpyd_worker.engine.executor import (
     Finished,
+    Resize,
     Running,
     StepInput,
     StepOutput,
@@ -145,12 +146,15 @@ class RankWork:
         *,
         parallel: ParallelState,
         kv_sender: StepSender | None = None,
+        resize: Callable[[Resize], bool] | None = None,
     ) -> None:
+        """`resize`: where replicas come and go; it says whether this rank's replica stays."""
         self._runner = runner
         self._states = states
         self._part = parallel.part
         self._feedback = parallel.feedback
         self._kv_sender = kv_sender
+        self._resize = resize
         self._decoder = StepDecoder(states.slots, states)
         # The oldest first; no more than there are steps under way.
         self._awaited: deque[Awaited] = deque()
@@ -161,8 +165,13 @@ class RankWork:
         message = decode_step(encoded)
         self._catch_up(message)
         step = self._decoder.read(message)
-        running = self._run(step)
         part = self._part
+        answers = part.is_last and not part.tensor_rank
+        if step.resize is not None:
+            assert self._resize is not None, "replicas come and go"
+            if not self._resize(step.resize):
+                return RankStep(Finished(StepOutput({}, {})), answers)
+        running = self._run(step)
         if not step.sequences:
             pass  # a dummy: nothing is drawn, and no state changes
         elif not part.is_last:
@@ -171,7 +180,7 @@ class RankWork:
             running = self._draw_on_device(self._states, message, step, running)
         else:
             running = self._draw(message, step, running)
-        return RankStep(running, part.is_last and not part.tensor_rank)
+        return RankStep(running, answers)
 
     def _run(self, step: StepInput) -> LaunchedStep:
         sender = self._kv_sender

@@ -87,6 +87,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     logs: Logs
     incarnation: str
     """The engine's, to peers."""
+    meeting: int = 0
+    """See Start."""
 
 
 class Unload(msgspec.Struct, frozen=True, tag=True):

@@ -79,6 +79,7 @@ class Pod:
                     logs=load.logs,
                     engine_id=load.config.engine_id,
                     incarnation=load.incarnation,
+                    meeting=load.meeting,
                 )
                 starts.append(start)
                 ours, theirs = socket.socketpair()

@@ -59,6 +59,9 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     incarnation: str = ""
     """The incarnation, like engine_id, is the engine's, for peers; `config` has the address of the
     rank's own pod."""
+    meeting: int = 0
+    """Above 0 where replicas come: their ranks meet the others' in the step with that number
+    (docs/adr/0128)."""
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):

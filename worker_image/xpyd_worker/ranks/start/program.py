@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from xpyd_core.errors import UserError
+from xpyd_core.parallel.checks import ELASTIC
 from xpyd_core.parallel.partition import partition
 from xpyd_kv.ranks.engine import Channel
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.engine.executor import LayerExperts
+from xpyd_worker.engine.executor import LayerExperts, Resize
 from xpyd_worker.kv.cache import CacheMemory, gpu_limits, open_cache, paged
 from xpyd_worker.kv.rank import RankKv, engine_layout, share_of, start_rank_kv
 from xpyd_worker.kv.transports import check_host
@@ -36,7 +38,7 @@ from xpyd_worker.runner.device import (
     gpu_dtype,
 )
 from xpyd_worker.runner.gpu_fit import GpuFit, GpuPart
-from xpyd_worker.runner.load import CpuFit, fit_on_cpu, open_gpu, part_on_gpu
+from xpyd_worker.runner.load import CpuFit, deal_experts, fit_on_cpu, open_gpu, part_on_gpu
 from xpyd_worker.runner.runner import ModelRunner
 from xpyd_worker.system import give_back, resident_bytes
 
@@ -55,6 +57,11 @@ class RankProgram:
         self._folder = resolve_checkpoint(config.model, config.revision)
         self._model = load_config(self._folder)
         self._device = _device(start)
+        if self._device.type == "cuda" and config.in_lock_step and config.enable_elastic_ep:
+            raise UserError(
+                f"{ELASTIC}: replicas that share experts come and go on CPUs only; leave it out, "
+                "or give --device cpu"
+            )
         if self._device.type == "cuda":
             self._dtype = gpu_dtype(config.dtype, self._model.dtype, self._device)
             open_gpu(CudaDevice(self._device))
@@ -125,6 +132,7 @@ class RankProgram:
                 dtype=self._dtype,
             ),
             custom_all_reduce=config.custom_all_reduce,
+            meeting=start.meeting,
         )
 
     def make(self, blocks: int) -> RankReady:
@@ -141,6 +149,7 @@ class RankProgram:
             self._states(slot_count(config.max_num_seqs), most_tokens, self._parallel.part),
             parallel=self._parallel,
             kv_sender=None if self._kv is None else self._kv.sender,
+            resize=self._resize,
         )
         give_back()
         return RankReady(
@@ -197,6 +206,17 @@ class RankProgram:
         device = CudaDevice(self._device)
         return DeviceStates(slots, most_tokens, device=device, update=post_update)
 
+    def _resize(self, resize: Resize) -> bool:
+        """Share experts over other replicas than before; whether this rank's is one of them."""
+        parallel, fit = self._parallel, self._fit
+        assert parallel is not None, "load comes before"
+        assert isinstance(fit, CpuFit), "replicas come and go on CPUs"
+        if not parallel.resize(resize.meeting, resize.replicas):
+            return False
+        deal_experts(self._folder, fit)
+        give_back()
+        return True
+
     def launch(self, message: bytes) -> RankStep:
         """Start a step; see RankWork."""
         assert self._work is not None, "make comes before"
@@ -207,7 +227,7 @@ class RankProgram:
         rows. Any thread."""
         assert self._parallel is not None, "make comes before"
         part, runner = self._parallel.part, self._runner
-        has_own = part.replicas > 1 or part.tensor_rank == 0
+        has_own = part.exchanges_rows or part.tensor_rank == 0
         return runner.experts_chosen() if runner is not None and has_own else ()
 
     def close(self) -> None:

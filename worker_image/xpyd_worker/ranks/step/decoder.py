@@ -102,7 +102,12 @@ class StepDecoder:
                 raise MessageError(f"a mask for row {index} of {len(sequences)}")
             sequences[index] = replace(sequences[index], mask=KnownMask(words))
         return StepInput(
-            message.step, tuple(sequences), message.block_copies, message.kv, message.experts
+            message.step,
+            tuple(sequences),
+            message.block_copies,
+            message.kv,
+            message.experts,
+            message.resize,
         )
 
     def _begin(self, row: Full) -> ScheduledSequence:

@@ -63,7 +63,15 @@ class StepEncoder:
         )
         try:
             return encode_step(
-                StepMessage(step.step, rows, step.block_copies, step.kv, masks, step.experts)
+                StepMessage(
+                    step.step,
+                    rows,
+                    step.block_copies,
+                    step.kv,
+                    masks,
+                    step.experts,
+                    step.resize,
+                )
             )
         except MessageError:
             self._known.clear()

@@ -16,7 +16,7 @@ import msgspec
 
 from xpyd_core.errors import XpydError
 from xpyd_worker.engine.eplb import ExpertTurn
-from xpyd_worker.engine.executor import StepOutput
+from xpyd_worker.engine.executor import Resize, StepOutput
 from xpyd_worker.engine.request import SampledToken, SamplingParams, TokenLogprob
 
 MAX_STEP_BYTES = 64 << 20
@@ -82,7 +82,7 @@ Row = Going | Ahead | Chunk | Full
 
 class StepMessage(msgspec.Struct, frozen=True, array_like=True):
     """One StepInput; `rows` are its sequences in order. `masks`: of those that draw under a grammar
-    (row, words of the mask). `experts`: see StepInput."""
+    (row, words of the mask). `experts` and `resize`: see StepInput."""
 
     step: int
     rows: tuple[Row, ...]
@@ -90,6 +90,7 @@ class StepMessage(msgspec.Struct, frozen=True, array_like=True):
     kv: bytes = b""
     masks: tuple[tuple[int, bytes], ...] = ()
     experts: ExpertTurn = ExpertTurn.NONE
+    resize: Resize | None = None
 
 
 class OutputMessage(msgspec.Struct, frozen=True, array_like=True):

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Protocol
 
-from xpyd_core.errors import ApiError, UserError
+from xpyd_core.errors import ApiError, XpydError
 from xpyd_core.heartbeat import Parting
 from xpyd_core.parallel.checks import ELASTIC
 from xpyd_worker.ranks.loss import RankLostError
@@ -78,7 +78,7 @@ class Scaling:
 
         try:
             cut = await asyncio.to_thread(engine.scale, replicas, drain_s=drain_s, let_go=let_go)
-        except (UserError, RankLostError) as error:
+        except (XpydError, RankLostError) as error:
             raise ApiError(409, str(error), code="cannot_scale") from error
         service = self._api.service
         if service is not None:

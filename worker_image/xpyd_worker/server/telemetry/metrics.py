@@ -454,9 +454,11 @@ def rank_samples(
             yield Sample(_RANK_PREFIX + name, kind, text, float(value), labels)
 
 
-def replica_samples(rows: Sequence[tuple[Counts | None, int]]) -> Iterable[Sample]:
-    """All `xpyd_engine_replica_*`, by replica, with vLLM's label: its requests, None where it takes
-    none, and how often it was started again."""
+def replica_samples(rows: Sequence[tuple[Counts | None, int]], scalings: int) -> Iterable[Sample]:
+    """How often replicas came or went, and all `xpyd_engine_replica_*`, by replica, with vLLM's
+    label: its requests, None where it takes none, and how often it was started again."""
+    text = "Times that replicas came or went"
+    yield Sample(f"{_PREFIX}scalings", "counter", text, float(scalings))
     for number, (counts, restarts) in enumerate(rows):
         labels = (("engine", str(number)),)
         waiting, running = counts or (0, 0)

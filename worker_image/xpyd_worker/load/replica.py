@@ -1,0 +1,56 @@
+"""One replica of an instance: its engine while it has one, and the requests that it was given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from xpyd_core.errors import UserError
+from xpyd_worker.load.engine import LoadedEngine
+from xpyd_worker.ranks.loss import RankLostError
+from xpyd_worker.replicas.coordinator import Counts
+
+
+@dataclass
+class Replica:
+    """One replica. `loaded` is None while it is started again; `open` are its requests' ids;
+    `is_leaving`: it gets none but those that a router had for it; `is_closed`: nor these."""
+
+    number: int
+    loaded: LoadedEngine | None = None
+    is_leaving: bool = False
+    is_closed: bool = False
+    open: set[str] = field(default_factory=set[str])
+    restarts: int = 0
+    losses: int = 0
+    since_s: float = 0.0
+    incarnation: str = ""
+    """Of its present start, for the peers of its KV."""
+
+    @property
+    def serving(self) -> LoadedEngine | None:
+        """Its engine, where it takes requests."""
+        loaded = self.loaded
+        lost = loaded is None or loaded.loss is not None or loaded.engine.failure is not None
+        return None if lost else loaded
+
+    def counts(self) -> Counts | None:
+        """Its requests, as the engine's last step saw them; what is not known to run, waits."""
+        serving = self.serving
+        if serving is None or self.is_leaving:
+            return None
+        running = min(serving.engine.stats().running, len(self.open))
+        return Counts(len(self.open) - running, running)
+
+    @property
+    def is_busy(self) -> bool:
+        """It has requests, or its engine has."""
+        serving = self.serving
+        return bool(self.open) or not (serving is None or serving.engine.is_idle())
+
+    def check_serving(self) -> None:
+        """Raise what it was lost with since it started; UserError where it ended."""
+        loss = None if self.loaded is None else self.loaded.loss
+        if loss is not None:
+            raise RankLostError(loss.text)
+        if self.serving is None:
+            raise UserError(f"replica {self.number} ended before it served")
