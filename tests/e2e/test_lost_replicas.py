@@ -96,9 +96,11 @@ def all_run(engine: Process, replicas: int) -> bool:
 
 
 @contextmanager
-def under_load(fleet: Fleet, bodies: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    """Within, clients come in an open loop, with one body after the other; behind it each has had
-    the answer that there was before. Yields what was asked."""
+def under_load(
+    fleet: Fleet, bodies: Sequence[dict[str, Any]], crowd: threading.Event | None = None
+) -> Iterator[list[str]]:
+    """Within, clients come in an open loop, with one body after the other; where `crowd` is set, 20
+    at once. Behind it each has had the answer that there was before. Yields what was asked."""
     expected = [fleet.complete(**body)["choices"][0]["text"] for body in bodies]
     asked: list[tuple[str, Future[dict[str, Any]]]] = []
     texts: list[str] = []
@@ -109,8 +111,11 @@ def under_load(fleet: Fleet, bodies: Sequence[dict[str, Any]]) -> Iterator[list[
             """Each 0.1 s a request on its own connection, whatever became of those before."""
             turns = itertools.cycle(zip(bodies, expected, strict=True))
             while not over.wait(0.1):
-                body, text = next(turns)
-                asked.append((text, pool.submit(fleet.complete, **body)))
+                is_crowd = crowd is not None and crowd.is_set()
+                for body, text in itertools.islice(turns, 20 if is_crowd else 1):
+                    asked.append((text, pool.submit(fleet.complete, **body)))
+                if crowd is not None and is_crowd:
+                    crowd.clear()
 
         loading = pool.submit(load)
         try:
@@ -165,25 +170,30 @@ def all_work(engine: Process, replicas: int) -> None:
 def test_replicas_of_p_and_d_come_and_go_and_no_request_is_even_tried_again(
     tmp_path: Path, times: int
 ) -> None:
-    prompts = [f"{word} " + "one two three four five " * 20 for word in ("alpha", "beta", "gamma")]
+    prompts = [f"{word} " + "one two three four five " * 60 for word in ("alpha", "beta", "gamma")]
     bodies = [{**BODY, "prompt": prompt, "max_tokens": 24} for prompt in prompts]
     with empty_fleet(tmp_path) as running:
         # Ranks that start take the cores: on a busy machine beats are seconds late.
         running.heartbeat_ms = 3000
         router = running.start_router("--processes", "2")
-        p = running.start_engine("Prefill", "--enable-elastic-ep", name="p")
-        d = running.start_engine("Decode", "--enable-elastic-ep", name="d")
+        flags = ("--enable-elastic-ep", "--no-enable-prefix-caching")
+        p = running.start_engine("Prefill", *flags, name="p")
+        d = running.start_engine("Decode", *flags, name="d")
         running.wait_ready(p, d)
-        with under_load(running, bodies) as asked:
+        crowd = threading.Event()
+        with under_load(running, bodies, crowd) as asked:
             for _ in range(times):
                 for engine, size in ((p, 2), (d, 2), (p, 1), (d, 1)):
+                    # What leaves has much to do then, and P has what D has not heard of.
+                    crowd.set()
+                    wait_for("the crowd", lambda: not crowd.is_set())
                     took_s = scale(engine, running, size)
                     _log.info("%s: %d replicas after %.1f s", engine.name, size, took_s)
                     assert len(ranks_of(engine)) == size
                     all_work(engine, size)
 
         def lines() -> list[str]:
-            return [line for line in router.log.splitlines() if " tries=" in line]
+            return [line for line in router.log.splitlines() if " xpyd_router.access: " in line]
 
         wait_for("the access log", lambda: len(lines()) == len(asked) + len(bodies))
         disturbed = [one for one in lines() if " tries=1 " not in one or " kv=moved" not in one]
