@@ -170,7 +170,7 @@ def all_work(engine: Process, replicas: int) -> None:
 def test_replicas_of_p_and_d_come_and_go_and_no_request_is_even_tried_again(
     tmp_path: Path, times: int
 ) -> None:
-    prompts = [f"{word} " + "one two three four five " * 60 for word in ("alpha", "beta", "gamma")]
+    prompts = [f"{word} " + "one two three four five " * 20 for word in ("alpha", "beta", "gamma")]
     bodies = [{**BODY, "prompt": prompt, "max_tokens": 24} for prompt in prompts]
     with empty_fleet(tmp_path) as running:
         # Ranks that start take the cores: on a busy machine beats are seconds late.
