@@ -1,4 +1,5 @@
-"""What some tests need besides: LeaderWorkerSets, and metrics of real pods for autoscaling."""
+"""What some tests need besides, by itself: LeaderWorkerSets, and metrics of real pods for
+autoscaling. In each run tests/cluster/test_pools.py has both with fleets."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ def apply(cluster: Cluster, namespace: str, *documents: dict[str, Any]) -> None:
     cluster.kubectl("-n", namespace, "apply", "-f", "-", input=text)
 
 
+@pytest.mark.soak
 def test_a_leader_worker_set_gets_its_pods_and_may_be_taken_away(
     control_plane: Cluster, namespace: str
 ) -> None:
@@ -56,7 +58,7 @@ def test_a_leader_worker_set_gets_its_pods_and_may_be_taken_away(
     assert control_plane.get("/apis/leaderworkerset.x-k8s.io/v1") is None
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_autoscaler_follows_the_cpu_of_real_pods(node_cluster: Cluster, namespace: str) -> None:
     node_cluster.install_metrics_server()
     labels = {"app": "busy"}

@@ -5,8 +5,8 @@ tests/e2e/test_kv_causes.py does it with processes. Here a document makes the fa
 a pool is added whose pods differ, by its template's variables, from which `engine.args` take flags,
 or by its volumes. The rest happens to a pod that runs: a rule in its network, a key of its own, too
 little time of the processor. One fleet has nine of them one after another; faults of instances come
-before those of pairs, for which the condition stays False for a minute. Each run has the two that
-are the cluster's own, a Secret's key and a pod's network; the soak has all, and the fleet that is
+before those of pairs, for which the condition stays False for a minute. Each run has a pod's
+network; a Secret's key is in tests/cluster/test_fleet.py. The soak has all, and the fleet that is
 edited so that none of its P and D would fit: the rollout stops before a request is lost.
 """
 
@@ -299,6 +299,7 @@ def test_a_wrong_role_is_named(fleet: FleetClient) -> None:
     wait_verified(fleet)
 
 
+@pytest.mark.soak
 def test_a_wrong_key_is_named(fleet: FleetClient) -> None:
     with fleet.copied_pod("decode", key="0" * 64) as pod:
         wait_named(fleet, "KeyMismatch", pod, "kvTransfer.keySecretRef")

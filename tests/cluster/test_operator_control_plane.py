@@ -437,7 +437,7 @@ def test_sigterm_ends_the_operator_in_seconds(plane: Cluster, no_operator: None)
         assert "Traceback" not in found.log()
 
 
-@pytest.mark.parametrize("connector", ["Xpyd", "Nixl"])
+@pytest.mark.parametrize("connector", ["Xpyd", pytest.param("Nixl", marks=pytest.mark.soak)])
 def test_p_and_d_of_vllm_become_ready_scale_and_take_another_image_together(
     operator: OperatorProcess, chat: FleetClient, connector: str
 ) -> None:

@@ -121,15 +121,16 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("dtype", "dim", "window"),
     [
-        (torch.bfloat16, 128, None),
         (torch.bfloat16, 8, None),
-        (torch.bfloat16, 64, None),
         (torch.bfloat16, 128, 100),
-        (torch.bfloat16, 192, None),
         (torch.bfloat16, 256, None),
-        (torch.float32, 8, None),
         (torch.float32, 96, 100),
-        (torch.float32, 256, None),
+        # Of sizes and types that one of those above has.
+        pytest.param(torch.bfloat16, 64, None, marks=pytest.mark.soak),
+        pytest.param(torch.bfloat16, 128, None, marks=pytest.mark.soak),
+        pytest.param(torch.bfloat16, 192, None, marks=pytest.mark.soak),
+        pytest.param(torch.float32, 8, None, marks=pytest.mark.soak),
+        pytest.param(torch.float32, 256, None, marks=pytest.mark.soak),
     ],
 )
 def test_a_layer_compiles(
@@ -157,14 +158,13 @@ def test_a_layer_compiles(
 @pytest.mark.parametrize(
     ("group", "dim", "splits", "dtype"),
     [
-        (4, 128, 64, torch.bfloat16),
         (4, 128, 64, torch.float32),
         (32, 128, 8, torch.bfloat16),
-        (32, 128, 8, torch.float32),
-        (64, 128, 1, torch.bfloat16),
         (64, 128, 1, torch.float32),
         (64, 256, 64, torch.bfloat16),
-        # A sixth of the module's time; a layer has heads of 256 in float32, too.
+        pytest.param(4, 128, 64, torch.bfloat16, marks=pytest.mark.soak),
+        pytest.param(32, 128, 8, torch.float32, marks=pytest.mark.soak),
+        pytest.param(64, 128, 1, torch.bfloat16, marks=pytest.mark.soak),
         pytest.param(64, 256, 64, torch.float32, marks=pytest.mark.soak),
     ],
 )
@@ -214,8 +214,17 @@ def test_the_update_behind_a_step_compiles(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("rows", [1, 256, 4096])
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [
+        (1, torch.bfloat16),
+        (256, torch.float32),
+        (4096, torch.bfloat16),
+        pytest.param(1, torch.float32, marks=pytest.mark.soak),
+        pytest.param(256, torch.bfloat16, marks=pytest.mark.soak),
+        pytest.param(4096, torch.float32, marks=pytest.mark.soak),
+    ],
+)
 def test_experts_compile_for_tiles_of_each_size(
     compiled: tuple[Any, dict[str, Any]], rows: int, dtype: torch.dtype
 ) -> None:

@@ -40,7 +40,7 @@ def play(first: int) -> tuple[Counter[str], Counter[str]]:
     return outcomes, seen
 
 
-@pytest.mark.parametrize("first", range(0, 1000, BATCH))
+@pytest.mark.parametrize("first", range(0, 500, BATCH))
 def test_nothing_that_befalls_a_fleet_breaks_an_invariant(first: int) -> None:
     play(first)
 
@@ -52,7 +52,7 @@ def test_who_may_not_be_pulled_yet_waits_as_long_as_those_before_it() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("first", range(1000, 42_000, 1000))
+@pytest.mark.parametrize("first", range(0, 42_000, 1000))
 def test_nothing_that_befalls_many_more_fleets_breaks_an_invariant(first: int) -> None:
     for seed in range(first, first + 1000):
         run(plan_of(seed))

@@ -211,17 +211,21 @@ async def calm(api: FakeApi) -> None:
     await until(is_calm, what="it comes to rest", timeout_s=PATIENCE_S)
 
 
-of_operators = pytest.mark.parametrize("kills", [False, True], ids=["that live", "that die"])
-
-
-@of_operators
+@pytest.mark.parametrize(
+    "kills",
+    [
+        # On a real API server in each run: tests/cluster/test_operator_weather.py.
+        pytest.param(False, marks=pytest.mark.soak, id="that live"),
+        pytest.param(True, id="that die"),
+    ],
+)
 def test_the_objects_are_those_of_a_fine_day_and_the_writes_not_many_more(*, kills: bool) -> None:
     check(1, kills=kills)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(10, 60))
-@of_operators
+@pytest.mark.parametrize("kills", [False, True], ids=["that live", "that die"])
 def test_fifty_bad_days(seed: int, *, kills: bool) -> None:
     check(seed, kills=kills)
 

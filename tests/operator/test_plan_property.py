@@ -1,5 +1,5 @@
-"""plan() on 10,000 random walks, and on one of 10,000 operations: bounds hold, nothing that serves
-goes without a successor, and revisions move together.
+"""plan() on 2,000 random walks, and on one of 1,000 operations; in the soak on 10,000, and of
+10,000: bounds hold, nothing that serves goes without a successor, and revisions move together.
 
 What is checked after every step is in plan_world.py.
 """
@@ -40,7 +40,7 @@ def test_random_walks_keep_bounds_and_what_serves(first: int) -> None:
     walk_all(first)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("first", range(2_000, 10_000, WALKS))
 def test_more_random_walks_keep_bounds_and_what_serves(first: int) -> None:
     walk_all(first)

@@ -130,11 +130,16 @@ def judge(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_thousand_requests_among_failing_engines_are_all_answered_right(
     tmp_path: Path, processes: int
 ) -> None:
     judge(tmp_path, requests=1000, faults_wanted=12, seed=1, limit_s=400, processes=processes)
+
+
+@pytest.mark.slow
+def test_so_are_a_few_by_a_router_of_one_process(tmp_path: Path) -> None:
+    judge(tmp_path, requests=250, faults_wanted=4, seed=1, limit_s=200)
 
 
 @pytest.mark.soak
