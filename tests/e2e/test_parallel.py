@@ -76,11 +76,12 @@ def check(model: Path, written: list[tuple[list[int], list[int]]]) -> None:
     assert [ids for _, ids in written] == best_tokens(model, written)
 
 
-# Every family in every layout; those that differ most from others are enough in each run.
+# Every family in every layout; in each run each family, and each number of ranks and of stages.
+USUAL_ENGINES = [("llama", (4, 1)), ("llama", (1, 3)), ("qwen3", (2, 2)), ("mixtral", (2, 2))]
 ENGINES = [
     pytest.param(
         *(family, layout),
-        marks=pytest.mark.slow if family == "llama" or layout == (2, 2) else pytest.mark.soak,
+        marks=pytest.mark.slow if (family, layout) in USUAL_ENGINES else pytest.mark.soak,
         id=f"{family}-{named(layout)}",
     )
     for family, layout in itertools.product(FAMILIES, LAYOUTS)

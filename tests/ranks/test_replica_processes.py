@@ -62,7 +62,10 @@ def test_each_replica_answers_as_an_engine_alone_does(layout: str, tmp_path: Pat
         assert len(numbers(worker, "xpyd_engine_rank_up")) == 2 * int(layout)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+# Killed behind a router in each run: tests/e2e/test_lost_replicas.py.
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.soak), signal.SIGSTOP]
+)
 def test_a_lost_replica_takes_its_own_requests_along_and_comes_back(
     worker: Worker, number: signal.Signals
 ) -> None:

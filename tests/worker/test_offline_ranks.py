@@ -101,7 +101,14 @@ def two() -> Iterator[LLM]:
 
 
 @starts_ranks
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("tensor", "pipeline"),
+    [
+        (2, 2),
+        pytest.param(2, 1, marks=pytest.mark.soak),
+        pytest.param(1, 2, marks=pytest.mark.soak),
+    ],
+)
 def test_tokens_are_those_of_one_rank_and_no_rank_outlives_the_block(
     alone: list[tuple[int, ...]], tensor: int, pipeline: int
 ) -> None:
