@@ -29,7 +29,6 @@ from xpyd_worker.engine.request import (
     EngineRequest,
     EngineStats,
     SamplingParams,
-    summed,
 )
 from xpyd_worker.kv.engine import Kv
 from xpyd_worker.load.engine import LoadedEngine
@@ -157,11 +156,11 @@ class Stage:
         self.engine.submit(EngineRequest(name, name, (1, 2), sampling, replica=replica))
 
     def scale(self, size: int, drain_s: float = 0.0) -> int:
-        return self.engine.scale(size, drain_s=drain_s, let_go=self._let_go)
+        def let_go(timeout_s: float) -> Future[None]:
+            self.asked.append((timeout_s, self.leaving))
+            return self.routers
 
-    def _let_go(self, timeout_s: float) -> Future[None]:
-        self.asked.append((timeout_s, self.leaving))
-        return self.routers
+        return self.engine.scale(size, drain_s=drain_s, let_go=let_go)
 
     @property
     def leaving(self) -> list[int]:
@@ -486,16 +485,3 @@ def test_requests_that_take_longer_than_a_leaving_replica_has_are_cut() -> None:
         assert stage.scale(1) == 1
         assert stage.outputs == {"b": "replica_lost"}
         assert stage.now(0).submitted == ["a"]
-
-
-def test_sums_have_every_counter_and_distribution() -> None:
-    one, other = EngineStats(forwards=3, running=1), EngineStats(forwards=4, running=2)
-    one.kv_recomputed["gone"] = 1
-    other.kv_recomputed |= {"gone": 2, "late": 5}
-    one.steps.tokens.observe(8)
-    other.steps.tokens.observe(30)
-    total = summed([one, other])
-    assert (total.forwards, total.running) == (7, 3)
-    assert total.kv_recomputed == {"gone": 3, "late": 5}
-    assert (total.steps.tokens.count, total.steps.tokens.sum) == (2, 38)
-    assert one.steps.tokens.count == 1

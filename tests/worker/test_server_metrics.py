@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.worker.engine_driver import make_request
 from tests.worker.server_fakes import Running, ScriptedEngine, say, serving
 from tests.worker.test_engine_core import WAIT_S, Live
-from xpyd_worker.engine.request import EngineStats
+from xpyd_worker.engine.request import EngineStats, summed
 from xpyd_worker.server.telemetry.metrics import kv_usage
 
 PATH = "/v1/completions"
@@ -122,3 +122,16 @@ def test_outputs_say_when_their_request_left_the_queue() -> None:
     assert started_s is not None
     assert begun <= started_s <= live.engine._clock()
     live.engine.stop(WAIT_S)
+
+
+def test_sums_have_every_counter_and_distribution() -> None:
+    one, other = EngineStats(forwards=3, running=1), EngineStats(forwards=4, running=2)
+    one.kv_recomputed["gone"] = 1
+    other.kv_recomputed |= {"gone": 2, "late": 5}
+    one.steps.tokens.observe(8)
+    other.steps.tokens.observe(30)
+    total = summed([one, other])
+    assert (total.forwards, total.running) == (7, 3)
+    assert total.kv_recomputed == {"gone": 3, "late": 5}
+    assert (total.steps.tokens.count, total.steps.tokens.sum) == (2, 38)
+    assert one.steps.tokens.count == 1

@@ -1,8 +1,8 @@
 """The other pods of an instance, as its first has them: it waits for all, and has a link to each.
 
 A pod has ranks of one replica or of several (RemoteRanks, ADR 0130); they come and go as the leader
-says, their pod stays. A pod that is gone does not come back: LeaderWorkerSet creates the whole group
-again.
+says, their pod stays. A pod that is gone does not come back: LeaderWorkerSet creates the whole
+group again.
 """
 
 from __future__ import annotations
