@@ -173,15 +173,18 @@ def test_a_rank_that_dies_as_it_loads_leaves_the_others_as_they_were(
     body = {"prompt": "The capital of", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     flags = ("-dp", "1", EXPERT, "--enable-elastic-ep")
     with started(tmp_path, "--model", str(model), *flags) as worker, ThreadPoolExecutor(1) as pool:
-        before = worker.ranks()
         expected = worker.client.post(PATH, json=body, timeout=300).json()["choices"]
+        before = set(worker.tree())
         answer = pool.submit(scale, worker, 2)
-        wait_until(lambda: len(worker.ranks()) == 2)
-        os.kill((set(worker.ranks()) - set(before)).pop(), signal.SIGKILL)
+        # Before it calls itself a rank: by then it may have loaded, and come.
+        wait_until(lambda: bool(set(worker.tree()) - before))
+        os.kill((set(worker.tree()) - before).pop(), signal.SIGKILL)
         refused = answer.result(300)
         assert refused.status_code == 409
         assert re.search(r"rank 1 \(.*\) was ended by SIGKILL", refused.text)
-        assert worker.client.post(PATH, json=body, timeout=300).json()["choices"] == expected
+        answered = worker.client.post(PATH, json=body, timeout=300)
+        assert answered.status_code == 200, answered.text
+        assert answered.json()["choices"] == expected
         assert scale(worker, 2).status_code == 200
         for replica in ("0", "1"):
             headers = {"X-data-parallel-rank": replica}
