@@ -165,7 +165,7 @@ def test_what_the_engine_takes_is_not_refused() -> None:
     assert set(FLAGS) == {name for name in known if name.startswith("--")} - {"--help"}
 
 
-SET_BY_XPYD = {"--port", "--kv-port", "--heartbeat-period-ms"}
+SET_BY_XPYD = {"--port", "--kv-port", "--heartbeat-period-ms", "--data-parallel-rpc-port"}
 BAD_ARGS = ["--flag-of-tomorrow"]
 
 
