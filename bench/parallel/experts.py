@@ -121,7 +121,9 @@ def _blocks(state: ParallelState) -> list[ExpertMlps]:
     """One layer, with the same weights three times."""
     assert state.expert_group is not None, "several ranks"
     # Two replicas that happen to have the same rows send as much as any two.
-    sent = OpsExpertGroup(state.expert_group, replicas=2)
+    group = state.expert_group
+    sent = OpsExpertGroup(range(group.size), group.rank_in_group, replicas=2)
+    sent.open(group, replicas=2)
     ways: tuple[ExpertGroup | None, ...] = (None, state.experts, sent)
     made = [
         ExpertMlps(HIDDEN, CONFIG, torch.bfloat16, group=state.tensor, whole_experts=way)
