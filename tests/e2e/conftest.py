@@ -1,4 +1,4 @@
-"""One 1P3D fleet and one set of transformers' answers serve all end-to-end tests that can share."""
+"""What end-to-end tests share: transformers' answers, and for a module's tests a 1P3D fleet."""
 
 import fcntl
 import json
@@ -27,8 +27,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     return [Case(tuple(prompt), tuple(ids)) for prompt, ids in json.loads(text)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def fleet_1p3d(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A 1P3D fleet that no test may damage."""
+    """A 1P3D fleet that no test may damage. It beats all the time, a tenth of a core: so it ends
+    with its module."""
     with fleet(tmp_path_factory.mktemp("1p3d"), prefill=1, decode=3) as running:
         yield running
