@@ -187,9 +187,8 @@ def load_replicas(
         def load_one(replica: int, deliver: Deliver, incarnation: str) -> LoadedEngine:
             # As many as there are now, or one of those to come: GPUs and cores are counted by it,
             # and KV ports. Its parts of buffer and pool are as large as those of the first.
-            size = max(config.data_parallel_size, replica + 1)
-            if world is not None:
-                size = world.replicas
+            least = max(config.data_parallel_size, replica + 1)
+            size = least if world is None else world.replicas
             check_config(replace(config, data_parallel_size=size))
             return load(
                 replace(config.of_replica(replica), data_parallel_size=size),

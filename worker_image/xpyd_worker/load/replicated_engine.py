@@ -53,6 +53,8 @@ LetGo = Callable[[float], Future[None]]
 """Have the routers let go of the replicas that leave: over when they have, or have had so many
 seconds. Cancelled, it ends."""
 _LOOK_S = 0.1
+_END_S = 30.0
+"""The time for an engine to end what it has: it may be in a forward with others."""
 _KV_CLOSE_S = 2.0
 _STEADY_S = 60.0
 """A replica that served for so long is started again at once when it is lost."""
@@ -192,7 +194,7 @@ class ReplicatedEngine:
                 self._have([*self.replicas, *more])
         except BaseException:
             # One of them may have started: its KV port has to be free for the next try.
-            _close(more, engine_s=_LONGEST_PAUSE_S, kv_s=_KV_CLOSE_S)
+            _close(more, engine_s=_END_S, kv_s=_KV_CLOSE_S)
             raise
         self.scalings += 1
         _log.info("%d replicas serve", size)
@@ -213,7 +215,7 @@ class ReplicatedEngine:
         for replica in leaving:
             if replica.loaded is not None:
                 replica.loaded.kv.drain()
-        self._wait(lambda: not any(one.is_busy for one in leaving), end_s)
+        self._wait_idle(leaving, end_s)
         cut = sum(len(replica.open) for replica in leaving)
         if cut:
             _log.warning("%d requests are cut: %d replicas leave", cut, len(leaving))
@@ -237,10 +239,7 @@ class ReplicatedEngine:
         for replica in leaving:
             if replica.loaded is not None:
                 replica.loaded.engine.end_requests()
-        self._wait(
-            lambda: not any(one.is_busy for one in leaving), time.monotonic() + _LONGEST_PAUSE_S
-        )
-        if any(one.is_busy for one in leaving):
+        if not self._wait_idle(leaving, time.monotonic() + _END_S):
             with self._lock:
                 for replica in leaving:
                     replica.is_leaving = replica.is_closed = False
@@ -248,11 +247,16 @@ class ReplicatedEngine:
         lock_step.resize(world.begin(size), size)
         world.leave(size)
 
-    def _wait(self, holds: Callable[[], bool], end_s: float) -> None:
-        """Until it holds, or that time. UserError when the instance ends."""
-        while not holds() and time.monotonic() < end_s:
+    def _wait_idle(self, replicas: Sequence[Replica], end_s: float) -> bool:
+        """Until none of them is busy, or that time; whether none is."""
+        return self._wait(lambda: not any(one.is_busy for one in replicas), end_s)
+
+    def _wait(self, holds: Callable[[], bool], end_s: float) -> bool:
+        """Until it holds, or that time; whether it does. UserError when the instance ends."""
+        while not (is_so := holds()) and time.monotonic() < end_s:
             if self._closing.wait(_LOOK_S):
                 raise UserError("the instance ends")
+        return is_so
 
     def _have(self, replicas: list[Replica]) -> None:
         """The list is replaced, never changed: whoever goes through it has one of both."""
@@ -293,7 +297,7 @@ class ReplicatedEngine:
     def _let_go(self, gone: LoadedEngine) -> None:
         """Close it, and keep what it counted."""
         # Its KV port has to be free for the next start.
-        gone.close(engine_s=_LONGEST_PAUSE_S, kv_s=_KV_CLOSE_S)
+        gone.close(engine_s=_END_S, kv_s=_KV_CLOSE_S)
         self.kv.retire(gone.kv)
         past = replace(gone.stats(), **dict.fromkeys(_GAUGES, 0))
         with self._lock:

@@ -102,10 +102,9 @@ def _obeyed(
     wrong = [Problem("Degraded", INVALID_TEMPLATE, "", line) for line in parsed.mistakes]
     deadline_s = parsed.fleet.spec.rollout.progress_deadline_seconds if parsed.fleet else math.inf
     wanted = {(pool.name, pool.revision) for pool in state.want.pools}
-    seen_now = find_problems(children, state.ages, deadline_s, wanted)
-    if state.is_paused:  # nothing is to become ready by then
-        seen_now = tuple(one for one in seen_now if one.reason != "ProgressDeadlineExceeded")
-    problems = (*wrong, *problems, *seen_now)
+    # While a rollout is paused nothing is to become ready.
+    awaited = () if state.is_paused else wanted
+    problems = (*wrong, *problems, *find_problems(children, state.ages, deadline_s, awaited))
     problems = (*problems, *move_problems(state))
     if state.model is not None and (found := state.model.problem) is not None:
         problems = (*problems, found)
