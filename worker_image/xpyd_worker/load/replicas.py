@@ -29,9 +29,10 @@ from xpyd_worker.load.replica import Replica
 from xpyd_worker.load.replicated_engine import ReplicatedEngine
 from xpyd_worker.model.registry import Checkpoint
 from xpyd_worker.ranks.loss import Loss
+from xpyd_worker.ranks.pods.handshake import LOOPBACK
 from xpyd_worker.ranks.pods.pods import Pods, gather
 from xpyd_worker.ranks.start.messages import Logs
-from xpyd_worker.ranks.world import LOOPBACK, World
+from xpyd_worker.ranks.world import World
 from xpyd_worker.replicas.lock_step import LockStep, Member
 from xpyd_worker.server.service import KvPlace, ServedModel
 from xpyd_worker.server.telemetry.expert_metrics import expert_samples

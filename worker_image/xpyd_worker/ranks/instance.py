@@ -31,7 +31,7 @@ from xpyd_worker.ranks.loss import (
     RankLostError,
     rank_identity,
 )
-from xpyd_worker.ranks.pods.handshake import listen
+from xpyd_worker.ranks.pods.handshake import LOOPBACK, listen
 from xpyd_worker.ranks.pods.messages import Load
 from xpyd_worker.ranks.pods.pod import Pod
 from xpyd_worker.ranks.pods.pods import Pods
@@ -54,7 +54,7 @@ from xpyd_worker.ranks.start.processes import COMMAND
 from xpyd_worker.ranks.watch.beats import Beat
 from xpyd_worker.ranks.watch.judge import Judge, Shown
 from xpyd_worker.ranks.watcher import Watch
-from xpyd_worker.ranks.world import LOOPBACK, World
+from xpyd_worker.ranks.world import World
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T", Opened, WeightsLoaded, Fits, RankReady)

@@ -16,11 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from xpyd_worker.ranks.loss import Loss
-from xpyd_worker.ranks.pods.handshake import listen
+from xpyd_worker.ranks.pods.handshake import LOOPBACK, listen
 from xpyd_worker.ranks.watch.beats import Beat
-
-LOOPBACK = "127.0.0.1"
-"""There also where the instance's own address is an IPv6 one."""
 
 
 class Member(Protocol):

@@ -34,7 +34,7 @@ from xpyd_worker.ranks.link.frames import Frame, Kind
 from xpyd_worker.ranks.link.links import Links, TakeFrame
 from xpyd_worker.ranks.link.ring import NotReadError, RingError, RingReader
 from xpyd_worker.ranks.loss import EXIT_POD_LOST
-from xpyd_worker.ranks.pods.handshake import JOIN_S, join_leader, listen
+from xpyd_worker.ranks.pods.handshake import JOIN_S, LOOPBACK, join_leader, listen
 from xpyd_worker.ranks.pods.messages import (
     Beats,
     Ended,
@@ -57,7 +57,6 @@ _AGAIN_S = 0.5
 _PUBLISH_S = 30.0
 """The time to write a step into the ring, as for the leader's own ranks."""
 _END_S = 5.0
-_LOOPBACK = "127.0.0.1"
 
 
 class Part:
@@ -140,7 +139,7 @@ class Part:
         with ExitStack() as stack:
             if at is None:
                 # They meet nobody else, as ranks of an instance that is one pod.
-                listener = stack.enter_context(listen(_LOOPBACK, 0, "--host"))
+                listener = stack.enter_context(listen(LOOPBACK, 0, "--host"))
                 host, port = listener.getsockname()[:2]
                 store = listener.fileno()
                 self._pod.spawn(load, (host, port), config=config, address=host, listener=store)

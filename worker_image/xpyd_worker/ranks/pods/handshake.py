@@ -26,6 +26,8 @@ from xpyd_worker.ranks.pods.messages import (
     pod_mac,
 )
 
+LOOPBACK = "127.0.0.1"
+"""Where ranks of one pod meet, also where the instance's own address is an IPv6 one."""
 HANDSHAKE_S = 5.0
 JOIN_S = 600.0
 """The time for the other pods to join: a node may have to be made and the image pulled."""
