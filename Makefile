@@ -14,6 +14,9 @@ MUTATE_ARGS ?=
 WORKERS ?= 2
 # Files go to the workers in the order of tests/conftest.py.
 IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Seconds that one test may take, with its fixtures: one that hangs fails with the stacks of its threads, and the others
+# go on. Where no signal can end it, the stacks are printed. Those with real vLLM and the soaks have no deadline.
+DEADLINE := --timeout 900 --timeout-method signal -o faulthandler_timeout=930
 HERE := not gpu and not cluster and not vllm and not agents and not soak
 # A machine with a GPU has its own Python with torch, triton, numpy, pytest and msgspec, and perhaps
 # no network: nothing is installed there, and these tests import nothing else.
@@ -51,13 +54,13 @@ generate: setup ## Write the CRDs, the API reference and the router's OpenAPI do
 verify: lint type imports test ## All checks, and `make test`
 
 test: setup ## The quick tests: no root, Go, GPU or cluster, minutes
-	$(PYTEST) -q $(IN_PARALLEL) -m "$(HERE) and not slow" --durations=10 $(PYTEST_ARGS)
+	$(PYTEST) -q $(IN_PARALLEL) $(DEADLINE) -m "$(HERE) and not slow" --durations=10 $(PYTEST_ARGS)
 
 test-slow: setup ## The tests that take more than 5 s each, most with real engines
-	$(PYTEST) -q $(IN_PARALLEL) -m "$(HERE) and slow" --durations=10 $(PYTEST_ARGS)
+	$(PYTEST) -q $(IN_PARALLEL) $(DEADLINE) -m "$(HERE) and slow" --durations=10 $(PYTEST_ARGS)
 
 test-all: setup ## Both, in one run
-	$(PYTEST) -q $(IN_PARALLEL) -m "$(HERE)" --durations=25 $(PYTEST_ARGS)
+	$(PYTEST) -q $(IN_PARALLEL) $(DEADLINE) -m "$(HERE)" --durations=25 $(PYTEST_ARGS)
 
 collect: setup ## Import all tests, which compiles them: the runs behind it start in half of the time
 	@$(PYTEST) -qq --collect-only
@@ -66,7 +69,7 @@ test-gpu: ## The tests that need a CUDA device, by that machine's GPU_PYTHON (do
 	$(ON_GPU) -m pytest $(GPU_TESTS) -m "gpu and not soak" --durations=10 $(PYTEST_ARGS)
 
 test-cluster: setup ## The tests on a real Kubernetes; needs root, Go and Debian's packages
-	$(PYTEST) $(CLUSTER_TESTS) -m "cluster and not soak$(if $(ONLY), and $(ONLY))" --durations=25 $(PYTEST_ARGS)
+	$(PYTEST) $(CLUSTER_TESTS) $(DEADLINE) -m "cluster and not soak$(if $(ONLY), and $(ONLY))" --durations=25 $(PYTEST_ARGS)
 
 test-vllm: setup ## One real vLLM as P and one as D, on the CPU; makes their environment (6 GB, once)
 	@$(BIN)/python scripts/vllm_environment.py > /dev/null
@@ -94,7 +97,7 @@ push: images ## With `images`: push them too, to REGISTRY=...
 
 test-agents: setup ## Others' suites and clients of agents' APIs against one P and one D; installs them (340 MB, once)
 	@$(BIN)/python scripts/agent_suites.py > /dev/null
-	$(PYTEST) -q tests/agents -m agents --durations=10 $(PYTEST_ARGS)
+	$(PYTEST) -q tests/agents $(DEADLINE) -m agents --durations=10 $(PYTEST_ARGS)
 
 soak: setup ## The long forms of the load tests
 	$(PYTEST) -m soak --durations=10 $(PYTEST_ARGS)

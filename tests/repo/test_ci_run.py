@@ -18,6 +18,7 @@ part=$1
 echo "$*" >> "$ASKED"
 echo "output of $part"
 [[ $* == *--last-failed* ]] && times=2 || times=1
+[[ " $HANGS " != *" $part "* ]] || exit 124
 if [[ " $FAILS " == *" $part:$times "* ]]; then
   [[ $part == test-* ]] && echo "1 failed, 10 passed, 2 skipped in 3.21s"
   exit 1
@@ -37,7 +38,7 @@ PARTS = {
 }
 
 
-def run(folder: Path, fails: str = "") -> tuple[int, list[str], list[str]]:
+def run(folder: Path, fails: str = "", hangs: str = "") -> tuple[int, list[str], list[str]]:
     """Exit status, lines of output, and what make was asked for."""
     (folder / ".ci").mkdir()
     (folder / "bin").mkdir()
@@ -53,6 +54,7 @@ def run(folder: Path, fails: str = "") -> tuple[int, list[str], list[str]]:
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
             "ASKED": str(asked),
             "FAILS": fails,
+            "HANGS": hangs,
             "TMPDIR": str(folder),
         },
         capture_output=True,
@@ -145,6 +147,14 @@ def test_what_fails_once_is_run_again_by_itself(tmp_path: Path, part: str) -> No
     name = PARTS[part]
     assert f"cache_dir=.pytest_cache/{name}" in first
     assert lines[-1] == "175 passed, 0 failed, 2 skipped"
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_runs_out_of_its_time_is_not_run_again(tmp_path: Path, part: str) -> None:
+    status, lines, asked = run(tmp_path, hangs=part)
+    assert status == 1
+    assert times(lines)[PARTS[part]] == "failed"
+    assert not any("--last-failed" in line for line in asked)
 
 
 def test_a_check_that_fails_fails_the_run_and_counts(tmp_path: Path) -> None:
