@@ -79,13 +79,23 @@ def slow() -> Obj:
     return document("slow", ttftMilliseconds=1)
 
 
-def impatient() -> Obj:
-    """Ready engines of which each request fails: KV is fetched when D asks for it, D waits no time
-    for it, and computes no prompt itself."""
-    found = document("impatient")
-    args = ("--kv-mode=get", "--kv-wait-seconds=0", "--kv-on-failure=fail")
+def impatient(on_failure: str) -> Obj:
+    """Ready engines between which no KV moves: it is fetched when D asks for it, and D waits no
+    time for it."""
+    found = document(f"impatient-{on_failure}")
+    args = ("--kv-mode=get", "--kv-wait-seconds=0", f"--kv-on-failure={on_failure}")
     found["spec"]["engine"]["args"] += args
     return found
+
+
+def failing() -> Obj:
+    """Each request fails."""
+    return impatient("fail")
+
+
+def recomputing() -> Obj:
+    """Each prompt is computed again by D: no request fails."""
+    return impatient("recompute")
 
 
 @pytest.mark.parametrize(
@@ -98,9 +108,15 @@ def impatient() -> Obj:
             marks=pytest.mark.soak,
         ),
         pytest.param(
-            impatient,
+            failing,
             r"[\d.]+ % of its requests failed, the limit is 1 %; [1-9]\d* of 10 requests, [1-9]",
             id="errors",
+        ),
+        pytest.param(
+            recomputing,
+            r"[\d.]+ % of its requests were computed again by D \(their KV did not come\)",
+            id="recomputed",
+            marks=pytest.mark.soak,
         ),
     ],
 )
