@@ -21,7 +21,7 @@ from urllib.parse import urlencode
 
 import yaml
 
-from tests.cluster.harness import Cluster, wait_for
+from tests.cluster.harness import Cluster, ClusterError, wait_for
 from tests.cluster.harness.kwok import NODE_SELECTOR, TOLERATIONS
 from tests.cluster.harness.tools import kubectl_binary
 from tests.cluster.images.build import IMAGES, default_cache, ensure_images, worker_test_template
@@ -128,7 +128,23 @@ def installed_crds(cluster: Cluster) -> Iterator[None]:
     cluster.kubectl("apply", "-f", CRDS)
     wait_for_crds(cluster)
     yield
-    cluster.kubectl("delete", "-f", CRDS, "--timeout=60s", timeout_s=70)
+    try:
+        cluster.kubectl("delete", "-f", CRDS, "--timeout=60s", timeout_s=70)
+    except ClusterError:
+        # A fleet that a failed test left holds them; the next test makes its own.
+        free_fleets(cluster)
+        raise
+
+
+def free_fleets(cluster: Cluster) -> None:
+    """Delete what fleets there are, though no operator takes part."""
+    listed = cluster.kubectl("get", "fleets", "-A", "-o", "json", check=False)
+    for fleet in json.loads(listed)["items"] if listed.startswith("{") else []:
+        place = ("-n", fleet["metadata"]["namespace"])
+        name = f"fleet/{fleet['metadata']['name']}"
+        free = json.dumps({"metadata": {"finalizers": None}})
+        cluster.kubectl(*place, "patch", name, "--type=merge", "-p", free, check=False)
+        cluster.kubectl(*place, "delete", name, "--ignore-not-found", check=False)
 
 
 def wait_for_crds(cluster: Cluster) -> None:

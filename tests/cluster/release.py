@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from tests.cluster.fleetkit import free_fleets
 from tests.cluster.harness import Cluster, wait_for
 from tests.cluster.operator_process import OperatorProcess, ready_operator
 
@@ -64,13 +65,7 @@ def clean(cluster: Cluster) -> None:
     if "xpyd" not in cluster.helm("list", "-n", SYSTEM, "--short"):
         return
     cluster.helm("uninstall", "xpyd", "-n", SYSTEM, "--no-hooks", check=False)
-    listed = cluster.kubectl("get", "fleets", "-A", "-o", "json", check=False)
-    for fleet in json.loads(listed)["items"] if listed.startswith("{") else []:
-        place = ("-n", fleet["metadata"]["namespace"])
-        name = f"fleet/{fleet['metadata']['name']}"
-        free = json.dumps({"metadata": {"finalizers": None}})
-        cluster.kubectl(*place, "patch", name, "--type=merge", "-p", free, check=False)
-        cluster.kubectl(*place, "delete", name, "--ignore-not-found", check=False)
+    free_fleets(cluster)
 
 
 def kubeconfig_of(cluster: Cluster, namespace: str, account: str, folder: Path) -> Path:

@@ -56,9 +56,9 @@ class Site:
         self.proxy = proxy
         self._folder = folder
         self._numbers = count(1)
+        self.mark = [f"--release={fleet.namespace}/{release}"] if release else []
         places = (f"--namespace={fleet.namespace}", f"--resync-seconds={RESYNC_S}")
-        mark = f"--release={fleet.namespace}/{release}"
-        self._args = ["operator", *places, *([mark] if release else [])]
+        self._args = ["operator", *places, *self.mark]
         self._kubeconfig = folder / "kubeconfig"
         self._kubeconfig.write_text(kubeconfig_of(proxy.url))
         self.operator = self._start()
@@ -144,11 +144,23 @@ class Site:
         wait_for(is_there, PATIENCE_S, what, interval_s=LOOK_S, explain=differences)
 
     def turns(self, number: int) -> None:
-        """Wait for so many more."""
-        self.operator.wait_until_ready()
-        wanted = self.operator.turns() + number
-        what = f"{number} turns"
-        wait_for(lambda: self.operator.turns() >= wanted, PATIENCE_S, what, interval_s=0.5)
+        """Wait for so many more of one operator."""
+        counted, wanted = None, 0
+
+        def are_over() -> bool:
+            nonlocal counted, wanted
+            self.keep()
+            try:
+                if counted is not self.operator:
+                    counted = self.operator
+                    counted.wait_until_ready()
+                    wanted = counted.turns() + number
+                return counted.turns() >= wanted
+            except (OSError, RuntimeError):
+                # It has ended.
+                return False
+
+        wait_for(are_over, PATIENCE_S, f"{number} turns", interval_s=0.5)
 
     def settle(self) -> None:
         """Wait until a turn writes nothing."""
@@ -206,9 +218,9 @@ def site(
             yield made
         finally:
             made.operator.kill()
-    if find(cluster, namespace, "inferencefleets"):
-        with running_operator(cluster, namespace):
-            delete_fleets(cluster, namespace)
+            if find(cluster, namespace, "inferencefleets"):
+                with running_operator(cluster, namespace, flags=made.mark):
+                    delete_fleets(cluster, namespace)
 
 
 def apply(fleet: FleetClient) -> None:

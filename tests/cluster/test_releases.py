@@ -94,6 +94,7 @@ def test_two_releases_and_an_upgrade_change_no_object_until_asked_and_an_undo_ta
             chat.wait_ready()
             assert is_said()
             chat.scale("decode", 1)
+            chat.wait_pool("decode", 1)
             chat.wait_ready()
             before = chat.identities()
     with running_operator(plane, place, flags=flags(place, "one", *NEW)) as upgraded:

@@ -47,7 +47,7 @@ class Load:
             await asyncio.sleep(max(0.0, begun_s + (number + 1) / PER_SECOND - time.monotonic()))
 
     async def finish(self) -> None:
-        """Until all have their answers; none takes longer than its deadline."""
+        """Until all that are asked now have their answers; none takes longer than its deadline."""
         await asyncio.gather(*self._tasks)
 
     async def _ask(self, name: str) -> None:
@@ -151,6 +151,8 @@ async def test_no_request_fails_when_an_instance_is_killed(fleet: Fleet, role: s
         for victim in victims:
             await asyncio.to_thread(victim.kill)
             await asyncio.to_thread(_start_again, fleet, victim)
+            # A request that meets two deaths is refused.
+            await load.finish()
     assert load.failed == {}
     wait_for("no KV held anywhere, as the router knows it", lambda: not any(leases(fleet)))
 

@@ -148,7 +148,7 @@ def test_streams_are_those_behind_our_router(
     usage = {"stream_options": {"include_usage": True}}
     chunks = events(theirs, path, **asks(path), **how, **usage)
     assert joined(chunks) == joined(events(running.router.url, path, **asks(path), **how, **usage))
-    assert sum(bool(said(c)) for chunk in chunks for c in chunk["choices"]) > 2, "it was streamed"
+    assert sum(bool(said(c)) for chunk in chunks for c in chunk["choices"]) > 1, "it was streamed"
 
 
 def test_a_client_error_is_the_engines(routed: tuple[Fleet, str]) -> None:

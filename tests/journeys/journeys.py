@@ -70,7 +70,11 @@ def edit() -> list[Calls]:
 
     def is_reported(api: FakeApi, decode: int) -> bool:
         is_ready = condition(api, "Ready").get("status") == "True"
-        return replicas(api, "decode") == [decode] and (decode == 1 or not is_ready)
+        is_applied = replicas(api, "decode") == [decode] and (decode == 1 or not is_ready)
+        # Behind the status the turn goes on: it writes Events.
+        return is_applied and (
+            not trace.is_on or trace.has_left("Reconciler.turn", by="FleetQueue.done")
+        )
 
     async def edits(api: FakeApi) -> None:
         api.add(fleet())

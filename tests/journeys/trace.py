@@ -78,6 +78,14 @@ class Trace:
     def is_on(self) -> bool:
         return self._is_on
 
+    def has_left(self, function: str, *, by: str) -> bool:
+        """Whether `by` was entered behind the last entry of `function`; both are qualified names.
+        A coroutine is entered again behind each await."""
+        for code in reversed(self._calls.made):
+            if code.co_qualname in (function, by):
+                return code.co_qualname == by
+        return False
+
     def _event(self, frame: FrameType, event: str, _arg: object) -> None:
         code = frame.f_code
         if self._begins_behind and event == "return" and code.co_name == self._begins_behind:

@@ -4,6 +4,7 @@ import itertools
 import logging
 import random
 import threading
+import time
 
 import msgspec
 import pytest
@@ -192,6 +193,8 @@ def test_two_peers_are_served_side_by_side(net):
             other.call(ask)
             # On a busy machine its thread would have no turn before all DATA is here.
             assert asked.wait(10)
+        if "message" not in d_told.names():
+            time.sleep(0.02)
         return [room]
 
     d_told.on["begin"] = begin

@@ -371,7 +371,7 @@ async def serving(
     address = sockets[0].getsockname()
     url = f"http://127.0.0.1:{address[1]}"
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=10, verify=False) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60, verify=False) as client:
             yield Running(engine, api, url, client, address, bridge)
     finally:
         server.should_exit = True

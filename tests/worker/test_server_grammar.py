@@ -171,7 +171,11 @@ async def test_while_grammars_made_to_explode_are_compiled_or_refused_others_are
         while not all(task.done() for task in heavy):
             other = await server.post(COMPLETIONS, body_of(COMPLETIONS))
             assert other.status_code == 200
-        assert sorted({task.result().status_code for task in heavy}) == [200, 400]
+        answers = [task.result() for task in heavy]
+        # Where others want the cores, some are asked to come again.
+        busy = [one for one in answers if "too busy" in one.text]
+        assert {one.status_code for one in busy} <= {503}
+        assert {one.status_code for one in answers if one not in busy} == {200, 400}
 
 
 @pytest.mark.patience(60)
