@@ -158,8 +158,11 @@ class Stream:
         """Read one turn's worth. OSError, ProtocolError and the session's errors end the
         connection."""
         budget = self._bounds.turn_bytes
-        # The kernel does not wake us for what a TLS socket has taken from it.
+        # The kernel does not wake us for what a TLS socket has taken from it. That is read, too,
+        # and no more: other peers have their turn.
         while (budget > 0 or self.holds_more) and self.closing is None:
+            if self._tls is not None:
+                self._tls.may_take = budget > 0
             if self._inward is not None and not self._may_read(self._inward):
                 self.paused_since = now
                 break

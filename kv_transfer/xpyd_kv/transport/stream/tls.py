@@ -60,6 +60,8 @@ class TlsSocket(socket.socket):
         self._claimed = 0
         self.waits_to_read = False
         """Whether the last `send` was in vain because the peer must speak first (the handshake)."""
+        self.may_take = True
+        """Whether a read may take bytes from the kernel, or only those that are here already."""
 
     @property
     def holds_more(self) -> bool:
@@ -120,6 +122,8 @@ class TlsSocket(socket.socket):
         """Take what the kernel has; whether there was any. The handshake's answers leave."""
         self._flush_handshake()
         try:
+            if not self.may_take:
+                raise BlockingIOError
             count = super().recv_into(self._scratch)
         except BlockingIOError:
             if may_block:
