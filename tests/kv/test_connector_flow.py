@@ -9,7 +9,7 @@ from tests.kv.kvsim import D_ADDRESS, World
 from xpyd_core.request_id import Address
 from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.frames import FrameLimits
-from xpyd_kv.session.settings import KvSettings
+from xpyd_kv.session.settings import KvLimits, KvSettings
 from xpyd_kv.values import Landed, NoKv, SendStatus, Wait
 
 UNIT = LAYOUT.bytes_per_block
@@ -270,12 +270,31 @@ def test_p_gives_up_at_once_what_waits_for_a_connection_with_a_dead_d() -> None:
     world = World()
     sent = world.prompt(12)
     world.offer(sent)
+    world.endpoints["P"].run_calls()
+    world.clock.now += KvLimits().word_s
     world.producer.peer_gone(D_ADDRESS)
     world.endpoints["P"].run_calls()
     world.producer.poll(world.clock.now)
     assert world.producer.status(sent.key).state == "none"
     world.finish_request(sent)
     assert not world.producer.has_work()
+
+
+def test_what_waits_for_the_next_d_at_that_address_is_not_given_up_by_a_late_word() -> None:
+    """Its request came while the word of the dead one was on its way: a D waits for this KV."""
+    world = World()
+    sent = world.prompt(12)
+    world.offer(sent)
+    world.endpoints["P"].run_calls()
+    world.clock.now += KvLimits().word_s / 2
+    world.producer.peer_gone(D_ADDRESS)
+    world.endpoints["P"].run_calls()
+    world.expect(sent, wait_s=10)
+    while sent.chunks:
+        world.forward(sent)
+    world.finish_request(sent)
+    world.settle()
+    world.take_over(sent, world.admit(sent))
 
 
 def test_a_late_offer_finds_that_its_request_has_gone_on() -> None:

@@ -248,9 +248,9 @@ class KvProducer:
         self._pressure.relieve(self._prompts.values(), self.cancel)
 
     def peer_gone(self, address: Address) -> None:
-        """The D at this KV address is dead: nothing waits for a connection with it. What has one
-        ends with that. Any thread."""
-        self._call(partial(self.session.dial_failed, address, "unreachable"))
+        """The D at this KV address is dead: nothing waits for a connection with it, but what may
+        be for the next one there. What has a connection ends with that. Any thread."""
+        self._call(partial(self.session.peer_gone, address))
 
     @property
     def leases(self) -> int:

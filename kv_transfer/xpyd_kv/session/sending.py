@@ -149,6 +149,15 @@ class SendSession(Handler):
             self._departures.end(transfer, reason)
         self.probes.dial_failed(address, reason, detail)
 
+    def peer_gone(self, address: Address) -> None:
+        """The D at this address was dead when a router said so: fail the transfers that waited for
+        a connection then. A younger one may be for the next D there, which is not to wait for KV
+        that never comes; it has its own deadline."""
+        said_s = self._clock() - self._limits.word_s
+        for transfer in self._departures.waiting_for(address):
+            if transfer.since_s <= said_s:
+                self._departures.end(transfer, "unreachable")
+
     def peer_down(self, peer: Peer, reason: str) -> None:
         """End the transfers to a peer whose connection is closed."""
         self._draining.discard(peer)

@@ -24,8 +24,9 @@ MAX_LEASE_S = 600.0
 class KvLimits:
     """All times in seconds of the clock that the sessions get.
 
-    `dial_s`: from OFFER wanted to connection up (connect 2, AUTH 2, slack). `offer_s`: OFFER
-    answered by GRANT or LEASE. `lease_s`: how long P keeps blocks for a silent D, and D keeps KV
+    `dial_s`: from OFFER wanted to connection up (connect 2, AUTH 2, slack). `word_s`: how old a
+    router's word may be that a peer is dead; instances read it four times a second. `offer_s`:
+    OFFER answered by GRANT or LEASE. `lease_s`: how long P keeps blocks for a silent D, and D keeps KV
     that no request expects. `done_s`: COMMIT answered. `cancel_s`: CANCEL answered by CANCELLED,
     else the connection is closed. `probe_s`: a self-test, with its connecting.
     `tombstone_s`: how long an ended key is remembered.
@@ -37,6 +38,7 @@ class KvLimits:
     """
 
     dial_s: float = 5.0
+    word_s: float = 1.0
     offer_s: float = 5.0
     lease_s: float = 30.0
     done_s: float = 10.0
