@@ -26,8 +26,8 @@ class KvLimits:
 
     `dial_s`: from OFFER wanted to connection up (connect 2, AUTH 2, slack). `word_s`: how old a
     router's word may be that a peer is dead; instances read it four times a second. `offer_s`:
-    OFFER answered by GRANT or LEASE. `lease_s`: how long P keeps blocks for a silent D, and D keeps KV
-    that no request expects. `done_s`: COMMIT answered. `cancel_s`: CANCEL answered by CANCELLED,
+    OFFER answered by GRANT or LEASE. `lease_s`: how long P keeps blocks for a silent D, and D keeps
+    KV that no request expects. `done_s`: COMMIT answered. `cancel_s`: CANCEL answered by CANCELLED,
     else the connection is closed. `probe_s`: a self-test, with its connecting.
     `tombstone_s`: how long an ended key is remembered.
     `max_transfers`: open at once at one D. `ahead_bytes`: DATA given to the endpoint ahead of its
