@@ -28,6 +28,7 @@ import pytest
 from tests.cluster.fleetkit import (
     DEMO_MODEL,
     LOAD_PER_S,
+    READY_S,
     FleetClient,
     Obj,
     delete_fleets,
@@ -239,10 +240,18 @@ def name_of(fleet: FleetClient, pool: str) -> str:
 
 @contextmanager
 def added(fleet: FleetClient, pool: Obj) -> Iterator[str]:
-    """The fleet with this pool besides; the pod of its engine, which serves."""
+    """The fleet with this pool besides; the pod of its engine, which serves. The pool may not be
+    ready: routers admit none that fits no other."""
     fleet.apply(chat(pool))
+
+    def serves() -> bool:
+        status = [pod["status"].get("conditions", ()) for pod in fleet.pods(pool["name"])]
+        found = [{one["type"]: one["status"] for one in conditions} for conditions in status]
+        return [one.get("ContainersReady") for one in found] == ["True"]
+
     try:
-        fleet.wait_pool(pool["name"], 1)
+        what = f"the engine of the pool {pool['name']} serves"
+        wait_for(serves, READY_S, what, explain=fleet.explain)
         yield name_of(fleet, pool["name"])
     finally:
         fleet.apply(chat())
