@@ -61,6 +61,7 @@ FLAG_PAGES = {
     "--disable-custom-all-reduce": "parallel.md#between-gpus-of-one-host",
     "--max-num-batched-tokens": "#who-runs-when",
     "--scheduling-policy": "#who-runs-when",
+    "--speculative-config": "speculation.md",
     "--kv-cache-memory": "parallel.md#memory",
     "--gpu-memory-utilization": "gpu.md#memory",
     "--block-size": "kv-transfer.md#what-may-differ-between-p-and-d",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,25 @@ def test_greedy_tokens_are_those_of_one_process(
         pulled = d.metrics()["xpyd_kv_landings_total{where=pulled}"]
         assert pulled == (CASES if mode == "get" else 0)
         assert (p.metric("xpyd_kv_held_seconds_total") > 0) == (mode == "put")
+        for engine in (p, d):
+            wait_for("nothing held", lambda e=engine: _holds_nothing(e))
+
+
+def test_d_drafts_from_the_prompt_and_no_token_changes(tmp_path: Path, cases: list[Case]) -> None:
+    """P and D need not agree on the flag."""
+    keys = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    drafts = json.dumps({"method": "ngram", **keys})
+    with fleet(tmp_path) as running:
+        p = running.start_engine("Prefill", "--kv-on-failure", "fail")
+        d = running.start_engine(
+            "Decode", "--kv-on-failure", "fail", "--speculative-config", drafts
+        )
+        running.wait_ready(p, d)
+        for case in cases[:CASES]:
+            assert running.answer(case) == case.ids
+        samples = d.metrics()
+        assert samples["xpyd_kv_received_bytes_total"] > 0
+        assert samples["xpyd_engine_spec_decode_num_draft_tokens_total"] > 0
         for engine in (p, d):
             wait_for("nothing held", lambda e=engine: _holds_nothing(e))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.ranks.kit.pipeline import FakePipeline
-from tests.worker.engine_driver import EngineDriver, make_request, prompt_of, seeds
+from tests.worker.engine_driver import DRAFTS, EngineDriver, make_request, prompt_of, seeds
 from tests.worker.test_engine_walks import Walk
 from xpyd_worker.kernels.post_update import Sampled
 from xpyd_worker.ranks.compute.request_states import RequestStates
@@ -64,6 +66,19 @@ def test_walks_over_a_pipeline_give_every_request_its_own_tokens(
     assert walk.driver.core.stats().preemptions > 0
 
 
+@pytest.mark.parametrize("is_filled", [False, True])
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("seed", seeds(1, 6))
+def test_so_do_walks_with_drafts(seed: int, stages: int, is_filled: bool):
+    sizes: dict[str, Any] = {"blocks": 14, "seqs": 5, "budget": 16, "model_len": 48}
+    depth = stages if is_filled else 1
+    way = {"depth": depth, "draws_ahead": False, "speculative": DRAFTS}
+    walk = Walk(seed, make_executor=pipeline(stages), **way, **sizes)
+    walk.run(300)
+    stats = walk.driver.core.stats()
+    assert 0 < stats.spec_accepted_tokens < stats.spec_draft_tokens
+
+
 def on_device(stages: int) -> type[FakePipeline]:
     made = pipeline(stages)
     made.is_last_on_device = True
@@ -86,3 +101,15 @@ def test_so_do_walks_whose_last_stage_has_a_gpu(seed: int, stages: int):
     device = executor.parts[-1].device
     assert device is not None
     assert device.done > 100
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("seed", seeds(1, 6))
+def test_so_do_walks_with_drafts_whose_last_stage_has_a_gpu(seed: int, stages: int):
+    """How many drafts stand is known to the host first; the device goes on from there."""
+    sizes: dict[str, Any] = {"blocks": 14, "seqs": 5, "budget": 16, "model_len": 48}
+    way = {"depth": 2, "draws_ahead": stages == 1, "speculative": DRAFTS}
+    walk = Walk(seed, make_executor=on_device(stages), **way, **sizes)
+    walk.run(300)
+    stats = walk.driver.core.stats()
+    assert 0 < stats.spec_accepted_tokens < stats.spec_draft_tokens

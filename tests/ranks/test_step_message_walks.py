@@ -7,16 +7,17 @@ ahead (DRAWN_BEFORE) and those of a pipeline: the executor under the walks check
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from tests.ranks.kit.coded_executor import CodedExecutor, CrowdedExecutor
-from tests.worker.engine_driver import Way, walks
+from tests.worker.engine_driver import DRAFTS, Way, walks
 from tests.worker.test_engine_walks import Walk
-from xpyd_worker.ranks.step.messages import Ahead, Chunk, Full, Going
+from xpyd_worker.ranks.step.messages import Ahead, Chunk, Draft, Full, Going
 
 
-def walk(seed: int, make_executor: type[CodedExecutor], **options: int | bool) -> Counter[type]:
+def walk(seed: int, make_executor: type[CodedExecutor], **options: Any) -> Counter[type]:
     """Kinds of rows that one walk sent."""
     sizes = {"seqs": 5, "budget": 9, "model_len": 48} | options
     one = Walk(seed, make_executor=make_executor, **sizes)
@@ -33,6 +34,13 @@ def test_the_ranks_make_the_step_that_was_sent(
 ):
     rows = walk(seed, make_executor, **way, blocks=14)
     assert rows[Ahead if way == {"depth": 2} else Going] > rows[Full] / 2
+    assert min(rows[Chunk], rows[Full]) > 10
+
+
+@pytest.mark.parametrize(("seed", "way"), walks(1, 6))
+def test_so_they_do_of_steps_with_drafts(seed: int, way: Way):
+    rows = walk(seed, CrowdedExecutor, **way, blocks=14, budget=16, speculative=DRAFTS)
+    assert rows[Draft] > rows[Full] / 2
     assert min(rows[Chunk], rows[Full]) > 10
 
 

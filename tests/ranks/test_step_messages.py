@@ -29,6 +29,7 @@ from xpyd_worker.ranks.step.encoder import StepEncoder
 from xpyd_worker.ranks.step.messages import (
     Ahead,
     Chunk,
+    Draft,
     Full,
     Going,
     MessageError,
@@ -56,8 +57,8 @@ GOING = replace(SOME, token_ids=(20,), start=3, samples=(SampleSpec(0, 1),))
 
 
 # Before and behind the sampling parameters, which come by name.
-GOLDEN_BEGIN = "97099493000191079301cd012c909502029205ce000111709091009c03030604910892040905919200"
-GOLDEN_END = "9102a161940102030491920102c4026b76919202c404ff00000102920302"
+GOLDEN_BEGIN = "97099593000191079301cd012c909502029205ce000111709091009d03030604910892040905919200"
+GOLDEN_END = "9102a16194010203040094040592080691079192" + "0102c4026b76919202c404ff00000102920302"
 
 
 class Line:
@@ -103,6 +104,7 @@ def test_the_bytes_of_a_step_are_these():
             Ahead(300),
             Chunk(2, (5, 70000), (), (0,)),
             Full(3, 6, 4, (8,), (4, 9), 5, ((0, 0),), SAMPLING, (2,), "a", (1, 2, 3, 4)),
+            Draft(5, (8, 6), (7,)),
         ),
         ((1, 2),),
         b"kv",

@@ -23,12 +23,15 @@ from xpyd_worker.engine.request import (
     SchedulerConfig,
     SendTo,
 )
+from xpyd_worker.engine.speculation import SpeculativeConfig
 from xpyd_worker.grammar.matcher import Matcher
 
 # How many steps are under way: one, one more that is drawn ahead for, or those of a pipeline.
 Way = dict[str, Any]
 ONE_OR_AHEAD: list[Way] = [{"depth": 1}, {"depth": 2}]
 PIPELINES: list[Way] = [{"depth": n, "draws_ahead": False} for n in (2, 3, 4)]
+# Short n-grams, so that the fake model's texts have many.
+DRAFTS = SpeculativeConfig(num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
 
 
 def seeds(quick: int, whole: int) -> list[Any]:
@@ -73,10 +76,14 @@ class EngineDriver:
         depth: int = 1,
         draws_ahead: bool = True,
         ranks_send: bool = False,
+        speculative: SpeculativeConfig | None = None,
         make_executor: Callable[[int, SchedulerConfig, int, bool], FakeExecutor] = FakeExecutor,
     ) -> None:
-        limits = SchedulerConfig(seqs, budget, max_waiting, recompute, threshold, policy)
+        limits = SchedulerConfig(
+            seqs, budget, max_waiting, recompute, threshold, policy, speculative
+        )
         self.now = 100.0
+        self.drafts = speculative is not None
         self.model_len = model_len
         self.executor = make_executor(blocks, limits, depth, draws_ahead)
         self.pool = BlockManager(blocks, block_size=BLOCK, enable_prefix_caching=caching)

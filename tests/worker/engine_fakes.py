@@ -50,7 +50,10 @@ def kv_of(token_ids: Iterable[int]) -> list[int]:
 
 
 def next_token(kv: int, choice_index: int, position: int, sampling: SamplingParams) -> int:
-    """The draw: one in about forty is EOS, masked like the sampler does."""
+    """The draw: one in about forty is EOS, masked like the sampler does. With top_k 1 a choice
+    repeats itself, but for one token in eight: then what follows can be drafted."""
+    if sampling.top_k == 1 and chain(kv, sampling.seed) % 8:
+        return position % 4 + 1
     drawn = (chain(kv, choice_index * 31 + sampling.seed) * 2654435761 >> 13) % 40
     return drawn if drawn != EOS or position >= sampling.min_tokens else 1
 
@@ -66,13 +69,21 @@ def within(mask: bytes | None, drawn: int, position: int, sampling: SamplingPara
     return drawn if drawn in ids else ids[drawn % len(ids)]
 
 
-def drawn_for(sequence: ScheduledSequence, kv: int) -> tuple[SampledToken, ...]:
-    """What the fake model draws behind a sequence's last KV."""
+def drawn_for(sequence: ScheduledSequence, kvs: Sequence[int]) -> tuple[SampledToken, ...]:
+    """What the fake model draws behind a sequence's KV, the last ones of which are of drafts."""
     words = None if sequence.mask is None else sequence.mask.words()
+    each = len(words or b"") // (1 + sequence.drafts)
+    last = len(sequence.token_ids) - sequence.drafts
     found: list[SampledToken] = []
     for one in sequence.samples:
-        token = next_token(kv, one.choice_index, one.position, sequence.sampling)
-        found.append(SampledToken(within(words, token, one.position, sequence.sampling)))
+        for behind, kv in enumerate(kvs[len(kvs) - 1 - sequence.drafts :]):
+            position = one.position + behind
+            token = next_token(kv, one.choice_index, position, sequence.sampling)
+            mask = None if words is None else words[behind * each : (behind + 1) * each]
+            token = within(mask, token, position, sequence.sampling)
+            found.append(SampledToken(token))
+            if (token,) != sequence.token_ids[last + behind : last + behind + 1]:
+                break
     return tuple(found)
 
 
@@ -207,16 +218,16 @@ class FakeExecutor:
         scores: dict[int, tuple[TokenLogprob, ...]] = {}
         failed: dict[int, str] = {}
         for sequence, previous in zip(step.sequences, before, strict=True):
-            kv = previous
+            kvs = [previous]
             for offset, token in enumerate(sequence.token_ids):
-                kv = chain(kv, token)
-                self.write(sequence.block_ids, sequence.start + offset, kv)
+                kvs.append(chain(kvs[-1], token))
+                self.write(sequence.block_ids, sequence.start + offset, kvs[-1])
             if sequence.seq_id not in self._spoilt:
-                self._check_known(sequence, kv)
+                self._check_known(sequence, kvs[-1 - sequence.drafts])
             if sequence.log_id in self.unlucky:
                 failed[sequence.seq_id] = "no token"
             elif sequence.samples:
-                samples[sequence.seq_id] = drawn_for(sequence, kv)
+                samples[sequence.seq_id] = drawn_for(sequence, kvs)
             if sequence.sampling.prompt_logprobs is not None:
                 scores[sequence.seq_id] = self._score(sequence)
         layer_done(0)
@@ -237,7 +248,9 @@ class FakeExecutor:
             assert is_ahead or DRAWN_BEFORE not in sequence.token_ids
             assert not is_ahead or (self.draws_ahead and self._is_drawn(sequence))
             threshold = self._limits.long_prefill_token_threshold
-            assert not threshold or len(sequence.token_ids) <= threshold
+            count = len(sequence.token_ids) - sequence.drafts
+            assert not threshold or count <= threshold
+            assert not sequence.drafts or (count == len(sequence.samples) == 1 and not is_ahead)
             assert len(set(sequence.block_ids)) == len(sequence.block_ids)
             assert len(sequence.block_ids) * BLOCK >= end
             mine = _written(sequence)
@@ -258,6 +271,7 @@ class FakeExecutor:
                 assert not used & _written(other), "uses what a step under way writes"
             else:
                 assert self.draws_ahead or not other.samples, "its token is being drawn"
+                assert not other.drafts, "its drafts are being verified"
 
     def _is_drawn(self, sequence: ScheduledSequence) -> bool:
         """Whether the step before, still under way, draws its one token for the place before."""

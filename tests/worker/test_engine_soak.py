@@ -19,7 +19,14 @@ from typing import Any
 
 import pytest
 
-from tests.worker.engine_driver import ONE_OR_AHEAD, PIPELINES, EngineDriver, StepFailed, Way
+from tests.worker.engine_driver import (
+    DRAFTS,
+    ONE_OR_AHEAD,
+    PIPELINES,
+    EngineDriver,
+    StepFailed,
+    Way,
+)
 from tests.worker.engine_fakes import BLOCK
 from xpyd_worker.engine.request import EngineRequest, SamplingParams
 
@@ -56,6 +63,7 @@ class Soak:
     """One engine, the hand that plays with it, and the sizes seen each time it came to rest."""
 
     def __init__(self, seed: int, way: Way) -> None:
+        """`way`: how the engine has its steps, and whether it drafts."""
         self.rng = random.Random(seed)
         # 60 blocks hold two of the longest requests.
         self.driver = EngineDriver(
@@ -224,6 +232,7 @@ def _soak(requests: int, seed: int, way: Way, caplog: pytest.LogCaptureFixture) 
     assert soak.count >= requests
     assert min(stats.preemptions, stats.prefix_hit_tokens, stats.finished["abort"]) > 0
     assert {"stop", "length", "abort", "error"} <= stats.finished.keys()
+    assert (stats.spec_accepted_tokens > 0) == ("speculative" in way)
     # The first marks fill the fake's slots.
     half = _MARKS // 2
     for name in soak.bytes[0]:
@@ -236,7 +245,10 @@ def test_the_soak_draws_every_sampling_option() -> None:
     assert OPTIONS.keys() == {field.name for field in fields(SamplingParams)}
 
 
-@pytest.mark.parametrize("way", [*ONE_OR_AHEAD, PIPELINES[-1]])
+DRAFTING: list[Way] = [{**way, "speculative": DRAFTS} for way in (*ONE_OR_AHEAD, PIPELINES[-1])]
+
+
+@pytest.mark.parametrize("way", [*ONE_OR_AHEAD, PIPELINES[-1], DRAFTING[0]])
 def test_a_thousand_requests_leave_no_block_behind_and_nothing_grows(
     way: Way, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,7 +256,7 @@ def test_a_thousand_requests_leave_no_block_behind_and_nothing_grows(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("way", [*ONE_OR_AHEAD, *PIPELINES])
+@pytest.mark.parametrize("way", [*ONE_OR_AHEAD, *PIPELINES, *DRAFTING])
 def test_twenty_thousand_requests_leave_no_block_behind_and_nothing_grows(
     way: Way, caplog: pytest.LogCaptureFixture
 ) -> None:

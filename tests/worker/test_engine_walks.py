@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.worker.engine_driver import EngineDriver, StepFailed, Way, make_request, walks
+from tests.worker.engine_driver import (
+    DRAFTS,
+    EngineDriver,
+    StepFailed,
+    Way,
+    make_request,
+    walks,
+)
 from tests.worker.engine_fakes import BLOCK
 from tests.worker.grammar_kit import GRAMMARS, ids_within, start_of
 from xpyd_core.request_id import Address, TransferKey
@@ -46,6 +53,7 @@ def draw_request(rng: random.Random, number: int, driver: EngineDriver) -> Engin
         max_tokens=rng.randrange(0, 20),
         min_tokens=rng.choice([0, 0, 3]),
         presence_penalty=rng.choice([0.0, 0.0, 0.5]),
+        top_k=rng.choice([0, 1]) if driver.drafts else 0,
         ignore_eos=rng.random() < 0.3,
         stop_token_ids=rng.choice([(), (5, 6)]),
         prompt_logprobs=rng.choice([None, None, None, None, 1]),
@@ -170,6 +178,25 @@ def test_an_aggregated_engine_gives_every_request_its_own_tokens(seed: int, way:
     walk = Walk(seed, **way, blocks=14, seqs=5, budget=9, model_len=48)
     walk.run(300)
     assert walk.driver.core.stats().preemptions > 0
+
+
+@pytest.mark.parametrize(("seed", "way"), walks(2, 8))
+def test_so_it_does_with_drafts(seed: int, way: Way):
+    sizes: Way = {"blocks": 14, "seqs": 5, "budget": 16, "model_len": 48}
+    walk = Walk(seed, **way, **sizes, speculative=DRAFTS)
+    walk.run(300)
+    stats = walk.driver.core.stats()
+    assert stats.preemptions > 0
+    assert 0 < stats.spec_accepted_tokens < stats.spec_draft_tokens
+
+
+@pytest.mark.parametrize(("seed", "way"), walks(1, 8))
+def test_so_it_does_with_drafts_behind_received_kv(seed: int, way: Way):
+    sizes: Way = {"blocks": 20, "seqs": 5, "budget": 16, "model_len": 48}
+    walk = Walk(seed, **way, **sizes, receives=True, speculative=DRAFTS)
+    walk.run(300)
+    assert walk.driver.core.stats().received_tokens > 0
+    assert walk.driver.core.stats().spec_accepted_tokens > 0
 
 
 @pytest.mark.parametrize(("seed", "way"), walks(2, 4))

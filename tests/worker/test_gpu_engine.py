@@ -10,6 +10,7 @@ import pytest
 
 from tests.gpu.fake_gpu import FakeGpu
 from tests.gpu.models import cpu_runner, model_config
+from tests.worker.engine_driver import DRAFTS
 from tests.worker.runner_driver import BLOCK_SIZE, with_params
 from tests.worker.test_gpu_runner import make
 from xpyd_worker.engine.block_manager import BlockManager
@@ -17,6 +18,7 @@ from xpyd_worker.engine.core import EngineCore
 from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.open_requests import StopRules
 from xpyd_worker.engine.request import EngineOutput, EngineRequest, SamplingParams, SchedulerConfig
+from xpyd_worker.engine.speculation import SpeculativeConfig
 from xpyd_worker.runner.runner import ModelRunner
 
 # Ends of some texts of these models, at different places.
@@ -50,7 +52,13 @@ Tokens = dict[tuple[str, int], list[int]]
 class Run:
     """An engine that is turned by hand until all its requests have ended."""
 
-    def __init__(self, runner: ModelRunner, *, seqs: int = 6) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        seqs: int = 6,
+        speculative: SpeculativeConfig | None = None,
+    ) -> None:
         self.tokens: Tokens = defaultdict(list)
         self.ends: dict[tuple[str, int], str] = {}
         self.open: set[str] = set()
@@ -60,7 +68,9 @@ class Run:
             runner,
             pool=pool,
             inbox=Inbox(),
-            config=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=24),
+            config=SchedulerConfig(
+                max_num_seqs=seqs, max_num_batched_tokens=24, speculative=speculative
+            ),
             rules=StopRules((210,), 250),
             deliver=self._deliver,
         )
@@ -104,6 +114,17 @@ def test_an_engine_over_a_device_gives_the_tokens_of_the_cpu(
     assert found.tokens == wanted.tokens
     assert found.ends == wanted.ends
     assert (found.engine.stats().preemptions > 0) == (blocks == 7)
+    assert (runner.counters.graph_replays > 0) == (largest_graph > 0)
+
+
+@pytest.mark.parametrize(("largest_graph", "blocks"), [(0, 64), (8, 64), (8, 7)])
+def test_so_it_does_with_drafts(wanted: Run, largest_graph: int, blocks: int) -> None:
+    """A step of decodes with drafts is replayed where a graph has room for its rows."""
+    runner = make(FakeGpu(), largest_graph=largest_graph, blocks=blocks)
+    found = Run(runner, speculative=DRAFTS)
+    assert found.tokens == wanted.tokens
+    assert found.ends == wanted.ends
+    assert found.engine.stats().spec_draft_tokens > 0
     assert (runner.counters.graph_replays > 0) == (largest_graph > 0)
 
 

@@ -123,6 +123,27 @@ def test_tokens_are_those_of_one_rank_and_no_rank_outlives_the_block(
     assert not any(map(is_alive, pids))
 
 
+@starts_ranks
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_drafts_change_no_token_over_ranks(
+    alone: list[tuple[int, ...]], tensor: int, pipeline: int
+) -> None:
+    drafts = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    with make_llm(**sizes, speculative_config=drafts) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        parts = llm._session._parts  # pyright: ignore[reportPrivateUsage]
+        assert parts is not None
+        stats = parts[0].stats()
+    assert tokens(outputs) == alone
+    assert stats.spec_draft_tokens > 0
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

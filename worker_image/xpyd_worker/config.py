@@ -17,6 +17,7 @@ from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_kv.wire.messages import Mode
 from xpyd_worker.engine.eplb import EplbConfig
 from xpyd_worker.engine.request import Policy
+from xpyd_worker.engine.speculation import SpeculativeConfig
 
 Role = Literal["Prefill", "Decode", "Aggregated"]
 # Each divides the larger ones, so that any P fits any D.
@@ -57,6 +58,8 @@ class WorkerConfig:
     """Tokens of one prompt in one forward; 0: as many as the forward has room for."""
     scheduling_policy: Policy = "fcfs"
     """Which request goes first: the one that came first, or the one with the lower priority."""
+    speculative: SpeculativeConfig | None = None
+    """How tokens that may follow are drafted; None: not at all."""
     kv_cache_bytes: int | None = None
     """Paged KV cache of each rank, all its layers; None: CPU_CACHE_BYTES, on a GPU what its share
     leaves."""

@@ -33,6 +33,7 @@ from xpyd_worker.config import (
 )
 from xpyd_worker.engine.eplb import read_eplb
 from xpyd_worker.engine.request import POLICIES
+from xpyd_worker.engine.speculation import read_speculative
 from xpyd_worker.flag import BOTH, LLM_ONLY, Flag, Program, count, flag
 from xpyd_worker.parallel_flags import PARALLEL_FLAGS
 
@@ -183,6 +184,15 @@ BATCH_FLAGS = (
         default=WorkerConfig.scheduling_policy,
         help="which request goes first; fcfs: the one that came first; priority: the one with the "
         "lower number in its field priority, then the one that came first (default: %(default)s)",
+    ),
+    flag(
+        "--speculative-config",
+        programs=BOTH,
+        type=json_object,
+        metavar="JSON",
+        help="draft tokens that may follow, and verify them together: method, ngram; "
+        "num_speculative_tokens, of a draft; prompt_lookup_max and prompt_lookup_min (5), how many "
+        "of the last tokens are looked up in the text so far (default: none)",
     ),
     flag(
         "--kv-cache-memory",
@@ -409,6 +419,7 @@ def engine_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     found["custom_all_reduce"] = not found.pop("disable_custom_all_reduce")
     found["override_generation_config"] = dict(found["override_generation_config"] or {})
     found["prefix_caching"] = found.pop("enable_prefix_caching")
+    found["speculative"] = read_speculative(found.pop("speculative_config"))
     found["eplb"] = read_eplb(found.pop("eplb_config"), is_on=found.pop("enable_eplb"))
     return found
 

@@ -40,6 +40,7 @@ FLAGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "--max-num-batched-tokens": ("tokens", ()),
     "--long-prefill-token-threshold": ("int", ()),
     "--scheduling-policy": ("text", ("fcfs", "priority")),
+    "--speculative-config": ("json", ()),
     "--kv-cache-memory": ("size", ()),
     "--gpu-memory-utilization": ("float", ()),
     "--enforce-eager": ("switch", ()),

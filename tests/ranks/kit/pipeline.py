@@ -142,6 +142,7 @@ class FakeStage:
         samples: dict[int, tuple[SampledToken, ...]] = {}
         for one in step.sequences:
             kv = self._kv_before(one)
+            kvs: list[int] = []
             for place, token in enumerate(one.token_ids):
                 if token == DRAWN_BEFORE:
                     token = before[one.seq_id]
@@ -152,8 +153,9 @@ class FakeStage:
                 spoilt = 0 if kv == true.kv else 1 + kv % 7
                 leaving.append(Flow(true.token + spoilt, true.kv))
                 kv += spoilt if self.is_last else 0
+                kvs.append(kv)
             if self.is_last and one.samples:
-                samples[one.seq_id] = drawn_for(one, kv)
+                samples[one.seq_id] = drawn_for(one, kvs)
         assert not coming
         if not self.is_last:
             self.after.append(leaving)
@@ -185,12 +187,13 @@ class _Incoming:
 
     feedback: FakeFeedback
     requests: int
+    width: int
 
     def get(self) -> Sampled:
         while not self.feedback.told:
             self.feedback.let_others_work()
         sampled = self.feedback.told.popleft()
-        assert sampled.tokens.shape == (self.requests, 1)
+        assert sampled.tokens.shape == (self.requests, self.width)
         assert sampled.tokens.dtype == torch.int64
         assert sampled.num_sampled.dtype == sampled.num_rejected.dtype == torch.int32
         return sampled
@@ -210,7 +213,7 @@ class FakeFeedback:
 
     def receive(self, requests: int, width: int = 1) -> _Incoming:
         assert requests
-        return _Incoming(self, requests)
+        return _Incoming(self, requests, width)
 
 
 @dataclass(frozen=True)

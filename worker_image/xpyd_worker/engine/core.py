@@ -146,6 +146,7 @@ class EngineCore:
             producer=producer,
             consumer=consumer,
             stages=1 if executor.draws_ahead else self._depth,
+            draws_ahead=executor.draws_ahead and self._depth > 1,
         )
         # The oldest first, at most `_depth`.
         self._under_way: deque[_UnderWay] = deque()
@@ -372,7 +373,8 @@ class EngineCore:
             steps = self._scheduler.stats.steps
             # The step's own time: it begins when the step before is over. In a pipeline that is
             # what the step adds, once its stages overlap.
-            steps.seconds.observe(now - max(one.begun_s, self._last_over_s))
+            seconds = now - max(one.begun_s, self._last_over_s)
+            steps.seconds.observe(seconds)
             steps.tokens.observe(step.input.tokens)
             steps.sequences.observe(len(step.input.sequences))
             self._last_over_s = now
@@ -380,7 +382,7 @@ class EngineCore:
                 logger.error("step %d: %s", step.input.step, message)
             self._step_done(failed=False)
             self._hold()
-            self._scheduler.update(step, result)
+            self._scheduler.update(step, result, seconds)
 
     def _failed(self, step: ScheduledStep, error: XpydError) -> None:
         logger.error("step %d failed: %s", step.input.step, error)
@@ -413,6 +415,7 @@ class EngineCore:
         stats.finished = dict(stats.finished)
         stats.kv_recomputed = dict(stats.kv_recomputed)
         stats.kv_recomputed_tokens = dict(stats.kv_recomputed_tokens)
+        stats.spec_accepted_at = dict(stats.spec_accepted_at)
         stats.kv_leases = self._kv_leases()
         self._stats = stats
         self._recompute_log.look(stats.kv_recomputed, stats.kv_recomputed_tokens, self._clock())

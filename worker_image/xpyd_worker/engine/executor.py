@@ -115,12 +115,16 @@ class ScheduledSequence:
     The only one of them may be DRAWN_BEFORE. `block_ids` is its whole block table, long enough for
     start + len(token_ids) tokens. `samples` is empty until the sequence's last known token is
     computed; more than one when choices fork here.
-    `prompt_tokens` is the length of its prompt, so that computed prompt tokens can be counted.
-    With `prompt_logprobs`, rows of prompt positions are scored too. `known` is there only where
-    `samples` are drawn under parameters that read earlier tokens: the executor may not have seen
-    those whose KV was found or received. `mask` is there only where `samples` are drawn under a
-    grammar; it is the same for all of them.
-    """
+    The last `drafts` of `token_ids` are draft tokens. There is one token known before them in it,
+    and one sample then: it is drawn behind that token, further ones at the positions that follow
+    behind each draft token. The draft token behind which a draw counts is the draw before; so the
+    draws up to the first one that is another token than the draft token are what comes of it, 1 to
+    drafts + 1 tokens. `prompt_tokens` is the length of its prompt, so that computed prompt tokens
+    can be counted. With `prompt_logprobs`, rows of prompt positions are scored too. `known` is
+    there only where `samples` are drawn under parameters that read earlier tokens: the executor may
+    not have seen those whose KV was found or received; draft tokens are not in it. `mask` is there
+    only where `samples` are drawn under a grammar; it is the same for all of them, and before draft
+    tokens as many masks of one length, for each draw its own."""
 
     seq_id: int
     token_ids: tuple[int, ...]
@@ -135,6 +139,7 @@ class ScheduledSequence:
     log_id: str = ""
     known: KnownTokens | None = None
     mask: TokenMask | None = None
+    drafts: int = 0
 
 
 class Resize(NamedTuple):
@@ -171,8 +176,8 @@ class StepInput:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Samples by sequence id, in the order of its SampleSpecs; none for those in `failed`, which
-    says why nothing could be drawn for them.
+    """Samples by sequence id, in the order of its SampleSpecs, or what came of its draft; none for
+    those in `failed`, which says why nothing could be drawn for them.
 
     `prompt_logprobs` by sequence id: for each token in `token_ids` that lies in the prompt and is
     not its first token, its log probability given the tokens before it (so chunks concatenate).

@@ -33,6 +33,7 @@ from xpyd_worker.engine.request import (
 )
 from xpyd_worker.engine.sending import Sending
 from xpyd_worker.engine.sequences import BlockTables, RequestState, Sequence
+from xpyd_worker.engine.speculation import Speculation
 
 if TYPE_CHECKING:
     from xpyd_worker.grammar.matcher import Matcher
@@ -257,9 +258,12 @@ class Forked:
 class TokenCommit:
     """Makes sequences, gives them their tokens, and ends choices by the stop rules."""
 
-    def __init__(self, tables: BlockTables, rules: StopRules) -> None:
+    def __init__(
+        self, tables: BlockTables, rules: StopRules, speculation: Speculation | None
+    ) -> None:
         self._tables = tables
         self._rules = rules
+        self._speculation = speculation
         self._ids = itertools.count()
 
     def begin(self, request: EngineRequest) -> RequestState:
@@ -291,16 +295,9 @@ class TokenCommit:
         Outputs are put into the state's `gained`. At most `room` children may run.
         """
         state = sequence.state
-        position = len(sequence.tokens) - state.prompt_tokens
         drawn: dict[int, int] = {}
         for choice, sample in samples.items():
-            end = self._rules.end_at(
-                sample.token_id,
-                position=position,
-                prompt_tokens=state.prompt_tokens,
-                sampling=state.request.sampling,
-            )
-            end = _unless_complete(end, state.matcher(choice))
+            end = self._end_behind(sequence, choice, sample)
             if end is None:
                 drawn[choice] = sample.token_id
                 state.gained.append(ChoiceOutput(choice, (sample,)))
@@ -315,6 +312,44 @@ class TokenCommit:
         else:
             self._tables.drop(sequence)
         return Forked()
+
+    def commit_run(self, sequence: Sequence, samples: Iterable[SampledToken]) -> str:
+        """As `commit`, where a draft gave the sequence's choice these tokens: each but the last was
+        drafted, so that its KV is computed. What comes behind the choice's end is dropped. Why the
+        grammar cannot go on, empty where it can."""
+        state, choice = sequence.state, sequence.choice
+        assert choice is not None, "a trunk has no draft"
+        taken: list[SampledToken] = []
+        end: End | None = None
+        for sample in samples:
+            if taken:
+                sequence.num_computed += 1
+                self._tables.register_computed(sequence)
+            if broken := state.follow({choice: sample}):
+                return broken
+            end = self._end_behind(sequence, choice, sample)
+            taken.append(sample)
+            if end is not None:
+                break
+            sequence.tokens.append(sample.token_id)
+        output = ChoiceOutput(choice, tuple(taken))
+        if end is not None:
+            output = ChoiceOutput(choice, tuple(taken), end.reason, end.stop_token_id)
+            state.end_choice(choice, end.reason)
+            self._tables.drop(sequence)
+        state.gained.append(output)
+        return ""
+
+    def _end_behind(self, sequence: Sequence, choice: int, sample: SampledToken) -> End | None:
+        """Whether the choice ends by what was drawn behind the sequence's tokens."""
+        state = sequence.state
+        end = self._rules.end_at(
+            sample.token_id,
+            position=len(sequence.tokens) - state.prompt_tokens,
+            prompt_tokens=state.prompt_tokens,
+            sampling=state.request.sampling,
+        )
+        return _unless_complete(end, state.matcher(choice))
 
     def fork(self, trunk: Sequence, drawn: dict[int, int], room: int) -> Forked:
         """The prompt is computed: one sequence for each open choice, the trunk becomes the first.
@@ -339,7 +374,8 @@ class TokenCommit:
     def _sequence(self, state: RequestState, choice: int | None) -> Sequence:
         known = () if choice is None else state.known_output(choice)
         tokens = [*state.request.prompt, *known]
-        sequence = Sequence(next(self._ids), state, choice, tokens)
+        draft = None if self._speculation is None else self._speculation.begin()
+        sequence = Sequence(next(self._ids), state, choice, tokens, draft=draft)
         state.sequences.append(sequence)
         return sequence
 

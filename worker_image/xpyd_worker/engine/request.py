@@ -14,6 +14,7 @@ import msgspec
 
 from xpyd_core.distribution import Distribution
 from xpyd_core.request_id import Address, TransferKey
+from xpyd_worker.engine.speculation import SpeculativeConfig
 
 if TYPE_CHECKING:
     # Its library is needed only where a request has a grammar.
@@ -158,7 +159,8 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class ChoiceOutput:
-    """What one choice gained in one step. `finish_reason` is set on its last output.
+    """What one choice gained in one step, several tokens where a draft was accepted.
+    `finish_reason` is set on its last output.
 
     `stop_token_id` is the EOS or stop token id that ended it.
     """
@@ -251,7 +253,21 @@ class EngineStats:
     # The tokens of those prompts that entered a forward.
     kv_recomputed_tokens: dict[str, int] = field(default_factory=dict[str, int])
     received_tokens: int = 0
+    # Drafts that were verified, their tokens, and of these the accepted ones, also by their place
+    # in the draft, from 0 on.
+    spec_drafts: int = 0
+    spec_draft_tokens: int = 0
+    spec_accepted_tokens: int = 0
+    spec_accepted_at: dict[int, int] = field(default_factory=dict[int, int])
     steps: StepMetrics = field(default_factory=StepMetrics)
+
+    def count_draft(self, drafted: int, accepted: int) -> None:
+        """Count a draft of so many tokens that was verified."""
+        self.spec_drafts += 1
+        self.spec_draft_tokens += drafted
+        self.spec_accepted_tokens += accepted
+        for place in range(accepted):
+            self.spec_accepted_at[place] = self.spec_accepted_at.get(place, 0) + 1
 
 
 def summed(stats: Iterable[EngineStats]) -> EngineStats:
@@ -280,8 +296,8 @@ class SchedulerConfig:
     `max_waiting` how many may queue. With `recompute_without_kv` False a request whose KV did not
     arrive fails instead. A sequence gets at most `long_prefill_token_threshold` new tokens in a
     step (0: the budget alone bounds it). Under `fcfs` requests rank by arrival, under `priority` by
-    their own number first, lower before higher.
-    """
+    their own number first, lower before higher. `speculative`: how tokens are drafted; None: not at
+    all."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -289,6 +305,7 @@ class SchedulerConfig:
     recompute_without_kv: bool = True
     long_prefill_token_threshold: int = 0
     policy: Policy = "fcfs"
+    speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:

@@ -21,18 +21,11 @@ from __future__ import annotations
 import itertools
 import logging
 from bisect import insort
-from collections.abc import Iterable
 
 from xpyd_kv.connector.consumer import KvConsumer
 from xpyd_kv.connector.producer import KvProducer
 from xpyd_worker.engine.block_manager import BlockManager
-from xpyd_worker.engine.executor import (
-    DRAWN_BEFORE,
-    SampleSpec,
-    ScheduledSequence,
-    StepInput,
-    StepOutput,
-)
+from xpyd_worker.engine.executor import StepOutput
 from xpyd_worker.engine.open_requests import (
     Forked,
     OpenRequests,
@@ -57,6 +50,8 @@ from xpyd_worker.engine.sequences import (
     SequenceShare,
     WaitingQueue,
 )
+from xpyd_worker.engine.speculation import Speculation
+from xpyd_worker.engine.step_maker import Part, StepMaker
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +71,11 @@ class Scheduler:
         producer: KvProducer | None = None,
         consumer: KvConsumer | None = None,
         stages: int = 1,
+        draws_ahead: bool = False,
     ) -> None:
         """`stages`: of the pipeline that steps go through, so many may be under way; 1: none, a
-        step behind one that is not over has the tokens that this draws."""
+        step behind one that is not over has the tokens that this draws. `draws_ahead`: there may be
+        such steps."""
         self.stats = EngineStats(blocks_total=pool.num_blocks, blocks_free=pool.num_free)
         self._pool = pool
         self._config = config
@@ -98,7 +95,10 @@ class Scheduler:
             config=config,
             rules=rules,
         )
-        self._commit = TokenCommit(self._tables, rules)
+        self._speculation: Speculation | None = None
+        if config.speculative is not None:
+            self._speculation = Speculation(config.speculative, waits=draws_ahead)
+        self._commit = TokenCommit(self._tables, rules, self._speculation)
         self._maker = StepMaker(self._sending, rules)
         self._arrivals = itertools.count()
         self._waiting = WaitingQueue()
@@ -185,7 +185,7 @@ class Scheduler:
         is_ahead = self._stages == 1 and bool(self._under_way)
         if is_ahead and any(sequence.hangs for sequence in self._running):
             return None
-        parts: list[tuple[Sequence, int]] = []
+        parts: list[Part] = []
         budget = self._schedule_running(parts)
         if budget is None:
             return None
@@ -200,12 +200,18 @@ class Scheduler:
         """Forget every prefix that no request and no transfer holds; whether none is left."""
         return self._pool.reset_prefix_cache()
 
-    def update(self, step: ScheduledStep, result: StepOutput) -> None:
-        """Take in what the oldest step under way computed."""
+    def update(self, step: ScheduledStep, result: StepOutput, seconds: float = 0.0) -> None:
+        """Take in what the oldest step under way computed in so much time."""
         self._under_way.remove(step)
         self.stats.forwards += 1
+        if self._speculation is not None and all(part.is_decode for part in step.parts):
+            self._speculation.measured(
+                seconds,
+                decodes=len(step.parts),
+                draft_tokens=sum(part.scheduled.drafts for part in step.parts),
+            )
         for part in step.parts:
-            self._take(part, result)
+            self._take(part, result, len(step.parts))
         for state in dict.fromkeys(part.sequence.state for part in step.parts):
             if not self._requests.is_open(state):
                 continue
@@ -238,8 +244,8 @@ class Scheduler:
             part.land()
             self._tables.landed(part.sequence)
 
-    def _take(self, part: SequenceShare, result: StepOutput) -> None:
-        """Give a sequence what the step computed and drew for it."""
+    def _take(self, part: SequenceShare, result: StepOutput, sequences: int) -> None:
+        """Give a sequence what the step, of so many `sequences`, computed and drew for it."""
         sequence, count = part.sequence, part.count
         part.land()
         self._requests.count_computed(sequence, count)
@@ -250,19 +256,42 @@ class Scheduler:
         if failure is not None:
             self._requests.fail(sequence.state, "internal", f"the step failed: {failure}")
             return
-        sequence.num_computed += count
+        # What was computed of a draft counts where it is accepted.
+        sequence.num_computed += count - part.scheduled.drafts
         self._tables.copied(sequence)
         self._tables.register_computed(sequence)
         sequence.state.computed(sequence.num_computed)
         self._requests.compare_kv(sequence)
         self._requests.take_prompt_logprobs(sequence, count, result)
-        if sequence.num_computed == len(sequence.tokens):
+        if part.scheduled.drafts:
+            self._take_verified(part, result, sequences)
+        elif sequence.num_computed == len(sequence.tokens):
             drawn = _samples(part, result)
             if broken := sequence.state.follow(drawn):
                 self._requests.fail(sequence.state, "grammar", broken)
                 return
             room = self._config.max_num_seqs - len(self._running)
             self._place(self._commit.commit(sequence, drawn, room))
+
+    def _take_verified(self, part: SequenceShare, result: StepOutput, sequences: int) -> None:
+        """Give a sequence the tokens that came of its draft."""
+        sequence, drafted = part.sequence, part.scheduled.drafts
+        samples = result.samples.get(sequence.seq_id, ())
+        if not 1 <= len(samples) <= drafted + 1:
+            raise RuntimeError(f"{len(samples)} samples arrived for a draft of {drafted}")
+        if broken := self._commit.commit_run(sequence, samples):
+            self._requests.fail(sequence.state, "grammar", broken)
+            return
+        accepted = len(samples) - 1
+        self.stats.count_draft(drafted, accepted)
+        if self._speculation is not None and sequence.draft is not None:
+            self._speculation.verified(
+                sequence.draft,
+                accepted=accepted,
+                drafted=drafted,
+                tokens=len(sequence.tokens),
+                decodes=sequences,
+            )
 
     def _shares(self) -> dict[int, int]:
         """The number of tokens of each running sequence, by id, that the next step may compute."""
@@ -294,7 +323,20 @@ class Scheduler:
                 return 0
         return sequence.remaining
 
-    def _schedule_running(self, parts: list[tuple[Sequence, int]]) -> int | None:
+    def _draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        """What the step is to draft behind a sequence's last token, at most so many, and within
+        what the sequence may still put out; its table has room for it. Nobody makes room for a
+        draft."""
+        if self._speculation is None or sequence.draft is None or not sequence.may_draft:
+            return ()
+        state, known = sequence.state, len(sequence.tokens)
+        left = state.request.sampling.max_tokens - sequence.output_position()
+        most = min(most, left - 1, self._rules.max_model_len - known - 1)
+        draft = self._speculation.propose(sequence.draft, sequence.tokens, most)
+        has_room = self._tables.grow(sequence, known + len(draft))
+        return draft if has_room else ()
+
+    def _schedule_running(self, parts: list[Part]) -> int | None:
         """What is left of the budget. Where blocks lack behind a step of a device that draws ahead
         None: a sequence that ends in that step makes room. In a pipeline 0, if the last in rank is
         in a step: those before go on, until that one can be preempted."""
@@ -302,7 +344,10 @@ class Scheduler:
         budget, index = self._config.max_num_batched_tokens, 0
         # Tokens kept for decodes further behind. The budget is at least max_num_seqs, so each has
         # its own, and the first prompt at least one.
-        kept = sum(count == 1 for count in due.values())
+        decodes = kept = sum(count == 1 for count in due.values())
+        room = 0
+        if self._speculation is not None:
+            room = self._speculation.room(decodes, budget - kept)
         while index < len(self._running) and budget:
             sequence = self._running[index]
             left = due[sequence.seq_id]
@@ -322,11 +367,15 @@ class Scheduler:
                 self._preempt(victim)
                 if victim is sequence:
                     return budget
-            parts.append((sequence, count))
-            budget -= count
+            draft: tuple[int, ...] = ()
+            if room:
+                draft = self._draft(sequence, min(room, budget - kept - count))
+            parts.append(Part(sequence, count, draft))
+            budget -= count + len(draft)
+            room -= len(draft)
         return budget
 
-    def _admit(self, parts: list[tuple[Sequence, int]], budget: int, now: float) -> None:
+    def _admit(self, parts: list[Part], budget: int, now: float) -> None:
         """Start sequences from the queue while budget, room and blocks last.
 
         A sequence that waits for KV blocks no other, except those whose KV would be pulled into
@@ -362,7 +411,7 @@ class Scheduler:
         for sequence in passed:
             self._waiting.push(sequence)
 
-    def _start(self, sequence: Sequence, parts: list[tuple[Sequence, int]], budget: int) -> int:
+    def _start(self, sequence: Sequence, parts: list[Part], budget: int) -> int:
         """Run a sequence that holds its blocks; how many tokens of the budget it takes."""
         forked = Forked()
         self._run(sequence)
@@ -375,7 +424,7 @@ class Scheduler:
             count = self._config.chunk(member.remaining, budget - used)
             # Without a block it waits in the running list; the next step preempts for it.
             if count and self._tables.grow(member, member.reached + count):
-                parts.append((member, count))
+                parts.append(Part(member, count))
                 used += count
         return used
 
@@ -425,63 +474,3 @@ def decodes_per_step(decodes: int, *, ready: int, stages: int, free: int) -> int
     for `stages` steps at most. The second leaves some for the other free steps.
     """
     return min(-(-decodes // stages), -(-ready // free))
-
-
-class StepMaker:
-    """Numbers the steps of one engine and makes the executor's input of them.
-
-    It tells the producer which tokens a step computes, and the sequences that the step is under
-    way.
-    """
-
-    def __init__(self, sending: Sending, rules: StopRules) -> None:
-        self._sending = sending
-        self._rules = rules
-        self._steps = 0
-
-    def make(self, parts: Iterable[tuple[Sequence, int]]) -> ScheduledStep:
-        """A step in which each sequence computes its next so many tokens; its table has room. It
-        counts as under way from here on."""
-        self._steps += 1
-        made: list[SequenceShare] = []
-        copies: list[tuple[int, int]] = []
-        for sequence, count in parts:
-            end = sequence.reached + count
-            self._sending.stage(sequence, end)
-            if sequence.copy is not None and not sequence.in_flight:
-                copies.append(sequence.copy)
-            scheduled = self._scheduled(sequence, end)
-            sequence.launch(self._steps, count, len(scheduled.samples))
-            made.append(SequenceShare(sequence, scheduled))
-        step = StepInput(
-            self._steps,
-            tuple(part.scheduled for part in made),
-            tuple(copies),
-            self._sending.step_chunks(),
-        )
-        return ScheduledStep(step, tuple(made))
-
-    def _scheduled(self, sequence: Sequence, end: int) -> ScheduledSequence:
-        request = sequence.state.request
-        start, known = sequence.reached, len(sequence.tokens)
-        drawn_before = (DRAWN_BEFORE,) if end > known else ()
-        samples: tuple[SampleSpec, ...] = ()
-        if end == known + sequence.drawing:
-            position = sequence.output_position()
-            samples = tuple(
-                SampleSpec(request.first_choice + choice, position)
-                for choice in sequence.sampling_choices()
-            )
-        return ScheduledSequence(
-            seq_id=sequence.seq_id,
-            token_ids=(*sequence.tokens[start:end], *drawn_before),
-            start=start,
-            block_ids=tuple(sequence.blocks),
-            sampling=sequence.state.sampling(),
-            prompt_tokens=sequence.state.prompt_tokens,
-            samples=samples,
-            eos_token_ids=self._rules.eos_token_ids,
-            log_id=request.log_id,
-            known=sequence.known_tokens() if samples else None,
-            mask=sequence.mask() if samples else None,
-        )

@@ -28,6 +28,7 @@ from xpyd_worker.engine.request import (
     SendTo,
     TokenLogprob,
 )
+from xpyd_worker.engine.speculation import SequenceDraft
 
 if TYPE_CHECKING:
     from xpyd_worker.grammar.matcher import Matcher
@@ -170,6 +171,8 @@ class Sequence:
     num_registered: int = 0
     copy: tuple[int, int] | None = None
     ended: bool = False
+    # None where the engine drafts nothing.
+    draft: SequenceDraft | None = None
 
     @property
     def rank(self) -> Rank:
@@ -190,11 +193,20 @@ class Sequence:
     def hangs(self) -> bool:
         """Whether its next step cannot be made before the one under way is over, though a device
         draws ahead: choices fork at the token that is being drawn, or the next draw reads it, or
-        the grammar does."""
+        the grammar does, or what is drafted behind it."""
         if not self.drawing:
             return False
         request = self.state.request
-        return self.is_trunk or bool(request.matchers) or request.sampling.reads_tokens
+        if self.is_trunk or request.matchers or request.sampling.reads_tokens:
+            return True
+        return self.draft is not None and self.draft.is_on(len(self.tokens) + self.drawing)
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether its next step may have draft tokens: it computes the last token alone, which is
+        known, and draws one behind it."""
+        is_decode = self.remaining == 1 and not self.drawing
+        return is_decode and not self.is_trunk and not self.state.scores_prompt
 
     def launch(self, step: int, count: int, draws: int) -> None:
         """Step number `step` begins; it computes the next `count` tokens and draws `draws`."""
@@ -232,11 +244,11 @@ class Sequence:
         drawing = 0 if self.is_trunk else self.drawing
         return len(self.tokens) + drawing - self.state.prompt_tokens
 
-    def mask(self) -> TokenMask | None:
-        """What its next draw may take; None: anything. Choices that draw from one row have all put
-        out nothing, so the mask is the same for all."""
+    def mask(self, draft: tuple[int, ...] = ()) -> TokenMask | None:
+        """What its next draw may take, and each draw behind a token of `draft`; None: anything.
+        Choices that draw from one row have all put out nothing, so the mask is the same for all."""
         matcher = self.state.matcher(self.sampling_choices()[0])
-        return None if matcher is None else matcher.mask()
+        return None if matcher is None else matcher.mask(draft)
 
     def known_tokens(self) -> KnownTokens | None:
         """What its next draw reads of the tokens before it; None where that is nothing."""
@@ -420,8 +432,13 @@ class SequenceShare:
 
     @property
     def count(self) -> int:
-        """Tokens that it computes."""
+        """Tokens that it computes, draft tokens among them."""
         return len(self.scheduled.token_ids)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it computes one token, draft tokens apart, and draws one behind it."""
+        return self.count - self.scheduled.drafts == len(self.scheduled.samples) == 1
 
     @property
     def choices(self) -> list[int]:

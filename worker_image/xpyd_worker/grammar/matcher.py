@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -133,17 +134,36 @@ class Matcher:
         """Whether the answer may end here."""
         return self._of.is_accepting()
 
-    def mask(self) -> PendingMask:
-        """Which tokens may come next, not computed yet. To be asked for once between two tokens."""
-        self._start.masks += 1
-        self._mask = PendingMask(self._words, is_quick=self._took_s < _QUICK_S)
+    def mask(self, draft: Sequence[int] = ()) -> PendingMask:
+        """Which tokens may come next, and behind each token of `draft`, one mask behind the other;
+        not computed yet. To be asked for once between two tokens."""
+        self._start.masks += 1 + len(draft)
+        compute = partial(self._words, tuple(draft))
+        self._mask = PendingMask(compute, is_quick=self._took_s < _QUICK_S)
         return self._mask
 
-    def _words(self) -> bytes:
+    def _words(self, draft: tuple[int, ...]) -> bytes:
         words = self._of.compute_bitmask()
         if self._of.is_error() and self._renew():
             words = self._of.compute_bitmask()
-        return words
+        if not draft or self._of.is_error():
+            return words * (1 + len(draft))
+        return words + self._words_behind(draft, words)
+
+    def _words_behind(self, draft: tuple[int, ...], words: bytes) -> bytes:
+        """The masks behind each token of `draft`, `words` before the first. Behind one that may not
+        come any mask will do: it is not drawn, and so nothing behind it counts."""
+        masks: list[bytes] = []
+        for token in draft:
+            if self._of.is_stopped() or not self._of.try_consume_tokens([token]):
+                break
+            masks.append(self._of.compute_bitmask())
+        if self._of.is_error():
+            self._renew()
+        else:
+            self._of.rollback(len(masks))
+        masks += [words] * (len(draft) - len(masks))
+        return b"".join(masks)
 
 
 class PendingMask:

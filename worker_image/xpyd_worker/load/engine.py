@@ -214,6 +214,7 @@ def load(
                 recompute_without_kv=config.kv_recompute,
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
                 policy=config.scheduling_policy,
+                speculative=config.speculative,
             ),
             rules=StopRules(model_config.eos_token_ids, max_model_len),
             deliver=deliver,

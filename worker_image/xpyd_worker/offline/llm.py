@@ -75,6 +75,7 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         long_prefill_token_threshold: int = 0,
         scheduling_policy: Policy = "fcfs",
+        speculative_config: Mapping[str, Any] | None = None,
         kv_cache_memory: int | str | None = None,
         gpu_memory_utilization: float = 0.9,
         enforce_eager: bool = False,

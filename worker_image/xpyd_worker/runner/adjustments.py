@@ -19,7 +19,7 @@ from torch import Tensor
 
 from xpyd_worker.engine.executor import KnownTokens, ScheduledSequence
 from xpyd_worker.engine.request import SamplingParams
-from xpyd_worker.runner.tensors import can_be_read, numbers, to_device
+from xpyd_worker.runner.tensors import can_be_read, numbers, to_device, to_floats, to_ints
 
 # Token ids that are kept between steps, about 100 bytes each. Sequences that do not fit are made
 # anew at each step, which is slower and not wrong.
@@ -93,6 +93,17 @@ class Adjustments:
         kept.is_in_use = True
         return kept.adjustment(sequence.sampling, sequence.known)
 
+    def behind_drafts(self, sequence: ScheduledSequence) -> list[Adjustment | None]:
+        """The same behind each of a sequence's draft tokens, once `of` was asked in this step."""
+        count = sequence.drafts
+        kept = self._known.get(sequence.seq_id)
+        if not count or kept is None or not sequence.sampling.changes_logits:
+            return [None] * count
+        draft = sequence.token_ids[-count:]
+        return [
+            kept.behind(sequence.sampling, sequence.known, draft[: at + 1]) for at in range(count)
+        ]
+
 
 class _Kept:
     """What stays the same over the steps of one sequence, and its counts so far."""
@@ -140,6 +151,17 @@ class _Kept:
             self._counts.after(output) if self._counts is not None else None,
         )
 
+    def behind(
+        self, sampling: SamplingParams, known: KnownTokens | None, draft: tuple[int, ...]
+    ) -> Adjustment:
+        """As `adjustment`, which was called for what is known, were `draft` known, too."""
+        output = (*known.output, *draft) if known is not None else ()
+        seen = None if self._counts is None else self._counts.behind(draft)
+        return Adjustment(
+            *(sampling, self._allowed, self._banned_after(output)),
+            *(self._bias_ids, self._bias, seen),
+        )
+
     def _banned_after(self, output: Sequence[int]) -> Tensor | None:
         candidates = self._words.get(output[-1], ()) if output else ()
         complete = [word[-1] for word in candidates if tuple(output[-len(word) + 1 :]) == word[:-1]]
@@ -172,6 +194,21 @@ class _Counts:
         self._taken = len(output)
         size = len(self._place)
         return Seen(self._ids[:size], self._output_counts[:size])
+
+    def behind(self, draft: Sequence[int]) -> Seen:
+        """What it would be with these tokens behind those taken in."""
+        size = len(self._place)
+        ids, counts = to_ints(self._ids[:size]), to_floats(self._output_counts[:size])
+        place = dict(self._place)
+        for token in draft:
+            if token >= self._vocab_size:
+                continue
+            if token not in place:
+                place[token] = len(ids)
+                ids.append(token)
+                counts.append(0.0)
+            counts[place[token]] += 1
+        return Seen(torch.tensor(ids, dtype=torch.int64), torch.tensor(counts, dtype=torch.float64))
 
     def _add(self, token: int, count: int) -> None:
         if token >= self._vocab_size:

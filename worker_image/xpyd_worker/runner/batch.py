@@ -25,6 +25,12 @@ class BatchRows:
         """Row of its last token."""
         return self.first_row + len(self.sequence.token_ids) - 1
 
+    @property
+    def asked(self) -> range:
+        """Rows that something is drawn behind, where the sequence draws: its last known token and
+        the draft tokens behind that."""
+        return range(self.last_row - self.sequence.drafts, self.last_row + 1)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -43,8 +49,9 @@ class Batch:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each sequence has one new token."""
-        return len(self.token_ids) == len(self.rows)
+        """Whether each row is a span of its own: nothing but decodes, with or without draft
+        tokens."""
+        return len(self.token_ids) == len(self.spans)
 
 
 def faults(
@@ -73,7 +80,7 @@ def build_batch(sequences: Sequence[ScheduledSequence], drawn: Mapping[int, int]
         token_ids[one.first_row] = 0
     return Batch(
         rows=rows,
-        spans=tuple(Span(s.start, len(s.token_ids), s.block_ids) for s in ordered),
+        spans=tuple(span for sequence in ordered for span in _spans(sequence)),
         token_ids=token_ids,
         positions=[s.start + index for s in ordered for index in range(len(s.token_ids))],
         drawn_at=[one.first_row for one in unknown],
@@ -91,8 +98,18 @@ def _rows(sequences: Sequence[ScheduledSequence]) -> Iterator[BatchRows]:
         first += len(sequence.token_ids)
 
 
+def _spans(sequence: ScheduledSequence) -> list[Span]:
+    """One span; of a decode with draft tokens one for each row, as each would be computed without
+    the others: by the same operator, and so with the same rounding. A step's keys and values are
+    stored before any row attends."""
+    start, blocks = sequence.start, sequence.block_ids
+    if not sequence.drafts:
+        return [Span(start, len(sequence.token_ids), blocks)]
+    return [Span(start + index, 1, blocks) for index in range(len(sequence.token_ids))]
+
+
 def _order(sequence: ScheduledSequence) -> tuple[bool, int]:
-    return len(sequence.token_ids) > 1, sequence.start
+    return len(sequence.token_ids) - sequence.drafts > 1, sequence.start
 
 
 def _fault(
@@ -106,6 +123,10 @@ def _fault(
     ids, blocks = sequence.token_ids, sequence.block_ids
     if not ids or len(blocks) * shape.block_size < sequence.start + len(ids):
         return f"{len(ids)} tokens from {sequence.start} in {len(blocks)} blocks"
+    if sequence.drafts and (sequence.drafts + 1 != len(ids) or len(sequence.samples) != 1):
+        return (
+            f"{sequence.drafts} draft tokens among {len(ids)} tokens, {len(sequence.samples)} draws"
+        )
     if ids == (DRAWN_BEFORE,):
         if sequence.seq_id not in drawn:
             return "the token id that the step before drew, but it drew no one token for it"

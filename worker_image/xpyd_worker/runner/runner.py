@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -44,8 +44,9 @@ from xpyd_worker.runner.gpu_memory import lacks_memory
 from xpyd_worker.runner.graphs import DecodeGraphs
 from xpyd_worker.runner.kv_cache import KvCache
 from xpyd_worker.runner.prompt_scores import NO_SCORES, PromptScorer, PromptScores
+from xpyd_worker.runner.rejection import count_standing
 from xpyd_worker.runner.sampler import Draw, Drawn, SampleRow, draw, sample
-from xpyd_worker.runner.tensors import fill_drawn, put_ints
+from xpyd_worker.runner.tensors import fill_drawn, put_ints, to_host, to_ints
 
 if TYPE_CHECKING:
     from xpyd_worker.parallel.stages import IncomingHidden, StageBoundary
@@ -183,7 +184,9 @@ class ModelRunner:
         if self._boundary is None:
             self._last = draw
         sequences = tuple(rows.sequence for rows in asking)
-        return self._launched(step.step, StepResults(failed, prompts, sequences, drawn), draw)
+        standing = None if drawn is None else _standing(sequences, drawn.tokens)
+        results = StepResults(failed, prompts, sequences, drawn, standing)
+        return self._launched(step.step, results, draw)
 
     def _launched(
         self, step: int, results: StepResults, draw: DeviceDraw = DeviceDraw()
@@ -200,14 +203,14 @@ class ModelRunner:
         """The step's one forward: hidden states [tokens, hidden], None where they went to the next
         stage; and which rows of them are asked for a token."""
         self.counters.count(len(batch.token_ids), batch.prompt_tokens)
-        some = [batch.drawn_at, batch.drawn_from, [rows.last_row for rows in asking]]
+        some = [batch.drawn_at, batch.drawn_from, [row for rows in asking for row in rows.asked]]
 
         def fill(token_ids: Tensor) -> None:
             if before.tokens is not None and batch.drawn_at:
                 fill_drawn(token_ids, at, before.tokens, places)
 
         graphs, on = self._graphs, self._device.torch_device
-        if graphs is not None and batch.is_decode and len(batch.rows) <= graphs.most:
+        if graphs is not None and batch.is_decode and len(batch.spans) <= graphs.most:
             self.counters.graph_replays += 1
             at, places, asked = put_ints(some, on)
             return graphs.run(batch.token_ids, batch.spans, fill), asked
@@ -243,39 +246,74 @@ class ModelRunner:
         return None
 
     def _sample(self, hidden: Tensor, asking: list[BatchRows]) -> Drawn:
-        """Tokens for the last rows [asking, hidden] of sequences that ask for some; only these rows
-        go through the head."""
+        """Tokens for the rows [asked, hidden] of sequences that ask for some; only these rows go
+        through the head."""
         logits = self._model.logits(hidden)
         self._adjustments.begin_step()
         wanted: list[SampleRow] = []
-        for index, rows in enumerate(asking):
+        row = 0
+        for rows in asking:
             sequence = rows.sequence
-            adjustment = self._adjustments.of(sequence)
+            first = self._adjustments.of(sequence)
+            adjustments = [first, *self._adjustments.behind_drafts(sequence)]
             # All but the draw is launched: a mask that a thread still fills has had that long.
-            mask = None if sequence.mask is None else sequence.mask.words()
-            wanted += [
-                SampleRow(
-                    index,
-                    sequence.sampling,
-                    spec.choice_index,
-                    spec.position,
-                    sequence.eos_token_ids,
-                    adjustment,
-                    mask,
-                )
-                for spec in sequence.samples
-            ]
+            masks = _masks(sequence)
+            for behind, (adjustment, mask) in enumerate(zip(adjustments, masks, strict=True)):
+                wanted += [
+                    SampleRow(
+                        row + behind,
+                        sequence.sampling,
+                        spec.choice_index,
+                        spec.position + behind,
+                        sequence.eos_token_ids,
+                        adjustment,
+                        mask,
+                    )
+                    for spec in sequence.samples
+                ]
+            row += len(rows.asked)
         return sample(logits, wanted, self._draw)
 
 
+def _standing(asking: Sequence[ScheduledSequence], tokens: Tensor) -> Tensor | None:
+    """How many draws count, of each sequence with draft tokens; None where there is none. `tokens`:
+    all that was drawn. Nothing waits for the device."""
+    most = max((sequence.drafts for sequence in asking), default=0)
+    if not most:
+        return None
+    rows: list[int] = []
+    drafted: list[int] = []
+    first = 0
+    for sequence in asking:
+        if k := sequence.drafts:
+            # Shorter drafts are filled up with what is no draft token.
+            rows += [first + min(at, k) for at in range(most + 1)]
+            drafted += [*sequence.token_ids[-k:], *[-1] * (most - k)]
+        first += len(sequence.samples) + sequence.drafts
+    at, draft_tokens = put_ints([rows, drafted], tokens.device)
+    return count_standing(tokens[at].view(-1, most + 1), draft_tokens.view(-1, most))
+
+
+def _masks(sequence: ScheduledSequence) -> list[bytes | None]:
+    """What each of a sequence's draws may take: the first, and those behind draft tokens."""
+    count = 1 + sequence.drafts
+    if sequence.mask is None:
+        return [None] * count
+    words = sequence.mask.words()
+    each = len(words) // count
+    return [words[at * each : (at + 1) * each] for at in range(count)]
+
+
 def _places(asking: list[BatchRows]) -> dict[int, int]:
-    """The place, among the tokens that the step draws, of a sequence's only one; by sequence."""
+    """The place, among the tokens that the step draws, of a sequence's only one; by sequence. Which
+    one it is of those behind draft tokens is known when they are verified."""
     places: dict[int, int] = {}
     first = 0
     for rows in asking:
-        if len(rows.sequence.samples) == 1:
-            places[rows.sequence.seq_id] = first
-        first += len(rows.sequence.samples)
+        sequence = rows.sequence
+        if len(sequence.samples) == 1 and not sequence.drafts:
+            places[sequence.seq_id] = first
+        first += len(sequence.samples) + sequence.drafts
     return places
 
 
@@ -311,18 +349,21 @@ def _logged(layer_done: Callable[[int], None], step: int) -> Callable[[int], Non
 @dataclass(frozen=True)
 class StepResults:
     """The results of a step's sequences: `failed` says why some took no part, `asking` are those
-    that draw, and `drawn` has the rows of their SampleSpecs, one behind the other; None where no
-    sequence draws."""
+    that draw, and `drawn` has the rows of their SampleSpecs and draft tokens, one behind the other;
+    None where no sequence draws. `standing`: how many of its draws count, for each of those with
+    draft tokens."""
 
     failed: dict[int, str]
     prompts: PromptScores
     asking: tuple[ScheduledSequence, ...]
     drawn: Drawn | None
+    standing: Tensor | None = None
 
     def to_host(self) -> StepResults:
         """Enqueue the copies to the host: right when what was enqueued so far is done."""
         drawn = None if self.drawn is None else self.drawn.to_host()
-        return replace(self, prompts=self.prompts.to_host(), drawn=drawn)
+        standing = None if self.standing is None else to_host(self.standing)
+        return replace(self, prompts=self.prompts.to_host(), drawn=drawn, standing=standing)
 
     def output(self) -> StepOutput:
         """What is on the host, when the caller has waited for the copies: nothing here does."""
@@ -330,8 +371,11 @@ class StepResults:
         failed = self.failed | scored.failed
         samples: dict[int, tuple[SampledToken, ...]] = {}
         tokens = iter(() if self.drawn is None else self.drawn.result())
+        standing = iter(() if self.standing is None else to_ints(self.standing))
         for sequence in self.asking:
-            drawn = [next(tokens) for _ in sequence.samples]
+            drawn = [next(tokens) for _ in range(len(sequence.samples) + sequence.drafts)]
+            if sequence.drafts:
+                del drawn[next(standing) :]
             found = tuple(token for token in drawn if token is not None)
             if len(found) < len(drawn):
                 failed.setdefault(

@@ -176,7 +176,7 @@ class RankWork:
             pass  # a dummy: nothing is drawn, and no state changes
         elif not part.is_last:
             self._await_draws(message, step)
-        elif isinstance(self._states, DeviceStates):
+        elif isinstance(self._states, DeviceStates) and not _width(step) > 1:
             running = self._draw_on_device(self._states, message, step, running)
         else:
             running = self._draw(message, step, running)
@@ -218,8 +218,11 @@ class RankWork:
         self._feedback.send(sampled)
 
     def _draw(self, message: StepMessage, step: StepInput, running: Running) -> Running:
-        """Draw, on the last stage."""
+        """Draw, on the last stage. Where the states are on a device that is for draft tokens: how
+        many stand is known to the host first, and all before it is over then."""
         output = running.wait()
+        while self._awaited:
+            self._awaited.popleft().settle()
         share = Share(
             [row.slot for row in message.rows], [len(one.token_ids) for one in step.sequences]
         )
@@ -271,7 +274,7 @@ class RankWork:
             self._states.post_update(rest.slots, rest.query_lens, None)
         if asking:
             assert self._feedback is not None, "a stage that does not draw has others"
-            incoming = self._feedback.receive(len(asking))
+            incoming = self._feedback.receive(len(asking), _width(step))
             self._awaited.append(Coming(self._states, share(asking), incoming))
 
 
@@ -281,19 +284,27 @@ def _asking(step: StepInput) -> list[int]:
     return [n for n, one in enumerate(step.sequences) if len(one.samples) == 1]
 
 
+def _width(step: StepInput) -> int:
+    """The most tokens that the step can give a sequence; all stages know it."""
+    return 1 + max((one.drafts for one in step.sequences), default=0)
+
+
 def sampled_rows(step: StepInput, output: StepOutput) -> Sampled:
-    """What was drawn for each of a step's sequences."""
+    """What was drawn for each of a step's sequences, and how many draft tokens of it were
+    rejected."""
+    width = _width(step)
     tokens: list[list[int]] = []
     counts: list[int] = []
+    rejected: list[int] = []
     for one in step.sequences:
-        drawn = output.samples.get(one.seq_id, ())
-        is_one = len(drawn) == 1
-        tokens.append([drawn[0].token_id if is_one else 0])
-        counts.append(int(is_one))
+        drawn = output.samples.get(one.seq_id, ()) if len(one.samples) == 1 else ()
+        tokens.append([*(sample.token_id for sample in drawn), *[0] * (width - len(drawn))])
+        counts.append(len(drawn))
+        rejected.append(one.drafts + 1 - len(drawn) if one.drafts else 0)
     return Sampled(
         torch.tensor(tokens, dtype=torch.int64),
         torch.tensor(counts, dtype=torch.int32),
-        torch.zeros(len(counts), dtype=torch.int32),
+        torch.tensor(rejected, dtype=torch.int32),
     )
 
 

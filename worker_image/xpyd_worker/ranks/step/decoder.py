@@ -23,6 +23,7 @@ from xpyd_worker.engine.request import SamplingParams
 from xpyd_worker.ranks.step.messages import (
     Ahead,
     Chunk,
+    Draft,
     Full,
     Going,
     MessageError,
@@ -73,6 +74,8 @@ class _Held:
     log_id: str
     blocks: tuple[int, ...]
     samples: tuple[SampleSpec, ...]
+    # Behind its last known token in that share.
+    end: int
     # Made when a draw first reads it.
     prompt: tuple[int, ...] | None = None
 
@@ -122,32 +125,36 @@ class StepDecoder:
             row.log_id,
             row.blocks,
             samples,
+            row.start + len(row.tokens) - row.drafts,
         )
         self._held[row.slot] = held
         self._states.begin(
             row.slot,
             start=row.start,
-            tokens=row.tokens,
+            tokens=row.tokens[: len(row.tokens) - row.drafts],
             before=row.before or (),
             prompt=row.prompt_tokens,
         )
         known = None
         if row.before is not None:
-            known = self._known(row.slot, held, row.start + len(row.tokens))
-        return _scheduled(held, start=row.start, ids=row.tokens, known=known)
+            known = self._known(row.slot, held, held.end)
+        return _scheduled(held, start=row.start, ids=row.tokens, known=known, drafts=row.drafts)
 
-    def _go_on(self, row: Going | Ahead | Chunk, state: State) -> ScheduledSequence:
+    def _go_on(self, row: Going | Ahead | Chunk | Draft, state: State) -> ScheduledSequence:
         held = self._held[row.slot]
         if held is None:
             raise MessageError(f"slot {row.slot} holds no sequence")
         if row.blocks:
             held.blocks += row.blocks
         start = state.num_computed
+        drafts: tuple[int, ...] = ()
         match row:
             case Going():
                 ids = (state.last_sampled,)
             case Ahead():
                 ids = (DRAWN_BEFORE,)
+            case Draft(tokens=drafts):
+                ids = (state.last_sampled,)
             case Chunk(tokens=ids):
                 self._states.extend(row.slot, ids)
         end = start + len(ids)
@@ -156,10 +163,14 @@ class StepDecoder:
             held.samples = tuple(SampleSpec(choice, position) for choice in row.choices)
         else:
             (before,) = held.samples
-            held.samples = (SampleSpec(before.choice_index, before.position + 1),)
+            # Draft tokens that were accepted have moved the sequence on by more than one token.
+            position = before.position + 1 + start - held.end
+            held.samples = (SampleSpec(before.choice_index, position),)
+        held.end = end
         reads = bool(held.samples) and held.sampling.reads_tokens
         known = self._known(row.slot, held, end) if reads else None
-        return _scheduled(held, start=start, ids=ids, known=known)
+        ids += drafts
+        return _scheduled(held, start=start, ids=ids, known=known, drafts=len(drafts))
 
     def _known(self, slot: int, held: _Held, end: int) -> KnownTokens:
         tokens = self._states.tokens(slot, end)
@@ -169,7 +180,7 @@ class StepDecoder:
 
 
 def _scheduled(
-    held: _Held, *, start: int, ids: tuple[int, ...], known: KnownTokens | None
+    held: _Held, *, start: int, ids: tuple[int, ...], known: KnownTokens | None, drafts: int
 ) -> ScheduledSequence:
     return ScheduledSequence(
         seq_id=held.seq_id,
@@ -182,4 +193,5 @@ def _scheduled(
         eos_token_ids=held.eos_token_ids,
         log_id=held.log_id,
         known=known,
+        drafts=drafts,
     )

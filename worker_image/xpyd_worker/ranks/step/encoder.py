@@ -15,6 +15,7 @@ from xpyd_worker.engine.executor import DRAWN_BEFORE, ScheduledSequence, StepInp
 from xpyd_worker.ranks.step.messages import (
     Ahead,
     Chunk,
+    Draft,
     Full,
     Going,
     MessageError,
@@ -28,7 +29,8 @@ from xpyd_worker.ranks.step.messages import (
 class _Known:
     """What the ranks know of a sequence: its last share `of` a step, how far its tokens are
     computed, from which position on they have them, and in which step they drew its one token at
-    `reached` last (0: they did not, or several), which one if the engine knows."""
+    `reached` last (0: they did not, or for several choices), which one if the engine knows. Of
+    draft tokens they know when they have verified them: `reached` is before these until then."""
 
     slot: int
     of: ScheduledSequence
@@ -36,6 +38,8 @@ class _Known:
     held_from: int
     drawn_in: int
     drawn: int | None
+    # Tokens that came of draft tokens in that step, besides the last one.
+    more: int = 0
 
 
 class StepEncoder:
@@ -82,8 +86,10 @@ class StepEncoder:
         called before a sequence's next step is encoded; left out, it costs bytes, not tokens."""
         for seq_id, samples in output.samples.items():
             known = self._known.get(seq_id)
-            if known is not None and known.drawn_in == step and len(samples) == 1:
-                known.drawn = samples[0].token_id
+            if known is not None and known.drawn_in == step and samples:
+                known.drawn = samples[-1].token_id
+                known.more = len(samples) - 1
+                known.reached += known.more
 
     def _row(self, sequence: ScheduledSequence, step: int) -> Row:
         known = self._known.get(sequence.seq_id)
@@ -92,9 +98,10 @@ class StepEncoder:
             known = self._take_slot(sequence)
             row = _full(sequence, known)
         known.of = sequence
-        known.reached = sequence.start + len(sequence.token_ids)
+        known.reached = sequence.start + len(sequence.token_ids) - sequence.drafts
         known.drawn_in = step if len(sequence.samples) == 1 else 0
         known.drawn = None
+        known.more = 0
         return row
 
     def _take_slot(self, sequence: ScheduledSequence) -> _Known:
@@ -129,21 +136,26 @@ def _short(sequence: ScheduledSequence, known: _Known) -> Row | None:
         return None
     blocks = sequence.block_ids[len(of.block_ids) :]
     if not known.drawn_in:
+        if sequence.drafts:
+            return None
         drawn_at = sequence.start + len(ids) - sequence.prompt_tokens
         if DRAWN_BEFORE in ids or any(spec.position != drawn_at for spec in samples):
             return None
         return Chunk(known.slot, ids, blocks, tuple(spec.choice_index for spec in samples))
     before = of.samples[0]
     goes_on = (
-        len(ids) == len(samples) == 1
+        len(ids) - sequence.drafts == len(samples) == 1
         and samples[0].choice_index == before.choice_index
-        and samples[0].position == before.position + 1
+        and samples[0].position == before.position + known.more + 1
     )
     if not goes_on:
         return None
     if ids[0] == DRAWN_BEFORE:
-        return Ahead(known.slot, blocks)
-    return Going(known.slot, blocks) if ids[0] == known.drawn else None
+        # The ranks do not know then what became of draft tokens.
+        return None if of.drafts or sequence.drafts else Ahead(known.slot, blocks)
+    if ids[0] != known.drawn:
+        return None
+    return Draft(known.slot, ids[1:], blocks) if sequence.drafts else Going(known.slot, blocks)
 
 
 def _full(sequence: ScheduledSequence, known: _Known) -> Full:
@@ -160,4 +172,5 @@ def _full(sequence: ScheduledSequence, known: _Known) -> Full:
         eos_token_ids=sequence.eos_token_ids,
         log_id=sequence.log_id,
         before=None if tokens is None else (*tokens.prompt, *tokens.output)[: sequence.start],
+        drafts=sequence.drafts,
     )

@@ -4,9 +4,9 @@
     StepOutput <----------- OutputMessage <--bytes--------------- from the output rank
 
 A rank keeps what it has received of a sequence in a slot. So one that goes on costs a slot and its
-new blocks (Going, Ahead), a further part of a prompt its tokens (Chunk), and only what a rank does
-not know, or knows otherwise, comes in full (Full). It must not know tensors or transports.
-"""
+new blocks (Going, Ahead), and its draft tokens (Draft), a further part of a prompt its tokens
+(Chunk), and only what a rank does not know, or knows otherwise, comes in full (Full). It must not
+know tensors or transports."""
 
 from __future__ import annotations
 
@@ -75,9 +75,19 @@ class Full(msgspec.Struct, frozen=True, array_like=True, tag=3):
     eos_token_ids: tuple[int, ...]
     log_id: str
     before: tuple[int, ...] | None
+    drafts: int = 0
+    """So many of `tokens`, the last ones, are draft tokens."""
 
 
-Row = Going | Ahead | Chunk | Full
+class Draft(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """As Going, with draft tokens behind the token."""
+
+    slot: int
+    tokens: tuple[int, ...]
+    blocks: tuple[int, ...] = ()
+
+
+Row = Going | Ahead | Chunk | Full | Draft
 
 
 class StepMessage(msgspec.Struct, frozen=True, array_like=True):

@@ -104,6 +104,9 @@ _ENGINE_COUNTERS = (
     ("preemptions", "preemptions", "Requests preempted"),
     ("prefix_hit_tokens", "prefix_hit_tokens", "Prompt tokens found in the prefix cache"),
     ("prefix_query_tokens", "prefix_query_tokens", "Prompt tokens looked up in the prefix cache"),
+    ("spec_decode_num_drafts", "spec_drafts", "Drafts that were verified"),
+    ("spec_decode_num_draft_tokens", "spec_draft_tokens", "Tokens of these drafts"),
+    ("spec_decode_num_accepted_tokens", "spec_accepted_tokens", "Draft tokens that were accepted"),
 )
 _ENGINE_GAUGES = (
     ("requests_running", "running", "Requests in the running batch"),
@@ -141,6 +144,14 @@ def engine_samples(stats: EngineStats) -> Iterable[AnySample]:
         value, labels = float(stats.finished.get(reason, 0)), (("finish_reason", reason),)
         yield Sample(
             f"{_PREFIX}requests", "counter", "Requests that ended, by reason", value, labels
+        )
+    for place, count in sorted({0: 0, **stats.spec_accepted_at}.items()):
+        yield Sample(
+            f"{_PREFIX}spec_decode_num_accepted_tokens_per_pos",
+            "counter",
+            "Draft tokens that were accepted, by their place in the draft, from 0 on",
+            float(count),
+            (("position", str(place)),),
         )
     for name, attribute, text in _STEPS:
         yield HistogramSample(_PREFIX + name, text, getattr(stats.steps, attribute))

@@ -1,0 +1,277 @@
+"""Speculation: tokens that are drafted behind a sequence's last one, and whether to draft. Pure.
+
+    SequenceDraft (propose) -> StepMaker -> the step verifies it -> Speculation.verified
+
+A step computes a sequence's last token and its draft, k tokens that may follow; it draws behind
+each of them, and gives the tokens up to the first draw that is another one than was drafted. What
+is drafted changes the time that tokens take, never which they are (docs/adr/0135).
+
+A draft has its price: the positions that the step computes more. It is measured as the engine runs,
+and so is what drafts of a sequence bring. One whose drafts do not pay rests, and tries again later.
+This module must not know tensors, or how a draft is verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from xpyd_core.errors import UserError
+
+FLAG = "--speculative-config"
+MOST_DRAFT_TOKENS = 16
+"""More are never all accepted often enough to pay for their positions."""
+MOST_LOOKUP = 32
+_DEFAULT_LOOKUP = 5
+"""vLLM's, where neither bound is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """`--speculative-config`, with vLLM's names."""
+
+    num_speculative_tokens: int
+    """Of a draft, at most."""
+    prompt_lookup_max: int = _DEFAULT_LOOKUP
+    prompt_lookup_min: int = _DEFAULT_LOOKUP
+    """How many of the last tokens are looked up: the most first, down to the least."""
+
+
+_BOUNDS = {
+    "num_speculative_tokens": MOST_DRAFT_TOKENS,
+    "prompt_lookup_max": MOST_LOOKUP,
+    "prompt_lookup_min": MOST_LOOKUP,
+}
+
+
+def read_speculative(given: Mapping[str, object] | None) -> SpeculativeConfig | None:
+    """The flag's object; None where there is none. UserError naming the key."""
+    if given is None:
+        return None
+    method = given.get("method")
+    if method != "ngram":
+        raise UserError(f'{FLAG}: method: expected "ngram", got {method!r}')
+    found: dict[str, int] = {}
+    for key, value in given.items():
+        if key == "method":
+            continue
+        if key not in _BOUNDS:
+            known = ", ".join(("method", *_BOUNDS))
+            raise UserError(f"{FLAG}: unknown key {key!r}; expected some of {known}")
+        most = _BOUNDS[key]
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise UserError(f"{FLAG}: {key}: expected a whole number from 1 to {most}")
+        found[key] = value
+    if "num_speculative_tokens" not in found:
+        raise UserError(f"{FLAG}: num_speculative_tokens: missing; e.g. 3")
+    # Where one bound is given it is the other, too, as in vLLM.
+    least, longest = found.get("prompt_lookup_min"), found.get("prompt_lookup_max")
+    found["prompt_lookup_max"] = longest or least or _DEFAULT_LOOKUP
+    found["prompt_lookup_min"] = least or longest or _DEFAULT_LOOKUP
+    config = SpeculativeConfig(**found)
+    if config.prompt_lookup_min > config.prompt_lookup_max:
+        raise UserError(
+            f"{FLAG}: prompt_lookup_min: {config.prompt_lookup_min}; at most prompt_lookup_max, "
+            f"{config.prompt_lookup_max}"
+        )
+    return config
+
+
+# --- what to draft
+
+_INDEXED_AT_ONCE = 8192
+"""Tokens; some 2 us each. A longer prompt is taken in over several steps, and has no draft before
+that is done."""
+
+
+class NgramIndex:
+    """Where each n-gram of a sequence's tokens came first; a step costs its new tokens, however
+    many there are before them. About half a kilobyte a token."""
+
+    def __init__(self, *, longest: int, least: int) -> None:
+        self._ends: list[tuple[int, dict[tuple[int, ...], int]]] = [
+            (n, {}) for n in range(longest, least - 1, -1)
+        ]
+        self._taken = 0
+
+    def propose(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
+        """Up to `most` tokens that came behind the first earlier place with the last tokens, the
+        longest n-gram that has one; none where there is no such place. `tokens` only grow."""
+        self._take(tokens)
+        if self._taken < len(tokens):
+            return ()
+        for n, ends in self._ends:
+            end = ends.get(tuple(tokens[-n:]), len(tokens))
+            if end < len(tokens):
+                return tuple(tokens[end : end + most])
+        return ()
+
+    def _take(self, tokens: Sequence[int]) -> None:
+        before = self._taken
+        self._taken = min(len(tokens), before + _INDEXED_AT_ONCE)
+        for n, ends in self._ends:
+            for end in range(max(n, before + 1), self._taken + 1):
+                ends.setdefault(tuple(tokens[end - n : end]), end)
+
+
+# --- whether to draft
+
+_TRIAL_DRAFTS = 4
+"""After so many a sequence's drafts are judged."""
+_TRIAL_MARGIN = 1.25
+"""By so much a trial's drafts must bring more than they cost; those that go on need only pay. So a
+sequence near the border does not change from step to step."""
+_REST_TOKENS, _LONGEST_REST_TOKENS = 64, 4096
+"""Doubled with each trial that fails: the worst is 4 drafts in 64 tokens, then fewer and fewer."""
+_MISSES = 16
+"""Steps without any draft, of a device that waits for each of them."""
+_WEIGHT = 1 / 8
+"""Of the newest value in a running mean."""
+_PLAIN_EVERY, _PLAIN_TRIES = 64, 4
+"""Steps with drafts, until one without is made to measure what they are compared with; it measures
+nothing where a prompt comes into it, so there are a few tries."""
+
+
+def _mean(before: float | None, value: float) -> float:
+    return value if before is None else before + _WEIGHT * (value - before)
+
+
+@dataclass(eq=False)
+class SequenceDraft:
+    """What is known of one sequence's drafts. `resume_at`: it rests until it has so many tokens."""
+
+    index: NgramIndex
+    resume_at: int = 0
+    rest: int = _REST_TOKENS
+    accepted: float | None = None
+    """Of a draft, in the mean."""
+    tried: int = 0
+    misses: int = 0
+    passed: bool = False
+    """Whether its trial has ended well."""
+    has_begun: bool = False
+
+    def is_on(self, tokens: int) -> bool:
+        """Whether a sequence of so many tokens may have a draft."""
+        return tokens >= self.resume_at
+
+    def begin_rest(self, tokens: int, decodes: int) -> None:
+        """Have no draft for a while, then a trial. It is a longer while where more decode: each
+        waits for the trials of all."""
+        self.resume_at = tokens + min(decodes * self.rest, _LONGEST_REST_TOKENS)
+        self.rest = min(2 * self.rest, _LONGEST_REST_TOKENS)
+        self.accepted, self.tried, self.misses, self.passed = None, 0, 0, False
+
+
+@dataclass
+class _Costs:
+    """Of steps in which so many sequences decode: seconds of one without drafts, and those that a
+    draft token adds."""
+
+    plain_s: float | None = None
+    token_s: float | None = None
+    since_plain: int = 0
+    # Steps without drafts that were asked for since.
+    asked: int = 0
+
+
+class Speculation:
+    """The drafts of one engine. Where the engine has a device that draws ahead (`waits`), the next
+    step of a sequence with drafts waits for its last token."""
+
+    def __init__(self, config: SpeculativeConfig, *, waits: bool) -> None:
+        self._config = config
+        self._waits = waits
+        # By the bits of the number of sequences: steps of 5 to 8 are alike enough.
+        self._costs: dict[int, _Costs] = {}
+        self._decodes = 1
+        # Of all drafts so far: what a new sequence is thought to be like.
+        self._accepted: float | None = None
+        self._tried = 0
+
+    def begin(self) -> SequenceDraft:
+        """For a sequence that starts."""
+        config = self._config
+        index = NgramIndex(longest=config.prompt_lookup_max, least=config.prompt_lookup_min)
+        return SequenceDraft(index)
+
+    def room(self, decodes: int, spare: int) -> int:
+        """Draft tokens that a step may have in which `decodes` sequences decode and `spare` tokens
+        are left: half of them, so that prompts have the others; none where the step is to show
+        what one without drafts takes."""
+        self._decodes = max(1, decodes)
+        costs = self._costs.setdefault(decodes.bit_length(), _Costs())
+        is_due = costs.plain_s is None or costs.since_plain >= _PLAIN_EVERY
+        if is_due and costs.asked < _PLAIN_TRIES:
+            costs.asked += 1
+            return 0
+        return spare // 2
+
+    def propose(self, draft: SequenceDraft, tokens: Sequence[int], most: int) -> tuple[int, ...]:
+        """What may follow `tokens`, at most so many, in the step that `room` was asked for; none
+        where the sequence rests. A new one begins with that where others' drafts did not pay."""
+        longest = self._config.num_speculative_tokens
+        most = min(most, longest)
+        if most < 1 or not draft.is_on(len(tokens)):
+            return ()
+        if not draft.has_begun:
+            draft.has_begun = True
+            known = self._accepted if self._tried >= _TRIAL_DRAFTS else None
+            if known is not None and not self._pays(known, longest, self._decodes):
+                draft.begin_rest(len(tokens), self._decodes)
+                return ()
+        found = draft.index.propose(tokens, most)
+        if found:
+            draft.misses = 0
+            return found
+        draft.misses += 1
+        if self._waits and draft.misses >= _MISSES:
+            draft.begin_rest(len(tokens), 1)
+        return ()
+
+    def verified(
+        self, draft: SequenceDraft, *, accepted: int, drafted: int, tokens: int, decodes: int
+    ) -> None:
+        """A draft of `drafted` tokens was verified in a step of so many `decodes`; the sequence has
+        `tokens` tokens."""
+        self._accepted = _mean(self._accepted, accepted)
+        self._tried += 1
+        draft.accepted = _mean(draft.accepted, accepted)
+        draft.tried += 1
+        if draft.tried < _TRIAL_DRAFTS:
+            return
+        margin = 1 if draft.passed else _TRIAL_MARGIN
+        if not self._pays(draft.accepted, margin * drafted, decodes):
+            draft.begin_rest(tokens, decodes)
+        elif not draft.passed:
+            draft.passed, draft.rest = True, _REST_TOKENS
+
+    def measured(self, seconds: float, *, decodes: int, draft_tokens: int) -> None:
+        """A step of `decodes` sequences, all of which decoded, took so long."""
+        costs = self._costs.setdefault(decodes.bit_length(), _Costs())
+        if not draft_tokens:
+            costs.plain_s = _mean(costs.plain_s, seconds)
+            costs.since_plain = costs.asked = 0
+            return
+        costs.since_plain += 1
+        if not costs.since_plain % _PLAIN_EVERY:
+            costs.asked = 0
+        if costs.plain_s is not None:
+            each = (seconds - costs.plain_s) / draft_tokens
+            costs.token_s = max(0.0, _mean(costs.token_s, each))
+
+    def _pays(self, accepted: float, drafted: float, decodes: int) -> bool:
+        """Whether as many accepted tokens are worth as many drafted ones: each is one that a later
+        step need not compute."""
+        share_s, token_s = self._measures(decodes)
+        return accepted * share_s >= drafted * token_s
+
+    def _measures(self, decodes: int) -> tuple[float, float]:
+        """A sequence's share of a step of so many, and what a draft token adds to it; of the most
+        alike steps that were measured. Where none was, as if both were the same."""
+        bits = decodes.bit_length()
+        for at in sorted(self._costs, key=lambda at: abs(at - bits)):
+            costs = self._costs[at]
+            if costs.plain_s is not None and costs.token_s is not None:
+                return costs.plain_s / decodes, costs.token_s
+        return 1.0, 1.0
