@@ -40,8 +40,7 @@ def test_the_ranks_make_the_step_that_was_sent(
 @pytest.mark.parametrize(("seed", "way"), walks(1, 6))
 def test_so_they_do_of_steps_with_drafts(seed: int, way: Way):
     rows = walk(seed, CrowdedExecutor, **way, blocks=14, budget=16, speculative=DRAFTS)
-    assert rows[Draft] > rows[Full] / 2
-    assert min(rows[Chunk], rows[Full]) > 10
+    assert min(rows[Chunk], rows[Full], rows[Draft]) > 10
 
 
 @pytest.mark.parametrize(("seed", "way"), walks(2, 6))
