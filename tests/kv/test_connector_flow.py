@@ -251,10 +251,30 @@ def test_who_waits_for_an_offer_of_a_p_that_is_dead_computes_at_once() -> None:
         world.consumer.expect(sent.key, wait_s=10, now=world.clock.now, source=source)
     world.send(offered)
     world.settle()
+    world.clock.now += KvLimits().word_s
     world.consumer.peer_gone(P_ADDRESS)
     assert world.admit(waiting) == NoKv("peer_lost")
     assert world.admit(of_another) == Wait()
     world.take_over(offered, world.admit(offered))
+
+
+def test_who_came_while_the_word_was_on_its_way_waits_a_little_for_the_next_p() -> None:
+    world = World()
+    begun_s = world.clock.now
+    first, second = (world.prompt(9) for _ in range(2))
+    for sent in (first, second):
+        world.consumer.expect(sent.key, wait_s=10, now=world.clock.now, source=P_ADDRESS)
+    for _ in range(2):  # two routers say it
+        world.clock.now += KvLimits().word_s / 4
+        world.consumer.peer_gone(P_ADDRESS)
+        assert [world.admit(one) for one in (first, second)] == [Wait(), Wait()]
+    world.send(first)
+    world.settle()
+    by_s = begun_s + 1.25 * KvLimits().word_s
+    assert world.consumer.next_deadline() == by_s
+    world.clock.now = by_s
+    world.take_over(first, world.admit(first))
+    assert world.admit(second) == NoKv("peer_lost")
 
 
 def test_a_request_behind_the_word_waits_for_the_next_p_at_that_address() -> None:

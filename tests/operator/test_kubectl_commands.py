@@ -221,7 +221,7 @@ ENDS: list[tuple[str, list[Any] | None, int, str]] = [
     ("", [instances("Draining", 0, 0)], 0, "Drained: at the last look 2 of 2 routers pick it"),
     ("", [instances("Draining", 0, 1)], 1, "Unproven: at the last look 2 of 2 routers"),
     ("", [instances("Ready", 0, 0)], 1, "Unproven: at the last look 0 of 2 routers"),
-    ("", [{"instances": []}], 0, "Drained"),
+    ("", [{"instances": []}], 1, "Unproven: at the last look none of 2 routers knows it"),
 ]
 
 
@@ -237,6 +237,19 @@ def test_the_exit_status_of_a_drain_says_whether_something_was_lost(
     has_instance(kubectl, log=log, said=said)
     assert xpyd("drain", POD, "--wait") == code
     assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("left", "code", "outcome"), [(0, 0, "Drained"), (20, 1, "Unproven")])
+def test_an_instance_that_is_gone_has_what_routers_said_of_it_last(
+    kubectl: Kubectl, capsys: pytest.CaptureFixture[str], left: int, code: int, outcome: str
+) -> None:
+    """Routers forget one that is killed, too: that they do not know it is no proof."""
+    known = instances("Draining", left, 0)
+    pod = has_instance(kubectl, said=[known, known, {"instances": []}])
+    kubectl.answers(f"get pod/{POD}", pod, pod, pod, GONE)
+    assert xpyd("drain", POD, "--wait") == code
+    said = f"{outcome}: at the last look 2 of 2 routers pick it no more; {2 * left} requests"
+    assert said in capsys.readouterr().out
 
 
 def test_a_drain_that_takes_longer_than_its_timeout_says_what_is_left(

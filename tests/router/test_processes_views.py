@@ -449,6 +449,20 @@ def test_each_replica_that_leaves_waits_for_all_processes_also_the_second_of_a_n
         world.parent.apply(beat(0, sent_us=10 * times + 5, replicas=two[:1]))
 
 
+def test_a_replica_that_stays_after_all_waits_for_all_processes_when_it_leaves_again() -> None:
+    world = World()
+    two = tuple(ReplicaBeat(zmq_address=f"127.0.0.1:{port}") for port in (2000, 2002))
+    leaving = (two[0], msgspec.structs.replace(two[1], draining=1))
+    for times in (1, 2):
+        for sent_us, replicas in enumerate((two, leaving), 10 * times):
+            world.parent.apply(beat(0, sent_us=sent_us, replicas=replicas))
+        [instance] = world.parent.instances
+        assert world.parent.in_flight(instance.places[1:]) is None
+        assert world.pings == times
+        world.taken = times
+        assert world.parent.in_flight(instance.places[1:]) == 0
+
+
 def test_what_all_replicas_have_in_flight_counts_for_their_instance() -> None:
     world = World()
     two = tuple(ReplicaBeat(zmq_address=f"127.0.0.1:{port}") for port in (2000, 2002))

@@ -72,6 +72,7 @@ class KvConsumer:
         self._pulled: set[TransferKey] = set()
         # Why offered KV is gone, for a request that comes later.
         self._lost: Remembered[TransferKey, str] = Remembered(context.settings.limits.tombstone_s)
+        self._word_s = context.settings.limits.word_s
         self._contacts = Contacts(context.settings.engine, context.memory.layout.dtype)
         self._polled_s = 0.0
 
@@ -127,6 +128,8 @@ class KvConsumer:
         offer = self._offers.get(key)
         if offer is None:
             reason = self._lost.get(key, now)
+            if reason is None and now >= expectation.offer_by_s:
+                reason = "peer_lost"
             if reason is None and now < expectation.since_s + expectation.wait_s:
                 return _WAIT
             return self._no_kv(key, reason or "no_offer")
@@ -192,7 +195,8 @@ class KvConsumer:
         for key, expectation in self._expected.items():
             offer = self._offers.get(key)
             if offer is None:
-                times.append(expectation.since_s + expectation.wait_s)
+                waits_until_s = expectation.since_s + expectation.wait_s
+                times.append(min(waits_until_s, expectation.offer_by_s))
             elif offer.state is OfferState.GRANTED:
                 times.append(max(expectation.since_s, offer.granted_at_s) + expectation.wait_s)
         comparing = self._contacts.next_deadline()
@@ -315,10 +319,13 @@ class KvConsumer:
         _log.info("KV of %s is lost: %s", key, event.reason, extra={"request": key.uuid})
 
     def _on_gone(self, address: Address, now: float) -> None:
-        """What it has offered ends with its connection."""
+        """What it has offered ends with its connection. A request that is younger than such a word
+        may be the next P's, which then offers at once."""
         for key, expectation in self._expected.items():
             if expectation.source == address and key not in self._offers:
-                self._lost.set(key, "peer_lost", now)
+                is_young = expectation.since_s > now - self._word_s
+                by_s = now + self._word_s if is_young else now
+                expectation.offer_by_s = min(expectation.offer_by_s, by_s)
 
     # --- reserve and adopt
 

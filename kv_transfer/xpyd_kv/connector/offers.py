@@ -4,6 +4,7 @@ KvConsumer, which alone changes them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -28,6 +29,8 @@ class Expectation:
     since_s: float
     # The offered ids were compared with the request's own.
     is_verified: bool = False
+    # A router has said that a P at that address is dead: its OFFER is awaited so long at most.
+    offer_by_s: float = math.inf
     # The KV address of its P, where that is known.
     source: Address | None = None
 

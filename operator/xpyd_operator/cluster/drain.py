@@ -142,7 +142,7 @@ def _until_gone(kubectl: Kubectl, target: Target, until: float) -> tuple[Look, b
         if not pod or pod["metadata"]["uid"] != target.uid:
             return last, True
         bodies = list(_routers(kubectl, target.fleet, target.namespace))
-        last = look_of(target, bodies, kubectl.fleet(target.fleet))
+        last = look_of(target, bodies, kubectl.fleet(target.fleet)).behind(last)
         if (words := look_text(last)) != said:
             said = words
             sys.stderr.write(f"{target.name}: {words}\n")

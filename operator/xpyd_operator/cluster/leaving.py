@@ -81,24 +81,32 @@ def is_refused_by_budget(words: str) -> bool:
 
 @dataclass(frozen=True)
 class Look:
-    """What is known of the instance at a moment. `routers`: those that answered; `acknowledged`:
-    those of them that pick it no more. `load` None: neither routers nor the operator have said."""
+    """What is known of the instance at a moment. `routers`: those that answered; `listing`: those
+    of them that have it; `acknowledged`: those that pick it no more. `load` None: neither routers
+    nor the operator have said."""
 
     routers: int = 0
     acknowledged: int = 0
     load: InstanceLoad | None = None
     is_begun: bool = False
+    listing: int = 0
 
     @property
     def is_proof(self) -> bool:
-        """Whether nothing was left, and nothing more could come."""
+        """Whether nothing was left, and nothing more could come. Routers forget one that was killed
+        as they forget one that left: where none lists it, that proves nothing."""
         is_empty = self.load is not None and not any(self.load)
-        return self.routers > 0 and self.acknowledged == self.routers and is_empty
+        return self.listing > 0 and self.acknowledged == self.routers and is_empty
+
+    def behind(self, before: Look) -> Look:
+        """What is known at last: the look before, where routers had the instance then and none has
+        it now."""
+        return before if before.listing and not self.listing else self
 
 
 def look_of(target: Target, bodies: Iterable[bytes | None], fleet: Raw) -> Look:
     """`bodies`: what routers answered to GET /instances; `fleet` knows what its status says."""
-    routers = acknowledged = 0
+    routers = acknowledged = listing = 0
     in_flight = own = leases = 0
     for body in bodies:
         found = None if body is None else read_rows(body)
@@ -106,13 +114,14 @@ def look_of(target: Target, bodies: Iterable[bytes | None], fleet: Raw) -> Look:
             continue
         routers += 1
         mine = [one for one in found if one.instance == target.name]
+        listing += bool(mine)
         acknowledged += not any(one.state not in ("Draining", "Gone") for one in mine)
         for one in mine:
             in_flight += max(0, one.in_flight)
             own = max(own, one.load.running + one.load.waiting)
             leases = max(leases, one.load.kv_leases)
     load = InstanceLoad(max(in_flight, own), leases) if routers else _told(target, fleet)
-    return Look(routers, acknowledged, load, is_begun=True)
+    return Look(routers, acknowledged, load, is_begun=True, listing=listing)
 
 
 def _told(target: Target, fleet: Raw) -> InstanceLoad | None:
@@ -130,6 +139,8 @@ def look_text(look: Look) -> str:
     has = "no router says what it has" if look.load is None else f"{load_text(look.load)} left"
     if not look.routers:
         return has
+    if not look.listing:
+        return f"none of {look.routers} routers knows it"
     return f"{look.acknowledged} of {look.routers} routers pick it no more; {has}"
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from xpyd_core.messages import Heartbeat
 from xpyd_router.fleet.health import HealthRules, ProbeResult
-from xpyd_router.fleet.instances import Instance, InstanceKey
+from xpyd_router.fleet.instances import Instance, InstanceKey, leaving_places
 from xpyd_router.fleet.introductions import PairFound, Verdict
 from xpyd_router.fleet.registry import Outcome, Registry, key_of
 from xpyd_router.fleet.view import FleetView
@@ -110,6 +110,12 @@ class ParentView(FleetView):
         outcome = super().apply(beat, signed_age_s)
         if outcome in _TAKEN:
             self._publish(self._beat(beat, is_signed=signed_age_s is not None))
+            # One that stays after all, and drains again later, needs another word of the workers.
+            key = key_of(beat)
+            leaving = leaving_places(key, beat)
+            for place in [one for one in self._leaving if one.instance == key]:
+                if place not in leaving:
+                    del self._leaving[place]
         self._flush()
         return outcome
 
