@@ -145,6 +145,13 @@ def begun() -> Cluster:
     return cluster
 
 
+def promoted(image: str, mark: str) -> Obj:
+    """The document with this image, and somebody's promotion."""
+    found = fleet(image)
+    found["metadata"].setdefault("annotations", {})[ANNOTATION_PROMOTE] = mark
+    return found
+
+
 def all_at(old: int, new: int) -> dict[str, list[int]]:
     return {"prefill": [old, new], "decode": [old, new]}
 
@@ -352,6 +359,22 @@ def test_an_undo_ends_a_canary() -> None:
     assert "canary" not in cluster.found["status"]
 
 
+def test_an_undo_behind_a_promotion_goes_back_without_another_trial() -> None:
+    """Straight to what stayed, also where most instances are of the promoted revision by now."""
+    cluster = begun()
+    for found in ({"served": 100}, {"served": 100}, {"name": ""}):
+        cluster.say(**found)
+        cluster.settle()
+    assert (cluster.canary.phase, cluster.file) == ("Promoted", {})
+    cluster.edit(fleet())
+    cluster.settle()
+    assert (cluster.canary.phase, cluster.file) == ("Promoted", {})
+    assert cluster.sizes() == all_at(0, 2)
+    cluster.edit(fleet("image:2"))
+    cluster.settle()
+    assert cluster.canary.phase == "Running"
+
+
 @pytest.mark.parametrize("phase", ["Running", "Failed"])
 def test_a_person_may_promote_it(phase: str) -> None:
     cluster = begun()
@@ -359,10 +382,7 @@ def test_a_person_may_promote_it(phase: str) -> None:
         cluster.say(failed=50)
         cluster.settle()
     assert cluster.canary.phase == phase
-    revision = cluster.found["status"]["canary"]["revision"]
-    promoted = deepcopy(cluster.found)
-    promoted["metadata"].setdefault("annotations", {})[ANNOTATION_PROMOTE] = revision
-    cluster.edit(promoted)
+    cluster.edit(promoted("image:1", cluster.found["status"]["canary"]["revision"]))
     cluster.say("")
     cluster.settle()
     assert cluster.sizes() == all_at(0, 2)
@@ -371,14 +391,24 @@ def test_a_person_may_promote_it(phase: str) -> None:
 def test_to_promote_one_revision_promotes_no_later_one() -> None:
     cluster = begun()
     earlier = cluster.canary.revision
-    edit = fleet("image:2")
-    edit["metadata"].setdefault("annotations", {})[ANNOTATION_PROMOTE] = earlier
-    cluster.edit(edit)
+    cluster.edit(promoted("image:2", earlier))
     cluster.settle()
     cluster.say()
     cluster.settle()
     assert (cluster.canary.phase, cluster.canary.revision != earlier) == ("Running", True)
     assert cluster.sizes() == all_at(2, 1)
+
+
+def test_a_promotion_by_hand_is_of_one_trial() -> None:
+    """The annotation stays in the document: the same pods on trial again are judged again."""
+    cluster = begun()
+    mark = f"{cluster.canary.revision}@"
+    trials = (("image:1", "1", "Promoted"), ("", "1", "Promoted"), ("image:1", "1", "Running"))
+    for image, at, phase in (*trials, ("image:1", "2", "Promoted")):
+        cluster.edit(promoted(image, mark + at))
+        cluster.say("")
+        cluster.settle()
+        assert cluster.canary.phase == phase
 
 
 def test_an_edit_during_a_pause_is_on_no_trial_before_the_pause_ends() -> None:
@@ -402,10 +432,17 @@ def test_an_edit_during_a_pause_is_on_no_trial_before_the_pause_ends() -> None:
     assert cluster.file["name"] == cluster.canary.name != before.name
 
 
-def test_a_canary_is_over_when_nothing_is_left_beside_it() -> None:
+@pytest.mark.parametrize("pools", [("prefill", "decode"), ("decode",)])
+@pytest.mark.parametrize("figures", [{}, {"failed": 100}])
+def test_a_canary_is_over_when_nothing_of_a_pool_is_left_beside_it(
+    pools: tuple[str, ...], figures: dict[str, int]
+) -> None:
     cluster = begun()
+    cluster.say(**figures)
+    cluster.settle()
     for obj in list(cluster.children[DEPLOYMENT].values()):
-        if key_of(obj) in cluster.canary.stable:
+        key = key_of(obj)
+        if key in cluster.canary.stable and key is not None and key[0] in pools:
             del cluster.children[DEPLOYMENT][obj["metadata"]["name"]]
     cluster.settle()
     assert (cluster.canary.phase, cluster.file) == ("Promoted", {})

@@ -75,8 +75,8 @@ def decodes(count: int, *, gate: bool | None = True) -> tuple[Children, list[str
 
 
 def test_a_gate_is_written_only_where_it_is_not_as_it_should_be() -> None:
-    children, names = decodes(2, gate=None)
-    gates = dict.fromkeys(names, ADMITTED)
+    children, _ = decodes(2, gate=None)
+    gates = dict.fromkeys(("u-0", "u-1"), ADMITTED)
     assert [w for w in writes(decide(look(children, gates=gates))) if isinstance(w, SetGate)] == [
         SetGate("d-0", "u-0", ADMITTED),
         SetGate("d-1", "u-1", ADMITTED),
@@ -84,14 +84,31 @@ def test_a_gate_is_written_only_where_it_is_not_as_it_should_be() -> None:
     children, _ = decodes(2)
     assert writes(decide(look(children, gates=gates))) == []
     assert writes(decide(look(children))) == [], "a new process knows nothing and writes nothing"
-    assert writes(decide(look(children, gates={"d-1": LOST}))) == [SetGate("d-1", "u-1", LOST)]
+    assert writes(decide(look(children, gates={"u-1": LOST}))) == [SetGate("d-1", "u-1", LOST)]
+
+
+def test_the_gate_of_a_pod_whose_containers_are_not_ready_is_shut_whatever_was_said() -> None:
+    """At once: a container that is back before anybody asks the routers needs a new admission, and
+    what they said of a pod is of no other one by its name."""
+    children, _ = decodes(2)
+    for number, ready in ((0, "False"), (1, "True")):
+        conditions = children[POD][f"d-{number}"]["status"]["conditions"]
+        next(one for one in conditions if one["type"] == "ContainersReady")["status"] = ready
+    gates = dict.fromkeys(("u-0", "u-1"), ADMITTED)
+    shut = Gate(False, "ContainersNotReady", "its containers are not ready")
+    for said in (gates, {}):
+        assert writes(decide(look(children, gates=said))) == [SetGate("d-0", "u-0", shut)]
+    children, _ = decodes(1, gate=False)
+    children[POD]["d-0"]["metadata"]["uid"] = "u-9"
+    found = writes(decide(look(children, gates=gates)))
+    assert not [one for one in found if isinstance(one, SetGate)]
 
 
 def test_why_a_new_pod_is_in_no_pair_is_written_into_it_once() -> None:
     """Its gate was never open: only the words are new."""
 
     def written(children: Children, gate: Gate) -> list[SetGate]:
-        found = writes(decide(look(children, gates={"d-0": gate})))
+        found = writes(decide(look(children, gates={"u-0": gate})))
         return [one for one in found if isinstance(one, SetGate)]
 
     children, _ = decodes(1, gate=None)
@@ -110,7 +127,7 @@ def test_a_pod_that_leaves_or_has_no_gate_is_let_be() -> None:
     children, _ = decodes(2)
     children[POD]["d-0"]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     found = [
-        w for w in writes(decide(look(children, gates={"d-0": LOST}))) if isinstance(w, SetGate)
+        w for w in writes(decide(look(children, gates={"u-0": LOST}))) if isinstance(w, SetGate)
     ]
     assert found == []
 

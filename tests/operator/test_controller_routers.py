@@ -290,7 +290,7 @@ def gated(name: str, *, gate: str, version: str = "1") -> Obj:
     made = pod(name, role="Decode", owner=owner)
     said = {"Ready": gate, "ContainersReady": "True", ROUTABLE: gate}
     conditions = [{"type": kind, "status": status} for kind, status in said.items()]
-    metadata = {**made["metadata"], "resourceVersion": version}
+    metadata = {**made["metadata"], "uid": f"uid of {name}", "resourceVersion": version}
     return {**made, "metadata": metadata, "status": {**made["status"], "conditions": conditions}}
 
 
@@ -314,7 +314,7 @@ async def test_gates_follow_what_ready_routers_say_and_a_settled_fleet_is_asked_
         assert (router.asked, world.reader.gates(KEY)) == ([["/instances"]], {})
         router.state = "Ready"
         await world.reader.look_at_gates(session, only_moving=True)
-        assert world.reader.gates(KEY)["d-0"].is_open
+        assert world.reader.gates(KEY)["uid of d-0"].is_open
         assert world.woken == [KEY]
         world.cache.put(POD, gated("d-0", gate="True", version="2"))
         router.asked.clear()
@@ -325,7 +325,7 @@ async def test_gates_follow_what_ready_routers_say_and_a_settled_fleet_is_asked_
         assert world.woken == [KEY]
         world.now_s += 9.0  # three beats of 3 s
         await world.reader.look_at_gates(session, only_moving=True)
-        assert not world.reader.gates(KEY)["d-0"].is_open
+        assert not world.reader.gates(KEY)["uid of d-0"].is_open
         assert world.woken == [KEY, KEY]
 
 
@@ -341,7 +341,7 @@ async def test_a_gate_that_was_never_open_says_why_its_instance_is_in_no_pair() 
         assert world.woken == [], "it may be that its pair comes"
         world.now_s += 9.0  # three beats of 3 s
         await world.reader.look_at_gates(session, only_moving=True)
-        gate = world.reader.gates(KEY)["d-0"]
+        gate = world.reader.gates(KEY)["uid of d-0"]
         assert (gate.is_open, gate.reason) == (False, "NoPair")
         assert world.woken == [KEY], "the words are to be written"
 

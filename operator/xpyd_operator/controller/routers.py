@@ -119,7 +119,7 @@ class _Fleet:
     """When that was taken last."""
     gate_watch: GateWatch = field(default_factory=GateWatch)
     gates: dict[str, Gate] = field(default_factory=dict[str, Gate])
-    """What the gates of pods should be."""
+    """What the gates of pods should be, by their uid: a pod may come again by its name."""
 
 
 class RouterReader:
@@ -375,7 +375,7 @@ class RouterReader:
         # What became of the pods meanwhile counts.
         pods, document = self._gated(key), self._cache.document(key)
         gates = fleet.gate_watch.look(pods, said, self._clock(), ttl_s=_ttl_s(document or {}))
-        fleet.gates = gates
+        fleet.gates = {text(pods[name], "metadata", "uid"): gate for name, gate in gates.items()}
         if any(name in gates and is_due(pod, gates[name]) for name, pod in pods.items()):
             self._wake(key)
 

@@ -228,7 +228,9 @@ def _promote(args: argparse.Namespace) -> int:
     kubectl = Kubectl(args)
     fleet = kubectl.fleet(args.fleet)
     revision = revision_on_trial(fleet)
-    kubectl.write(args.fleet, {"metadata": {"annotations": {ANNOTATION_PROMOTE: revision}}})
+    # Another text each time: the same pods may be on trial again, and be promoted again.
+    asked = f"{revision}@{_now()}"
+    kubectl.write(args.fleet, {"metadata": {"annotations": {ANNOTATION_PROMOTE: asked}}})
     _say(args, _begun(args, fleet, f"{revision} is promoted"), {"promoted": revision})
     return 0
 

@@ -15,6 +15,7 @@ from xpyd_operator.document.load import parse_object
 from xpyd_operator.manifests.names import ANNOTATION_PROMOTE, revision_name
 from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.revisions import record_of, revision_id
+from xpyd_operator.status.canary import promoted_by
 from xpyd_operator.status.children import (
     at,
     condition,
@@ -95,7 +96,7 @@ def _waits_for_undo(fleet: Json) -> bool:
 def _waits_for_promotion(fleet: Json) -> bool:
     """Whether a canary that failed was promoted: by an annotation, too."""
     canary = fields(fleet, "status", "canary")
-    asked = text(fleet, "metadata", "annotations", ANNOTATION_PROMOTE)
+    asked = promoted_by(text(fleet, "metadata", "annotations", ANNOTATION_PROMOTE))
     return text(canary, "phase") == "Failed" and asked == text(canary, "revision")
 
 

@@ -69,7 +69,8 @@ class CanaryReport:
 class CanaryState:
     """How far the canary of a document's pods is. `revision`: of them all; `step`: the one whose
     instances are wanted, `shown`: the one whose share routers are given; `since`: when that began,
-    or the phase; `stable`: pools and the revisions that stay; `said`: the last decision."""
+    or the phase; `stable`: pools and the revisions that stay, of one that was promoted those that
+    stayed; `said`: the last decision; `ignored`: the promotion by hand that was there before."""
 
     revision: str
     phase: Phase
@@ -78,6 +79,7 @@ class CanaryState:
     since: str = ""
     stable: tuple[tuple[str, str], ...] = ()
     said: str = ""
+    ignored: str = ""
 
     @property
     def name(self) -> str:
@@ -132,6 +134,7 @@ def read_state(found: Raw | None) -> CanaryState | None:
             str(said["since"]),
             stable,
             str(said["said"]),
+            str(said.get("ignored", "")),
         )
     except (ValueError, KeyError, TypeError):
         return None
@@ -162,19 +165,21 @@ def advance(
     promote: str,
     now: str,
 ) -> CanaryState:
-    """The state now. `want`: the document's; `promote`: the revision that somebody wants without
-    further analysis."""
+    """The state now. `want`: the document's; `promote`: what somebody wants without further
+    analysis, REVISION or REVISION@TIME. It stays in the document: what was there when the canary
+    began is not about it, though it may name the same pods."""
     revision = revision_on_trial(want)
     if before is None or before.revision != revision:
-        return _begun(before, revision, want, seen, now)
+        return replace(_begun(before, revision, want, seen, now), ignored=promote)
     if want.paused:
         return before
-    if before.phase in ("Running", "Failed") and promote == revision:
+    is_asked = promoted_by(promote) == revision and promote != before.ignored
+    if before.phase in ("Running", "Failed") and is_asked:
         return _moved(before, "Promoting", now, "promoted by hand")
+    if before.phase in ("Running", "Failed") and not _stays(before, want, seen):
+        return _moved(before, "Promoted", now, "nothing of the old revision is left")
     match before.phase:
         case "Running":
-            if not _stays(before, want, seen):
-                return _moved(before, "Promoted", now, "nothing of the old revision is left")
             return _judged(before, rules, want, seen, report, now)
         case "Promoting":
             waited_s = seconds_between(before.since, now) or 0.0
@@ -186,6 +191,11 @@ def advance(
             return before
 
 
+def promoted_by(annotation: str) -> str:
+    """The revision that a promotion by hand names."""
+    return annotation.partition("@")[0]
+
+
 def _moved(state: CanaryState, phase: Phase, now: str, said: str) -> CanaryState:
     return replace(state, phase=phase, since=now, said=said)
 
@@ -194,22 +204,30 @@ def _begun(
     before: CanaryState | None, revision: str, want: FleetWant, seen: FleetSeen, now: str
 ) -> CanaryState:
     """The state of another document: what stays is what stayed in the canary before, if that was
-    not promoted and is there."""
+    not promoted and is there. A document of what stayed is on no trial: the fleet goes back."""
+    wanted = {pool.name: pool.revision for pool in want.pools}
+    if before is not None and before.stable:
+        stayed = dict(before.stable)
+        if all(stayed.get(name) == wanted[name] for name in wanted if name != ROUTER):
+            return CanaryState(revision, "Promoted", since=now)
     stable: dict[str, str] = {}
     if before is not None and before.phase in ("Running", "Failed") and _stays(before, want, seen):
         stable = dict(before.stable)
     if not stable:
         stable = stable_revisions(want, seen)
-    wanted = {pool.name: pool.revision for pool in want.pools}
     if all(wanted.get(name, revision) == revision for name, revision in stable.items()):
         return CanaryState(revision, "Promoted", since=now)
     return CanaryState(revision, "Running", since=now, stable=tuple(sorted(stable.items())))
 
 
 def _stays(state: CanaryState, want: FleetWant, seen: FleetSeen) -> bool:
-    """Whether the old revision still has instances."""
+    """Whether the old revision still has instances, in each pool that is to have some."""
     wanted = {(pool.name, pool.revision) for pool in want.pools}
     olds = set(state.stable) - wanted
+    sizes = {pool.name: pool.replicas for pool in seen.pools}
+    there = {(one.workload.pool, one.workload.revision) for one in seen.workloads}
+    if any(sizes.get(pool) for pool, revision in olds if (pool, revision) not in there):
+        return False
     runs = {
         (one.workload.pool, one.workload.revision)
         for one in seen.workloads

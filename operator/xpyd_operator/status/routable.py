@@ -56,6 +56,9 @@ class Gate(NamedTuple):
     message: str
 
 
+_DOWN = Gate(False, "ContainersNotReady", "its containers are not ready")
+
+
 class InstanceState(NamedTuple):
     """An instance as one router has it; `host` of its HTTP address. `unpaired`: why it is in no
     pair, where the other side is there."""
@@ -120,6 +123,14 @@ def waits_at_gate(pod: Raw) -> bool:
     return is_true(pod, "ContainersReady") and not is_open(pod)
 
 
+def meant(pod: Raw, gates: Mapping[str, Gate]) -> Gate | None:
+    """What the pod's gate should be: shut where its containers are not ready, whatever routers have
+    said, else as in `gates`, by uid. None: it stays as it is."""
+    if not is_true(pod, "ContainersReady"):
+        return _DOWN if is_open(pod) else None
+    return gates.get(text(pod, "metadata", "uid"))
+
+
 class _Refusal(NamedTuple):
     """Why a router does not send requests to a pod: the state in which it has the pod, or NoPair,
     and that router's own words."""
@@ -170,7 +181,7 @@ class GateWatch:
         for name, pod in pods.items():
             if not is_true(pod, "ContainersReady"):
                 if is_open(pod):
-                    found[name] = Gate(False, "ContainersNotReady", "its containers are not ready")
+                    found[name] = _DOWN
                 continue
             refusals = dict(_refusals(pod, speaking))
             for router in refusals:

@@ -29,7 +29,7 @@ from xpyd_operator.status.children import (
     text,
 )
 from xpyd_operator.status.problems import Problem
-from xpyd_operator.status.routable import gated_pods, is_due
+from xpyd_operator.status.routable import gated_pods, is_due, meant
 
 _GOES_FIRST = -1
 """Of a pod on a cordoned node; one that has nothing to do costs 0."""
@@ -38,8 +38,8 @@ _SEES_NO_NODES = "the operator may not list nodes (chart value operator.readNode
 
 def gate_writes(state: FleetState) -> Iterator[SetGate]:
     """The gates that are not as they should be."""
-    for pod in gated_pods(state.own) if state.gates else ():
-        gate = state.gates.get(name_of(pod))
+    for pod in gated_pods(state.own):
+        gate = meant(pod, state.gates)
         if gate is not None and is_due(pod, gate):
             yield SetGate(name_of(pod), text(pod, "metadata", "uid"), gate)
 

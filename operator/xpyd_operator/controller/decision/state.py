@@ -141,7 +141,8 @@ class FleetState:
     routers_canary: CanaryReport = field(default_factory=CanaryReport)
     """What routers say of a canary."""
     gates: Mapping[str, Gate] = field(default_factory=dict[str, Gate])
-    """What the readiness gates of pods should be; one that is left out stays as it is."""
+    """What the readiness gates of pods should be, by their uid; one that is left out stays as it
+    is."""
     busy: Mapping[str, InstanceLoad] | None = None
     """What every instance has, as routers just said, where one of several has to go."""
     cordoned: frozenset[str] | None = frozenset()
