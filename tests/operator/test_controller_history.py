@@ -87,6 +87,16 @@ def test_what_is_urgent(before: Any, after: Any, urgent: bool) -> None:
     assert is_urgent(status(before), status(after)) is urgent
 
 
+def test_each_decision_about_a_canary_is_urgent_and_its_figures_are_not() -> None:
+    """So that each is an Event."""
+    row = {"revision": "a", "phase": "Running", "step": 1, "requests": 3}
+    before: dict[str, Any] = {"observedGeneration": 1, "canary": row}
+    assert not is_urgent(before, {**before, "canary": {**row, "requests": 9}})
+    for news in ({"step": 2}, {"phase": "Failed"}, {"revision": "b"}):
+        assert is_urgent(before, {**before, "canary": {**row, **news}})
+    assert is_urgent(before, {"observedGeneration": 1})
+
+
 def test_an_event_is_told_once_a_minute_and_a_flood_is_cut() -> None:
     recent, text = RecentEvents(), EventText("Normal", "Scaled", "1 -> 2")
     assert recent.is_new(text, 0.0)

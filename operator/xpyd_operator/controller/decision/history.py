@@ -25,7 +25,7 @@ from xpyd_operator.controller.decision.writes import (
     effect_of,
 )
 from xpyd_operator.manifests.names import KV_FOLDER, Settings
-from xpyd_operator.status.children import Raw, rows, text
+from xpyd_operator.status.children import Raw, fields, rows, text
 from xpyd_operator.status.drains import DrainWatch
 from xpyd_operator.status.events import EventText
 from xpyd_operator.status.problems import SeenState, first_seen
@@ -86,6 +86,10 @@ def is_urgent(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> boo
     if not before or before.get("observedGeneration") != after.get("observedGeneration"):
         return True
     old, new = _conditions_of(before), _conditions_of(after)
+    # Each decision about a canary is an Event of its own, and Events are between two statuses.
+    canaries = [fields(one or {}, "canary") for one in (before, after)]
+    if any(canaries[0].get(name) != canaries[1].get(name) for name in ("revision", "phase", "step")):
+        return True
     return any(
         old.get(name, {}).get("status") != new.get(name, {}).get("status")
         for name in _URGENT_CONDITIONS
