@@ -91,9 +91,9 @@ def test_the_gate_of_a_pod_whose_containers_are_not_ready_is_shut_whatever_was_s
     """At once: a container that is back before anybody asks the routers needs a new admission, and
     what they said of a pod is of no other one by its name."""
     children, _ = decodes(2)
-    for number, ready in ((0, "False"), (1, "True")):
+    for number, is_up in ((0, "False"), (1, "True")):
         conditions = children[POD][f"d-{number}"]["status"]["conditions"]
-        next(one for one in conditions if one["type"] == "ContainersReady")["status"] = ready
+        next(one for one in conditions if one["type"] == "ContainersReady")["status"] = is_up
     gates = dict.fromkeys(("u-0", "u-1"), ADMITTED)
     shut = Gate(False, "ContainersNotReady", "its containers are not ready")
     for said in (gates, {}):

@@ -127,12 +127,8 @@ class KvConsumer:
             return NoKv("not_expected")
         offer = self._offers.get(key)
         if offer is None:
-            reason = self._lost.get(key, now)
-            if reason is None and now >= expectation.offer_by_s:
-                reason = "peer_lost"
-            if reason is None and now < expectation.since_s + expectation.wait_s:
-                return _WAIT
-            return self._no_kv(key, reason or "no_offer")
+            reason = self._why_no_offer(key, expectation, now)
+            return _WAIT if reason is None else self._no_kv(key, reason)
         if not expectation.is_verified:
             if tuple(token_ids[: len(offer.token_ids)]) != offer.token_ids:
                 return self._no_kv(key, "digest")
@@ -317,6 +313,15 @@ class KvConsumer:
         self._drop_offer(key)
         self._lost.set(key, event.reason, now)
         _log.info("KV of %s is lost: %s", key, event.reason, extra={"request": key.uuid})
+
+    def _why_no_offer(self, key: TransferKey, expectation: Expectation, now: float) -> str | None:
+        """Why none comes any more; None: one may."""
+        reason = self._lost.get(key, now)
+        if reason is not None:
+            return reason
+        if now >= expectation.offer_by_s:
+            return "peer_lost"
+        return None if now < expectation.since_s + expectation.wait_s else "no_offer"
 
     def _on_gone(self, address: Address, now: float) -> None:
         """What it has offered ends with its connection. A request that is younger than such a word

@@ -87,8 +87,8 @@ def is_urgent(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> boo
         return True
     old, new = _conditions_of(before), _conditions_of(after)
     # Each decision about a canary is an Event of its own, and Events are between two statuses.
-    canaries = [fields(one or {}, "canary") for one in (before, after)]
-    if any(canaries[0].get(name) != canaries[1].get(name) for name in ("revision", "phase", "step")):
+    was, canary = fields(before, "canary"), fields(after, "canary")
+    if any(was.get(name) != canary.get(name) for name in ("revision", "phase", "step")):
         return True
     return any(
         old.get(name, {}).get("status") != new.get(name, {}).get("status")
