@@ -27,7 +27,7 @@ def chat(plane: Cluster, namespace: str) -> Iterator[FleetClient]:
 
 
 def flags(namespace: str, release: str, *more: str) -> list[str]:
-    return [f"--release={namespace}/{release}", "--lease-seconds=5", *more]
+    return [f"--release={namespace}/{release}", "--lease-seconds=10", *more]
 
 
 def take(chat: FleetClient, release: str) -> None:

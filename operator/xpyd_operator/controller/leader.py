@@ -78,7 +78,7 @@ class Leader:
                 async with asyncio.timeout(terms.retry_s):
                     await self._round()
             except (KubeError, TimeoutError) as error:
-                logger.warning("the Lease: %s", error or "no answer in time")
+                logger.warning("the Lease: %s", str(error) or "no answer in time")
             if self.leads() and not self._was_elected:
                 logger.info("leads as %s", self._election.identity)
                 self._was_elected = True
@@ -122,7 +122,7 @@ class Leader:
             async with asyncio.timeout(self._election.terms.retry_s):
                 await self._write(farewell, is_new=False)
         except (KubeError, TimeoutError) as error:
-            logger.warning("the Lease was not given back: %s", error or "no answer in time")
+            logger.warning("the Lease was not given back: %s", str(error) or "no answer in time")
 
 
 class Releases:
