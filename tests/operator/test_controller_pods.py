@@ -46,8 +46,8 @@ ADMITTED = Gate(True, "Admitted", "every ready router sends it requests")
 LOST = Gate(False, "NotAdmitted", "router r-0 sends it no requests")
 
 
-def decodes(count: int, *, gate: bool | None = True) -> tuple[Children, list[str]]:
-    """A settled fleet with so many ready D, and their names."""
+def decodes(count: int, *, gate: bool | None = True) -> Children:
+    """A settled fleet with so many ready D."""
     children = settled()
     children[POOL]["chat-decode"]["spec"]["replicas"] = count
     for write in writes(decide(look(children))):
@@ -71,17 +71,17 @@ def decodes(count: int, *, gate: bool | None = True) -> tuple[Children, list[str
             "conditions": [{"type": kind, "status": str(holds)} for kind, holds in kinds.items()],
         }
         children[POD][f"d-{number}"] = pod
-    return children, [f"d-{number}" for number in range(count)]
+    return children
 
 
 def test_a_gate_is_written_only_where_it_is_not_as_it_should_be() -> None:
-    children, _ = decodes(2, gate=None)
+    children = decodes(2, gate=None)
     gates = dict.fromkeys(("u-0", "u-1"), ADMITTED)
     assert [w for w in writes(decide(look(children, gates=gates))) if isinstance(w, SetGate)] == [
         SetGate("d-0", "u-0", ADMITTED),
         SetGate("d-1", "u-1", ADMITTED),
     ]
-    children, _ = decodes(2)
+    children = decodes(2)
     assert writes(decide(look(children, gates=gates))) == []
     assert writes(decide(look(children))) == [], "a new process knows nothing and writes nothing"
     assert writes(decide(look(children, gates={"u-1": LOST}))) == [SetGate("d-1", "u-1", LOST)]
@@ -90,7 +90,7 @@ def test_a_gate_is_written_only_where_it_is_not_as_it_should_be() -> None:
 def test_the_gate_of_a_pod_whose_containers_are_not_ready_is_shut_whatever_was_said() -> None:
     """At once: a container that is back before anybody asks the routers needs a new admission, and
     what they said of a pod is of no other one by its name."""
-    children, _ = decodes(2)
+    children = decodes(2)
     for number, is_up in ((0, "False"), (1, "True")):
         conditions = children[POD][f"d-{number}"]["status"]["conditions"]
         next(one for one in conditions if one["type"] == "ContainersReady")["status"] = is_up
@@ -98,7 +98,7 @@ def test_the_gate_of_a_pod_whose_containers_are_not_ready_is_shut_whatever_was_s
     shut = Gate(False, "ContainersNotReady", "its containers are not ready")
     for said in (gates, {}):
         assert writes(decide(look(children, gates=said))) == [SetGate("d-0", "u-0", shut)]
-    children, _ = decodes(1, gate=False)
+    children = decodes(1, gate=False)
     children[POD]["d-0"]["metadata"]["uid"] = "u-9"
     found = writes(decide(look(children, gates=gates)))
     assert not [one for one in found if isinstance(one, SetGate)]
@@ -111,7 +111,7 @@ def test_why_a_new_pod_is_in_no_pair_is_written_into_it_once() -> None:
         found = writes(decide(look(children, gates={"u-0": gate})))
         return [one for one in found if isinstance(one, SetGate)]
 
-    children, _ = decodes(1, gate=None)
+    children = decodes(1, gate=None)
     apart = Gate(False, NO_PAIR, "router r-0 sends it no requests: no pair with p-0: kv_dtype")
     assert written(children, LOST) == [], "it starts"
     assert written(children, apart) == [SetGate("d-0", "u-0", apart)]
@@ -124,7 +124,7 @@ def test_why_a_new_pod_is_in_no_pair_is_written_into_it_once() -> None:
 
 
 def test_a_pod_that_leaves_or_has_no_gate_is_let_be() -> None:
-    children, _ = decodes(2)
+    children = decodes(2)
     children[POD]["d-0"]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     found = [
         w for w in writes(decide(look(children, gates={"u-0": LOST}))) if isinstance(w, SetGate)
@@ -146,7 +146,7 @@ def costs(children: Children, **more: Any) -> dict[str, int]:
 
 
 def test_before_a_scale_down_each_pod_costs_what_routers_say_it_has_to_do() -> None:
-    children, _ = decodes(3)
+    children = decodes(3)
     turn = decide(look(scaled(children, 1)))
     assert turn.asks_loads
     busy = {"d-0": InstanceLoad(2, 1), "d-1": InstanceLoad(0, 0), "d-2": InstanceLoad(0, 4)}
@@ -155,7 +155,7 @@ def test_before_a_scale_down_each_pod_costs_what_routers_say_it_has_to_do() -> N
 
 
 def test_costs_of_an_earlier_scale_down_are_put_right_and_equal_ones_not_written_again() -> None:
-    children, _ = decodes(3)
+    children = decodes(3)
     for name, cost in (("d-0", "7"), ("d-1", "2")):
         children[POD][name]["metadata"]["annotations"] = {ANNOTATION_COST: cost}
     busy = {"d-1": InstanceLoad(2, 0)}
@@ -163,19 +163,19 @@ def test_costs_of_an_earlier_scale_down_are_put_right_and_equal_ones_not_written
 
 
 def test_where_no_router_answers_costs_stay_and_the_scale_down_goes_on() -> None:
-    children, _ = decodes(3)
+    children = decodes(3)
     assert costs(scaled(children, 2), busy={}) == {}
     assert any(isinstance(w, Apply) for w in writes(decide(look(children, busy={}))))
 
 
 @pytest.mark.parametrize("count", [0, 3, 4])
 def test_nobody_is_asked_where_all_pods_go_or_all_stay(count: int) -> None:
-    children, _ = decodes(3)
+    children = decodes(3)
     assert not decide(look(scaled(children, count))).asks_loads
 
 
 def test_the_pod_on_a_cordoned_node_goes_first_whatever_it_has_to_do() -> None:
-    children, _ = decodes(2)
+    children = decodes(2)
     busy = {"d-0": InstanceLoad(9, 0)}
     cordoned = frozenset({"node-0"})
     assert costs(scaled(children, 1), busy=busy, cordoned=cordoned) == {"d-0": -1}

@@ -25,6 +25,7 @@ from xpyd_worker import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from xpyd_worker.load.engine import LoadedEngine
 from xpyd_worker.ranks.instance import Instance
 
 ROOT = Path(__file__).parents[2]
@@ -53,10 +54,15 @@ def make_llm(**options: object) -> LLM:
     return LLM(MODEL, **{**small, **options})  # pyright: ignore[reportArgumentType]
 
 
-def instance_of(llm: LLM) -> Instance:
+def engine_of(llm: LLM) -> LoadedEngine:
+    # Users of an LLM have no way to its ranks and counters.
     parts = llm._session._parts  # pyright: ignore[reportPrivateUsage]
     assert parts is not None
-    instance = parts[0].ready.instance
+    return parts[0]
+
+
+def instance_of(llm: LLM) -> Instance:
+    instance = engine_of(llm).ready.instance
     assert instance is not None
     return instance
 
@@ -137,9 +143,7 @@ def test_drafts_change_no_token_over_ranks(
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
     with make_llm(**sizes, speculative_config=drafts) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        parts = llm._session._parts  # pyright: ignore[reportPrivateUsage]
-        assert parts is not None
-        stats = parts[0].stats()
+        stats = engine_of(llm).stats()
     assert tokens(outputs) == alone
     assert stats.spec_draft_tokens > 0
 
