@@ -42,6 +42,7 @@ from xpyd_operator.controller.events import EventPoster
 from xpyd_operator.controller.leader import Releases
 from xpyd_operator.controller.reconcile import Reconciler, TurnFailed
 from xpyd_operator.controller.watch import listed
+from xpyd_operator.manifests.names import ANNOTATION_PROMOTE
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
 
@@ -151,6 +152,15 @@ def delete(api: FakeApi) -> object:
 NEWER = edit(engine={"args": ["--seed=1"]})
 OLDER = edit(engine={"args": None})
 PAUSE, RESUME = edit(rollout={"paused": True}), edit(rollout={"paused": None})
+CANARY = edit(rollout={"canary": {"weightPercent": 50}})
+
+
+def promote(api: FakeApi) -> object:
+    (found,) = api.all(FLEET)
+    asked = {ANNOTATION_PROMOTE: f"{found['status']['canary']['revision']}@2026-01-02T00:00:00Z"}
+    return api.change(FLEET, *KEY, {"metadata": {"annotations": asked}})
+
+
 RESTART = edit(rollout={"restartedAt": "2026-01-02T00:00:00Z"})
 SCENARIOS = (
     Scenario("apply", (apply,)),
@@ -174,10 +184,15 @@ class Played:
     picture: dict[tuple[str, str], Obj]
     pods: Counter[str]
     writes: int
+    events: list[str]
+    """Their reasons; a process here posts those alone that its turn waits for."""
 
 
-async def play(scenario: Scenario, crash_after: int | None = None) -> Played:
-    """`crash_after`: so many writes behind the last edit."""
+async def play(
+    scenario: Scenario, crash_after: int | None = None, crash_behind: str = ""
+) -> Played:
+    """`crash_after`: so many writes behind the last edit; `crash_behind`: the first write there
+    whose path has this."""
     async with FakeApi() as api, FaultProxy(await api.login()) as proxy:
         world = World(api, proxy)
         begun = 0
@@ -191,6 +206,8 @@ async def play(scenario: Scenario, crash_after: int | None = None) -> Played:
                 begun = proxy.writes
                 if is_last and crash_after is not None:
                     proxy.crash_after = begun + crash_after
+                if is_last:
+                    proxy.crash_behind = crash_behind
                 make(api)
             uids = uids_of(api) if scenario.name != "delete" else {}
             await world.rest()
@@ -200,7 +217,8 @@ async def play(scenario: Scenario, crash_after: int | None = None) -> Played:
         assert {name: now[name] for name in uids.keys() & now.keys()} == {
             name: uids[name] for name in uids.keys() & now.keys()
         }, "an object was made anew"
-        return Played(picture_of(api), pods_of(api), proxy.writes - begun)
+        events = sorted(event["reason"] for event in api.all(EVENT))
+        return Played(picture_of(api), pods_of(api), proxy.writes - begun, events)
 
 
 def uids_of(api: FakeApi) -> dict[tuple[str, str], str]:
@@ -262,5 +280,28 @@ def test_a_rollout_that_was_paused_in_the_middle_ends_as_one_that_was_not() -> N
 
     async def test() -> None:
         assert await deployments("resume in the middle") == await deployments("rollout")
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("edits", "events"),
+    [
+        ((apply, CANARY, NEWER), ["CanaryStarted"]),
+        ((apply, CANARY, NEWER, promote), ["CanaryPromoted", "CanaryStarted"]),
+    ],
+)
+def test_a_decision_about_a_canary_is_one_event_whenever_the_operator_dies(
+    edits: tuple[Callable[[FakeApi], object], ...], events: list[str]
+) -> None:
+    scenario = Scenario("canary", edits)
+
+    async def test() -> None:
+        whole = await play(scenario)
+        assert whole.events == events
+        for number in range(1, whole.writes + 1):
+            where = f"crashed behind write {number} of {whole.writes}"
+            assert (await play(scenario, crash_after=number)).events == events, where
+        assert (await play(scenario, crash_behind="/events")).events == events
 
     asyncio.run(test())

@@ -350,6 +350,24 @@ def test_so_many_fleets_at_a_time_take_a_new_image() -> None:
     run(test)
 
 
+def test_a_fleet_says_that_it_takes_new_images_before_it_has_a_pod_of_them() -> None:
+    """An operator that is killed between the two is followed by one that counts the place."""
+
+    async def test(api: FakeApi) -> None:
+        async with OperatorProcess(api, release=FIRST) as operator:
+            await operator.bring_up()
+        async with OperatorProcess(api, release=FIRST, settings=NEW, upgrade_fleets=1) as newer:
+            begun = len(api.writes)
+            await newer.work(30)
+        assert images(api) & set(NEW_IMAGES)
+        paths = [call.path for call in api.writes[begun:]]
+        first = next(one for one in paths if "/deployments" in one or one.endswith("chat/status"))
+        assert first.endswith("inferencefleets/chat/status")
+        assert condition(api, "UpToDate")["reason"] == "Upgrading"
+
+    run(test)
+
+
 def test_a_fleet_of_another_release_that_is_stuck_blocks_no_upgrade() -> None:
     async def test(api: FakeApi) -> None:
         async with OperatorProcess(api, release=FIRST) as operator:

@@ -35,7 +35,7 @@ from xpyd_operator.controller.decision.errors import (
     Unavailable,
     error_of,
 )
-from xpyd_operator.controller.decision.kinds import EVENT, Kind, Obj, kind_of, measured, parse
+from xpyd_operator.controller.decision.kinds import Kind, Obj, kind_of, measured, parse
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _KUBECONFIG = Path("~/.kube/config")
@@ -252,13 +252,13 @@ class Api:
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         return await self._call(_Request("apply", kind.plural, "PATCH", path, obj, APPLY, query))
 
-    async def create(self, obj: Obj, *, dry_run: bool = False) -> Obj:
+    async def create(self, obj: Obj, *, dry_run: bool = False, attempts: int | None = None) -> Obj:
         """POST; Conflict where it exists. With `dry_run` nothing is stored."""
         kind = kind_of(obj)
         path = kind.path(obj["metadata"]["namespace"])
         query = {"fieldManager": FIELD_MANAGER, **({"dryRun": "All"} if dry_run else {})}
         request = _Request("create", kind.plural, "POST", path, obj, query=query)
-        return await self._call(request, attempts=1 if kind == EVENT else None)
+        return await self._call(request, attempts=attempts)
 
     async def patch(
         self,

@@ -1,16 +1,23 @@
-"""Posts Events in a task of its own, so that no turn waits for one."""
+"""Posts Events: most in a task of its own, so that no turn waits for one.
+
+A decision's Event has to exist though the operator is killed, so its turn waits for it: it is made
+before the status that says the decision, and named by the status that it replaces, so that an
+operator that makes it again finds it there.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Callable
 from datetime import UTC, datetime
+from hashlib import sha256
 from secrets import token_hex
 
 from xpyd_operator.controller.client import FIELD_MANAGER, Api
-from xpyd_operator.controller.decision.errors import KubeError
+from xpyd_operator.controller.decision.errors import Conflict, KubeError
 from xpyd_operator.controller.decision.kinds import Obj
 from xpyd_operator.status.events import EventText
 
@@ -37,13 +44,29 @@ class EventPoster:
 
     def post(self, about: Obj, text: EventText) -> None:
         """Queue an Event about an object."""
+        try:
+            self._waiting.put_nowait(self._event(about, text, token_hex(8)))
+        except asyncio.QueueFull:
+            self._dropped()
+
+    async def post_now(self, about: Obj, text: EventText) -> None:
+        """Make an Event about an object as it was read, once, however often this is called."""
+        metadata = about["metadata"]
+        named = [metadata["uid"], metadata["resourceVersion"], text.reason, text.message]
+        name = sha256("\n".join(named).encode()).hexdigest()[:16]
+        try:
+            await self._create(self._event(about, text, name), attempts=None)
+        except Conflict as conflict:
+            logger.debug("the event %s is there: %s", text.reason, conflict)
+
+    def _event(self, about: Obj, text: EventText, name: str) -> Obj:
         metadata = about["metadata"]
         time = self._now().strftime("%Y-%m-%dT%H:%M:%SZ")
-        event: Obj = {
+        return {
             "apiVersion": "v1",
             "kind": "Event",
             "metadata": {
-                "name": f"{metadata['name']}.{token_hex(8)}",
+                "name": f"{metadata['name']}.{name}",
                 "namespace": metadata["namespace"],
             },
             "involvedObject": {
@@ -64,18 +87,20 @@ class EventPoster:
             "lastTimestamp": time,
             "count": 1,
         }
-        try:
-            self._waiting.put_nowait(event)
-        except asyncio.QueueFull:
-            self._dropped()
 
     async def run(self) -> None:
         """Post the queued Events, until cancelled."""
         while True:
-            event = await self._waiting.get()
-            try:
-                await self._api.create(event)
-            except KubeError as error:
-                self._dropped()
-                name, reason = event["involvedObject"]["name"], event["reason"]
-                logger.warning("the event %s of fleet %s was not posted: %s", reason, name, error)
+            with contextlib.suppress(Conflict):
+                await self._create(await self._waiting.get(), attempts=1)
+
+    async def _create(self, event: Obj, attempts: int | None) -> None:
+        """Make the Event; one that the API does not take is dropped. Raises Conflict."""
+        try:
+            await self._api.create(event, attempts=attempts)
+        except Conflict:
+            raise
+        except KubeError as error:
+            self._dropped()
+            name, reason = event["involvedObject"]["name"], event["reason"]
+            logger.warning("the event %s of fleet %s was not posted: %s", reason, name, error)

@@ -143,13 +143,13 @@ class Reconciler:
         """
         rounds = _ROUNDS
         while True:
+            history = self._histories.setdefault(key, FleetHistory(self._clock()))
+            if (wait_s := await self._holds_back(key, history, served)) is not None:
+                return wait_s
             document = self._cache.document(key)
             if document is None:
                 self._histories.pop(key, None)
                 return None
-            history = self._histories.setdefault(key, FleetHistory(self._clock()))
-            if (wait_s := await self._stands_by(document, history)) is not None:
-                return wait_s
             state = self._see(key, document, history, served)
             turn = decide(state)
             if turn.asks_loads:
@@ -189,6 +189,27 @@ class Reconciler:
         )
         waits = (turn.recheck_after, status_wait, soon, queued, *(left_s for _, left_s in contests))
         return min((wait for wait in waits if wait is not None), default=None)
+
+    async def _holds_back(
+        self, key: FleetKey, history: FleetHistory, served: frozenset[Kind]
+    ) -> float | None:
+        """Seconds until another look at a fleet that is not this operator's to change yet."""
+        document = self._cache.document(key)
+        if document is None:
+            return None
+        wait_s = await self._stands_by(document, history)
+        if wait_s is not None or not is_older(status_of(document), self._settings):
+            return wait_s
+        state = self._see(key, document, history, served)
+        if state.upgrade is None or not state.upgrade.taken:
+            return None
+        # The status says it before any pod has the newer defaults: whoever follows an operator that
+        # was killed between the two counts the fleet's place.
+        found, _ = self._found(state, history, [])
+        try:
+            return await self._report_fleet(key, state, history, found)
+        except KubeError as error:
+            raise TurnFailed(f"the upgrade was not written: {error}") from error
 
     async def _stands_by(self, document: Obj, history: FleetHistory) -> float | None:
         """Seconds until another look at a fleet of another release; None: it is ours."""
@@ -309,17 +330,23 @@ class Reconciler:
             if history.posted.is_new(event, now_s):
                 self._poster.post(state.document, event)
 
+    def _found(
+        self, state: FleetState, history: FleetHistory, problems: list[Problem]
+    ) -> tuple[Report, float | None]:
+        """The statuses; seconds until what they say of another release is over."""
+        own = signing_secret(state.document, state.children)
+        has_key = history.has_key(status_of(state.document), own)
+        own_release = self._releases.own if self._releases else ""
+        standby, left_s = history.standby.kept(state.document, own_release, self._clock())
+        return report(state, problems, has_key=has_key, standby=standby), left_s
+
     async def _report(
         self, key: FleetKey, state: FleetState, history: FleetHistory, problems: list[Problem]
     ) -> float | None:
         """Write the statuses that changed; seconds until a write that has to wait."""
         present = {(kind, name) for kind, names in state.children.items() for name in names}
         history.forget_old(frozenset(present), self._clock())
-        own = signing_secret(state.document, state.children)
-        has_key = history.has_key(status_of(state.document), own)
-        own_release = self._releases.own if self._releases else ""
-        standby, left_s = history.standby.kept(state.document, own_release, self._clock())
-        found = report(state, problems, has_key=has_key, standby=standby)
+        found, left_s = self._found(state, history, problems)
         try:
             waits = (
                 await self._report_fleet(key, state, history, found),
@@ -342,14 +369,16 @@ class Reconciler:
         if wait_s > 0:
             return wait_s
         history.pace.wrote(time)
+        due = [one for one in events(found.before, found.after) if history.posted.is_new(one, time)]
+        for decision in (one for one in due if one.is_decision):
+            await self._poster.post_now(state.document, decision)
         # With the uid: another fleet may have the name by now.
         patch = {"metadata": {"uid": state.uid}, "status": merge_patch(found.before, found.after)}
         after = await self._api.patch(FLEET, key.namespace, key.name, patch, sub="status")
         after = trim(FLEET, after)
         self._cache.put(FLEET, after)
-        for event in events(found.before, found.after):
-            if history.posted.is_new(event, time):
-                self._poster.post(after, event)
+        for event in (one for one in due if not one.is_decision):
+            self._poster.post(after, event)
         return None
 
     async def _report_pools(

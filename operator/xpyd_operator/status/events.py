@@ -6,7 +6,7 @@ repeats none, and all that happened between two writes is one Event.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from xpyd_operator.plan.values import ROUTER
@@ -32,19 +32,21 @@ class EventText:
     type: Literal["Normal", "Warning"]
     reason: str
     message: str
+    is_decision: bool = False
+    """Whether it has to exist though the operator ends: post it before the status."""
 
 
 def events(before: Raw | None, after: Raw) -> tuple[EventText, ...]:
     """The Events to post when the status `after` replaces `before`.
 
-    Call it once for each status that was written, with the one that it replaced.
+    Call it once for each status that is written, with the one that it replaces.
     """
     old = before or {}
     if text(condition_of(after, "Ready"), "reason") == "Draining":
         found = _stopping(old, after)
     else:
         found = [*_pools(old, after), *_states(old, after)]
-    return tuple(EventText(e.type, e.reason, short(e.message, MOST_MESSAGE)) for e in found)
+    return tuple(replace(one, message=short(one.message, MOST_MESSAGE)) for one in found)
 
 
 def _status(status: Raw, kind: str) -> str:
@@ -110,7 +112,7 @@ def _states(before: Raw, after: Raw) -> list[EventText]:
     if (ignored := _message(after, FIELDS_IGNORED)) not in ("", _message(before, FIELDS_IGNORED)):
         found.append(EventText("Warning", FIELDS_IGNORED, ignored))
     found += [*_rotation(before, after), *_pauses(before, after), *_upgrade(before, after)]
-    found += [EventText(*event) for event in canary_events(before, after)]
+    found += [EventText(*event, is_decision=True) for event in canary_events(before, after)]
     had, roles = (text(condition_of(one, "RolesReady"), "reason") for one in (before, after))
     if (roles in LOST_ROLES and had in HAD_ROLES) or (
         roles == HAD_ROLES[1] and had == HAD_ROLES[0]

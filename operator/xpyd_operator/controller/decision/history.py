@@ -82,8 +82,11 @@ class StatusPace:
 
 
 def is_urgent(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> bool:
-    """Whether `after` has news that a client may wait for: a condition or another generation."""
+    """Whether `after` has news that a client may wait for, as a condition or another generation,
+    or that the operator does."""
     if not before or before.get("observedGeneration") != after.get("observedGeneration"):
+        return True
+    if before.get("defaults") != after.get("defaults"):
         return True
     old, new = _conditions_of(before), _conditions_of(after)
     # Each decision about a canary is an Event of its own, and Events are between two statuses.
