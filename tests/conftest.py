@@ -1,5 +1,6 @@
-"""What all tests share: how torch's threads wait, in which order files start, logging as it was,
-and, for a machine with a GPU, where nothing is installed, a stand-in for a package."""
+"""What all tests share: how torch's threads wait, in which order files start, until when long ones
+do, logging as it was, and, for a machine with a GPU, where nothing is installed, a stand-in for a
+package."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import logging
 import os
 import signal
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -40,6 +43,9 @@ except ModuleNotFoundError:
     sys.modules["xxhash"] = SimpleNamespace(xxh3_64=Sum)  # pyright: ignore[reportArgumentType]
 
 
+LONG_UNTIL, LONG_ORDER = (os.environ.get(f"XPYD_LONG_{what}", "") for what in ("UNTIL", "ORDER"))
+"""Seconds since 1970: from then on no long test begins; what the order of their files follows."""
+NO_TIME = "no time was left for long tests"
 COROUTINE_S = 120.0
 """Deadline of a test that is a coroutine, unless its mark `patience` names one."""
 _LOOPS = ("both_loops", "uv_loop", "virtual_loop")
@@ -69,9 +75,34 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first (pytest-xdist gives files out in this order), so that what ends
-    last is short. Within these and the others the order stays."""
+    last is short; where long ones may find no time left, files with these last. Within a file the
+    order stays."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    long = {item.path for item in items if item.get_closest_marker("long")} if LONG_UNTIL else set()
+
+    def place(item: pytest.Item) -> tuple[bool, bytes, bool]:
+        is_late, named = item.path in long, f"{LONG_ORDER} {item.path}".encode()
+        turn = hashlib.sha256(named).digest() if is_late and LONG_ORDER else b""
+        return is_late, turn, item.path not in slow
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before the fixtures: those of a file of long tests alone are not made in vain."""
+    if LONG_UNTIL and item.get_closest_marker("long") and time.time() > float(LONG_UNTIL):
+        pytest.skip(NO_TIME)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the long tests that were left out, and how many cases each has."""
+    skipped: list[pytest.TestReport] = terminalreporter.stats.get("skipped", [])
+    late = Counter(one.nodeid.partition("[")[0] for one in skipped if NO_TIME in str(one.longrepr))
+    if late:
+        terminalreporter.section(f"{NO_TIME}: {late.total()}")
+        for name, cases in late.items():
+            terminalreporter.write_line(f"{cases:3} {name}")
 
 
 @pytest.fixture(autouse=True)

@@ -243,6 +243,7 @@ def test_the_page_shows_what_the_json_has() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_short_form_measures_our_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def test_the_picture_has_a_line_for_each_fleet_in_each_chart_and_slower_is_highe
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_short_form_measures_and_writes_its_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_short_form_measures_all_of_ours_beside_the_peers_that_need_no_environment(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

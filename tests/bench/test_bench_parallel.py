@@ -53,6 +53,7 @@ def test_a_layer_of_whole_experts_is_compared_with_the_same_in_slices():
 
 @pytest.mark.slow
 @pytest.mark.skipif(native.library() is None, reason="needs the compiled collectives")
+@pytest.mark.long
 def test_the_short_form_measures_and_writes_its_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

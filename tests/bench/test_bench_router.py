@@ -370,7 +370,7 @@ def test_a_row_that_nobody_knows_is_refused(
     assert words[0] in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_short_form_measures_our_router_beside_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,6 +120,7 @@ def recomputing() -> Obj:
         ),
     ],
 )
+@pytest.mark.long
 def test_a_canary_that_breaks_a_limit_is_taken_back_and_no_request_fails(
     fleet: FleetClient, edit: Callable[[], Obj], words: str
 ) -> None:

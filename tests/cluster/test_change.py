@@ -91,6 +91,7 @@ def test_a_stream_runs_on_while_operators_are_killed_and_operator_and_chart_are_
     assert after.keys() == before.keys()
 
 
+@pytest.mark.long
 def test_changes_under_load_lose_hang_and_change_no_answer_and_mix_no_revisions(
     changed: Site,
 ) -> None:

@@ -172,6 +172,7 @@ def test_a_second_release_does_not_take_the_crds_of_the_first(empty: Cluster) ->
     assert "inferencefleets.xpyd.dev" in empty.kubectl("get", "crd", "-o", "name")
 
 
+@pytest.mark.long
 def test_fleets_outlive_a_release_that_keeps_them(empty: Cluster, tmp_path: Path) -> None:
     install(empty, KEEP, "uninstall.deleteFleets=false")
     with running_operator(empty, tmp_path) as operator:
@@ -191,6 +192,7 @@ def test_fleets_outlive_a_release_that_keeps_them(empty: Cluster, tmp_path: Path
     assert hook.endswith("no fleet is left\n")
 
 
+@pytest.mark.long
 def test_crds_that_were_applied_by_hand_are_given_to_the_release_as_the_page_says(
     empty: Cluster,
 ) -> None:
@@ -231,6 +233,7 @@ def _install_as_the_page_says(cluster: Cluster) -> None:
     assert not done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_an_operator_of_named_namespaces_serves_them_alone(empty: Cluster, tmp_path: Path) -> None:
     _install_as_the_page_says(empty)
     mark = empty.audit_mark()

@@ -17,7 +17,7 @@ from tests.cluster.fleetkit import ROOT, FleetClient, fleet_document, installed_
 from tests.cluster.harness import Cluster
 from tests.docs.test_docs import Block, blocks_of, not_printed
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 PAGE = ROOT / "docs/kubernetes.md"
 TROUBLESHOOTING = ROOT / "docs/troubleshooting.md"

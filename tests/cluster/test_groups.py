@@ -116,6 +116,7 @@ def token_bytes() -> int:
     return 2 * 4 * config["num_hidden_layers"] * each
 
 
+@pytest.mark.long
 def test_stages_in_two_pods_answer_from_the_kv_of_a_third(
     fleet: FleetClient, cases: list[Case]
 ) -> None:
@@ -130,6 +131,7 @@ def test_stages_in_two_pods_answer_from_the_kv_of_a_third(
     assert fleet.pool("decode")["status"]["readyReplicas"] == 1
 
 
+@pytest.mark.long
 def test_a_rank_killed_in_the_second_pod_takes_the_instance_down_whole(
     fleet: FleetClient, cases: list[Case]
 ) -> None:
@@ -151,6 +153,7 @@ def test_a_rank_killed_in_the_second_pod_takes_the_instance_down_whole(
     answer_all(fleet, cases)
 
 
+@pytest.mark.long
 def test_a_second_pod_that_is_deleted_drains_its_instance(
     fleet: FleetClient, cases: list[Case]
 ) -> None:

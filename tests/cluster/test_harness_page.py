@@ -19,6 +19,7 @@ PAGE = ROOT / "docs" / "test-cluster.md"
 
 # The fixture skips where there can be no node.
 @pytest.mark.usefixtures("node_cluster")
+@pytest.mark.long
 def test_the_pages_commands_bring_up_a_cluster_use_it_and_end_it() -> None:
     blocks = re.findall(r"^```sh [^\n]*\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     name = f"page-{os.getpid()}"

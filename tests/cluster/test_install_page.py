@@ -20,7 +20,7 @@ from tests.cluster.fleetkit import (
 )
 from tests.cluster.harness import Cluster, wait_for
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 INSTALL = ROOT / "docs" / "install.md"
 REGISTRY = "--set images.registry=registry.example.com/llm"

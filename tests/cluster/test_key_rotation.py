@@ -20,7 +20,7 @@ from tests.cluster.fleetkit import (
 from tests.cluster.harness import Cluster, wait_for
 from xpyd_operator.manifests.names import ANNOTATION_ROTATE, LABEL_FLEET
 
-pytestmark = [pytest.mark.cluster, pytest.mark.changes]
+pytestmark = [pytest.mark.cluster, pytest.mark.changes, pytest.mark.long]
 NAMESPACE = "rotation"
 ROTATED_S = 420
 """Three steps, of which each takes kubelet up to a minute and a half."""

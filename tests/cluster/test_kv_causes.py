@@ -315,6 +315,7 @@ def test_a_wrong_key_is_named(fleet: FleetClient) -> None:
     wait_verified(fleet)
 
 
+@pytest.mark.long
 def test_a_firewall_is_named_though_requests_wait_behind_it(fleet: FleetClient) -> None:
     d = engine_process(fleet, "decode")
     [pod] = fleet.pods("decode")

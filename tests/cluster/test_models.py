@@ -22,7 +22,7 @@ from tests.cluster.harness.node import NODE_NAME
 from tests.cluster.images.build import worker_test_template
 from tests.worker.s3_kit import files_in
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 NAMESPACE = "models"
 LIBRARIES = ("botocore", "dateutil", "jmespath", "msgspec", "six", "urllib3")
 _STORE = """

@@ -44,6 +44,7 @@ def bench(plane: Cluster, log: Path, new_namespace: Callable[[Cluster], str]) ->
             client.close()
 
 
+@pytest.mark.long
 def test_a_fleet_and_its_peers_have_as_many_pods_and_let_them_go(bench: Bench) -> None:
     template = bench.template()
     for found in (
@@ -55,6 +56,7 @@ def test_a_fleet_and_its_peers_have_as_many_pods_and_let_them_go(bench: Bench) -
     assert bench.ours.pods() == bench.theirs.pods() == 0
 
 
+@pytest.mark.long
 def test_fleets_at_once_take_25_calls_each_and_none_when_nothing_changed(
     bench: Bench, log: Path
 ) -> None:

@@ -277,6 +277,7 @@ CLIMATES = (1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2,
 
 
 @pytest.mark.parametrize("seed", CLIMATES)
+@pytest.mark.long
 def test_the_objects_of_a_bad_day_are_those_of_a_fine_one_and_then_nothing_is_written(
     plane: Cluster, namespace: str, fine_day: Played, tmp_path: Path, seed: int
 ) -> None:
@@ -297,6 +298,7 @@ def test_the_objects_of_a_bad_day_are_those_of_a_fine_one_and_then_nothing_is_wr
 
 
 @pytest.mark.parametrize("seed", CLIMATES)
+@pytest.mark.long
 def test_an_operator_that_is_killed_behind_a_write_is_followed_by_one_that_finishes(
     plane: Cluster, namespace: str, fine_day: Played, tmp_path: Path, seed: int
 ) -> None:

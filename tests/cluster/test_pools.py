@@ -17,7 +17,7 @@ from tests.cluster.fleetkit import FleetClient, Obj, installed_crds, operated
 from tests.cluster.harness import Cluster, wait_for
 from tests.cluster.harness.node import TEST_IMAGE
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 
 @pytest.fixture

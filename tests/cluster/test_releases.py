@@ -70,6 +70,7 @@ def test_a_standby_goes_on_when_the_leader_is_killed(plane: Cluster, chat: Fleet
             looked(third)
 
 
+@pytest.mark.long
 def test_two_releases_and_an_upgrade_change_no_object_until_asked_and_an_undo_takes_it_back(
     plane: Cluster, chat: FleetClient
 ) -> None:
@@ -150,6 +151,7 @@ def newer_crds(plane: Cluster) -> Iterator[None]:
         patch("remove")
 
 
+@pytest.mark.long
 def test_an_operator_goes_on_with_newer_crds_and_says_what_it_does_not_know(
     plane: Cluster, chat: FleetClient
 ) -> None:

@@ -34,6 +34,7 @@ def images(chat: FleetClient, pool: str = "decode") -> set[str]:
     return {d["spec"]["template"]["spec"]["containers"][0]["image"] for d in found}
 
 
+@pytest.mark.long
 def test_a_rollout_is_paused_resumed_taken_back_and_restarted_by_the_command(
     plane: Cluster, namespace: str, operator: OperatorProcess, tmp_path: Path
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_rollout_that_is_stuck_is_paused_in_the_middle_and_taken_back_without_
     assert marks() == [False]
 
 
+@pytest.mark.long
 def test_status_why_and_drain_say_what_a_fleet_waits_for_and_who_left(
     plane: Cluster, namespace: str, operator: OperatorProcess
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 from tests.cluster.fleetkit import FleetClient, fleet_document, fleet_of_images, small_cases
 from tests.cluster.harness import Cluster, wait_for
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 NAMESPACE = "near"
 USER = 10001
 _MEMORY = """

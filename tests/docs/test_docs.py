@@ -255,11 +255,16 @@ def test_the_fleets_shown_are_accepted(page: Path, tmp_path: Path) -> None:
             assert load_fleet(file).metadata.name
 
 
-RUNNABLE = [p for p in PAGES if _script(blocks_of(p))]
+LONG = ("docs/bench.md", "docs/parallel.md", "docs/router.md", "docs/engine.md")
+RUNNABLE = [
+    pytest.param(page, id=name, marks=[pytest.mark.long] if name in LONG else [])
+    for page, name in ((page, str(page.relative_to(ROOT))) for page in PAGES)
+    if _script(blocks_of(page))
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", RUNNABLE, ids=[str(p.relative_to(ROOT)) for p in RUNNABLE])
+@pytest.mark.parametrize("page", RUNNABLE)
 def test_the_commands_shown_run_and_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     environment = _new_users_environment(tmp_path)
     blocks = blocks_of(page)

@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.harness import fleet
 from tests.e2e.oracle import Case
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 CASES = 8
 
 

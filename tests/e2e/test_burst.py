@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.harness import Fleet, Process, fleet, wait_for
 from tests.e2e.oracle import Case
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 # The demo model in fp32: 6 layers x 2 heads x 32 wide x K and V.
 BYTES_PER_TOKEN = 6 * 2 * 32 * 2 * 4

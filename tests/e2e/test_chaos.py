@@ -203,6 +203,7 @@ def _was_held(asked: Asked, chaos: Chaos) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_minute_of_chaos_loses_nothing_but_what_a_killed_router_held(
     tmp_path: Path, cases: list[Case]
 ) -> None:

@@ -145,6 +145,7 @@ async def test_no_request_is_even_tried_again_when_an_instance_is_scaled_down(
 
 
 @pytest.mark.parametrize("role", ["Prefill", "Decode"])
+@pytest.mark.long
 async def test_no_request_fails_when_an_instance_is_killed(fleet: Fleet, role: str) -> None:
     victims = [one for one in fleet.engines if one.role == role]
     async with under_load(fleet) as load:

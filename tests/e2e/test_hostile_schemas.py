@@ -181,6 +181,7 @@ def bystander(url: str, stop: list[bool]) -> list[str]:
         pytest.param(True, marks=pytest.mark.soak, id="by every way"),
     ],
 )
+@pytest.mark.long
 def test_whatever_a_schema_is_made_for_its_client_alone_has_it(
     pair: Fleet, *, is_soak: bool
 ) -> None:

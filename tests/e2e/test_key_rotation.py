@@ -59,6 +59,7 @@ def _start(running: Fleet, keys: Path) -> list[Process]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_key_is_rotated_by_its_file_while_all_serve(tmp_path: Path, cases: list[Case]) -> None:
     with empty_fleet(tmp_path) as running:
         running.key_file.write_text(OLD)

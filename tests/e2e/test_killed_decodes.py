@@ -343,6 +343,7 @@ async def _play(killing: Killing, *, least_hits: int, most_turns: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_whatever_an_agent_asked_for_is_whole_when_its_d_is_killed(
     killing: Callable[[int, Collection[str]], Killing],
 ) -> None:

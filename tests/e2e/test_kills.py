@@ -29,7 +29,7 @@ from tests.e2e.harness import Fleet, Process, fleet, wait_for
 from tests.e2e.oracle import CUT_SHORT, Asked, Case, open_loop
 from tests.e2e.test_forged_references import Forger, Told
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 RATE_PER_S = 6.0
 KILL_S = 4.0

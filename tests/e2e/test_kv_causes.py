@@ -193,6 +193,7 @@ def test_a_wrong_key_is_named(watched: Watched, tmp_path: Path) -> None:
     watched.wait_named("KeyMismatch", f"{p.name} to {d.name}: key", "kvTransfer.keySecretRef")
 
 
+@pytest.mark.long
 def test_an_engine_of_another_key_than_the_routers_is_named(
     watched: Watched, tmp_path: Path
 ) -> None:
@@ -206,6 +207,7 @@ def test_an_engine_of_another_key_than_the_routers_is_named(
     watched.wait_named("KeyMismatch", d.name, "kvTransfer.keySecretRef")
 
 
+@pytest.mark.long
 def test_a_p_that_is_never_asked_is_named(watched: Watched) -> None:
     """Its heartbeats reach no router: D serves all requests alone, and all answers are right."""
     watched.fleet.start_router("--on-no-prefill", "PrefillOnDecode")
@@ -218,6 +220,7 @@ def test_a_p_that_is_never_asked_is_named(watched: Watched) -> None:
     watched.wait_named("PrefillIdle", p.name, "XPYD_DISCOVERY")
 
 
+@pytest.mark.long
 def test_missing_shared_memory_is_named(watched: Watched, tmp_path: Path) -> None:
     """The two have not the same folder, as in pods without sameHostPath, or on two nodes."""
     watched.fleet.start_router()
@@ -236,6 +239,7 @@ def test_missing_shared_memory_is_named(watched: Watched, tmp_path: Path) -> Non
         ("tokenizer", "the tokenizer files of one checkpoint"),
     ],
 )
+@pytest.mark.long
 def test_what_p_and_d_do_not_share_is_named_with_both_values(
     factor: str, fix: str, watched: Watched, tmp_path: Path
 ) -> None:
@@ -262,6 +266,7 @@ def test_what_p_and_d_do_not_share_is_named_with_both_values(
     )
 
 
+@pytest.mark.long
 def test_a_wrong_role_is_named(watched: Watched) -> None:
     watched.fleet.start_router("--on-no-prefill", "PrefillOnDecode")
     wrong = watched.fleet.start_engine("Decode", name="prefill-0")
@@ -271,6 +276,7 @@ def test_a_wrong_role_is_named(watched: Watched) -> None:
     watched.wait_named("WrongRole", "prefill-0 of a Prefill pool", "it is Decode", "XPYD_ROLE")
 
 
+@pytest.mark.long
 def test_a_d_without_room_is_named_with_its_numbers(watched: Watched) -> None:
     """A D that computes slowly: it runs for a twentieth of the time, so that requests stay."""
     watched.fleet.heartbeat_ms = 1000
@@ -306,6 +312,7 @@ def test_a_d_without_room_is_named_with_its_numbers(watched: Watched) -> None:
             watched.fleet.router.kill()
 
 
+@pytest.mark.long
 def test_a_wait_that_is_too_short_is_named_with_what_a_probe_takes(watched: Watched) -> None:
     """A network of 60 KB/s, over which a probe takes a second, and KV of a prompt much more."""
     fleet = watched.fleet

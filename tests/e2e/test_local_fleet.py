@@ -120,6 +120,7 @@ def _name(pid: int) -> str:
 
 
 @pytest.mark.parametrize(("pool", "how"), [("decode", "SIGKILL"), ("prefill", "SIGSTOP")])
+@pytest.mark.long
 def test_a_restarted_engine_is_forked_again_also_where_the_fork_server_ends_or_hangs(
     two_by_two: Local, pool: str, how: str
 ) -> None:
@@ -186,6 +187,7 @@ def test_kill_9_under_load_loses_no_request_and_the_process_returns(
     wait_for(f"{victim} takes part again", served)
 
 
+@pytest.mark.long
 def test_an_engine_that_is_stopped_under_load_is_killed_and_started_again(
     two_by_two: Local, cases: list[Case]
 ) -> None:
@@ -209,6 +211,7 @@ def test_an_engine_that_is_stopped_under_load_is_killed_and_started_again(
     assert {name for name in after if after[name]["pid"] != before[name]["pid"]} == {victim}
 
 
+@pytest.mark.long
 def test_kill_9_of_the_router_refuses_no_connection_and_loses_only_what_it_held(
     two_by_two: Local, cases: list[Case]
 ) -> None:
@@ -281,6 +284,7 @@ def test_logs_and_chat_work_on_the_running_fleet(two_by_two: Local) -> None:
     assert {line.rpartition(" ")[2] for line in ups} == {"shm"}
 
 
+@pytest.mark.long
 def test_3p1d_behind_two_processes_serves_in_the_foreground_and_ctrl_c_drains_it(
     tmp_path: Path,
 ) -> None:
@@ -319,6 +323,7 @@ def _samples(local: Local, name: str) -> dict[str, float]:
     return {labels: float(value) for labels, _, value in found}
 
 
+@pytest.mark.long
 def test_a_rollout_under_load_loses_nothing_and_pairs_no_p_with_a_d_of_another_revision(
     tmp_path: Path, cases: list[Case]
 ) -> None:

@@ -118,6 +118,7 @@ def stream(worker: Worker, stack: ExitStack, replica: int, tokens: int) -> Any:
         (signal.SIGSTOP, EXIT_RANK_SILENT, r"has given no sign of life"),
     ],
 )
+@pytest.mark.long
 def test_the_instance_falls_with_a_rank_of_any_replica(
     worker: Worker, number: signal.Signals, status: int, how: str
 ) -> None:
@@ -136,6 +137,7 @@ def test_the_instance_falls_with_a_rank_of_any_replica(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_aborts_resets_and_drains_leave_the_replicas_in_step(worker: Worker) -> None:
     body = {"prompt": "The capital of", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     answer = worker.client.post(PATH, json=body).json()["choices"]
@@ -167,6 +169,7 @@ def scale(worker: Worker, replicas: int) -> httpx.Response:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_dies_as_it_loads_leaves_the_others_as_they_were(
     tmp_path: Path, model: Path
 ) -> None:
@@ -194,6 +197,7 @@ def test_a_rank_that_dies_as_it_loads_leaves_the_others_as_they_were(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_replicas_that_share_experts_come_and_go_under_load(tmp_path: Path, model: Path) -> None:
     """2 -> 4 -> 1 replicas: no request fails, and all texts are the same; five ranks are too many
     for four experts."""

@@ -102,6 +102,7 @@ def holds_nothing(pod: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(("pool", "rank", "number"), CASES)
+@pytest.mark.long
 def test_a_lost_rank_costs_no_answer_and_the_instance_comes_back(
     fleet: Local, cases: list[Case], pool: str, rank: int, number: signal.Signals
 ) -> None:

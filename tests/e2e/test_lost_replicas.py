@@ -21,7 +21,7 @@ import pytest
 from tests.e2e.harness import Fleet, Process, empty_fleet, http, ranks_of, wait_for
 from xpyd_core.keys import call_mac, fleet_keys
 
-pytestmark = pytest.mark.slow  # torch is imported four times
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # torch is imported four times
 _log = logging.getLogger(__name__)
 STREAMS = 8
 BODY = {"model": "demo", "prompt": "The", "max_tokens": 400, "temperature": 0, "ignore_eos": True}

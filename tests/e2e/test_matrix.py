@@ -19,7 +19,7 @@ from tests.e2e.faults import KINDS, Faults, draw
 from tests.e2e.oracle import Case, load
 from tests.e2e.wired import MODES, TRANSPORTS, Way, Wired, wired
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 SEED = 20_261_121
 REQUESTS = 200

@@ -19,7 +19,7 @@ from bench.engine.peer import peer_environment
 from bench.environments import NotHere, cache, environment
 from tests.e2e.harness import DEMO_MODEL, Fleet, fleet
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 GUIDELLM = "0.8.1"
 INSTALL_S = 900.0
 # vLLM alone needs half a minute of processor time to start.

@@ -144,6 +144,7 @@ BALANCE = '--eplb-config={"num_redundant_experts": 1, "window_size": 8, "step_in
         pytest.param((2, 2), 1, marks=pytest.mark.soak, id="tp2pp2"),
     ],
 )
+@pytest.mark.long
 def test_greedy_tokens_are_those_of_transformers_while_experts_move(
     tmp_path: Path, layout: Layout, replicas: int
 ) -> None:
@@ -201,6 +202,7 @@ EXPERT_PAIRS: list[tuple[Replicas, Replicas]] = [
         for number, (p, d) in enumerate(EXPERT_PAIRS)
     ],
 )
+@pytest.mark.long
 def test_kv_goes_between_engines_with_whole_experts(
     tmp_path: Path, p: Replicas, d: Replicas
 ) -> None:
@@ -234,6 +236,7 @@ spec:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_pool_of_a_local_fleet_has_whole_experts_where_its_document_says_so(
     tmp_path: Path,
 ) -> None:
@@ -289,6 +292,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("mode", "transport"), WAYS)
+@pytest.mark.long
 def test_ranks_send_in_every_mode_by_every_transport(
     tmp_path: Path, mode: str, transport: str
 ) -> None:

@@ -21,7 +21,7 @@ import pytest
 
 from tests.e2e.harness import Fleet, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 TOKENS_IN = TOKENS_OUT = 1024
 PER_SECOND = 3.0

@@ -45,6 +45,7 @@ def start_pods(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_kv_moves_between_replicas_of_any_pod_and_a_killed_pod_fails_no_request(
     tmp_path: Path, cases: list[Case]
 ) -> None:
@@ -74,6 +75,7 @@ def test_kv_moves_between_replicas_of_any_pod_and_a_killed_pod_fails_no_request(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_replicas_that_share_experts_between_pods_write_as_transformers_and_fall_together(
     tmp_path: Path,
 ) -> None:

@@ -69,6 +69,7 @@ def test_greedy_tokens_are_those_of_one_process_and_each_replica_is_used(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_replica_of_d_fails_no_request_and_moves_kv_again(
     tmp_path: Path, cases: list[Case]
 ) -> None:

@@ -154,6 +154,7 @@ def test_zero_filled_kv_changes_the_answer(
     assert answer != case.ids
 
 
+@pytest.mark.long
 def test_a_stalled_transfer_is_recomputed_and_its_late_kv_refused(
     one_p: Fleet, with_d: Callable[..., Process], cases: list[Case]
 ) -> None:

@@ -25,6 +25,7 @@ CASES = 12
         pytest.param("nixl", "nixl", marks=needs_nixl),
     ],
 )
+@pytest.mark.long
 def test_greedy_tokens_are_those_of_one_process(
     tmp_path: Path, cases: list[Case], asked: str, taken: str
 ) -> None:

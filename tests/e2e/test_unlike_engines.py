@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.harness import Fleet, empty_fleet
 from tests.e2e.oracle import Case
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 CASES = 6
 KEYLESS = {"XPYD_KV_KEY_FILE": ""}
 SHORT_WAIT = ("--kv-wait-seconds", "1")

@@ -18,7 +18,7 @@ import pytest
 from bench.environments import NotHere, cache, environment
 from tests.e2e.harness import Fleet, empty_fleet, http, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 VERSION = "0.1.17"
 PORT, DISCOVERY_PORT, METRICS_PORT = 10004, 30002, 10003
 INSTALL_S = 300.0

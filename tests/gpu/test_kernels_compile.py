@@ -133,6 +133,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         pytest.param(torch.float32, 256, None, marks=pytest.mark.soak),
     ],
 )
+@pytest.mark.long
 def test_a_layer_compiles(
     compiled: tuple[Any, dict[str, Any]], dtype: torch.dtype, dim: int, window: int | None
 ) -> None:
@@ -168,6 +169,7 @@ def test_a_layer_compiles(
         pytest.param(64, 256, 64, torch.float32, marks=pytest.mark.soak),
     ],
 )
+@pytest.mark.long
 def test_a_decode_compiles_for_as_many_parts_and_heads_of_a_kv_head_as_there_are(
     compiled: tuple[Any, dict[str, Any]], group: int, dim: int, splits: int, dtype: torch.dtype
 ) -> None:
@@ -225,6 +227,7 @@ def test_the_update_behind_a_step_compiles(
         pytest.param(4096, torch.float32, marks=pytest.mark.soak),
     ],
 )
+@pytest.mark.long
 def test_experts_compile_for_tiles_of_each_size(
     compiled: tuple[Any, dict[str, Any]], rows: int, dtype: torch.dtype
 ) -> None:
@@ -284,6 +287,7 @@ def test_steps_of_other_sizes_run_what_was_compiled_for_tiles_of_the_same_size(
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("ranks", "size_kib"), [(2, 8192), (4, 16), (4, 512), (6, 256), (8, 8192)])
+@pytest.mark.long
 def test_the_all_reduce_compiles_and_orders_what_other_gpus_see(
     compiled: tuple[Any, dict[str, Any]], ranks: int, size_kib: int, dtype: torch.dtype
 ) -> None:

@@ -142,6 +142,7 @@ def _fuzz(transport: str, mode: str, folder: Path, seed: int, seconds: float) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("transport", "mode"), WAYS)
+@pytest.mark.long
 def test_a_second_of_bad_ds_costs_a_p_their_connections_and_prompts_and_nothing_else(
     transport: str, mode: str, tmp_path: Path
 ) -> None:

@@ -248,6 +248,7 @@ of_scenarios = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenari
 
 
 @of_scenarios
+@pytest.mark.long
 def test_a_crash_behind_a_write_leaves_the_same_objects(scenario: Scenario) -> None:
     # Scenarios begin with writes of the same kinds: each has others of them.
     check(scenario, first=1 + SCENARIOS.index(scenario) % SOME, step=SOME)

@@ -219,6 +219,7 @@ async def calm(api: FakeApi) -> None:
         pytest.param(True, id="that die"),
     ],
 )
+@pytest.mark.long
 def test_the_objects_are_those_of_a_fine_day_and_the_writes_not_many_more(*, kills: bool) -> None:
     check(1, kills=kills)
 

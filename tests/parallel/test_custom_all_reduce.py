@@ -84,6 +84,7 @@ def sums(seat: Seat) -> int:
     "world",
     [2, 4, pytest.param(6, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)],
 )
+@pytest.mark.long
 def test_sums_are_those_of_float32_in_the_order_of_ranks_on_each(world: int) -> None:
     assert run_ranks(sums, world) == [len(TURNS)] * world
 

@@ -83,7 +83,7 @@ def test_all_parts_run_once_and_each_is_shown_whole(tmp_path: Path) -> None:
         "lint type imports",
         "setup",
         "test-agents",
-        f"test-all WORKERS={len(os.sched_getaffinity(0)) + 1}",
+        f"test-all WORKERS={len(os.sched_getaffinity(0))}",
         "test-cluster ONLY=changes",
         "test-cluster ONLY=node and not changes",
         "test-cluster ONLY=not node",

@@ -131,6 +131,7 @@ def judge(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.long
 def test_a_thousand_requests_among_failing_engines_are_all_answered_right(
     tmp_path: Path, processes: int
 ) -> None:

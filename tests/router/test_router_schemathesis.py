@@ -63,12 +63,14 @@ def judge(fleet: Fleet, *, examples: int, phases: str, request_timeout_s: int = 
             assert fleet.router.metric(name) > examples // 4, fleet.router.metrics()
 
 
+@pytest.mark.long
 def test_a_router_answers_as_its_document_says(tmp_path: Path) -> None:
     with fleet_with(tmp_path, "p-0", "d-0", SPARE) as fleet:
         judge(fleet, examples=5, phases="examples,coverage,fuzzing")
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_so_does_one_with_real_engines(tmp_path: Path) -> None:
     with fleet_with(tmp_path, SPARE) as fleet:
         # Chats without a limit use the context up.

@@ -289,6 +289,7 @@ def test_closing_ends_the_threads_frees_the_memory_and_refuses_more() -> None:
         made.generate("The")
 
 
+@pytest.mark.long
 def test_an_llm_that_nobody_holds_any_more_is_closed() -> None:
     before = own_threads()
     made = make_llm()
@@ -320,6 +321,7 @@ def test_closing_under_a_running_generate_ends_it() -> None:
     assert "closed" in str(failures[0])
 
 
+@pytest.mark.long
 def test_a_program_that_does_not_close_ends_by_itself_and_shows_its_progress() -> None:
     code = (
         "from xpyd_worker import LLM, SamplingParams\n"
