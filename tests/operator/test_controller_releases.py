@@ -350,6 +350,16 @@ def test_so_many_fleets_at_a_time_take_a_new_image() -> None:
     run(test)
 
 
+def test_a_status_that_was_not_written_at_once_still_has_its_event() -> None:
+    async def test(api: FakeApi) -> None:
+        api.faults.append(Fault("PATCH", "inferencefleets/chat/status$", 409, times=1))
+        api.add(fleet())
+        async with replica(api):
+            await until(lambda: events(api, "Created"), what="the pools are told")
+
+    run(test)
+
+
 def test_a_fleet_says_that_it_takes_new_images_before_it_has_a_pod_of_them() -> None:
     """An operator that is killed between the two is followed by one that counts the place."""
 

@@ -369,16 +369,18 @@ class Reconciler:
         if wait_s > 0:
             return wait_s
         history.pace.wrote(time)
-        due = [one for one in events(found.before, found.after) if history.posted.is_new(one, time)]
+        due = events(found.before, found.after)
         for decision in (one for one in due if one.is_decision):
-            await self._poster.post_now(state.document, decision)
+            if history.posted.is_new(decision, time):
+                await self._poster.post_now(state.document, decision)
         # With the uid: another fleet may have the name by now.
         patch = {"metadata": {"uid": state.uid}, "status": merge_patch(found.before, found.after)}
         after = await self._api.patch(FLEET, key.namespace, key.name, patch, sub="status")
         after = trim(FLEET, after)
         self._cache.put(FLEET, after)
         for event in (one for one in due if not one.is_decision):
-            self._poster.post(after, event)
+            if history.posted.is_new(event, time):
+                self._poster.post(after, event)
         return None
 
     async def _report_pools(
