@@ -4,6 +4,7 @@ transformers, and what happens to one of them happens to all."""
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import re
@@ -134,6 +135,53 @@ def test_the_instance_falls_with_a_rank_of_any_replica(
     assert worker.process.wait(WAIT_S) == status
     assert re.search(rf"the instance ended: rank 1 \(.*\) {how}", worker.log.read_text())
     assert not any(map(is_alive, ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_others_go_on_without_a_rank_of_a_replica(
+    tmp_path: Path, model: Path, number: signal.Signals, tensor: int
+) -> None:
+    """All replicas have a request; the lost one's fails, the others' texts are as without a loss;
+    then it comes again."""
+    replicas, lost = (3, 1) if tensor == 1 else (2, 1)
+    body = LONG | {"max_tokens": 600, "temperature": 0}
+    short = body | {"stream": False, "max_tokens": 24}
+    layout = ("-dp", str(replicas), "-tp", str(tensor), EXPERT, "--on-rank-loss", "continue")
+    with started(tmp_path, "--model", str(model), *layout) as worker, ExitStack() as stack:
+        ranks = worker.ranks()
+        worker.client.timeout = 300
+        expected = worker.client.post(PATH, json=short).json()["choices"]
+        lines = [stream(worker, stack, replica, 600) for replica in range(replicas)]
+        begun_s = time.monotonic()
+        os.kill(ranks[lost * tensor], number)
+        with ThreadPoolExecutor(replicas) as pool:
+            rest = list(pool.map(list, lines))
+        _log.info("%s: over after %.1f s", number.name, time.monotonic() - begun_s)
+        assert "replica_lost" in "".join(rest[lost])
+        whole = worker.client.post(PATH, json=body | {"stream": False}).json()["choices"][0]["text"]
+        for replica in set(range(replicas)) - {lost}:
+            text = "".join(map(written, rest[replica]))
+            assert [line for line in rest[replica] if line][-1] == "data: [DONE]"
+            assert len(text) > 100
+            assert whole.endswith(text)
+        wait_until(lambda: by_replica(worker, "up") == [1.0] * replicas)
+        assert by_replica(worker, "restarts_total")[lost] == 1
+        for replica in range(replicas):
+            headers = {"X-data-parallel-rank": str(replica)}
+            answered = worker.client.post(PATH, json=short, headers=headers)
+            assert answered.json()["choices"] == expected
+        assert worker.process.poll() is None
+
+
+def written(line: str) -> str:
+    """The text of a line of a stream."""
+    data = line.removeprefix("data: ")
+    if not data.startswith("{"):
+        return ""
+    return "".join(one["text"] for one in json.loads(data).get("choices", ()))
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from xpyd_worker.engine.request import EngineOutput, EngineRequest, EngineStats,
 from xpyd_worker.kv.engine import Kv
 from xpyd_worker.load.engine import LoadedEngine
 from xpyd_worker.load.replicas import ReplicatedEngine
-from xpyd_worker.ranks.loss import Loss
+from xpyd_worker.ranks.loss import Loss, RankLostError
 from xpyd_worker.replicas.lock_step import FinishCheck, LockStep, Member, Reduce
 
 DEADLINE_S = 20.0
@@ -46,28 +46,45 @@ class Forwards:
         self._changed = threading.Condition()
         self._meeting = 0
         self._gone: set[int] = set()
+        self._epoch = self._base = 0
+        self._broken: dict[int, tuple[int, frozenset[int]]] = {}
 
-    def launch(self, replica: int, resize: Resize | None) -> int:
-        """The number of its forward."""
+    def launch(self, replica: int, resize: Resize | None) -> tuple[int, int]:
+        """The number of its forward, among those that no loss has ended."""
         self.hold(replica)
         with self._changed:
             if resize is not None:
                 self._resize(replica, resize)
             self.launched[replica] += 1
             self._changed.notify_all()
-            return self.launched[replica]
+            return self.launched[replica], self._epoch
 
     def _resize(self, replica: int, resize: Resize) -> None:
         """All come with the same forward, behind as many as any other has made."""
         if resize.meeting > self._meeting:
             self._meeting = resize.meeting
-            in_step = {self.launched[one] for one in self.there}
-            assert len(in_step) == 1, self.launched
-            kept = [self.launched[one] for one in self.there]
-            more = max(0, resize.replicas - len(kept))
-            self.launched, self._gone = kept + list(in_step) * more, set()
-        if replica >= resize.replicas:
+            if resize.is_repair:
+                self._epoch += 1
+                self._base = max(self.launched)
+                self._gone |= {*range(len(self.launched))} - {*resize.replicas}
+            else:
+                in_step = {self.launched[one] for one in self.there}
+                assert len(in_step) == 1, self.launched
+                more = max(0, max(resize.replicas) + 1 - len(self.launched))
+                self.launched += [0] * more
+                for one in {*resize.replicas} - {*self.there[: len(self.there) - more]}:
+                    self.launched[one] = max(in_step)
+                self._gone -= {*resize.replicas}
+        if resize.is_repair:
+            self.launched[replica] = self._base
+        if replica not in resize.replicas:
             self._gone.add(replica)
+
+    def lose(self, replica: int, unlucky: frozenset[int]) -> None:
+        """It makes no forward any more; `unlucky` ones do not get all of its last one."""
+        with self._changed:
+            self._broken[self._epoch] = (self.launched[replica] + 1, unlucky)
+            self._changed.notify_all()
 
     @property
     def there(self) -> list[int]:
@@ -77,14 +94,25 @@ class Forwards:
     def _slowest(self) -> int:
         return min(self.launched[one] for one in self.there)
 
-    def meet(self, number: int) -> None:
-        """Wait until all have launched that one."""
+    def meet(self, number: int, epoch: int, replica: int) -> bool:
+        """Wait until all have launched that one; False where it broke."""
+
+        def broke() -> bool:
+            first, unlucky = self._broken.get(epoch, (number + 2, frozenset()))
+            return number >= first or (number + 1 == first and replica in unlucky)
+
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_over or self._slowest() >= number, self._deadline_s
+                lambda: (
+                    self._is_over or broke() or epoch < self._epoch or self._slowest() >= number
+                ),
+                self._deadline_s,
             )
-            if self._slowest() < number:
+            if broke():
+                return False
+            if epoch == self._epoch and self._slowest() < number:
                 raise RuntimeError(f"forward {number} hangs: {self.launched} were launched")
+        return True
 
     def end(self) -> None:
         """The ranks are killed."""
@@ -98,11 +126,16 @@ class Met:
     """A forward under way."""
 
     executor: MetExecutor
-    number: int
+    number: tuple[int, int]
     running: Running
 
     def wait(self) -> StepOutput:
-        self.executor.forwards.meet(self.number)
+        executor, number = self.executor, self.number
+        while not executor.forwards.meet(*number, executor.replica):
+            executor.check_lost()
+            repair = executor.await_repair()
+            number = executor.forwards.launch(executor.replica, repair)
+            executor.made_again += 1
         self.executor.under_way -= 1
         return self.running.wait()
 
@@ -115,8 +148,15 @@ class MetExecutor:
         self.depth, self.draws_ahead = inner.depth, inner.draws_ahead
         self.dummies = self.under_way = self.most_under_way = 0
         self.forwards, self.replica = forwards, replica
+        self.await_repair: Callable[[], Resize] = lambda: Resize(0, ())
+        self.is_lost, self.made_again = False, 0
+
+    def check_lost(self) -> None:
+        if self.is_lost:
+            raise RankLostError("a rank was ended by SIGKILL")
 
     def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
+        self.check_lost()
         if step.sequences:
             running = self.inner.launch(step, layer_done)
         else:
@@ -164,18 +204,22 @@ class World:
     """What ReplicatedEngine has of the ranks' world."""
 
     def __init__(self, replicas: int) -> None:
-        self.replicas, self.meeting = replicas, 0
+        self.replicas, self.meeting = tuple(range(replicas)), 0
 
-    def begin(self, replicas: int) -> int:
+    def begin(self, replicas: tuple[int, ...]) -> int:
         self.meeting += 1
         self.replicas = replicas
         return self.meeting
+
+    def without(self, replica: int) -> int | None:
+        left = tuple(one for one in self.replicas if one != replica)
+        return self.begin(left) if replica else None
 
     def admit(self) -> None:
         """Those that come are in it."""
 
     def leave(self, replicas: int) -> None:
-        assert replicas == self.replicas
+        assert all(one < replicas for one in self.replicas)
 
 
 class Instance:
@@ -188,12 +232,17 @@ class Instance:
         depth: int = 1,
         reduce: Callable[[Reduce], Reduce] = lambda reduce: reduce,
         deadline_s: float = DEADLINE_S,
+        outlives: bool = False,
     ) -> None:
         """`reduce`: what a test puts around the finish check."""
         check = FinishCheck(size, deadline_s=deadline_s)
         self.fell: list[str] = []
         self.lock_step = LockStep(
-            size, clock=time.monotonic, fell=self._fall, reduce=reduce(check.reduce)
+            size,
+            clock=time.monotonic,
+            fell=self._fall,
+            reduce=reduce(check.reduce),
+            outlives=lambda replica: self.world.without(replica) if outlives else None,
         )
         self._check = check
         self.forwards = Forwards(size, deadline_s)
@@ -207,7 +256,9 @@ class Instance:
         self.lock_step._check = check
         self.world = World(size)
         self.engine = ReplicatedEngine(
-            size, self._load, self._deliver, self.lock_step, world=cast("Any", self.world)
+            *(size, self._load, self._deliver, self.lock_step),
+            world=cast("Any", self.world),
+            may_outlive=outlives,
         )
         # One after the other: their order is their number.
         for replica in self.engine.replicas:
@@ -221,6 +272,7 @@ class Instance:
             others = [one for one in self.executors if one.replica != replica]
             self.executors = sorted([*others, executor], key=lambda one: one.replica)
         inbox = Inbox() if self.world.meeting else self.inboxes[replica]
+        member = self.lock_step.member(replica)
         core = EngineCore(
             cast("Any", executor),
             pool=BlockManager(BLOCKS, block_size=BLOCK, enable_prefix_caching=True),
@@ -228,8 +280,9 @@ class Instance:
             config=limits,
             rules=StopRules((EOS,), MODEL_LEN),
             deliver=deliver,
-            lock_step=self.lock_step.member(replica),
+            lock_step=member,
         )
+        executor.await_repair = member.await_repair
         return cast("LoadedEngine", Engine(core))
 
     @property
@@ -254,6 +307,17 @@ class Instance:
         over: Future[None] = Future()
         over.set_result(None)
         return self.engine.scale(size, drain_s=drain_s, let_go=lambda _: over)
+
+    def lose(self, replica: int, unlucky: frozenset[int] = frozenset()) -> None:
+        """A rank of it is killed."""
+        loaded = cast("Any", self.engine.replicas[replica].loaded)
+        executor = next(one for one in self.executors if one.replica == replica)
+        executor.is_lost = True
+        loaded.loss = Loss("a rank was ended by SIGKILL", 11)
+        self.forwards.lose(replica, unlucky)
+        if not self.lock_step.lose(replica):
+            self.lock_step.fail("a rank was ended by SIGKILL")
+            self._fall("a rank was ended by SIGKILL")
 
     def _fall(self, text: str) -> None:
         """As the ranks' world does."""

@@ -277,7 +277,7 @@ def test_a_failure_in_the_change_ends_all(replicas: int, replica: int) -> None:
     with running(2) as instance:
         launch = instance.forwards.launch
 
-        def fails(number: int, resize: Resize | None) -> int:
+        def fails(number: int, resize: Resize | None) -> tuple[int, int]:
             if resize is not None and number == replica:
                 raise StepFailed("no experts")
             return launch(number, resize)
@@ -297,10 +297,92 @@ def test_an_engine_that_ended_before_the_change_is_seen_by_it(
     lock_step = LockStep(1, clock=lambda: 0.0, fell=lambda _: None)
     lock_step.member(1).failed("it ended")
     with pytest.raises(OutOfStepError, match="replica 1 of the instance failed: it ended"):
-        lock_step.resize(1, 2)
+        lock_step.resize(1, (0, 1))
 
 
-def _raise(error: Exception) -> None:
+@pytest.mark.parametrize("seed", seeds(6, 40))
+def test_the_others_go_on_without_a_lost_replica_and_it_comes_again(seed: int) -> None:
+    rng = random.Random(seed)
+    lost = rng.choice([1, 2])
+    with running(3, outlives=True) as instance:
+        tokens = {n: rng.choice([0, 40, 200]) for n in range(3)}
+        names = {n: f"r{n}" for n, count in tokens.items() if count}
+        for n, name in names.items():
+            instance.submit(name, replica=n, tokens=tokens[n])
+        forwards = rng.randrange(60) if names else 0
+        instance.until(lambda: instance.forwards.launched[0] >= min(forwards, max(tokens.values())))
+        instance.lose(lost, frozenset(rng.sample([0, 3 - lost], rng.randrange(3))))
+        others = [name for n, name in names.items() if n != lost]
+        instance.until_finished(*names.values())
+        instance.assert_as_alone(*others)
+        if lost in names and instance.outputs[names[lost]][-1].error:
+            assert instance.outputs[names[lost]][-1].error_kind == "replica_lost"
+        instance.until(lambda: instance.engine.replicas[lost].restarts == 1)
+        assert [one.replica for one in instance.members] == [0, 3 - lost, lost]
+        for replica in range(3):
+            instance.submit(f"again {replica}", replica=replica, tokens=30)
+        again = [f"again {replica}" for replica in range(3)]
+        instance.until_finished(*again)
+        instance.assert_as_alone(*again)
+        instance.until_idle()
+        assert not instance.fell
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_another_is_lost_while_one_comes_again(is_started: bool) -> None:
+    """The one that comes began with a change that is no more: it tries anew."""
+    with running(3, outlives=True) as instance:
+        load, losses = instance.engine._load_one, [2]
+
+        def load_and_lose(*args: Any) -> LoadedEngine:
+            loaded = load(*args)
+            if losses and not is_started:
+                instance.lose(losses.pop())
+            return loaded
+
+        def begin_and_lose(*args: Any) -> None:
+            if losses and is_started:
+                instance.lose(losses.pop())
+            resize(*args)
+
+        resize, instance.lock_step.resize = instance.lock_step.resize, begin_and_lose
+        instance.engine._load_one = load_and_lose
+        instance.submit("a", replica=0, tokens=400)
+        instance.until(lambda: "a" in instance.outputs)
+        instance.lose(1)
+        instance.until_finished("a")
+        instance.assert_as_alone("a")
+        instance.until(lambda: [one.restarts for one in instance.engine.replicas] == [0, 1, 1])
+        for replica in range(3):
+            instance.submit(f"b{replica}", replica=replica, tokens=30)
+        instance.until_finished("b0", "b1", "b2")
+        instance.assert_as_alone("b0", "b1", "b2")
+        assert not instance.fell
+
+
+def test_replicas_do_not_come_or_go_while_one_is_lost() -> None:
+    with running(2, outlives=True) as instance:
+        instance.engine._load_one = lambda *_: _raise(UserError("no memory"))
+        instance.lose(1)
+        with pytest.raises(UserError, match="try again when it has"):
+            instance.scale(3)
+        instance.submit("a", replica=0)
+        instance.until_finished("a")
+        instance.assert_as_alone("a")
+
+
+def test_the_instance_falls_where_the_others_cannot_go_on() -> None:
+    """The first replica has the store of all ranks."""
+    with running(2, outlives=True) as instance:
+        instance.submit("a", replica=1, tokens=300)
+        instance.until(lambda: "a" in instance.outputs)
+        instance.lose(0)
+        instance.until(lambda: instance.engine.loss is not None, may_fall=True)
+        instance.until_finished("a")
+        assert instance.fell[0] == "a rank was ended by SIGKILL"
+
+
+def _raise(error: Exception) -> Any:
     raise error
 
 

@@ -24,6 +24,7 @@ POD = PodEnv(
     kv_key_file=Path("key"),
     instance="demo-decode-0",
 )
+CONTINUE = ("--on-rank-loss", "continue", "-dp", "2", "--enable-expert-parallel")
 
 
 def config(*flags: str, env: PodEnv = POD) -> WorkerConfig:
@@ -126,6 +127,11 @@ def test_http_does_not_take_a_port_of_the_ranks(port: int) -> None:
             ("--enable-elastic-ep", "--enable-expert-parallel", "--enable-eplb"),
             "leave out --enable",
         ),
+        (CONTINUE[:4], "continue: replicas that share experts .* and --enable-expert-parallel"),
+        ((*CONTINUE[:2], CONTINUE[-1]), "continue: .* give --data-parallel-size from 2 on"),
+        ((*CONTINUE, "-pp", "2"), "continue: only without stages"),
+        ((*CONTINUE, "--role", "Decode"), "continue: give --role Aggregated, not Decode"),
+        ((*CONTINUE, "--enable-eplb"), "continue: experts do not move then"),
         (("-dp", "2", "--kv-port", "65533"), "--kv-port 65533: the KV of 2 ranks takes 4 ports"),
         (("-dp", "2", "--kv-advertise", "10.0.0.1:65533"), "--kv-advertise: .* from 65533 on"),
     ],
@@ -197,6 +203,7 @@ def test_a_pod_has_whole_replicas_as_the_group_or_the_flags_say(
         (GROUP, ("-dp", "4", "-dpr", "0"), "start-rank 0: LWS_WORKER_INDEX 1 begins at 2"),
         (GROUP, ("-dp", "3"), "LWS_GROUP_SIZE: 2 pods for 3 replicas"),
         (GROUP, ("-dp", "2", "--enable-elastic-ep"), "in one pod, not in 2"),
+        (GROUP, CONTINUE, "continue: replicas of one pod go on, not of 2"),
     ],
 )
 def test_pods_whose_numbers_cannot_be_are_refused(

@@ -20,6 +20,7 @@ from xpyd_worker.engine.request import Policy
 from xpyd_worker.engine.speculation import SpeculativeConfig
 
 Role = Literal["Prefill", "Decode", "Aggregated"]
+OnRankLoss = Literal["end", "continue"]
 # Each divides the larger ones, so that any P fits any D.
 BLOCK_SIZES = (8, 16, 32, 64)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -100,6 +101,8 @@ class WorkerConfig:
     """Replicas of the engine, each with a copy of the model, behind one endpoint."""
     enable_elastic_ep: bool = False
     """Whether replicas may come and go while it serves."""
+    on_rank_loss: OnRankLoss = "end"
+    """What replicas that share experts do where a rank of one is lost (ADR 0129)."""
     replica: int = 0
     """The number of the replica that this is the configuration of."""
     custom_all_reduce: bool = True
@@ -184,7 +187,8 @@ class WorkerConfig:
             pipeline=self.pipeline_parallel_size,
             has_whole_experts=self.enable_expert_parallel,
             redundant_experts=None if self.eplb is None else self.eplb.num_redundant_experts,
-            is_elastic=self.enable_elastic_ep and self.enable_expert_parallel,
+            is_elastic=(self.enable_elastic_ep and self.enable_expert_parallel)
+            or self.outlives_replicas,
         )
 
     @property
@@ -214,6 +218,11 @@ class WorkerConfig:
     def in_lock_step(self) -> bool:
         """Whether replicas, present or to come, share experts: all make the same forwards."""
         return self.has_replicas and self.enable_expert_parallel
+
+    @property
+    def outlives_replicas(self) -> bool:
+        """Whether replicas that share experts go on where one of them is lost."""
+        return self.in_lock_step and self.on_rank_loss == "continue"
 
     @property
     def has_ranks(self) -> bool:

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 from xpyd_core.errors import UserError
 from xpyd_core.keys import check_keys_given
-from xpyd_core.parallel.checks import DATA, ELASTIC, EPLB, EXPERT, PIPELINE, RPC_PORT, TENSOR
+from xpyd_core.parallel.checks import (
+    DATA,
+    ELASTIC,
+    EPLB,
+    EXPERT,
+    ON_LOSS,
+    PIPELINE,
+    RPC_PORT,
+    TENSOR,
+)
 from xpyd_core.parallel.ranks import kv_ports
 from xpyd_core.request_id import is_dialable
 from xpyd_kv.transport.settings import MAX_LINKS, check_encrypted
@@ -150,6 +159,7 @@ def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             f"{ELASTIC}: experts of replicas that come and go do not move; leave out {EPLB}",
             not (config.enable_elastic_ep and config.eplb is not None),
         ),
+        *_loss_checks(config),
         (
             f"--kv-port {config.kv_port}: the KV of {ranks} ranks takes {len(ports)} ports from "
             "it on, up to 65535",
@@ -165,6 +175,26 @@ def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             f"{ports.stop - 1}; give another one, or another --kv-port",
             not config.has_ranks or config.role != "Decode" or config.port not in ports,
         ),
+    ]
+
+
+def _loss_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
+    if config.on_rank_loss != "continue":
+        return []
+    asked = f"{ON_LOSS} continue"
+    return [
+        (
+            f"{asked}: replicas that share experts go on without another; give {DATA} from 2 on "
+            f"and {EXPERT}",
+            config.in_lock_step,
+        ),
+        (
+            f"{asked}: only without stages, not with {PIPELINE} {config.pipeline_parallel_size}",
+            config.pipeline_parallel_size == 1,
+        ),
+        (f"{asked}: give --role Aggregated, not {config.role}", not config.moves_kv),
+        (f"{asked}: experts do not move then; leave out {EPLB}", config.eplb is None),
+        (f"{asked}: replicas of one pod go on, not of {config.pods}", config.pods == 1),
     ]
 
 

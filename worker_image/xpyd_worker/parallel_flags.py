@@ -10,6 +10,7 @@ from xpyd_core.parallel.checks import (
     EXPERT,
     HEADLESS,
     LOCAL,
+    ON_LOSS,
     PIPELINE,
     RPC_PORT,
     SHORT_NAMES,
@@ -87,6 +88,13 @@ PARALLEL_FLAGS = (
         "port before the KV port)",
     ),
     flag(ELASTIC, action="store_true", help="replicas may come and go: POST /scale_elastic_ep"),
+    flag(
+        ON_LOSS,
+        choices=("end", "continue"),
+        default=WorkerConfig.on_rank_loss,
+        help="where replicas share experts and a rank of one is lost: end ends the instance, "
+        "continue lets the others go on until it has come again (default: %(default)s)",
+    ),
     flag(
         "--disable-custom-all-reduce",
         programs=BOTH,

@@ -76,6 +76,11 @@ class LockStep(Protocol):
         """What the next forward tells the ranks: replicas come or go with it."""
         ...
 
+    def await_repair(self) -> Resize:
+        """The forward broke because another replica is lost: what ranks make it again with. Waits
+        until that is known."""
+        ...
+
     def end_iteration(self, *, waiting: int, running: int, is_dummy: bool) -> None:
         """A forward of the wave was launched, a step's or a dummy; the replica has so many
         requests. May wait for the others; raises where they do not come."""

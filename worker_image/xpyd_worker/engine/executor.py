@@ -143,11 +143,14 @@ class ScheduledSequence:
 
 
 class Resize(NamedTuple):
-    """Ranks are to share their experts over so many replicas. `meeting`: its number among all such
-    changes, from 1 on."""
+    """Ranks are to share their experts with the ranks of `replicas`, in this order. `meeting`: its
+    number among all such changes, from 1 on. `is_repair`: behind the loss of a replica, which may
+    have left any of their groups unusable. `is_again`: the last step is made again, it broke."""
 
     meeting: int
-    replicas: int
+    replicas: tuple[int, ...]
+    is_repair: bool = False
+    is_again: bool = False
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from xpyd_kv.ranks.engine import RankedEngine, RankedMemory
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import Deliver, EngineCore, LockStep
+from xpyd_worker.engine.executor import Resize
 from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.open_requests import StopRules
 from xpyd_worker.engine.request import EngineStats, SchedulerConfig
@@ -166,7 +167,12 @@ def load(
             config,
             folder,
             model_config,
-            lambda: load_ranks(config, logs, incarnation, world, pods),
+            lambda: load_ranks(
+                *(config, logs, incarnation, world, pods),
+                await_repair=lock_step.await_repair
+                if lock_step is not None and config.outlives_replicas
+                else None,
+            ),
         )
         if ready.instance is not None:
             stack.callback(ready.instance.close)
@@ -302,9 +308,11 @@ def load_ranks(
     incarnation: str,
     world: World | None = None,
     pods: Pods | None = None,
+    await_repair: Callable[[], Resize] | None = None,
 ) -> ReadyModel:
     """Start the ranks and have each load its part. UserError for what the user can mend,
-    RankLostError for the rest; no rank is left then. `world`, `pods`: see Instance."""
+    RankLostError for the rest; no rank is left then. `world`, `pods`: see Instance; `await_repair`:
+    RankedExecutor."""
     instance = Instance(config, logs=logs, incarnation=incarnation, world=world, pods=pods)
     try:
         ready = instance.start()
@@ -313,7 +321,7 @@ def load_ranks(
         raise
     first = ready[0]
     return ReadyModel(
-        executor=executor_of(config, instance, first),
+        executor=executor_of(config, instance, first, await_repair),
         dtype=first.dtype,
         cache_bytes=sum(one.cache_bytes for one in ready),
         on_gpu=first.on_gpu,
@@ -324,8 +332,14 @@ def load_ranks(
     )
 
 
-def executor_of(config: WorkerConfig, instance: Instance, first: RankReady) -> RankedExecutor:
-    """The executor of an instance that has started; `first`: what its rank 0 has."""
+def executor_of(
+    config: WorkerConfig,
+    instance: Instance,
+    first: RankReady,
+    await_repair: Callable[[], Resize] | None = None,
+) -> RankedExecutor:
+    """The executor of an instance that has started; `first`: what its rank 0 has. `await_repair`:
+    see RankedExecutor."""
     sizes = config.sizes
     return RankedExecutor(
         instance,
@@ -334,6 +348,7 @@ def executor_of(config: WorkerConfig, instance: Instance, first: RankReady) -> R
         draws_ahead=sizes.pipeline == 1 and first.depth > 1,
         encoder=StepEncoder(slot_count(config.max_num_seqs)),
         eplb=config.eplb,
+        await_repair=await_repair,
     )
 
 

@@ -145,14 +145,19 @@ def _beat(address: str, replica: Replica) -> ReplicaBeat:
     )
 
 
-def _lock_step(replicas: int, world: World) -> LockStep:
-    """The lock step of engines whose ranks are `world`: each ends with the other."""
+def _lock_step(replicas: int, world: World, *, may_outlive: bool) -> LockStep:
+    """The lock step of engines whose ranks are `world`: each ends with the other. `may_outlive`:
+    but for one replica that is lost."""
 
     def fell(text: str) -> None:
         world.lose(Loss(text, 1))
 
-    lock_step = LockStep(replicas, clock=time.monotonic, fell=fell)
+    def outlives(replica: int) -> int | None:
+        return world.without(replica) if may_outlive else None
+
+    lock_step = LockStep(replicas, clock=time.monotonic, fell=fell, outlives=outlives)
     world.tell(lambda loss: lock_step.fail(loss.text))
+    world.outlive = lock_step.lose
     return lock_step
 
 
@@ -183,13 +188,14 @@ def load_replicas(
             host = LOOPBACK if pods is None else config.host
             world = World(config.data_parallel_size, host, check)
             stack.callback(world.close)
-            lock_step = _lock_step(config.data_parallel_size, world)
+            may_outlive = config.outlives_replicas
+            lock_step = _lock_step(config.data_parallel_size, world, may_outlive=may_outlive)
 
         def load_one(replica: int, deliver: Deliver, incarnation: str) -> LoadedEngine:
             # As many as there are now, or one of those to come: GPUs and cores are counted by it,
             # and KV ports. Its parts of buffer and pool are as large as those of the first.
             least = max(config.data_parallel_size, replica + 1)
-            size = least if world is None else world.replicas
+            size = least if world is None else len(world.replicas)
             check_config(replace(config, data_parallel_size=size))
             return load(
                 replace(config.of_replica(replica), data_parallel_size=size),
@@ -206,7 +212,8 @@ def load_replicas(
             )
 
         engine = ReplicatedEngine(
-            config.data_parallel_size, load_one, deliver, lock_step, changed, world
+            *(config.data_parallel_size, load_one, deliver, lock_step, changed, world),
+            may_outlive=config.outlives_replicas,
         )
         engine.load()
         on_error.pop_all()

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -83,8 +84,11 @@ class ReplicatedEngine:
         lock_step: LockStep | None = None,
         changed: Callable[[], None] = lambda: None,
         world: World | None = None,
+        *,
+        may_outlive: bool = False,
     ) -> None:
-        """`lock_step`, `world`: where the replicas share experts. It owns the first from now on."""
+        """`lock_step`, `world`: where the replicas share experts. It owns the first from now on.
+        `may_outlive`: these go on where one of them is lost, and it comes again (ADR 0129)."""
         self.replicas = [Replica(number) for number in range(size)]
         self.kv = ReplicatedKv(
             lambda: [one.loaded.kv for one in self.replicas if one.loaded is not None]
@@ -96,6 +100,9 @@ class ReplicatedEngine:
         self._deliver = deliver
         self._front_end = FrontEnd(size)
         self.lock_step, self._world = lock_step, world
+        self._outlives = lock_step is None or may_outlive
+        self._changing = nullcontext() if lock_step is None else threading.Lock()
+        """Held where replicas that share experts come or go."""
         self._lock = threading.RLock()
         """Guards who has which request: the loop submits, the engines' threads end requests. An
         engine that has ended gives its answer to a request while that is sent."""
@@ -138,7 +145,7 @@ class ReplicatedEngine:
             self.lock_step.start(self.take)
         for replica in self.replicas:
             self._start(replica)
-        if self.lock_step is None:
+        if self._outlives:
             self._keeper.start()
 
     def _start(self, replica: Replica) -> None:
@@ -169,25 +176,23 @@ class ReplicatedEngine:
         and KV have `drain_s` to end. Those that stay go on meanwhile. Returns, when it is done, how
         many requests were cut. Raises what the load of a replica raises, and nothing has changed
         then; UserError when the instance ends. Blocks; one call at a time."""
-        have = len(self.replicas)
-        if size > have:
-            self._grow([Replica(number) for number in range(have, size)])
-            return 0
-        return self._shrink(self.replicas[size:], drain_s, let_go) if size < have else 0
+        with self._changing:
+            have = len(self.replicas)
+            if self.lock_step is not None and len(self.lock_step.replicas) < have:
+                raise UserError("a replica that was lost comes again: try again when it has")
+            if size > have:
+                self._grow([Replica(number) for number in range(have, size)])
+                return 0
+            return self._shrink(self.replicas[size:], drain_s, let_go) if size < have else 0
 
     def _grow(self, more: Sequence[Replica]) -> None:
         size = len(self.replicas) + len(more)
         try:
-            if self._world is not None:
-                self._world.begin(size)
+            meeting = self._begin(more)
             self._load_all(more)
             for replica in more:
                 self._start(replica)
-            if self._world is not None and self.lock_step is not None:
-                for replica in more:
-                    replica.check_serving()
-                self._world.admit()
-                self.lock_step.resize(self._world.meeting, size)
+            self._enter(more, meeting)
             with self._lock:
                 if self._closing.is_set():
                     raise UserError("the instance ends")
@@ -198,6 +203,22 @@ class ReplicatedEngine:
             raise
         self.scalings += 1
         _log.info("%d replicas serve", size)
+
+    def _begin(self, more: Sequence[Replica]) -> int:
+        """These are to come: where all share experts, the change's number. UserError, where they
+        are too many."""
+        if self._world is None or self.lock_step is None:
+            return 0
+        return self._world.begin((*self.lock_step.replicas, *(one.number for one in more)))
+
+    def _enter(self, more: Sequence[Replica], meeting: int) -> None:
+        """Have those that are loaded make forwards with the others, where these share experts.
+        UserError, where one of these was lost meanwhile."""
+        if self._world is not None and self.lock_step is not None:
+            for replica in more:
+                replica.check_serving()
+            self._world.admit()
+            self.lock_step.resize(meeting, self._world.replicas)
 
     def _shrink(self, leaving: Sequence[Replica], drain_s: float, let_go: LetGo) -> int:
         with self._lock:
@@ -244,7 +265,8 @@ class ReplicatedEngine:
                 for replica in leaving:
                     replica.is_leaving = replica.is_closed = False
             raise UserError("requests of the replicas that leave do not end; they stay")
-        lock_step.resize(world.begin(size), size)
+        left = tuple(number for number in lock_step.replicas if number < size)
+        lock_step.resize(world.begin(left), left)
         world.leave(size)
 
     def _wait_idle(self, replicas: Sequence[Replica], end_s: float) -> bool:
@@ -311,12 +333,17 @@ class ReplicatedEngine:
         if self._age_s(replica) < pause_s(replica.losses):
             return
         try:
-            self._load(replica)
-            self._start(replica)
+            with self._changing:
+                if self.lock_step is not None:
+                    self.lock_step.await_repaired()
+                meeting = self._begin([replica])
+                self._load(replica)
+                self._start(replica)
+                self._enter([replica], meeting)
         except Exception as error:  # the thread's edge: it is tried again
-            if replica.loaded is not None:
-                replica.loaded.close(engine_s=0.0, kv_s=0.0)
-                replica.loaded = None
+            # Its KV port has to be free for the next try.
+            _close([replica], engine_s=_END_S, kv_s=_KV_CLOSE_S)
+            replica.loaded = None
             if isinstance(error, UserError | RankLostError):
                 _log.error("replica %d cannot start: %s", replica.number, error)
             else:
@@ -342,9 +369,9 @@ class ReplicatedEngine:
 
     @property
     def _serves(self) -> bool:
-        """Whether the instance does: in lock step only with all replicas."""
+        """Whether the instance does: in lock step perhaps only with all replicas."""
         found = [replica.serving is not None for replica in self.replicas]
-        return any(found) if self.lock_step is None else all(found)
+        return any(found) if self._outlives else all(found)
 
     # --- requests
 

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -86,6 +87,12 @@ class Store:
                 f"{named(missing)} did not come to {where} within {at.connect_s:g} s; "
                 f"{len(ranks)} ranks were to"
             )
+
+    def seen_as(self, rank: int) -> Store:
+        """The same, for this rank under another number."""
+        other = copy(self)
+        other.rank = rank
+        return other
 
     def part(self, name: str) -> Foreign:
         """The store with `name` before each key."""

@@ -212,6 +212,10 @@ class OpsTensorGroup:
     """See TensorGroup: the group's operators."""
 
     def __init__(self, group: GroupCoordinator) -> None:
+        self.open(group)
+
+    def open(self, group: GroupCoordinator) -> None:
+        """Be this group from now on."""
         self.rank, self.size = group.rank_in_group, group.size
         self._name = group.unique_name
 

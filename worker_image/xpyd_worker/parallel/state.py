@@ -15,6 +15,7 @@ from typing import Self
 import torch
 
 from xpyd_core.parallel.ranks import Groups, Sizes, group_of
+from xpyd_worker.engine.executor import Resize
 from xpyd_worker.kernels.gpu.reduce_shape import ReduceShape
 from xpyd_worker.parallel.api import NO_GROUP, ExpertGroup, GroupError, Part, TensorGroup
 from xpyd_worker.parallel.distributed import (
@@ -118,10 +119,14 @@ class ParallelState:
         maker: _Maker,
         hidden: HiddenSize,
         meeting: int,
+        replica: int,
     ) -> None:
         """See `open_parallel`."""
         self.part = part
         self._sizes, self._store, self._maker = sizes, store, maker
+        self._replica, self._local = replica, maker.rank % sizes.replica
+        self._replicas = () if meeting else tuple(range(sizes.data))
+        """In the order of their ranks in the groups; none before this one is there."""
         self._owned, self._across = ExitStack(), ExitStack()
         self.experts: ExpertGroup | None = None
         self._experts: OpsExpertGroup | None = None
@@ -130,15 +135,15 @@ class ParallelState:
             self.experts = self._experts = OpsExpertGroup(ranks, maker.rank, part.replicas)
         with ExitStack() as stack:
             stack.callback(self.close)
-            own = maker.make(store, sizes, _OWN, meeting, self._owned)
-            self.tensor_group, self.pipeline_group = own["tensor"], own["pipeline"]
+            self._tensor: OpsTensorGroup | None = None
+            self._open_own(meeting)
             self._groups: dict[str, GroupCoordinator] = {}
             # Where they are not in the world yet, the others do not meet them before they are.
             if not meeting:
                 self._open_across(meeting)
-            self.tensor: TensorGroup = NO_GROUP
             if part.tensor_size > 1:
-                self.tensor = OpsTensorGroup(self.tensor_group)
+                self._tensor = OpsTensorGroup(self.tensor_group)
+            self.tensor: TensorGroup = self._tensor or NO_GROUP
             self.boundary: StageBoundary | None = None
             self.feedback: StageFeedback | None = None
             if part.stages > 1:
@@ -163,26 +168,43 @@ class ParallelState:
 
     def _open_across(self, meeting: int) -> None:
         """The groups that cross replicas."""
-        self._groups = self._maker.make(self._store, self._sizes, _ACROSS, meeting, self._across)
+        store = self._store.seen_as(self._maker.rank)
+        self._groups = self._maker.make(store, self._sizes, _ACROSS, meeting, self._across)
         if self._experts is not None:
             self._experts.open(self._groups["expert"], self.part.replicas)
 
-    def resize(self, meeting: int, replicas: int) -> bool:
-        """Have so many replicas: make the groups that cross them anew. Whether this rank is in one
-        that stays. All ranks, those that come and those that go among them, call it with the same
-        numbers, between the same steps; GroupError names those that do not."""
-        before, sizes = self._sizes, replace(self._sizes, data=replicas)
-        everybody, within_s = range(max(before.world, sizes.world)), self._maker.at.connect_s
+    def resize(self, change: Resize) -> bool:
+        """Have these replicas: make the groups that cross them anew, behind the loss of one all.
+        Whether this rank is in one that stays. All ranks, those that come and those that go among
+        them, call it with the same change, between the same steps; GroupError names those that do
+        not."""
+        maker, size, within_s = self._maker, self._sizes.replica, self._maker.at.connect_s
+        there = {*change.replicas} if change.is_repair else {*self._replicas, *change.replicas}
+        everybody = [rank for one in sorted(there) for rank in range(one * size, (one + 1) * size)]
         # None waits in an old group from here on, so none can be missed there.
-        name = f"meeting-{meeting}"
+        name = f"meeting-{change.meeting}"
         if missing := self._store.roll_call(name, everybody, within_s=within_s):
             raise GroupError(f"{named(missing)} did not come to {name} within {within_s:g} s")
-        if self._maker.rank >= sizes.world:
+        if self._replica not in change.replicas:
             return False
+        self._replicas = change.replicas
         self._across.close()
-        self._sizes, self.part = sizes, replace(self.part, replicas=replicas)
-        self._open_across(meeting)
+        maker.rank = change.replicas.index(self._replica) * size + self._local
+        self._sizes = replace(self._sizes, data=len(change.replicas))
+        self.part = replace(self.part, replicas=len(change.replicas))
+        if change.is_repair:
+            self._owned.close()
+            self._open_own(change.meeting)
+        self._open_across(change.meeting)
         return True
+
+    def _open_own(self, meeting: int) -> None:
+        """The groups within the replica."""
+        store, sizes = self._store.seen_as(self._maker.rank), self._sizes
+        own = self._maker.make(store, sizes, _OWN, meeting, self._owned)
+        self.tensor_group, self.pipeline_group = own["tensor"], own["pipeline"]
+        if self._tensor is not None:
+            self._tensor.open(self.tensor_group)
 
     def close(self) -> None:
         """End all groups, the last made first. What waits in one fails."""
@@ -207,11 +229,13 @@ def open_parallel(
     hidden: HiddenSize,
     custom_all_reduce: bool = True,
     meeting: int = 0,
+    replica: int | None = None,
 ) -> ParallelState:
     """Meet the other ranks and make the groups. `layers`: of each stage (partition()); `hidden`: of
     the largest step; `custom_all_reduce`: on GPUs in addition to NCCL's, where it can be.
     `meeting`: above 0 where the other replicas are there already; the groups that cross replicas
-    are made by the `resize` of that number. Raises GroupError, naming the ranks that do not come
+    are made by the `resize` of that number. `replica`: this rank's, where `rank`, its place in the
+    groups, is not of the replica's number. Raises GroupError, naming the ranks that do not come
     within `at.connect_s`."""
     place = sizes.coordinates(rank)
     part = Part(
@@ -232,10 +256,11 @@ def open_parallel(
         dtype=hidden.dtype,
         custom_all_reduce=custom_all_reduce,
     )
-    first = place.data * sizes.replica
+    replica = place.data if replica is None else replica
+    first = replica * sizes.replica
     others = range(first, first + sizes.replica) if meeting else range(sizes.world)
-    store = Store(at, rank, others, meeting)
-    return ParallelState(part, sizes, store, maker, hidden, meeting)
+    store = Store(at, first + rank % sizes.replica, others, meeting)
+    return ParallelState(part, sizes, store, maker, hidden, meeting, replica)
 
 
 _OWN, _ACROSS = ("tensor", "pipeline"), ("world", "data", "expert")

@@ -12,11 +12,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
+from xpyd_core.errors import XpydError
 from xpyd_worker.engine.eplb import EplbConfig
-from xpyd_worker.engine.executor import Running, StepCounters, StepInput, StepOutput
+from xpyd_worker.engine.executor import Resize, Running, StepCounters, StepInput, StepOutput
 from xpyd_worker.ranks.instance import Instance
+from xpyd_worker.ranks.loss import RankLostError
 from xpyd_worker.ranks.step.encoder import StepEncoder
-from xpyd_worker.ranks.step.messages import decode_output
+from xpyd_worker.ranks.step.messages import StepMessage, decode_output, encode_step
 
 STEP_DEADLINE_S = 120.0
 """The time that ranks have for a step, as one rank has (runner): the longest step of the largest
@@ -37,8 +39,10 @@ class RankedExecutor:
         decode: Callable[[bytes], StepOutput] = decode_output,
         step_deadline_s: float = STEP_DEADLINE_S,
         eplb: EplbConfig | None = None,
+        await_repair: Callable[[], Resize] | None = None,
     ) -> None:
-        """`eplb`: how often experts are placed anew; None: never."""
+        """`eplb`: how often experts are placed anew; None: never. `await_repair`: what to tell
+        ranks whose step broke because another replica is lost; it waits until that is known."""
         self._instance = instance
         self._encoder = encoder
         self._decode = decode
@@ -56,6 +60,9 @@ class RankedExecutor:
         self.draws_ahead = draws_ahead
         self.counters = StepCounters()
         self._eplb = eplb
+        self._await_repair = await_repair
+        self._meeting = 0
+        """Of the last change that the ranks were told."""
         # Steps that ranks were given.
         self._published = 0
 
@@ -63,6 +70,8 @@ class RankedExecutor:
         """See Executor. `layer_done` is for one rank; here each calls its own sender."""
         if self._eplb is not None:
             step = replace(step, experts=self._eplb.turn(self._published + 1))
+        if step.resize is not None:
+            self._meeting = step.resize.meeting
         self._instance.publish(self._encoder.encode(step))
         self._published += 1
         if not self._steps:
@@ -113,11 +122,28 @@ class RankedExecutor:
         if rank is None:
             raise self._instance.error()
         while (response := self._instance.responses[rank].take()) is not None:
-            if response.failure is None:
+            if response.broke is not None:
+                # Several ranks may say it of one step.
+                if response.broke == self._meeting:
+                    self._make_again()
+            elif response.failure is None:
                 self._outputs.append(response.output)
             else:
                 # The judge says which of those that fail was the first; `lost_fd` follows.
                 self._instance.failed(rank, response.failure)
+
+    def _make_again(self) -> None:
+        assert self._await_repair is not None, "ranks end with the others"
+        assert len(self._steps) == 1, "without stages no other step is under way"
+        try:
+            repair = self._await_repair()._replace(is_again=True)
+        except XpydError as error:
+            raise (
+                self._instance.error() if self._instance.loss else RankLostError(str(error))
+            ) from error
+        self._meeting = repair.meeting
+        self._instance.publish(encode_step(StepMessage(self._steps[0], (), resize=repair)))
+        self._since_s = time.monotonic()
 
 
 class _RankedStep:

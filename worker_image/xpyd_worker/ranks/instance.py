@@ -119,7 +119,8 @@ class Instance:
         self.channels = [LinkChannel(rank, self._post) for rank in range(sizes.replica)]
         """The KV transfer's way to each rank, by rank."""
         self._chosen: dict[int, tuple[LayerExperts, ...]] = {}
-        self._meeting = 0 if world is None else world.join(config.replica, self)
+        self._joined = (0, 0) if world is None else world.join(config.replica, self)
+        """The meeting that it comes to, and its place there."""
 
     def rank_identity(self, rank: int) -> RankIdentity:
         """The rank as messages name it."""
@@ -173,7 +174,7 @@ class Instance:
             has_store = self._world is None or config.replica == 0
             # A pod with all of the ranks has their store, too.
             rendezvous = at if meets_others else None
-            load = Load(config, rendezvous, self._logs, self._incarnation, self._meeting)
+            load = Load(config, rendezvous, self._logs, self._incarnation, *self._joined)
 
             def spawn() -> None:
                 store = listener.fileno() if has_store else None
@@ -187,7 +188,7 @@ class Instance:
         self._tell(Meet())
         self._collect(WeightsLoaded)
         world = self._world
-        if world is not None and not self._meeting and not world.await_weights():
+        if world is not None and not self._joined[0] and not world.await_weights():
             self.settled.wait(_SETTLE_S)
             raise self.error()
         self._tell(Measure())

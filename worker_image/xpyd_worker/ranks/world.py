@@ -35,8 +35,9 @@ class Member(Protocol):
 class World:
     """The instances of so many replicas. Its maker closes it once all are loaded, or are not.
 
-    Replicas may come later: `begin` says how many there are to be, their instances join and start,
-    `admit` makes them part of it. Before that their loss is no one else's (docs/adr/0128).
+    Replicas may come later: `begin` says which there are to be, their instances join and start,
+    `admit` makes them part of it. Before that their loss is no one else's (docs/adr/0128). Where
+    `outlive` says so, those that are left go on without one that is lost (docs/adr/0129).
     """
 
     def __init__(
@@ -48,13 +49,15 @@ class World:
         """Its ranks meet at `host`. `check` raises UserError where so many replicas cannot be.
         UserError where no address can be had."""
         self._check = check
-        self.replicas = replicas
-        """That there are to be."""
+        self.replicas = tuple(range(replicas))
+        """That there are to be, in the order of their ranks."""
         self.meeting = 0
         """How often replicas were to come or go."""
         self._members: dict[int, Member] = {}
         self._joining: dict[int, Member] = {}
         self._lost: list[Callable[[Loss], None]] = []
+        self.outlive: Callable[[int], bool] = lambda _: False
+        """Whether the others go on without a replica that is lost. Its owner sets it."""
         self._lock = threading.Lock()
         self._loaded = threading.Barrier(replicas)
         self.loss: Loss | None = None
@@ -62,20 +65,32 @@ class World:
         """Of the store, which the first rank of replica 0 holds."""
         self.address: tuple[str, int] = self.listener.getsockname()[:2]
 
-    def begin(self, replicas: int) -> int:
-        """There are to be so many; the meeting's number. Those that come join it from now on.
+    def begin(self, replicas: tuple[int, ...]) -> int:
+        """There are to be these; the meeting's number. Those that come join it from now on.
         UserError, and nothing has changed, where there cannot be as many."""
-        self._check(replicas)
-        self.replicas = replicas
-        self.meeting += 1
-        self._joining = {}
-        return self.meeting
+        self._check(len(replicas))
+        with self._lock:
+            self.replicas = replicas
+            self.meeting += 1
+            self._joining = {}
+            return self.meeting
 
-    def join(self, replica: int, member: Member) -> int:
+    def without(self, replica: int) -> int | None:
+        """The others go on without one that is lost; the meeting's number. None where they cannot:
+        the first replica has the store."""
+        with self._lock:
+            if replica == 0 or self.loss is not None:
+                return None
+            del self._members[replica]
+            self.replicas = tuple(one for one in self.replicas if one != replica)
+            self.meeting += 1
+            return self.meeting
+
+    def join(self, replica: int, member: Member) -> tuple[int, int]:
         """The instance of `replica` is there, before it starts; the meeting that it is for, 0 at
-        the start of all."""
+        the start of all, and its place there."""
         (self._joining if self.meeting else self._members)[replica] = member
-        return self.meeting
+        return self.meeting, self.replicas.index(replica)
 
     def admit(self) -> None:
         """Those that joined have started: from now on the loss of each is the loss of all."""
@@ -86,7 +101,7 @@ class World:
             self._give_up(loss, of=None)
 
     def leave(self, replicas: int) -> None:
-        """The replicas behind the first so many have left the others: their end is no loss."""
+        """Those from number `replicas` on have left the others: their end is no loss."""
         with self._lock:
             self._members = {n: one for n, one in self._members.items() if n < replicas}
 
@@ -118,6 +133,11 @@ class World:
         What comes behind the first loss follows from it."""
         with self._lock:
             if self.loss is not None or (of is not None and of not in self._members):
+                return
+        if of is not None and self.outlive(of):
+            return
+        with self._lock:
+            if self.loss is not None:
                 return
             self.loss = loss
         self._loaded.abort()

@@ -48,12 +48,16 @@ class Coordinator:
     def __init__(self, replicas: int) -> None:
         self.wave = 0
         self.is_running = False
+        self._replicas: Sequence[int] = range(replicas)
         self._reports: list[Report | None] = [None] * replicas
 
-    def resize(self, replicas: int) -> None:
-        """There are so many from now on. Those that come have not reported yet."""
-        more = replicas - len(self._reports)
-        self._reports = [*self._reports[:replicas], *[None] * more]
+    def resize(self, replicas: Sequence[int]) -> None:
+        """There are these from now on. Those that come have not reported yet."""
+        self._replicas = replicas
+        have = dict(enumerate(self._reports))
+        self._reports = [
+            have.get(one) if one in replicas else None for one in range(max(replicas) + 1)
+        ]
 
     def heard(self, replica: int, report: Report) -> Sequence[int]:
         """A replica's report came."""
@@ -109,4 +113,4 @@ class Coordinator:
         that they are idle, behind the last wave that was started.
         """
         idle = Report(self.wave, is_running=False)
-        return not self.is_running and all(report == idle for report in self._reports)
+        return not self.is_running and all(self._reports[one] == idle for one in self._replicas)

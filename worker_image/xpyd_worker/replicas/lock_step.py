@@ -16,7 +16,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from xpyd_core.errors import XpydError
+from xpyd_core.errors import UserError, XpydError
 from xpyd_worker.engine.executor import Resize
 from xpyd_worker.replicas.coordinator import PUBLISH_S, Coordinator, Statistics
 from xpyd_worker.replicas.waves import ReplicaWave, Report, Vote
@@ -24,6 +24,8 @@ from xpyd_worker.replicas.waves import ReplicaWave, Report, Vote
 _log = logging.getLogger(__name__)
 CHECK_DEADLINE_S = 120.0
 """As of a step: the others are at most the steps under way behind."""
+REPAIR_DEADLINE_S = 20.0
+"""Until a rank that is stopped counts as lost, and more."""
 RESIZE_DEADLINE_S = 600.0
 """Until replicas have come or gone: 24 forwards until the check, and the one in which ranks read
 experts, whose own deadline is shorter."""
@@ -49,12 +51,15 @@ class FinishCheck:
         self._votes: list[Vote] = []
         self._checks = 0
         self._result = Vote(0, 0)
+        self._meeting = 0
         self._failure = ""
 
     def reduce(self, vote: Vote) -> Vote:
         """See Reduce."""
         with self._changed:
             check = self._checks
+            if vote.known < self._meeting:
+                return self._interrupted(vote)
             self._votes.append(vote)
             if len(self._votes) == self._replicas:
                 self._result = Vote(*map(max, zip(*self._votes, strict=True)))
@@ -62,21 +67,35 @@ class FinishCheck:
                 self._checks += 1
                 self._changed.notify_all()
             self._changed.wait_for(
-                lambda: self._checks > check or bool(self._failure), self._deadline_s
+                lambda: self._checks > check or vote.known < self._meeting or bool(self._failure),
+                self._deadline_s,
             )
             # The next check needs this vote's replica, so the result is still this one's.
             if self._checks > check:
                 return self._result
+            if vote.known < self._meeting and not self._failure:
+                return self._interrupted(vote)
             text = self._failure or (
                 f"{len(self._votes)} of {self._replicas} replicas came to the finish check within "
                 f"{self._deadline_s:g} s"
             )
             raise OutOfStepError(text)
 
+    def _interrupted(self, vote: Vote) -> Vote:
+        return Vote(1, vote.wave, known=self._meeting)
+
     def resize(self, replicas: int) -> None:
         """So many come to the next check. Behind one, and before any can come to the next."""
         with self._changed:
             self._replicas = replicas
+
+    def interrupt(self, meeting: int, replicas: int) -> None:
+        """A replica is lost: no check ends before those that are left have made this change. Who
+        waits in one goes on as if others had requests."""
+        with self._changed:
+            self._votes.clear()
+            self._replicas, self._meeting = replicas, meeting
+            self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
         """No replica waits from now on."""
@@ -103,6 +122,11 @@ class Member:
         self.failure = ""
         """Why its engine ended by itself."""
         self._is_in = True
+        self._known = 0
+        """The last change that it has made, or makes with its next forward."""
+        self._repair: tuple[Resize, int] | None = None
+        """Of it, to be made, and the wave."""
+        self._changed = threading.Condition()
 
     # --- EngineCore
 
@@ -125,17 +149,19 @@ class Member:
         resize, self.resize = self.resize, None
         if resize is not None:
             # The ranks have it, with the forward that was made.
-            if self.replica >= resize.replicas:
+            if self.replica not in resize.replicas:
                 self.leave()
             self._lock_step.resized(self.replica)
         is_news = False
         if self._is_in and self._wave.end_iteration():
             due = self._lock_step.meeting
-            vote = self._wave.vote(has_unfinished=bool(waiting or running), meeting=due)
+            has_unfinished = bool(waiting or running)
+            vote = self._wave.vote(has_unfinished=has_unfinished, meeting=due, known=self._known)
             result = self._reduce(vote)
             is_news = self._wave.settle(result)
             if result.meeting:
                 self.resize = self._lock_step.begin_resize(result)
+                self._known = self.resize.meeting
         self._set(is_news=is_news, waiting=waiting, running=running)
 
     @property
@@ -159,11 +185,41 @@ class Member:
         assert self._put is not None, "its engine runs"
 
         def entered() -> None:
-            self._is_in, self.resize = True, resize
+            self._is_in, self.resize, self._known = True, resize, resize.meeting
             self._wave.enter(wave)
             self._set(is_news=True)
 
         self._put(entered)
+
+    def repair(self, resize: Resize, wave: int) -> None:
+        """Another replica is lost. The next forward is one with those that are left, or, where one
+        broke, that made again (`await_repair`). Any thread."""
+        with self._changed:
+            self._repair = (resize, wave)
+            self._changed.notify_all()
+        if self._put is not None:
+            self._put(lambda: self._take_repair() and self._set(is_news=True))
+
+    def await_repair(self) -> Resize:
+        """A forward broke: what is to be told to the ranks, with which they make it again. On the
+        engine's thread, within it."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._repair is not None or self._lock_step.may_leave, REPAIR_DEADLINE_S
+            )
+        repair = self._take_repair()
+        if repair is None:
+            raise OutOfStepError("a step broke, and no replica is known to be lost")
+        return repair
+
+    def _take_repair(self) -> Resize | None:
+        with self._changed:
+            repair, self._repair = self._repair, None
+        if repair is None:
+            return None
+        self.resize, self._known = repair[0], repair[0].meeting
+        self._wave.enter(repair[1])
+        return self.resize
 
     def start(self, wave: int) -> None:
         """Send START_DP_WAVE `wave`. Any thread."""
@@ -177,6 +233,8 @@ class Member:
 
     def wake(self) -> None:
         """Have the engine look again whether it may leave. Any thread."""
+        with self._changed:
+            self._changed.notify_all()
         if self._put is not None:
             self._put(lambda: None)
 
@@ -197,8 +255,11 @@ class LockStep:
         clock: Callable[[], float],
         fell: Callable[[str], None],
         reduce: Reduce | None = None,
+        outlives: Callable[[int], int | None] = lambda _: None,
     ) -> None:
-        """`fell`: a replica failed, so none can go on. `reduce`: FinishCheck's where it is None."""
+        """`fell`: a replica failed, so none can go on. `reduce`: FinishCheck's where it is None.
+        `outlives`: asked for the replica, whether the others go on without it, and the number of
+        that change."""
         self._check = FinishCheck(replicas)
         self._reduce = reduce or self._check.reduce
         self.members = [Member(replica, self, self._reduce) for replica in range(replicas)]
@@ -208,10 +269,12 @@ class LockStep:
         self._begun = 0
         """The last meeting that began."""
         self._missing: set[int] = set()
+        self._gone: set[int] = set()
+        """Lost, and not come again."""
         self._resized = threading.Event()
         self._failure = ""
         self._coordinator = Coordinator(replicas)
-        self._clock, self._fell = clock, fell
+        self._clock, self._fell, self._outlives = clock, fell, outlives
         self._publish: Callable[[Statistics], None] = lambda _: None
         self._next_s = 0.0
         self._published: tuple[int, bool] | None = None
@@ -243,18 +306,22 @@ class LockStep:
 
     def member(self, replica: int) -> Member:
         """The end of a replica; a new one for each start of one that is to come."""
-        if replica < len(self.members):
-            return self.members[replica]
+        if found := [one for one in self.members if one.replica == replica]:
+            return found[0]
         coming = self._coming[replica] = Member(replica, self, self._reduce)
         coming.leave()
         return coming
 
-    def resize(self, meeting: int, replicas: int) -> None:
-        """Have so many replicas, and return when all have made a forward together. Those that come
+    def resize(self, meeting: int, replicas: tuple[int, ...]) -> None:
+        """Have these replicas, and return when all have made a forward together. Those that come
         have their engines started; those that go have no requests. OutOfStepError, where none goes
-        on any more. One call at a time."""
+        on any more; UserError, and nothing has changed, where one was lost since `meeting` was
+        begun. One call at a time."""
         with self._lock:
-            self._missing = set(range(max(replicas, len(self.members))))
+            known = {*self._coming, *(one.replica for one in self.members)}
+            if meeting < self._begun or self._due is not None or not known.issuperset(replicas):
+                raise UserError("a replica was lost meanwhile: try again when it has come again")
+            self._missing = {*replicas, *(one.replica for one in self.members)}
             self._resized.clear()
             self._due = Resize(meeting, replicas)
             failed = [one for one in self._coming.values() if one.failure]
@@ -262,11 +329,16 @@ class LockStep:
         for one in failed:
             self.failed(one, one.failure)
         if not self._resized.wait(RESIZE_DEADLINE_S):
-            text = f"the replicas have not become {replicas} within {RESIZE_DEADLINE_S:g} s"
+            text = f"the replicas have not become {len(replicas)} within {RESIZE_DEADLINE_S:g} s"
             self.fail(text)
             self._fell(text)
         if self._failure:
             raise OutOfStepError(self._failure)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Those that make forwards together, in the order of their ranks. Any thread."""
+        return tuple(one.replica for one in self.members)
 
     @property
     def meeting(self) -> int:
@@ -283,19 +355,56 @@ class LockStep:
             if self._begun == due.meeting:
                 return due
             self._begun = due.meeting
-            self._check.resize(due.replicas)
-            have = self.members
-            more = [self._coming.pop(n) for n in range(len(have), due.replicas)]
-            for one in more:
-                one.enter(due, result.wave)
-            self.members = [*have[: due.replicas], *more]
+            self._check.resize(len(due.replicas))
+            have = {one.replica: one for one in self.members}
+            for replica in due.replicas:
+                if replica not in have:
+                    have[replica] = self._coming.pop(replica)
+                    have[replica].enter(due, result.wave)
+            self.members = [have[replica] for replica in due.replicas]
         return due
+
+    def lose(self, replica: int) -> bool:
+        """A replica is lost: whether the others go on without it. Its engine ends by itself. Not
+        while others come or go: ranks may be anywhere then. Any thread."""
+        with self._lock:
+            members = [one for one in self.members if one.replica != replica]
+            if len(members) == len(self.members):
+                # Nobody makes forwards with it before a change that lets it come has begun.
+                is_apart = self._due is None or self._due.is_repair
+                return is_apart and (replica in self._gone or replica in self._coming)
+            is_on = self._thread.ident is not None and not self._failure
+            is_possible = bool(members) and self._due is None and is_on
+            meeting = self._outlives(replica) if is_possible else None
+            if meeting is None:
+                return False
+            self._gone.add(replica)
+            for one in self.members:
+                if one.replica == replica:
+                    one.leave()
+                    one.wake()
+            repair = Resize(meeting, tuple(one.replica for one in members), is_repair=True)
+            self._missing = {*repair.replicas}
+            self._resized.clear()
+            self._due, self._begun, self.members = repair, meeting, members
+            wave = max(one.latest.wave for one in members)
+            self._check.interrupt(meeting, len(members))
+            for one in members:
+                one.repair(repair, wave)
+        self._news.set()
+        return True
+
+    def await_repaired(self) -> None:
+        """Until those that are left have made a forward behind `lose`. OutOfStepError."""
+        if not self._resized.wait(RESIZE_DEADLINE_S) or self._failure:
+            raise OutOfStepError(self._failure or "the others do not go on")
 
     def resized(self, replica: int) -> None:
         """The ranks of a replica have changed with the others', or have left them."""
         with self._lock:
             self._missing.discard(replica)
-            if not self._missing:
+            if not self._missing and self._due is not None:
+                self._gone -= {*self._due.replicas}
                 self._due = None
                 self._resized.set()
 
@@ -312,6 +421,8 @@ class LockStep:
             member.failure = why
             if not (member in self.members or member.replica in self._missing):
                 return
+        if self.lose(member.replica):
+            return
         text = f"replica {member.replica} of the instance failed: {why}"
         self.fail(text)
         self._fell(text)
@@ -358,7 +469,7 @@ class LockStep:
         # First: behind it nothing but a START, which is sent here, can wake an idle engine.
         are_idle = self._are_idle is not None and self._are_idle()
         members, due = self.members, set[int]()
-        self._coordinator.resize(len(members))
+        self._coordinator.resize([member.replica for member in members])
         for member in members:
             due.update(self._coordinator.heard(member.replica, member.latest))
         if self.meeting:
@@ -371,8 +482,9 @@ class LockStep:
         if is_due:
             self._next_s = now_s + PUBLISH_S
             due.update(self._coordinator.missing())
-        for replica in sorted(due):
-            members[replica].start(self._coordinator.wave)
+        for member in members:
+            if member.replica in due:
+                member.start(self._coordinator.wave)
         state = (self._coordinator.wave, self._coordinator.is_running)
         if is_due or state != self._published:
             self._published = state

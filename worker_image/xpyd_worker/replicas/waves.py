@@ -51,11 +51,13 @@ class Vote(NamedTuple):
     The wave goes with it: replicas that were told different numbers agree at the wave's end. Else
     the one behind would take a START of the wave that is over, and wait in it alone. `meeting`:
     the number of a change of how many replicas there are, which comes with the next forward.
+    `known`: of the last one that the replica has made.
     """
 
     unfinished: int
     wave: int
     meeting: int = 0
+    known: int = 0
 
 
 @dataclass
@@ -103,10 +105,10 @@ class ReplicaWave:
         self._iterations += 1
         return self._iterations == CHECK_EVERY
 
-    def vote(self, *, has_unfinished: bool, meeting: int = 0) -> Vote:
+    def vote(self, *, has_unfinished: bool, meeting: int = 0, known: int = 0) -> Vote:
         """What this replica brings into the finish check. A wave does not end before a change that
         is due: its forward is one more."""
-        return Vote(int(has_unfinished or meeting > 0), self.wave, meeting)
+        return Vote(int(has_unfinished or meeting > 0), self.wave, meeting, known)
 
     def settle(self, result: Vote) -> bool:
         """The finish check's result. Whether to report now: the wave is over, and this is the
@@ -120,8 +122,9 @@ class ReplicaWave:
         return self.rank == 0
 
     def enter(self, wave: int) -> None:
-        """The replica comes to others behind a finish check: it runs their wave from here on."""
-        self.wave, self.is_running, self._iterations = wave, True, 0
+        """The replica makes its next forward with others that it did not meet in the one before,
+        and runs their wave from here on."""
+        self.wave, self.is_running, self._iterations = max(self.wave, wave), True, 0
 
     def leave(self) -> None:
         """The replica goes: the others make their forwards without it."""

@@ -29,6 +29,7 @@ from xpyd_worker.engine.executor import (
     no_layer_done,
 )
 from xpyd_worker.kernels.post_update import Sampled
+from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.ranks.compute.request_states import DeviceStates, RequestStates, Row, UnderWay
 from xpyd_worker.ranks.step.decoder import StepDecoder
 from xpyd_worker.ranks.step.messages import (
@@ -119,10 +120,12 @@ oldest first."""
 
 @dataclass(frozen=True)
 class RankStep:
-    """A step that this rank has begun."""
+    """A step that this rank has begun. `broke`: why it cannot be made without a replica that is
+    lost; the engine says how it is made again."""
 
     _running: Running
     _answers: bool
+    broke: str = ""
 
     @property
     def is_over(self) -> bool:
@@ -136,6 +139,15 @@ class RankStep:
         return encode_output(output) if self._answers else None
 
 
+@dataclass
+class Last:
+    """The step that was begun last. `is_done`: what came of it is in the states."""
+
+    message: StepMessage
+    step: StepInput
+    is_done: bool = False
+
+
 class RankWork:
     """Runs the steps of one rank, in their order. One thread."""
 
@@ -147,14 +159,20 @@ class RankWork:
         parallel: ParallelState,
         kv_sender: StepSender | None = None,
         resize: Callable[[Resize], bool] | None = None,
+        outlives: bool = False,
     ) -> None:
-        """`resize`: where replicas come and go; it says whether this rank's replica stays."""
+        """`resize`: where replicas come and go; it says whether this rank's replica stays.
+        `outlives`: it goes on where another replica is lost."""
         self._runner = runner
         self._states = states
+        self._parallel = parallel
         self._part = parallel.part
         self._feedback = parallel.feedback
         self._kv_sender = kv_sender
-        self._resize = resize
+        self._resize, self._outlives = resize, outlives
+        self._last: Last | None = None
+        self.meeting = 0
+        """Of the last change of the replicas that this rank has made."""
         self._decoder = StepDecoder(states.slots, states)
         # The oldest first; no more than there are steps under way.
         self._awaited: deque[Awaited] = deque()
@@ -163,15 +181,33 @@ class RankWork:
         """Begin a step. Raises MessageError for bytes that are none, GroupError where another rank
         does not answer, and what the runner raises: the ranks cannot go on together then."""
         message = decode_step(encoded)
-        self._catch_up(message)
-        step = self._decoder.read(message)
-        part = self._part
-        answers = part.is_last and not part.tensor_rank
-        if step.resize is not None:
+        change, last = message.resize, self._last
+        if change is not None and change.is_again:
+            assert last is not None, "it broke"
+        else:
+            self._catch_up(message)
+            last = self._last = Last(message, self._decoder.read(message))
+        answers = self._part.is_last and not self._part.tensor_rank
+        if change is not None:
             assert self._resize is not None, "replicas come and go"
-            if not self._resize(step.resize):
+            self.meeting = change.meeting
+            if not self._resize(change):
                 return RankStep(Finished(StepOutput({}, {})), answers)
+        try:
+            return RankStep(self._make(last), answers)
+        except GroupError as error:
+            if not self._outlives:
+                raise
+            # Ranks that wait for this one in another group see it by that.
+            self._parallel.close()
+            return RankStep(Finished(StepOutput({}, {})), answers, broke=str(error))
+
+    def _make(self, last: Last) -> Running:
+        message, step, part = last.message, last.step, self._part
         running = self._run(step)
+        if last.is_done:
+            # Another rank of the replica has broken behind this one's last exchange.
+            return Finished(running.wait())
         if not step.sequences:
             pass  # a dummy: nothing is drawn, and no state changes
         elif not part.is_last:
@@ -180,7 +216,8 @@ class RankWork:
             running = self._draw_on_device(self._states, message, step, running)
         else:
             running = self._draw(message, step, running)
-        return RankStep(running, answers)
+        last.is_done = True
+        return running
 
     def _run(self, step: StepInput) -> LaunchedStep:
         sender = self._kv_sender

@@ -13,7 +13,7 @@ from xpyd_worker.ranks.loss import Failure
 RESPONSE_RING_BYTES = 256 << 10
 MAX_CAUSE_BYTES = 4096
 """The longest text of a cause; longer ones are cut."""
-_DONE, _FAILED, _MISSES = b"\0", b"\1", b"\2"
+_DONE, _FAILED, _MISSES, _BROKE = b"\0", b"\1", b"\2", b"\3"
 # The engine's process reads nothing else while it waits for a step.
 _WRITE_S = 30.0
 
@@ -23,6 +23,8 @@ class Response(NamedTuple):
 
     output: bytes = b""
     failure: Failure | None = None
+    broke: int | None = None
+    """The step has to be made again without a replica that is lost. The rank's last meeting."""
 
 
 class Responses:
@@ -55,6 +57,10 @@ class Answers:
         """What came of the oldest step that was not answered yet."""
         self._ring.write(_DONE + output, within_s=_WRITE_S)
 
+    def broke(self, meeting: int) -> None:
+        """See Response."""
+        self._ring.write(_BROKE + meeting.to_bytes(8, "little"), within_s=_WRITE_S)
+
     def failed(self, failure: Failure) -> None:
         """Why this rank ends."""
         kind = _MISSES if failure.misses_others else _FAILED
@@ -66,5 +72,7 @@ def decode_response(message: bytes) -> Response:
     """What a rank wrote."""
     if message[:1] == _DONE:
         return Response(output=message[1:])
+    if message[:1] == _BROKE:
+        return Response(broke=int.from_bytes(message[1:], "little"))
     text = message[1:].decode("utf-8", "replace")
     return Response(failure=Failure(text, misses_others=message[:1] == _MISSES))

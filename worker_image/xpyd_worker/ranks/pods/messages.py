@@ -88,7 +88,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     incarnation: str
     """The engine's, to peers."""
     meeting: int = 0
-    """See Start."""
+    place: int = 0
+    """See Start, both."""
 
 
 class Unload(msgspec.Struct, frozen=True, tag=True):

@@ -80,6 +80,7 @@ class Pod:
                     engine_id=load.config.engine_id,
                     incarnation=load.incarnation,
                     meeting=load.meeting,
+                    place=load.place,
                 )
                 starts.append(start)
                 ours, theirs = socket.socketpair()

@@ -62,6 +62,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     meeting: int = 0
     """Above 0 where replicas come: their ranks meet the others' in the step with that number
     (docs/adr/0128)."""
+    place: int = 0
+    """The replica's, among those whose ranks meet."""
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from xpyd_core.errors import UserError
-from xpyd_core.parallel.checks import ELASTIC
+from xpyd_core.parallel.checks import ELASTIC, ON_LOSS
 from xpyd_core.parallel.partition import partition
 from xpyd_kv.ranks.engine import Channel
 from xpyd_worker.config import WorkerConfig
@@ -57,9 +57,10 @@ class RankProgram:
         self._folder = resolve_checkpoint(config.model, config.revision)
         self._model = load_config(self._folder)
         self._device = _device(start)
-        if self._device.type == "cuda" and config.in_lock_step and config.enable_elastic_ep:
+        if self._device.type == "cuda" and start.sizes.is_elastic:
+            given = ELASTIC if config.enable_elastic_ep else f"{ON_LOSS} continue"
             raise UserError(
-                f"{ELASTIC}: replicas that share experts come and go on CPUs only; leave it out, "
+                f"{given}: replicas that share experts come and go on CPUs only; leave it out, "
                 "or give --device cpu"
             )
         if self._device.type == "cuda":
@@ -118,10 +119,10 @@ class RankProgram:
         host, port = start.rendezvous
         listener = None if start.listener is None else socket.socket(fileno=start.listener)
         # Replicas that share nothing are worlds of their own.
-        first = config.first_rank if config.in_lock_step else 0
+        place = start.place if config.in_lock_step else 0
         return open_parallel(
             start.sizes,
-            rank=first + start.rank,
+            rank=place * start.sizes.replica + start.rank,
             local_rank=start.pod_rank,
             at=Rendezvous(host=host, port=port, address=start.address, listener=listener),
             device=self._device,
@@ -133,6 +134,7 @@ class RankProgram:
             ),
             custom_all_reduce=config.custom_all_reduce,
             meeting=start.meeting,
+            replica=config.replica if config.in_lock_step else 0,
         )
 
     def make(self, blocks: int) -> RankReady:
@@ -150,6 +152,7 @@ class RankProgram:
             parallel=self._parallel,
             kv_sender=None if self._kv is None else self._kv.sender,
             resize=self._resize,
+            outlives=config.outlives_replicas,
         )
         give_back()
         return RankReady(
@@ -211,7 +214,7 @@ class RankProgram:
         parallel, fit = self._parallel, self._fit
         assert parallel is not None, "load comes before"
         assert isinstance(fit, CpuFit), "replicas come and go on CPUs"
-        if not parallel.resize(resize.meeting, resize.replicas):
+        if not parallel.resize(resize):
             return False
         deal_experts(self._folder, fit)
         give_back()
@@ -221,6 +224,12 @@ class RankProgram:
         """Start a step; see RankWork."""
         assert self._work is not None, "make comes before"
         return self._work.launch(message)
+
+    @property
+    def meeting(self) -> int:
+        """See RankWork."""
+        assert self._work is not None, "make comes before"
+        return self._work.meeting
 
     def experts_chosen(self) -> tuple[LayerExperts, ...]:
         """What the engine cannot learn from another rank: those of a tensor group have the same

@@ -147,6 +147,12 @@ def run_steps(
         if message is not None:
             under_way.append(program.launch(message))
             slot.launched()
+            if why := under_way[-1].broke:
+                _log.warning("a step is made again without a lost replica: %s", why)
+                under_way.pop()
+                answers.broke(program.meeting)
+                slot.end()
+                continue
             if is_output and under_way[0].is_over:
                 finish()
         slot.end()
