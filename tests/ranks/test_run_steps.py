@@ -19,6 +19,7 @@ class Step:
     rank: Rank
     message: bytes
     is_over: bool
+    broke: str = ""
 
     def finish(self) -> bytes | None:
         self.rank.did.append(f"finish {self.message.decode()}")
@@ -36,7 +37,7 @@ class Rank:
 
     def launch(self, message: bytes) -> Step:
         self.did.append(f"launch {message.decode()}")
-        return Step(self, message, self.is_over)
+        return Step(self, message, self.is_over, "lost" * message.endswith(b"x"))
 
     def read(self, timeout_ms: int | None) -> bytes | None:
         if self.messages[0] is None and timeout_ms is None:
@@ -45,6 +46,13 @@ class Rank:
 
     def done(self, output: bytes) -> None:
         self.did.append(f"answer {output.decode()}")
+
+    @property
+    def meeting(self) -> int:
+        return len(self.did)
+
+    def broke(self, meeting: int) -> None:
+        self.did.append(f"broke {meeting}")
 
     def begin(self) -> None: ...
 
@@ -87,3 +95,12 @@ def test_what_a_device_still_computes_is_waited_for_when_no_other_has_come():
 def test_other_ranks_finish_a_step_when_the_engine_must_have_had_its_answer(is_over: bool):
     rank = Rank(b"1", b"2", b"3", b"", is_output=False, is_over=is_over)
     assert rank.run(depth=2) == ["launch 1", "launch 2", "finish 1", "launch 3"]
+
+
+@pytest.mark.parametrize("is_output", [False, True])
+def test_a_step_that_broke_is_said_and_has_no_answer(is_output: bool):
+    """Each rank says it: the engine knows by the number of the last change which of them are of
+    one loss."""
+    rank = Rank(b"1x", b"1", b"", is_output=is_output, is_over=True)
+    answer = ["finish 1", "answer 1"] if is_output else []
+    assert rank.run(depth=1) == ["launch 1x", "broke 1", "launch 1", *answer]

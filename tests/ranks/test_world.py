@@ -76,3 +76,17 @@ def test_replicas_that_load_end_with_one_that_cannot() -> None:
         errors = [str(error) for error in start(instances)]
         assert "ended with status 3" in errors[0]
         assert errors[0] == errors[1]
+
+
+def test_the_others_go_on_where_they_outlive_a_replica() -> None:
+    """But without the first replica, whose rank has the store, none can."""
+    with two({}, {}) as (world, instances):
+        world.outlive = lambda replica: world.without(replica) is not None
+        assert start(instances) == [None, None]
+        os.kill(instances[1].rank_identity(0).pid, signal.SIGKILL)
+        assert instances[1].settled.wait(WAIT_S)
+        assert (world.loss, instances[0].loss, world.replicas) == (None, None, (0,))
+        os.kill(instances[0].rank_identity(0).pid, signal.SIGKILL)
+        assert instances[0].settled.wait(WAIT_S)
+        assert world.loss is not None
+        assert world.loss == instances[0].loss

@@ -24,7 +24,7 @@ from xpyd_worker.ranks.start.rank_main import GiveUp
 
 
 class Step:
-    is_over = True
+    is_over, broke = True, ""
 
     def __init__(self, output: bytes | None) -> None:
         self._output = output

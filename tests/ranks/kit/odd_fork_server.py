@@ -53,6 +53,8 @@ def text_of(pid: int, name: str) -> str:
 class Told:
     """A step's answer, with what is to be told beside it."""
 
+    broke = ""
+
     def __init__(self, step: Step, imported_by: str) -> None:
         self._step = step
         self._imported_by = imported_by
