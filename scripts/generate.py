@@ -53,6 +53,7 @@ FLAG_PAGES = {
     "--eplb-config": "parallel.md#balance",
     "--data-parallel-size": "parallel.md#replicas",
     "--enable-elastic-ep": "parallel.md#replicas-that-come-and-go",
+    "--on-rank-loss": "parallel.md#when-the-others-go-on",
     "--data-parallel-size-local": "parallel.md#replicas-over-several-pods",
     "--data-parallel-start-rank": "parallel.md#replicas-over-several-pods",
     "--headless": "parallel.md#replicas-over-several-pods",

@@ -147,8 +147,9 @@ def test_every_field_of_the_document_has_an_edit():
         field for path, value in [*EDITS, *VLLM_EDITS] for field in edited(f"spec.{path}", value)
     }
     # Another name is another pool, whose workloads are new; of the sample's two pools each has the
-    # role that the fleet needs.
-    assert fields - with_edits == {"spec.pools.name", "spec.pools.role"}
+    # role that the fleet needs. `onRankLoss` needs an Aggregated pool (test_templates.py).
+    rest = {"spec.pools.name", "spec.pools.role", "spec.pools.parallelism.onRankLoss"}
+    assert fields - with_edits == rest
 
 
 EACH_EDIT = pytest.mark.parametrize(
@@ -198,6 +199,7 @@ def test_what_a_document_says_by_default_makes_no_other_revision():
         ("spec.pools.0.parallelism.pipeline", 1),
         ("spec.pools.0.parallelism.expert", 1),
         ("spec.pools.0.parallelism.data", 1),
+        ("spec.pools.0.parallelism.onRankLoss", "End"),
         ("spec.pools.0.resources.sharedMemory", "8Gi"),
         ("spec.kvTransfer.insecure", False),
     )

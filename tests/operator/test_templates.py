@@ -141,6 +141,16 @@ def test_replicas_of_an_engine_are_a_flag_of_the_pools_that_ask_for_them():
     assert len(revisions) == 4
 
 
+def test_replicas_go_on_without_another_where_the_document_says_so():
+    pool = {"name": "all", "role": "Aggregated", "resources": {"gpus": 0}}
+    parts = {"data": 2, "expert": 2}
+    before = want(pools=[pool | {"parallelism": parts}])
+    assert want(pools=[pool | {"parallelism": parts | {"onRankLoss": "End"}}]) == before
+    after = want(pools=[pool | {"parallelism": parts | {"onRankLoss": "Continue"}}])
+    assert "--on-rank-loss=continue" in after["all"].template.args
+    assert after["all"].revision != before["all"].revision
+
+
 def test_replicas_of_an_aggregated_vllm_are_its_own_flag():
     pool = {"name": "all", "role": "Aggregated", "resources": {"gpus": 4}}
     pool["parallelism"] = {"tensor": 2, "data": 2, "expert": 4}

@@ -432,6 +432,16 @@ class Pool(ApiModel):
         return self.resources.gpus != 0 or self.parallelism.ranks <= MOST_CPU_RANKS
 
     @rule(
+        "!has(self.parallelism.onRankLoss) || self.parallelism.onRankLoss != 'Continue' || "
+        "(self.role == 'Aggregated' && self.resources.gpus == 0)",
+        "replicas go on only in instances on the CPU whose role is Aggregated: set End",
+        field="parallelism.onRankLoss",
+    )
+    def _others_can_go_on(self) -> bool:
+        can = self.role == "Aggregated" and self.resources.gpus == 0
+        return self.parallelism.on_rank_loss == "End" or can
+
+    @rule(
         "!has(self.replicas) || (self.replicas >= self.scaling.minReplicas && "
         "(!has(self.scaling.maxReplicas) || self.replicas <= self.scaling.maxReplicas))",
         "replicas must lie within scaling.minReplicas and scaling.maxReplicas",

@@ -315,6 +315,16 @@ class Spec(ApiModel):
         return not _moves_from_copies(self)
 
     @rule(
+        "self.engine.type != 'VLLM' || self.pools.all(p, !has(p.parallelism.onRankLoss) || "
+        "p.parallelism.onRankLoss != 'Continue')",
+        "an instance of vLLM ends with a rank: leave parallelism.onRankLoss out",
+        field="engine.type",
+    )
+    def _ends_with_a_rank(self) -> bool:
+        is_free = all(pool.parallelism.on_rank_loss == "End" for pool in self.pools)
+        return self.engine.type != "VLLM" or is_free
+
+    @rule(
         f"self.engine.type != 'VLLM' || {_IS_NIXL} || self.kvTransfer.transport != 'SharedMemory'",
         "vLLM allocates its KV cache itself, not in memory that engines share: "
         "set Auto, TCP or UDS",

@@ -5,7 +5,7 @@ What depends on the pod besides, such as its GPUs, is a rule of the pool (`docum
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -37,6 +37,9 @@ class Parallelism(ApiModel):
     expert: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks that share the experts of a layer, each of which then has whole ones: all of a stage in
     all replicas, so `tensor * data`. 1: each expert is divided as the rest of its layer."""
+    on_rank_loss: Literal["End", "Continue"] = "End"
+    """Where replicas share experts and a rank of one is lost: the instance ends and starts again,
+    or the other replicas take over its experts and go on until it has come again."""
 
     @property
     def sizes(self) -> Sizes:
@@ -80,3 +83,15 @@ class Parallelism(ApiModel):
     )
     def _experts_are_on_a_stage(self) -> bool:
         return self.expert in (1, self.tensor * self.data)
+
+    @rule(
+        "!has(self.onRankLoss) || self.onRankLoss != 'Continue' || (has(self.expert) && "
+        "self.expert > 1 && has(self.data) && self.data > 1 && "
+        "(!has(self.pipeline) || self.pipeline <= 1))",
+        "replicas go on where they share experts and have one stage: raise parallelism.data and "
+        "expert, leave pipeline out, or set End",
+        field="onRankLoss",
+    )
+    def _others_can_go_on(self) -> bool:
+        can = self.expert > 1 and self.data > 1 and self.pipeline == 1
+        return self.on_rank_loss == "End" or can

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from xpyd_core.checkpoints import own_name
-from xpyd_core.parallel.checks import DATA, EXPERT, PIPELINE, TENSOR
+from xpyd_core.parallel.checks import DATA, EXPERT, ON_LOSS, PIPELINE, TENSOR
 from xpyd_operator.document.engine import has_whole_experts
 from xpyd_operator.document.engines import Model, Pool
 from xpyd_operator.document.fleet import InferenceFleet
@@ -182,8 +182,9 @@ def _parallel_args(pool: Pool) -> list[str]:
     """vLLM's flags. Left out at 1, so that an instance of one rank keeps its revision."""
     of = pool.parallelism
     sizes = {TENSOR: of.tensor, PIPELINE: of.pipeline, DATA: of.data}
-    experts = [EXPERT] if pool.parallelism.expert > 1 else []
-    return [*(f"{flag}={size}" for flag, size in sizes.items() if size > 1), *experts]
+    experts = [EXPERT] if of.expert > 1 else []
+    on_loss = [f"{ON_LOSS}=continue"] if of.on_rank_loss == "Continue" else []
+    return [*(f"{flag}={size}" for flag, size in sizes.items() if size > 1), *experts, *on_loss]
 
 
 def layout_of(template: Template) -> str:
