@@ -58,7 +58,9 @@ GOING = replace(SOME, token_ids=(20,), start=3, samples=(SampleSpec(0, 1),))
 
 # Before and behind the sampling parameters, which come by name.
 GOLDEN_BEGIN = "97099593000191079301cd012c909502029205ce000111709091009d03030604910892040905919200"
-GOLDEN_END = "9102a16194010203040094040592080691079192" + "0102c4026b76919202c404ff00000102920302"
+GOLDEN_END = (
+    "9102a16194010203040094040592080691079192" + "0102c4026b76919202c404ff000001029403920001c2c2"
+)
 
 
 class Line:
@@ -110,7 +112,7 @@ def test_the_bytes_of_a_step_are_these():
         b"kv",
         ((2, b"\xff\x00\x00\x01"),),
         ExpertTurn.PLACE,
-        Resize(3, 2),
+        Resize(3, (0, 1)),
     )
     encoded = encode_step(message)
     assert encoded.hex().startswith(GOLDEN_BEGIN)
