@@ -80,6 +80,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `routers`: to how many this beat goes, of which a router is one; 0: not said (ADR 0121).
     `replicas`: those of an engine with several, by their numbers (docs/adr/0124). Numbers of load
     are then their sums, and `zmq_address` is that of replica 0, for routers that know no replicas.
+    `scaling_problem`: why there are not as many as there should be (docs/adr/0134).
     """
 
     type: InstanceType
@@ -115,6 +116,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     fleet_revision: _Text = ""
     routers: _Count = 0
     replicas: Annotated[tuple[ReplicaBeat, ...], msgspec.Meta(max_length=MAX_REPLICAS)] = ()
+    scaling_problem: _Text = ""
 
     @property
     def http(self) -> Address:

@@ -74,7 +74,7 @@ EDITS = [
     ("pools.0.resources.sharedMemory", "1Gi"), ("pools.0.template", {"spec": {"hostPID": True}}),
     ("pools.1.parallelism.pipeline", 4), ("pools.1.parallelism.pipeline", 1),
     ("pools.0.parallelism.expert", 2), ("pools.1.parallelism.expert", 4),
-    ("pools.1.parallelism", {"data": 4}),
+    ("pools.1.parallelism", {"data": 4}), ("pools.1.parallelism", {"maxData": 4}),
     ("kvTransfer.port", 22001), ("kvTransfer.bufferSize", "1Gi"),
     ("kvTransfer.hostPoolSize", "1Gi"), ("kvTransfer.leaseSeconds", 60),
     ("kvTransfer.waitSeconds", 60), ("kvTransfer.onFailure", "Fail"),

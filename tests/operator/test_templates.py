@@ -151,6 +151,30 @@ def test_replicas_go_on_without_another_where_the_document_says_so():
     assert after["all"].revision != before["all"].revision
 
 
+def test_where_replicas_come_and_go_their_number_is_no_revision():
+    pool = {"name": "all", "role": "Aggregated", "resources": {"gpus": 0}}
+
+    def found(**parallelism: int):
+        document = fleet(pools=[pool | {"parallelism": parallelism}])
+        wanted = fleet_want(document, model="/m", in_cluster=True).pools
+        return next(one for one in wanted if one.name == "all")
+
+    before = found(data=1, maxData=3)
+    assert before.template.args[3:5] == (
+        "--enable-elastic-ep",
+        "--data-parallel-size-file=/etc/xpyd/replicas/data",
+    )
+    assert found(data=3, maxData=3) == before
+    others = {found(data=1, maxData=4).revision, found(data=3).revision, found().revision}
+    assert len({before.revision, *others}) == 4
+
+
+def test_a_local_engine_starts_with_the_replicas_that_the_document_says():
+    pool = {"name": "all", "role": "Aggregated", "resources": {"gpus": 0}}
+    found = want(pools=[pool | {"parallelism": {"data": 2, "maxData": 3}}])
+    assert found == want(pools=[pool | {"parallelism": {"data": 2}}])
+
+
 def test_replicas_of_an_aggregated_vllm_are_its_own_flag():
     pool = {"name": "all", "role": "Aggregated", "resources": {"gpus": 4}}
     pool["parallelism"] = {"tensor": 2, "data": 2, "expert": 4}

@@ -6,15 +6,20 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from tests.worker.server_fakes import KEY, serving
+from tests.router.fakes import until
+from tests.worker.server_fakes import KEY, nobody_parts, serving
 from xpyd_core.errors import UserError
 from xpyd_core.heartbeat import Parting
 from xpyd_core.keys import call_mac
 from xpyd_core.request_id import Address
+from xpyd_worker.server.http.admission import Lifecycle
+from xpyd_worker.server.http.inference import Api
+from xpyd_worker.server.http.scaling import Scaling
 from xpyd_worker.server.service import KvPlace
 
 WAIT_S = 20.0
@@ -29,7 +34,7 @@ class Replicas:
     def __init__(self, *, error: Exception | None = None, cut: int = 0) -> None:
         self.asked: list[tuple[int, float]] = []
         self.begun, self.go_on = threading.Event(), threading.Event()
-        self._error, self._cut = error, cut
+        self.error, self._cut = error, cut
 
     def scale(self, size: int, *, drain_s: float, let_go: Callable[[float], Future[None]]) -> int:
         self.asked.append((size, drain_s))
@@ -37,8 +42,8 @@ class Replicas:
             let_go(drain_s).result(WAIT_S)
         self.begun.set()
         assert self.go_on.wait(WAIT_S)
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._cut
 
 
@@ -93,6 +98,28 @@ async def test_the_engine_is_told_when_routers_have_let_go_and_which_said_nothin
     said = "\n".join(caplog.messages)
     assert "no word of 10.0.0.9:30001: these routers may still name replicas that leave" in said
     assert "routers have 2 requests for replicas that leave" in said
+
+
+async def test_replicas_follow_a_file_and_heartbeats_say_what_cannot_be(tmp_path: Path) -> None:
+    replicas = Replicas()
+    replicas.go_on.set()
+    api = Api(Lifecycle())
+    scaling, size_file = Scaling(api, 4), tmp_path / "data"
+    scaling.bind(replicas, nobody_parts, size_file)
+    try:
+        size_file.write_text("2\n")
+        await until(lambda: [size for size, _ in replicas.asked] == [2])
+        size_file.write_text("65")
+        await until(lambda: "expected 1 to 64, got '65'" in scaling.problem)
+        replicas.error = UserError("--kv-cache-memory:\nno room")
+        size_file.write_text("3")
+        await until(lambda: scaling.problem == "--kv-cache-memory: no room")
+        replicas.error = None
+        size_file.write_text("1")
+        await until(lambda: not scaling.problem)
+        assert [size for size, _ in replicas.asked] == [2, 3, 1]
+    finally:
+        scaling.close()
 
 
 async def test_a_probe_for_a_replica_that_has_left_is_for_another_try() -> None:

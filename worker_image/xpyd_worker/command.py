@@ -65,6 +65,7 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         layer_partition=env.layer_partition if args.pipeline_parallel_size > 1 else (),
         data_parallel_size=args.data_parallel_size,
         enable_elastic_ep=args.enable_elastic_ep,
+        data_parallel_size_file=args.data_parallel_size_file,
         on_rank_loss=args.on_rank_loss,
         role=cast("Role", args.role or env.role),  # both are checked against ROLES
         host=_host(args.host, env),

@@ -101,6 +101,8 @@ class WorkerConfig:
     """Replicas of the engine, each with a copy of the model, behind one endpoint."""
     enable_elastic_ep: bool = False
     """Whether replicas may come and go while it serves."""
+    data_parallel_size_file: Path | None = None
+    """Says how many replicas there should be, while it serves; None: nothing but calls does."""
     on_rank_loss: OnRankLoss = "end"
     """What replicas that share experts do where a rank of one is lost (ADR 0129)."""
     replica: int = 0

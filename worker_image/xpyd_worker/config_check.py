@@ -11,6 +11,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.keys import check_keys_given
 from xpyd_core.parallel.checks import (
     DATA,
+    DATA_FILE,
     ELASTIC,
     EPLB,
     EXPERT,
@@ -160,6 +161,10 @@ def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             not (config.enable_elastic_ep and config.eplb is not None),
         ),
         *_loss_checks(config),
+        (
+            f"{DATA_FILE}: replicas stay as they are without {ELASTIC}; give it, too",
+            config.data_parallel_size_file is None or config.enable_elastic_ep,
+        ),
         (
             f"--kv-port {config.kv_port}: the KV of {ranks} ranks takes {len(ports)} ports from "
             "it on, up to 65535",

@@ -262,7 +262,8 @@ class _Worker:
             on_gone=loaded.kv.peer_gone,
         )
         if config.enable_elastic_ep:
-            self._scaling.bind(cast("ReplicatedEngine", loaded.engine), heartbeat.part)
+            engine = cast("ReplicatedEngine", loaded.engine)
+            self._scaling.bind(engine, heartbeat.part, config.data_parallel_size_file)
         try:
             info = InstanceInfo(config.role, self._incarnation, self._keys, config.kv_wait_s)
             self._api.service = Service(
@@ -293,6 +294,7 @@ class _Worker:
             self._say_ready(loaded, port)
             return await self._until_the_end(loaded, serving)
         finally:
+            self._scaling.close()
             if self._api.service is not None:
                 self._api.service.threads.close()
                 self._grammars.close()
@@ -410,6 +412,7 @@ class _Worker:
             block_tokens=config.block_size,
             kv_peers=loaded.kv.peers.latest(),
             kv_leases=stats.kv_leases,
+            scaling_problem=self._scaling.problem,
             tls=0 if self._tls is None else 1,
             replicas=loaded.beats(),
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from xpyd_core.cli import json_object
 from xpyd_core.parallel.checks import (
     ADDRESS,
     DATA,
+    DATA_FILE,
     ELASTIC,
     EXPERT,
     HEADLESS,
@@ -88,6 +91,13 @@ PARALLEL_FLAGS = (
         "port before the KV port)",
     ),
     flag(ELASTIC, action="store_true", help="replicas may come and go: POST /scale_elastic_ep"),
+    flag(
+        DATA_FILE,
+        type=Path,
+        metavar="PATH",
+        help="with that: have as many replicas as this file says, now and whenever it changes; "
+        "while it is absent or empty they stay as they are",
+    ),
     flag(
         ON_LOSS,
         choices=("end", "continue"),

@@ -21,6 +21,7 @@ LOCAL, START_RANK = "--data-parallel-size-local", "--data-parallel-start-rank"
 ADDRESS, RPC_PORT = "--data-parallel-address", "--data-parallel-rpc-port"
 HEADLESS = "--headless"
 ELASTIC = "--enable-elastic-ep"
+DATA_FILE = "--data-parallel-size-file"
 ON_LOSS = "--on-rank-loss"
 SHORT_NAMES = {TENSOR: "-tp", PIPELINE: "-pp", DATA: "-dp"}
 """The engine's other names of them; `engine.args` of a fleet document may use none of the six."""

@@ -47,12 +47,14 @@ from xpyd_operator.controller.decision.writes import (
     SetCost,
     SetFinalizers,
     SetGate,
+    SetReplicas,
     Write,
     describe,
 )
 from xpyd_operator.manifests.names import (
     ANNOTATION_COST,
     ANNOTATION_OPERATOR,
+    ANNOTATION_REPLICAS,
     ROUTABLE,
     kv_secret_name,
 )
@@ -143,10 +145,9 @@ class WriteExecutor:
                 await self._delete_key(key.namespace, kv_secret_name(key.name, state.uid, slot))
             case SetGate(name, uid, gate):
                 await self._set_gate(key, name, uid, gate, state.now)
-            case SetCost(name, uid, cost):
-                annotations = {ANNOTATION_COST: str(cost)}
-                body = {"metadata": {"uid": uid, "annotations": annotations}}
-                self._keep(POD, await self._api.patch(POD, key.namespace, name, body))
+            case SetCost() | SetReplicas():
+                body = {"metadata": {"uid": write.uid, "annotations": _annotations(write)}}
+                self._keep(POD, await self._api.patch(POD, key.namespace, write.name, body))
             case SetFinalizers(finalizers, version, operator):
                 metadata: Obj = {"finalizers": [*finalizers], "resourceVersion": version}
                 if operator:
@@ -257,3 +258,9 @@ class WriteExecutor:
 
     def _keep(self, kind: Kind, obj: Obj) -> None:
         self._cache.put(kind, trim(kind, obj))
+
+
+def _annotations(write: SetCost | SetReplicas) -> dict[str, str]:
+    if isinstance(write, SetCost):
+        return {ANNOTATION_COST: str(write.cost)}
+    return {ANNOTATION_REPLICAS: str(write.after)}

@@ -54,8 +54,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 class OperatorMetrics:
     """The operator's metrics, one set per operator in its own CollectorRegistry. prometheus_client
-    locks: any thread.
-    """
+    locks: any thread."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -212,6 +211,7 @@ class Operator:
             loads=self._routers.loads,
             canary=self._routers.canary,
             gates=self._routers.gates,
+            replicas=self._routers.replicas,
             ask_loads=self._routers.ask_loads,
             cordoned=self._nodes.cordoned,
             count_cut=self.metrics.count_cut,

@@ -35,6 +35,8 @@ from xpyd_operator.controller.decision.writes import (
     DeleteKey,
     RemoveFields,
     SetFinalizers,
+    SetReplicas,
+    Write,
     describe,
 )
 from xpyd_operator.controller.events import EventPoster
@@ -45,6 +47,7 @@ from xpyd_operator.status.canary import CanaryReport
 from xpyd_operator.status.children import is_leaving
 from xpyd_operator.status.drains import CUT, InstanceLoad
 from xpyd_operator.status.events import EventText, events
+from xpyd_operator.status.instances import ReplicaCount
 from xpyd_operator.status.models import DownloadProgress
 from xpyd_operator.status.problems import Problem
 from xpyd_operator.status.rotation import RouterKeys
@@ -76,6 +79,17 @@ class TurnFailed(Exception):
         self.retry_after_s = retry_after_s
 
 
+def _event_of(write: Write) -> EventText | None:
+    """What people hear of a write that was done, where no status says it."""
+    match write:
+        case RemoveFields():
+            return EventText("Warning", "DriftRemoved", describe(write))
+        case SetReplicas(before=int()):
+            return EventText("Normal", "ReplicasChanged", f"pool {write.pool}: {describe(write)}")
+        case _:
+            return None
+
+
 async def _no_loads(_: FleetKey) -> Mapping[str, InstanceLoad]:
     return {}
 
@@ -102,6 +116,7 @@ class Reconciler:
         loads: Callable[[FleetKey], Mapping[str, InstanceLoad]] = lambda _: {},
         canary: Callable[[FleetKey], CanaryReport] = lambda _: CanaryReport(),
         gates: Callable[[FleetKey], Mapping[str, Gate]] = lambda _: {},
+        replicas: Callable[[FleetKey], Mapping[str, ReplicaCount]] = lambda _: {},
         ask_loads: Callable[[FleetKey], Awaitable[Mapping[str, InstanceLoad]]] = _no_loads,
         cordoned: Callable[[], frozenset[str] | None] = frozenset,
         count_cut: Callable[[FleetKey, str], None] = lambda _key, _pool: None,
@@ -111,7 +126,8 @@ class Reconciler:
         """`verdict`: what the routers' counts say of a fleet's KV; `has_pair`: whether a router has
         instances that can serve a request, None where none has said; `progress`: how far the
         download of its model is; `keys`, `loads`, `canary`: what they say of keys, who leaves, one;
-        `gates`: what readiness gates of pods should be; `ask_loads`: what every instance has now;
+        `gates`: what readiness gates of pods should be; `replicas`: those of engines that come and
+        go; `ask_loads`: what every instance has now;
         `cordoned`: nodes that take no new pods; `count_cut`: an instance of a pool was cut;
         `releases`: who reconciles which fleet, None: this operator all of them; `upgrade_fleets`:
         how many fleets at a time take the operator's defaults without being asked."""
@@ -120,7 +136,7 @@ class Reconciler:
         self._upgrading: set[FleetKey] = set()
         self._keys = keys
         self._loads, self._canary = loads, canary
-        self._gates = gates
+        self._gates, self._replicas = gates, replicas
         self._ask_loads = ask_loads
         self._cordoned = cordoned
         self._count_cut = count_cut
@@ -288,6 +304,7 @@ class Reconciler:
             loads=self._loads(key),
             routers_canary=self._canary(key),
             gates=self._gates(key),
+            replicas=self._replicas(key),
             cordoned=self._cordoned(),
             made_keys=history.made_keys,
             deleted_key=history.deleted_key,
@@ -312,10 +329,9 @@ class Reconciler:
 
     def _tell_removals(self, document: Obj, history: FleetHistory, outcome: Outcome) -> None:
         for write in outcome.done:
-            if isinstance(write, RemoveFields):
-                event = EventText("Warning", "DriftRemoved", describe(write))
-                if history.posted.is_new(event, self._clock()):
-                    self._poster.post(document, event)
+            event = _event_of(write)
+            if event is not None and history.posted.is_new(event, self._clock()):
+                self._poster.post(document, event)
 
     def _tell_cuts(self, key: FleetKey, state: FleetState, history: FleetHistory) -> None:
         """Instances whose drain took as long as it may, and that were ended with what they had."""

@@ -51,6 +51,7 @@ from xpyd_operator.status.children import (
     text,
 )
 from xpyd_operator.status.drains import RELAYED_QUERY, InstanceLoad, read_loads, read_relayed
+from xpyd_operator.status.instances import ReplicaCount, read_replicas
 from xpyd_operator.status.rotation import RouterKeys, read_keys
 from xpyd_operator.status.routable import (
     Gate,
@@ -117,6 +118,8 @@ class _Fleet:
     """What instances have, by their pods, while some of them leave."""
     loads_at_s: float = float("-inf")
     """When that was taken last."""
+    replicas: dict[str, ReplicaCount] = field(default_factory=dict[str, ReplicaCount])
+    """Of instances that list them, by their pods."""
     gate_watch: GateWatch = field(default_factory=GateWatch)
     gates: dict[str, Gate] = field(default_factory=dict[str, Gate])
     """What the gates of pods should be, by their uid: a pod may come again by its name."""
@@ -166,6 +169,11 @@ class RouterReader:
         """What the fleet's routers say of its canary."""
         found = self._fleets.get(key)
         return CanaryReport() if found is None else found.canary
+
+    def replicas(self, key: FleetKey) -> Mapping[str, ReplicaCount]:
+        """The replicas of the fleet's instances, by their pods."""
+        found = self._fleets.get(key)
+        return {} if found is None else found.replicas
 
     def gates(self, key: FleetKey) -> Mapping[str, Gate]:
         """What the readiness gates of the fleet's pods should be; one left out stays as it is."""
@@ -237,8 +245,9 @@ class RouterReader:
                 for name in sorted(found)[:_MOST_ASKED]
             )
         )
-        said = (body for body in bodies if body is not None)
-        seen = await asyncio.to_thread(read_seen, list(said))
+        said = [body for body in bodies if body is not None]
+        seen = await asyncio.to_thread(read_seen, said)
+        replicas = await asyncio.to_thread(read_replicas, said)
         verdict = fleet.watch.look(
             counts, self._clock(), has_stranger=has_stranger, seen=seen, roles=roles
         )
@@ -252,8 +261,9 @@ class RouterReader:
             if name in routers and now_s - at_s <= _WORD_S
         }
         has_pair = any(has for _, has in fleet.said.values()) if fleet.said else None
-        if (verdict, has_pair) != (fleet.verdict, fleet.has_pair):
-            fleet.verdict, fleet.has_pair = verdict, has_pair
+        now = verdict, has_pair, replicas if found else fleet.replicas
+        if now != (fleet.verdict, fleet.has_pair, fleet.replicas):
+            fleet.verdict, fleet.has_pair, fleet.replicas = now
             self._wake(key)
 
     async def look_at_keys(self, session: aiohttp.ClientSession) -> None:

@@ -36,7 +36,7 @@ from xpyd_operator.document.base import (
     rule,
     transition,
 )
-from xpyd_operator.document.parallelism import RANKS, Parallelism
+from xpyd_operator.document.parallelism import MOST_DATA, RANKS, Parallelism
 from xpyd_operator.document.pod_template import POD_SPEC, without_nulls
 from xpyd_operator.document.rollout import PoolRollout
 
@@ -315,11 +315,12 @@ class Scaling(ApiModel):
 
 def _ranks(pool: Pool) -> tuple[int, ...]:
     parallelism = pool.parallelism
-    return parallelism.tensor, parallelism.pipeline, parallelism.data, parallelism.ranks
+    return parallelism.tensor, parallelism.pipeline, parallelism.most, parallelism.ranks
 
 
 _RANKS = RANKS.format("self")
-_FACTORS = "self.parallelism.tensor, self.parallelism.pipeline, self.parallelism.data"
+_MOST = MOST_DATA.format("self")
+_FACTORS = f"self.parallelism.tensor, self.parallelism.pipeline, {_MOST}"
 
 
 def _ranks_and_gpus(pool: Pool) -> tuple[int, ...]:
@@ -360,11 +361,17 @@ class Pool(ApiModel):
     template: Annotated[dict[str, Any] | None, ShapedLike(PodTemplate)] = None
     """Merged into the engines' pods in a cluster; the engine's container is `engine`."""
 
+    @property
+    def with_replicas_that_stay(self) -> Pool:
+        """The same, where no replicas come and go."""
+        parallelism = self.parallelism.model_copy(update={"max_data": None})
+        return self.model_copy(update={"parallelism": parallelism})
+
     def kv_ports(self, first: int, *, is_vllm: bool) -> range:
         """The ports that an instance takes for KV. A rank of vLLM is another process than its
         scheduler also where it is alone."""
-        sizes = self.parallelism.sizes
-        found = kv_ports(first, sizes.data, sizes.replica)
+        sizes, is_elastic = self.parallelism.sizes, self.parallelism.max_data is not None
+        found = kv_ports(first, sizes.data, sizes.replica, is_elastic=is_elastic)
         return range(first, first + 2) if is_vllm and len(found) == 1 else found
 
     @rule(
@@ -420,6 +427,22 @@ class Pool(ApiModel):
         # The rules before report what does not fill pods.
         is_even = gpus > 0 and gpus % parallelism.tensor == 0 and parallelism.ranks % gpus == 0
         return parallelism.data == 1 or not is_even or gpus % parallelism.sizes.replica == 0
+
+    @rule(
+        "!has(self.parallelism.maxData) || self.resources.gpus <= 0 || "
+        f"self.resources.gpus >= {_RANKS}",
+        "replicas come and go in one pod: set resources.gpus to parallelism.tensor * maxData, or "
+        "lower maxData and raise replicas",
+        field="parallelism.maxData",
+        numbers=Numbers(
+            "%d * %d * %d = %d ranks, gpus %d",
+            f"{_FACTORS}, {_RANKS}, self.resources.gpus",
+            _ranks_and_gpus,
+        ),
+    )
+    def _has_its_replicas_in_a_pod(self) -> bool:
+        gpus, parallelism = self.resources.gpus, self.parallelism
+        return parallelism.max_data is None or gpus == 0 or gpus >= parallelism.ranks
 
     @rule(
         f"self.resources.gpus != 0 || {_RANKS} <= {MOST_CPU_RANKS}",

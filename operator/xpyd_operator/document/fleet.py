@@ -36,7 +36,7 @@ from xpyd_operator.document.engines import (
     Model,
     Pool,
 )
-from xpyd_operator.document.parallelism import RANKS
+from xpyd_operator.document.parallelism import MOST_DATA, RANKS
 from xpyd_operator.document.rollout import Rollout
 from xpyd_operator.document.router import Router
 from xpyd_operator.document.transfer import KvTransfer
@@ -103,7 +103,7 @@ class Metadata(ApiModel):
 
 _IS_NIXL = "(has(self.engine.connector) && self.engine.connector == 'Nixl')"
 _RANKS = RANKS.format("p")
-_LAST_PORT = f"(self.kvTransfer.port + {_RANKS} + p.parallelism.data - 1)"
+_LAST_PORT = f"(self.kvTransfer.port + {_RANKS} + {MOST_DATA.format('p')} - 1)"
 """kv_ports()[-1]: each rank has a port, and each replica one before those of its ranks."""
 _PORTS_CLASH = (
     # NixlConnector has one port for all ranks of an instance.
@@ -299,6 +299,15 @@ class Spec(ApiModel):
     )
     def _is_one_pod(self) -> bool:
         return not _split(self)
+
+    @rule(
+        "self.engine.type != 'VLLM' || self.pools.all(p, !has(p.parallelism.maxData))",
+        "replicas of a vLLM stay as they are: leave parallelism.maxData out",
+        field="engine.type",
+    )
+    def _has_replicas_that_stay(self) -> bool:
+        is_ours = self.engine.type != "VLLM"
+        return is_ours or all(pool.parallelism.max_data is None for pool in self.pools)
 
     @rule(
         f"self.engine.type != 'VLLM' || self.pools.all(p, !({_MOVES_FROM_COPIES}))",

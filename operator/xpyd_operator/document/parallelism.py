@@ -12,7 +12,9 @@ from pydantic import Field
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_operator.document.base import ApiModel, Numbers, rule
 
-RANKS = "{0}.parallelism.tensor * {0}.parallelism.pipeline * {0}.parallelism.data"
+MOST_DATA = "(has({0}.parallelism.maxData) ? {0}.parallelism.maxData : {0}.parallelism.data)"
+"""The replicas that an instance of the pool {0} has room for, in CEL."""
+RANKS = "{0}.parallelism.tensor * {0}.parallelism.pipeline * " + MOST_DATA
 """The ranks of an instance of the pool {0}, in CEL."""
 
 
@@ -21,10 +23,15 @@ def _expert_ranks(parallelism: Parallelism) -> tuple[int, ...]:
     return parallelism.expert, tensor, data, tensor * data
 
 
+def _data_and_most(parallelism: Parallelism) -> tuple[int, ...]:
+    return parallelism.data, parallelism.most
+
+
 class Parallelism(ApiModel):
     """How one instance splits the model, and how many copies of it it has: tensor * pipeline * data
     ranks, each a process with a GPU of its own or, in an instance on the CPU, a share of the cores.
-    Any layout of Prefill pools goes with any of Decode pools."""
+    Any layout of Prefill pools goes with any of Decode pools. With `maxData` pods have room for so
+    many copies."""
 
     tensor: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks that share each layer; they must divide the model's attention heads, and never leave
@@ -34,6 +41,9 @@ class Parallelism(ApiModel):
     data: Annotated[int, Field(ge=1, le=64)] = 1
     """Replicas of the engine in one instance, behind one endpoint: each has a copy of the model and
     `tensor * pipeline` ranks of its own."""
+    max_data: Annotated[int, Field(ge=2, le=64)] | None = None
+    """Most replicas: pods have their devices, and another number in `data` makes no new pods:
+    replicas come and go in those that are there. None: another number is a new revision."""
     expert: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks that share the experts of a layer, each of which then has whole ones: all of a stage in
     all replicas, so `tensor * data`. 1: each expert is divided as the rest of its layer."""
@@ -42,10 +52,15 @@ class Parallelism(ApiModel):
     or the other replicas take over its experts and go on until it has come again."""
 
     @property
+    def most(self) -> int:
+        """The replicas that an instance has room for."""
+        return self.max_data or self.data
+
+    @property
     def sizes(self) -> Sizes:
-        """The same as the ranks know it."""
+        """The same as the ranks know it, with all replicas that there may be."""
         return Sizes(
-            data=self.data,
+            data=self.most,
             pipeline=self.pipeline,
             tensor=self.tensor,
             has_whole_experts=self.expert > 1,
@@ -59,14 +74,35 @@ class Parallelism(ApiModel):
     @property
     def layout(self) -> str:
         """For people: TP2xPP2, with replicas TP2xPP2xDP2, with whole experts TP2xPP2xDP2xEP4."""
-        more = (("DP", self.data), ("EP", self.expert))
-        shown = "".join(f"x{name}{size}" for name, size in more if size > 1)
+        data = f"1-{self.max_data}" if self.max_data else str(self.data)
+        more = (("DP", data), ("EP", str(self.expert)))
+        shown = "".join(f"x{name}{size}" for name, size in more if size != "1")
         return f"TP{self.tensor}xPP{self.pipeline}{shown}"
 
     @property
     def with_whole_experts(self) -> Parallelism:
         """The same, with experts whole on the ranks that share them."""
         return self.model_copy(update={"expert": self.tensor * self.data})
+
+    @rule(
+        "!has(self.maxData) || !has(self.data) || self.data <= self.maxData",
+        "there is room for parallelism.maxData replicas: lower data, or raise maxData, which makes "
+        "new pods",
+        field="data",
+        numbers=Numbers("data %d, maxData %d", "self.data, self.maxData", _data_and_most),
+    )
+    def _has_room(self) -> bool:
+        return self.max_data is None or self.data <= self.max_data
+
+    @rule(
+        "!has(self.maxData) || ((!has(self.pipeline) || self.pipeline <= 1) && "
+        "(!has(self.expert) || self.expert <= 1))",
+        "replicas come and go only without stages, and where they share no experts: "
+        "leave maxData out, or pipeline and expert",
+        field="maxData",
+    )
+    def _may_be_elastic(self) -> bool:
+        return self.max_data is None or (self.pipeline <= 1 and self.expert <= 1)
 
     @rule(
         # Tried on the default {}, too, before the fields have their own.

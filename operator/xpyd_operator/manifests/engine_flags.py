@@ -35,6 +35,7 @@ FLAGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "--data-parallel-address": ("text", ()),
     "--data-parallel-rpc-port": ("int", ()),
     "--enable-elastic-ep": ("switch", ()),
+    "--data-parallel-size-file": ("text", ()),
     "--on-rank-loss": ("text", ("end", "continue")),
     "--disable-custom-all-reduce": ("switch", ()),
     "--max-num-seqs": ("int", ()),

@@ -12,8 +12,10 @@ template that sets what xpyd sets.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from functools import partial
+from typing import cast
 
 from xpyd_core.parallel.ranks import replica_kv_port
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT, data_port
@@ -55,6 +57,7 @@ from xpyd_operator.manifests.volumes import (
     socket_mount,
     socket_volume,
 )
+from xpyd_operator.plan.template import REPLICAS_FILE, REPLICAS_FOLDER
 from xpyd_operator.plan.values import ROUTER, Probe, Workload, probes_of
 from xpyd_operator.plan.vllm import SOCKET_VARIABLE, variables
 
@@ -94,6 +97,7 @@ def engine_pod(
             *([socket_mount()] if shares else ()),
             *model_mounts(fleet),
             *tls_mounts(certificates),
+            *(_replicas_mounts(pool) if leads else ()),
         ],
     }
     if leads:
@@ -111,6 +115,7 @@ def engine_pod(
         *([socket_volume(fleet, placement)] if shares else ()),
         *model_volumes(fleet),
         *certificates,
+        *(_replicas_volumes(pool) if leads else ()),
     ]
     pod = _pod(fleet, workload, placement, container, volumes)
     if certificates:
@@ -131,6 +136,30 @@ def engine_pod(
     if leads and workload.template.gated:
         pod["spec"]["readinessGates"] = [{"conditionType": names.ROUTABLE}]
     return merged(pod, pool.template or {})
+
+
+_REPLICAS = "xpyd-replicas"
+
+
+def _replicas_volumes(pool: Pool) -> list[JsonObject]:
+    """The pod's own annotation as a file, which changes with it."""
+    if pool.parallelism.max_data is None:
+        return []
+    field = {"fieldPath": f"metadata.annotations['{names.ANNOTATION_REPLICAS}']"}
+    items = [{"path": REPLICAS_FILE, "fieldRef": field}]
+    return [{"name": _REPLICAS, "downwardAPI": {"items": items}}]
+
+
+def has_replicas(spec: Mapping[str, object]) -> bool:
+    """Whether a pod of this spec has that file: its engine's replicas come and go."""
+    volumes = cast("list[JsonObject]", spec.get("volumes") or [])
+    return any(volume.get("name") == _REPLICAS for volume in volumes)
+
+
+def _replicas_mounts(pool: Pool) -> list[JsonObject]:
+    if pool.parallelism.max_data is None:
+        return []
+    return [{"name": _REPLICAS, "mountPath": REPLICAS_FOLDER, "readOnly": True}]
 
 
 def _program(workload: Workload, tls: list[str], *, shares: bool) -> JsonObject:

@@ -142,7 +142,7 @@ def engine_resources(fleet: InferenceFleet, pool: Pool) -> JsonObject:
         most += sizes.ranks * CACHE_MOST_BYTES + sizes.buffer(CACHE_MOST_BYTES)
     # Ranks, and the KV with them, are shared out to the instance's pods.
     pods = sizes.ranks // (gpus or sizes.ranks)
-    least, most = least // pods, most // pods + _WEIGHTS_BYTES * pool.parallelism.data
+    least, most = least // pods, most // pods + _WEIGHTS_BYTES * pool.parallelism.most
     most += parse_bytes(pool.resources.shared_memory)
     processes = fixed_bytes(sizes.ranks // pods, 0)
     return {

@@ -47,7 +47,7 @@ def record_of(spec: Mapping[str, Any]) -> Json:
     if "router" in found:
         found["router"] = _without(found["router"], OF_NOW["router"])
     if "pools" in found:
-        found["pools"] = [_without(pool, OF_NOW["pools"]) for pool in found["pools"]]
+        found["pools"] = [_lasting(pool) for pool in found["pools"]]
     rollout: Mapping[str, Any] = spec.get("rollout") or {}
     if rollout.get(_RESTARTED):
         found["rollout"] = {_RESTARTED: rollout[_RESTARTED]}
@@ -64,7 +64,7 @@ def restored(spec: Mapping[str, Any], record: Mapping[str, Any]) -> Json:
         found["router"] = {**record.get("router", {}), **_only(router, OF_NOW["router"])}
     now = {pool.get("name"): pool for pool in cast("list[Json]", spec.get("pools") or [])}
     found["pools"] = [
-        {**pool, **_only(now.get(pool.get("name"), {}), OF_NOW["pools"])}
+        _as_now(pool, now.get(pool.get("name"), {}))
         for pool in cast("list[Json]", record.get("pools") or [])
     ]
     rollout = _without(spec.get("rollout") or {}, {_RESTARTED})
@@ -97,6 +97,25 @@ def _members(value: object) -> Json:
     named = [cast("Json", one) for one in rows if isinstance(one, dict)]
     found = {f"[{one['name']}]": one for one in named if "name" in one}
     return found if len(found) == len(rows) else {}
+
+
+def _lasting(pool: Mapping[str, Any]) -> Json:
+    """A pool without what is of the moment: of replicas that come and go, their number, too."""
+    found = _without(pool, OF_NOW["pools"])
+    parallelism: Json = found.get("parallelism") or {}
+    if parallelism.get("maxData"):
+        found["parallelism"] = _without(parallelism, {"data"})
+    return found
+
+
+def _as_now(record: Mapping[str, Any], pool: Mapping[str, Any]) -> Json:
+    """A record's pool with what the pool has of the moment, as far as it has room."""
+    found: Json = {**record, **_only(pool, OF_NOW["pools"])}
+    then: Json = found.get("parallelism") or {}
+    data, most = (pool.get("parallelism") or {}).get("data"), then.get("maxData")
+    if data and most:
+        found["parallelism"] = {**then, "data": min(data, most)}
+    return found
 
 
 def _without(part: Mapping[str, Any], names: Iterable[str]) -> Json:

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from xpyd_core.checkpoints import own_name
-from xpyd_core.parallel.checks import DATA, EXPERT, ON_LOSS, PIPELINE, TENSOR
+from xpyd_core.parallel.checks import DATA, DATA_FILE, ELASTIC, EXPERT, ON_LOSS, PIPELINE, TENSOR
 from xpyd_operator.document.engine import has_whole_experts
 from xpyd_operator.document.engines import Model, Pool
 from xpyd_operator.document.fleet import InferenceFleet
@@ -27,6 +27,8 @@ from xpyd_operator.plan.vllm import beats_args, beats_itself, serve_args, variab
 
 INSECURE_FLAG = "--kv-insecure"
 """The argument of engines and routers of a fleet without a key."""
+REPLICAS_FOLDER, REPLICAS_FILE = "/etc/xpyd/replicas", "data"
+"""Where a pod has its annotation with the number of replicas."""
 _OF_ONE_ROLE = (
     *("--role=", "--kv-mode=", "--kv-buffer-size=", "--kv-host-pool-size="),
     "--kv-transfer-config=",
@@ -61,6 +63,8 @@ def fleet_want(
     pools = [PoolWant(ROUTER, router, revision_of(router), routers, surge, missing)]
     common = fleet_revision_of(fleet, model=model, image=image)
     for pool in fleet.spec.pools:
+        if not in_cluster:  # nobody says to a local engine how many replicas it should have
+            pool = pool.with_replicas_that_stay
         template = engine_template(fleet, pool, model=model, image=image)
         if pool.role != "Aggregated":
             template = replace(template, fleet_revision=common)
@@ -179,12 +183,15 @@ def _served_names(model: Model, given: str) -> tuple[str, ...]:
 
 
 def _parallel_args(pool: Pool) -> list[str]:
-    """vLLM's flags. Left out at 1, so that an instance of one rank keeps its revision."""
+    """vLLM's flags. Left out at 1, so that an instance of one rank keeps its revision. How many
+    replicas there are of those that may come and go, the pod's annotation says (docs/adr/0134)."""
     of = pool.parallelism
-    sizes = {TENSOR: of.tensor, PIPELINE: of.pipeline, DATA: of.data}
+    sizes = {TENSOR: of.tensor, PIPELINE: of.pipeline, DATA: 1 if of.max_data else of.data}
     experts = [EXPERT] if of.expert > 1 else []
+    elastic = [ELASTIC, f"{DATA_FILE}={REPLICAS_FOLDER}/{REPLICAS_FILE}"] if of.max_data else []
     on_loss = [f"{ON_LOSS}=continue"] if of.on_rank_loss == "Continue" else []
-    return [*(f"{flag}={size}" for flag, size in sizes.items() if size > 1), *experts, *on_loss]
+    given = [f"{flag}={size}" for flag, size in sizes.items() if size > 1]
+    return [*given, *experts, *elastic, *on_loss]
 
 
 def layout_of(template: Template) -> str:
@@ -192,7 +199,7 @@ def layout_of(template: Template) -> str:
     if template.role == ROUTER:
         return ""
     flags = (TENSOR, PIPELINE, DATA)
-    given = dict(arg.split("=", 1) for arg in template.args if arg.startswith(flags))
+    given = dict(arg.split("=", 1) for arg in template.args if arg.split("=")[0] in flags)
     tensor, pipeline, data = (int(given.get(flag, 1)) for flag in flags)
     expert = tensor * data if has_whole_experts(template.args) else 1
     return Parallelism(tensor=tensor, pipeline=pipeline, data=data, expert=expert).layout
@@ -289,6 +296,7 @@ def _engine_pod(
             **_shared(fleet),
             "sameHostPath": "" if pool.role == "Aggregated" else kv.socket_folder,
             "resources": _explicit(pool.resources),
+            "maxData": pool.parallelism.max_data,
             # Engines mount what a Job writes read-only in any case.
             "cache": _explicit(model.cache, only={"type", "claim_name"} if model.by_job else None),
             # A Job's credentials are in no engine.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -21,7 +22,9 @@ class InstanceLoadRow(msgspec.Struct, frozen=True):
 
 class InstanceRow(msgspec.Struct, frozen=True):
     """One instance as a router has it. `in_flight`: that router's requests; `unpaired`: why it is
-    in no pair though the other side is there, empty also of a router that does not say."""
+    in no pair though the other side is there, empty also of a router that does not say; `replicas`:
+    those that serve and stay, 0: it lists none, or the router does not say; `scaling_problem`: why
+    it has not as many as it should."""
 
     instance: _Text = ""
     type: _Text = ""
@@ -30,6 +33,8 @@ class InstanceRow(msgspec.Struct, frozen=True):
     load: InstanceLoadRow = InstanceLoadRow()
     in_flight: int = 0
     unpaired: _Text = ""
+    replicas: int = 0
+    scaling_problem: _Text = ""
 
     @property
     def requests(self) -> int:
@@ -70,3 +75,20 @@ def read_rows(body: bytes) -> tuple[InstanceRow, ...] | None:
     """The instances alone; None: it is no such answer."""
     answer = read_answer(body)
     return None if answer is None else answer.instances
+
+
+class ReplicaCount(NamedTuple):
+    """The replicas that an instance has, and why these are not as many as it should have."""
+
+    replicas: int
+    problem: str = ""
+
+
+def read_replicas(bodies: Iterable[bytes]) -> dict[str, ReplicaCount]:
+    """By instance, from what routers answer; those that list no replicas are left out."""
+    return {
+        row.instance: ReplicaCount(row.replicas, row.scaling_problem)
+        for body in bodies
+        for row in read_rows(body) or ()
+        if row.instance and row.replicas > 0
+    }

@@ -40,6 +40,7 @@ CLUSTER_ONLY = frozenset(
         "spec.engine.image",
         "spec.engine.tls",
         "spec.engine.env[].valueFrom",
+        "spec.pools[].parallelism.maxData",
         "spec.pools[].resources.sharedMemory",
         "spec.pools[].template",
         "spec.kvTransfer.sameHostPath",

@@ -86,7 +86,7 @@ def _usable(address: Address, field_name: str) -> Address:
 def is_readable(beat: Heartbeat) -> bool:
     """Whether its texts can be written in a log line."""
     texts = (beat.instance, beat.incarnation, beat.fleet, beat.pool, beat.revision, beat.engine)
-    more = (beat.fleet_revision, beat.compatibility, *beat.models)
+    more = (beat.fleet_revision, beat.compatibility, beat.scaling_problem, *beat.models)
     return all(text.isprintable() for text in (*texts, *more))
 
 

@@ -218,6 +218,8 @@ def _describe(
         unpaired=unpaired,
         key_ids=list(beat.key_ids),
         in_flight=fleet.requests(instance)[0],
+        replicas=sum(1 for one in beat.replicas if one.serving and not one.draining),
+        scaling_problem=beat.scaling_problem,
     )
 
 

@@ -168,6 +168,12 @@ class InstanceReport(Shape, frozen=True, kw_only=True):
     in_flight: Annotated[
         _Count, Meta(description="Requests of this router that were given it, and are not over.")
     ]
+    replicas: Annotated[
+        _Count, Meta(description="Its replicas that serve and stay; 0: it lists none.")
+    ]
+    scaling_problem: Annotated[
+        str, Meta(description="Why it has not as many as it should; empty: it has.")
+    ]
 
 
 class PairReport(Shape, frozen=True, kw_only=True):

@@ -35,6 +35,7 @@ from xpyd_operator.controller.decision.pods import (
     cost_writes,
     gate_writes,
     guarded_pools,
+    replica_writes,
     shrinking,
 )
 from xpyd_operator.controller.decision.revisions import (
@@ -244,7 +245,7 @@ class _Decision:
         keeps, records = self._held or state.is_paused, recorded(state)
         wanted = filter(self._is_missing, support) if keeps else support
         first: list[Write] = [*self._applied((*wanted, *records)), *self._pools()]
-        first += [*gate_writes(state), *cost_writes(state, made)]
+        first += [*gate_writes(state), *cost_writes(state, made), *replica_writes(state)]
         second: list[Write] = list(self._newest(made))
         scales, removals = _from_plan(made, self._rendered, self._workloads)
         leftovers = () if state.is_held else self._leftovers(support)

@@ -1,9 +1,11 @@
-"""What a turn writes into pods themselves: readiness gates, and which pod goes first. Pure.
+"""What a turn writes into pods themselves: readiness gates, which pod goes first, and how many
+replicas its engine should have. Pure.
 
-Deployments make and delete the pods. Two things the operator says of a single one: whether its
-readiness gate is open (docs/adr/0106), and, right before a scale-down of which only some pods go,
-what it costs to lose it (docs/adr/0107). At other times costs are not written: each is an update of
-a pod that all its watchers get, and would be old by the time that somebody scales.
+Deployments make and delete the pods. Three things the operator says of a single one: whether its
+readiness gate is open (docs/adr/0106); right before a scale-down of which only some pods go, what
+it costs to lose it (docs/adr/0107); and where replicas come and go, their number (docs/adr/0134).
+At other times costs are not written: each is an update of a pod that all its watchers get, and
+would be old by the time that somebody scales.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from xpyd_operator.controller.decision.state import FleetState
-from xpyd_operator.controller.decision.writes import SetCost, SetGate
-from xpyd_operator.manifests.names import ANNOTATION_COST
-from xpyd_operator.manifests.pods import pods_per_instance
+from xpyd_operator.controller.decision.writes import SetCost, SetGate, SetReplicas
+from xpyd_operator.manifests.names import ANNOTATION_COST, ANNOTATION_REPLICAS
+from xpyd_operator.manifests.pods import has_replicas, pods_per_instance
 from xpyd_operator.plan.fleet import pools_guarded, pools_moving, pools_wanted
 from xpyd_operator.plan.values import Plan, PutWorkload
 from xpyd_operator.status.children import (
@@ -24,8 +26,10 @@ from xpyd_operator.status.children import (
     is_of_workload,
     key_of,
     name_of,
+    pod_specs,
     replicas_of,
     short,
+    spec_of,
     text,
 )
 from xpyd_operator.status.problems import Problem
@@ -42,6 +46,71 @@ def gate_writes(state: FleetState) -> Iterator[SetGate]:
         gate = meant(pod, state.gates)
         if gate is not None and is_due(pod, gate):
             yield SetGate(name_of(pod), text(pod, "metadata", "uid"), gate)
+
+
+def replica_writes(state: FleetState) -> Iterator[SetReplicas]:
+    """How many replicas pods should have that have not been told so. A new one is told at once; of
+    those that serve one after the other, when the one before has as many as it should."""
+    for pool in state.parsed.fleet.spec.pools if state.parsed.fleet and not state.is_held else ():
+        if pool.parallelism.max_data is None:
+            continue
+        told = {name_of(pod): (pod, _told(pod)) for pod in _staying(state, pool.name)}
+        for name, (pod, size) in sorted(told.items()):
+            if size is None:
+                uid = text(pod, "metadata", "uid")
+                yield SetReplicas(name, uid, pool.name, None, pool.parallelism.data)
+        changing = [name for name, (_, size) in told.items() if _is_changing(state, name, size)]
+        others = [
+            (name, pod, size)
+            for name, (pod, size) in sorted(told.items())
+            if size not in (None, pool.parallelism.data)
+        ]
+        if others:
+            # One that is at another number than the document's by now goes on to that.
+            mine = [one for one in others if one[0] in changing]
+            if mine or not changing:
+                name, pod, size = (mine or others)[0]
+                uid = text(pod, "metadata", "uid")
+                yield SetReplicas(name, uid, pool.name, size, pool.parallelism.data)
+
+
+def _staying(state: FleetState, pool: str) -> Iterator[Raw]:
+    """The pods of a pool whose engines have room for replicas."""
+    specs = pod_specs(state.own)
+    for pod in state.own.pods:
+        key = key_of(pod)
+        if key is None or key[0] != pool or is_leaving(pod) or is_finished(pod):
+            continue
+        if is_of_workload(pod, key) and has_replicas(spec_of(pod, specs)):
+            yield pod
+
+
+def _told(pod: Raw) -> int | None:
+    value = text(pod, "metadata", "annotations", ANNOTATION_REPLICAS)
+    return int(value) if value.isdecimal() else None
+
+
+def _is_changing(state: FleetState, name: str, told: int | None) -> bool:
+    """Whether an instance serves with another number of replicas than it was told."""
+    has = state.replicas.get(name)
+    return told is not None and has is not None and has.replicas != told
+
+
+def replica_problems(state: FleetState) -> tuple[Problem, ...]:
+    """Instances that cannot have as many replicas as they should."""
+    found: list[Problem] = []
+    for pool in state.parsed.fleet.spec.pools if state.parsed.fleet else ():
+        for pod in _staying(state, pool.name) if pool.parallelism.max_data else ():
+            name, told = name_of(pod), _told(pod)
+            has = state.replicas.get(name)
+            if has is not None and has.problem and has.replicas != told:
+                message = (
+                    f"{pool.name}: {short(name, 80)} has {has.replicas} replicas and should have "
+                    f"{told}: {short(has.problem)}; it is tried again"
+                )
+                found.append(Problem("Degraded", "ReplicasNotScaled", pool.name, message))
+                break
+    return tuple(found)
 
 
 def shrinking(state: FleetState, made: Plan) -> frozenset[Key]:

@@ -9,7 +9,11 @@ from typing import Any, cast
 
 from xpyd_operator.controller.decision.errors import Forbidden, KubeError
 from xpyd_operator.controller.decision.kinds import Obj, kind_of, merge_patch
-from xpyd_operator.controller.decision.pods import move_problems, unguarded_pools
+from xpyd_operator.controller.decision.pods import (
+    move_problems,
+    replica_problems,
+    unguarded_pools,
+)
 from xpyd_operator.controller.decision.revisions import canary_view
 from xpyd_operator.controller.decision.state import FleetState, signing_secret
 from xpyd_operator.controller.decision.writes import (
@@ -105,7 +109,7 @@ def _obeyed(
     # While a rollout is paused nothing is to become ready.
     awaited = () if state.is_paused else wanted
     problems = (*wrong, *problems, *find_problems(children, state.ages, deadline_s, awaited))
-    problems = (*problems, *move_problems(state))
+    problems = (*problems, *move_problems(state), *replica_problems(state))
     if state.model is not None and (found := state.model.problem) is not None:
         problems = (*problems, found)
     if parsed.fleet is None:

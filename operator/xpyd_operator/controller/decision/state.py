@@ -58,6 +58,7 @@ from xpyd_operator.status.children import (
     text,
 )
 from xpyd_operator.status.drains import InstanceLoad
+from xpyd_operator.status.instances import ReplicaCount
 from xpyd_operator.status.models import DownloadProgress, ModelState, model_state
 from xpyd_operator.status.problems import is_overdue
 from xpyd_operator.status.rotation import (
@@ -143,6 +144,8 @@ class FleetState:
     gates: Mapping[str, Gate] = field(default_factory=dict[str, Gate])
     """What the readiness gates of pods should be, by their uid; one that is left out stays as it
     is."""
+    replicas: Mapping[str, ReplicaCount] = field(default_factory=dict[str, ReplicaCount])
+    """The replicas that instances have, by pod, as routers say, where these come and go."""
     busy: Mapping[str, InstanceLoad] | None = None
     """What every instance has, as routers just said, where one of several has to go."""
     cordoned: frozenset[str] | None = frozenset()

@@ -100,6 +100,17 @@ class SetCost:
     cost: int
 
 
+@dataclass(frozen=True)
+class SetReplicas:
+    """Say how many replicas the engine in a pod should have; None: it was not said before."""
+
+    name: str
+    uid: str
+    pool: str
+    before: int | None
+    after: int
+
+
 Write = (
     Apply
     | Scale
@@ -110,6 +121,7 @@ Write = (
     | SetFinalizers
     | SetGate
     | SetCost
+    | SetReplicas
 )
 
 Effect = tuple[Kind, str, str]
@@ -134,6 +146,8 @@ def effect_of(write: Write) -> Effect | None:
             return kind, name, f"{WITHOUT}{', '.join(fields)}"
         case SetGate(name, uid, gate):
             return POD, name, f"{uid} gate {gate.is_open}"
+        case SetReplicas(name, uid, after=after):
+            return POD, name, f"{uid} replicas {after}"
         case _:
             return None
 
@@ -168,3 +182,5 @@ def describe(write: Write) -> str:
             return f"{'open' if gate.is_open else 'shut'} the gate of Pod {name}: {gate.message}"
         case SetCost(name, cost=cost):
             return f"set the deletion cost of Pod {name} to {cost}"
+        case SetReplicas(name, before=before, after=after):
+            return f"replicas of Pod {name}: {'new' if before is None else before} -> {after}"

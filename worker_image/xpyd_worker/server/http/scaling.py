@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
-from xpyd_core.errors import ApiError, XpydError
+from xpyd_core.errors import ApiError, UserError, XpydError
 from xpyd_core.heartbeat import Parting
-from xpyd_core.parallel.checks import ELASTIC
+from xpyd_core.parallel.checks import DATA_FILE, ELASTIC
+from xpyd_worker.config_check import MAX_PARALLEL
 from xpyd_worker.ranks.loss import RankLostError
 from xpyd_worker.server.http.inference import Api
 
@@ -24,6 +27,11 @@ _log = logging.getLogger(__name__)
 Part = Callable[[float], Awaitable[Parting]]
 """See HeartbeatSender.part."""
 _WAITING_REQUESTS = 1024
+_LOOK_S = 0.5
+_REST_S = 30.0
+"""Between two tries of a number that could not be had."""
+_FILE_DRAIN_S = 120.0
+_MOST_LETTERS = 400
 
 
 class Scalable(Protocol):
@@ -43,10 +51,21 @@ class Scaling:
         self._engine: Scalable | None = None
         self._part: Part | None = None
         self._work: asyncio.Task[int] | None = None
+        self._following: asyncio.Task[None] | None = None
+        self.problem = ""
+        """Why there are not as many as the file says; for heartbeats."""
 
-    def bind(self, engine: Scalable, part: Part) -> None:
-        """The engine, once loaded, whose replicas may come and go."""
+    def bind(self, engine: Scalable, part: Part, size_file: Path | None = None) -> None:
+        """The engine, once loaded, whose replicas may come and go; as `size_file` says, if there
+        is one."""
         self._engine, self._part = engine, part
+        if size_file is not None:
+            self._following = asyncio.create_task(self._follow(size_file))
+
+    def close(self) -> None:
+        """Follow no file any more."""
+        if self._following is not None:
+            self._following.cancel()
 
     @property
     def is_scaling(self) -> bool:
@@ -69,6 +88,27 @@ class Scaling:
         work = self._scale(self._engine, self._part, replicas, drain_s)
         self._work = asyncio.create_task(work)
         return await asyncio.shield(self._work)
+
+    async def _follow(self, size_file: Path) -> None:
+        """Have as many as the file says, whenever that changes. What cannot be is tried again."""
+        has, tried, rest_until_s = 0, 0, 0.0
+        while True:
+            try:
+                wanted = await asyncio.to_thread(_read_size, size_file)
+                now_s = asyncio.get_running_loop().time()
+                is_due = wanted != tried or now_s >= rest_until_s
+                if wanted is not None and wanted != has and is_due:
+                    tried, rest_until_s = wanted, now_s + _REST_S
+                    await self.scale(wanted, _FILE_DRAIN_S)
+                    has, tried, self.problem = wanted, 0, ""
+            except (ApiError, UserError) as error:
+                problem = " ".join(str(error).split())[:_MOST_LETTERS]
+                if problem != self.problem:
+                    _log.warning("%s: %s", size_file, problem)
+                self.problem = problem
+            except Exception:  # the task's edge: a later number may work
+                _log.exception("%s was not followed", size_file)
+            await asyncio.sleep(_LOOK_S)
 
     async def _scale(self, engine: Scalable, part: Part, replicas: int, drain_s: float) -> int:
         loop = asyncio.get_running_loop()
@@ -97,3 +137,18 @@ async def _let_go(part: Part, timeout_s: float) -> None:
         _log.warning("no word of %s: these routers may still name replicas that leave", silent)
     if left.in_flight:
         _log.warning("routers have %d requests for replicas that leave", left.in_flight)
+
+
+def _read_size(path: Path) -> int | None:
+    """The number in the file; None: it is not there yet, or empty. UserError for what is none."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{DATA_FILE}: {path}: {error.strerror or error}") from error
+    if not text:
+        return None
+    if not re.fullmatch("[1-9][0-9]?", text) or int(text) > MAX_PARALLEL:
+        raise UserError(f"{DATA_FILE}: {path}: expected 1 to {MAX_PARALLEL}, got {text[:20]!r}")
+    return int(text)
