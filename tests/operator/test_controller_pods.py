@@ -146,7 +146,7 @@ def elastic(data: int) -> Obj:
 
 def elastic_pods(told: dict[str, str | None]) -> Children:
     """D that were told so many replicas, and have room for them."""
-    children, _ = decodes(len(told))
+    children = decodes(len(told))
     (name,) = [name for name in children[DEPLOYMENT] if "decode" in name]
     volumes = children[DEPLOYMENT][name]["spec"]["template"]["spec"]["volumes"]
     volumes.append({"name": "xpyd-replicas", "downwardAPI": {}})
@@ -406,6 +406,26 @@ def test_a_cordoned_node_brings_a_second_instance_and_then_the_first_is_let_go()
             assert cost == "-1", "a ReplicaSet takes the one on the cordoned node"
             bodies = [c.body for c in api.writes if c.path.endswith(f"/deployments/{made}")]
             assert [body["spec"]["replicas"] for body in bodies][-2:] == [2, 1]
+
+    run(scenario)
+
+
+def test_an_edit_of_replicas_goes_into_the_annotation_of_the_pods_that_are_there() -> None:
+    async def scenario(api: FakeApi) -> None:
+        found = fleet()
+        pool = found["spec"]["pools"][1]
+        api.add(pool.update(parallelism={"data": 1, "maxData": 3}) or found)
+        async with fleet_ready(api):
+            (before,) = pods_of(api, "decode")
+            assert before["metadata"]["annotations"][ANNOTATION_REPLICAS] == "1"
+            assert not told(api, "ReplicasChanged"), "a new pod changes nothing"
+            pools = [found["spec"]["pools"][0], pool | {"parallelism": {"data": 3, "maxData": 3}}]
+            api.change(FLEET, "ns", "chat", {"spec": {"pools": pools}})
+            await until(lambda: told(api, "ReplicasChanged"), what="the Event")
+            await still(api)
+            (after,) = pods_of(api, "decode")
+            assert after["metadata"]["uid"] == before["metadata"]["uid"]
+            assert after["metadata"]["annotations"][ANNOTATION_REPLICAS] == "3"
 
     run(scenario)
 

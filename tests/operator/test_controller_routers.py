@@ -45,7 +45,7 @@ class Router:
         self.key_ids: list[str] = []
         self.type = "D"
         self.problems: list[dict[str, str]] = []
-        self.in_flight = self.running = self.kv_leases = self.relayed = 0
+        self.in_flight = self.running = self.kv_leases = self.relayed = self.replicas = 0
         self.state = "Ready"
         self.unpaired = ""
         self.canary = ""
@@ -66,6 +66,7 @@ class Router:
             "unpaired": self.unpaired,
             "key_ids": self.key_ids,
             "in_flight": self.in_flight,
+            "replicas": self.replicas,
         }
         instances = [{**one, "load": load}]
         answer = {"key_ids": self.key_ids, "instances": instances, "kv_problems": self.problems}
@@ -400,6 +401,18 @@ async def test_loads_of_all_instances_are_asked_for_on_demand() -> None:
         assert await world.reader.ask_loads(KEY) == {"d-0": InstanceLoad(2, 0)}
         router.status = 503
         assert await world.reader.ask_loads(KEY) == {}
+
+
+async def test_another_number_of_replicas_of_an_instance_wakes_its_fleet() -> None:
+    router = Router()
+    async with listening(router):
+        world = World(router, pod("r-0"))
+        await world.look()
+        assert (world.reader.replicas(KEY), world.woken) == ({}, [])
+        for router.replicas in (1, 1, 2):
+            await world.look()
+            assert world.reader.replicas(KEY) == {"d-0": (router.replicas, "")}
+        assert world.woken == [KEY] * 2
 
 
 async def test_a_fleet_has_a_pair_while_one_of_its_ready_routers_says_so() -> None:

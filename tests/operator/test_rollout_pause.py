@@ -271,6 +271,26 @@ def test_a_record_taken_back_makes_the_pods_that_it_made_and_leaves_sizes_alone(
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "back"),
+    [
+        ({"data": 1, "maxData": 4}, {"data": 3, "maxData": 4}, {"data": 3, "maxData": 4}),
+        ({"data": 1, "maxData": 2}, {"data": 3, "maxData": 4}, {"data": 2, "maxData": 2}),
+        ({"data": 1, "maxData": 4}, {"data": 3}, {"data": 3, "maxData": 4}),
+        ({"data": 3, "maxData": 4}, {}, {"maxData": 4}),
+        ({"data": 2}, {"data": 3, "maxData": 4}, {"data": 2}),
+    ],
+)
+def test_a_record_taken_back_leaves_the_replicas_of_an_instance_alone_where_they_come_and_go(
+    then: Obj, now: Obj, back: Obj
+) -> None:
+    first, second = document(), document()
+    first["spec"]["pools"][1]["parallelism"] = then
+    second["spec"]["pools"][1]["parallelism"] = now
+    found = restored(second["spec"], record_of(first["spec"]))
+    assert found["pools"][1]["parallelism"] == back
+
+
 def test_differences_name_the_fields_and_items_by_their_names() -> None:
     before = {"a": 1, "pools": [{"name": "p", "x": 1}, {"name": "q"}], "args": ["--a"]}
     after = {"a": 1, "pools": [{"name": "p", "x": 2}], "args": ["--a", "--b"]}

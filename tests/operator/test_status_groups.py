@@ -13,6 +13,7 @@ from tests.operator.test_status_children import group_pod, group_set
 from xpyd_operator.controller.decision.kinds import POD, trim
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.load import load_fleet
+from xpyd_operator.document.parallelism import Parallelism
 from xpyd_operator.document.status import FleetPoolStatus
 from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.template import fleet_want
@@ -236,4 +237,15 @@ def test_a_status_shows_replicas_and_fits_its_schema() -> None:
     fleet = fleet.model_copy(update={"spec": fleet.spec.model_copy(update={"pools": pools})})
     layout = {p["name"]: p.get("layout") for p in status(fleet, None)["pools"]}["decode"]
     assert layout == "TP2xPP16xDP64xEP64"
+    assert FleetPoolStatus(name="decode", layout=layout).layout == layout
+
+
+def test_a_status_shows_how_many_replicas_there_may_be_where_they_come_and_go() -> None:
+    fleet = fleet_of_groups()
+    prefill, decode = fleet.spec.pools
+    elastic = Parallelism(tensor=64, data=3, max_data=64)
+    pools = (prefill, decode.model_copy(update={"parallelism": elastic}))
+    fleet = fleet.model_copy(update={"spec": fleet.spec.model_copy(update={"pools": pools})})
+    layout = {p["name"]: p.get("layout") for p in status(fleet, None)["pools"]}["decode"]
+    assert layout == "TP64xPP1xDP1-64"
     assert FleetPoolStatus(name="decode", layout=layout).layout == layout

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from tests.router.beats import beat
-from tests.router.fakes import Call, HttpEngine, fleet, serve_model
+from tests.router.fakes import Call, Fleet, HttpEngine, fleet, serve_model
 from xpyd_core.errors import ProtocolError
 from xpyd_core.messages import Heartbeat, ReplicaBeat, decode_heartbeat, encode_heartbeat
 from xpyd_core.request_id import parse_pair_id
@@ -20,7 +20,7 @@ from xpyd_router.fleet.breaker import Transfers
 from xpyd_router.fleet.instances import InstanceKey, leaving_places
 from xpyd_router.fleet.introductions import PairFound
 from xpyd_router.fleet.loads import LoadTable
-from xpyd_router.fleet.registry import Registry
+from xpyd_router.fleet.registry import Registry, is_readable
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.policy.base import Want
 from xpyd_router.policy.pairs import Pair, PairPolicy, build_policy
@@ -277,6 +277,23 @@ async def test_the_call_and_the_pairs_id_name_the_replica() -> None:
         seen = {named(call) for call in calls}
         assert {one[0] for one in seen} == {"0", "1"}, "whatever the client's header says"
         assert all(one[at] == (22001, 23001)[at - 1] + 2 * int(one[0]) for one in seen)
+
+
+async def test_instances_shows_how_many_replicas_stay_and_why_there_are_not_more() -> None:
+    async def shown(fleet_: Fleet) -> list[tuple[int, str]]:
+        async with fleet_.http.get(f"{fleet_.admin}/instances") as response:
+            rows = (await response.json())["instances"]
+        return [(row["replicas"], row["scaling_problem"]) for row in rows]
+
+    async with fleet() as fleet_:
+        d = await fleet_.engine("D")
+        assert await shown(fleet_) == [(0, "")]
+        starts, serves, leaves = replicas(2, "011")
+        said = (starts, serves, msgspec.structs.replace(leaves, draining=1))
+        await fleet_.beat(d, replicas=said, scaling_problem="no room")
+        assert await shown(fleet_) == [(1, "no room")]
+        unreadable = msgspec.structs.replace(d.beat, scaling_problem="a\nb")
+        assert not is_readable(unreadable)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

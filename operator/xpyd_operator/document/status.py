@@ -52,7 +52,8 @@ class FleetPoolStatus(ApiModel):
     """What its instances do."""
     layout: Layout | None = None
     """How one instance splits the model: TP2xPP2 is 2 ranks that share each layer, in 2 stages;
-    xDP2 behind it: twice, with a copy each; xEP4 behind that: whole experts on 4 ranks."""
+    xDP2 behind it: twice, with a copy each, xDP1-4: once to four times; xEP4 behind that: whole
+    experts on 4 ranks."""
     replicas: Count | None = None
     """Instances wanted now."""
     declared_replicas: Count | None = None
@@ -196,7 +197,8 @@ class PoolStatus(ApiModel):
     """The metadata.generation that this status is about."""
     layout: Layout | None = None
     """How one instance splits the model: TP2xPP2 is 2 ranks that share each layer, in 2 stages;
-    xDP2 behind it: twice, with a copy each; xEP4 behind that: whole experts on 4 ranks."""
+    xDP2 behind it: twice, with a copy each, xDP1-4: once to four times; xEP4 behind that: whole
+    experts on 4 ranks."""
     replicas: Count | None = None
     """Instances there are."""
     ready_replicas: Count | None = None

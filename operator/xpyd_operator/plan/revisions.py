@@ -112,7 +112,8 @@ def _as_now(record: Mapping[str, Any], pool: Mapping[str, Any]) -> Json:
     """A record's pool with what the pool has of the moment, as far as it has room."""
     found: Json = {**record, **_only(pool, OF_NOW["pools"])}
     then: Json = found.get("parallelism") or {}
-    data, most = (pool.get("parallelism") or {}).get("data"), then.get("maxData")
+    now: Json = pool.get("parallelism") or {}
+    data, most = now.get("data"), then.get("maxData")
     if data and most:
         found["parallelism"] = {**then, "data": min(data, most)}
     return found
