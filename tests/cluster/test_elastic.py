@@ -1,62 +1,76 @@
-"""An edit of `parallelism.data` changes the replicas of engines that serve, and no pod."""
+"""An edit of `parallelism.data` changes the replicas of engines that serve, and no pod, while an
+open loop of requests runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from tests.cluster.fleetkit import (
     FleetClient,
+    Obj,
+    delete_fleets,
     fleet_document,
-    install_chart,
-    load_images,
+    installed_chart,
     small_cases,
     start_client,
 )
 from tests.cluster.harness import Cluster, wait_for
+from xpyd_operator.manifests.names import ANNOTATION_REPLICAS
 
-pytestmark = pytest.mark.cluster
-
+pytestmark = [pytest.mark.cluster, pytest.mark.changes]
 NAMESPACE = "elastic"
+STEP_S = 300
+"""The kubelet brings the annotation's file within a minute and a half, to one D after the other;
+then a replica loads."""
 
 
-def document(data: int) -> dict[str, Any]:
-    """examples/fleet.yaml with room for two replicas in each of its D."""
-    found = fleet_document()
+@pytest.fixture
+def fleet(node_cluster: Cluster) -> Iterator[FleetClient]:
+    """The chart, whose operator reaches the routers, and a client."""
+    with installed_chart(node_cluster):
+        node_cluster.kubectl("create", "namespace", NAMESPACE)
+        start_client(node_cluster, NAMESPACE)
+        found = FleetClient(node_cluster, NAMESPACE)
+        found.kubectl("wait", "--for=condition=Ready", "pod/client", "--timeout=30s")
+        yield found
+        delete_fleets(node_cluster, NAMESPACE)
+        node_cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+
+
+def document(data: int) -> Obj:
+    """A fleet 1P2D, each D with room for two replicas."""
+    found: Obj = fleet_document(prefill=1, decode=2)
     pool = next(one for one in found["spec"]["pools"] if one["role"] == "Decode")
     pool["parallelism"] = {"data": data, "maxData": 2}
     return found
 
 
-@pytest.fixture
-def fleet(node_cluster: Cluster) -> Iterator[FleetClient]:
-    load_images(node_cluster)
-    node_cluster.kubectl("create", "namespace", NAMESPACE)
-    start_client(node_cluster, NAMESPACE)
-    found = FleetClient(node_cluster, NAMESPACE)
-    found.kubectl("wait", "--for=condition=Ready", "pod/client", "--timeout=30s")
-    install_chart(node_cluster)
-    found.apply(document(1))
-    found.wait_ready()
-    yield found
-    node_cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false", check=False)
+def identities(fleet: FleetClient) -> set[tuple[str, int]]:
+    """Each D's pod, and how often its engine was started again."""
+    return {
+        (pod["metadata"]["uid"], pod["status"]["containerStatuses"][0]["restartCount"])
+        for pod in fleet.pods("decode")
+    }
 
 
 def test_replicas_come_and_go_by_an_edit_and_pods_stay(fleet: FleetClient) -> None:
-    before = {pod["metadata"]["uid"] for pod in fleet.pods("decode")}
-
     def have(replicas: int) -> bool:
-        up = (fleet.metric(pod, "xpyd_engine_replica_up") for pod in fleet.pods("decode"))
-        return all(one == replicas for one in up)
+        pods = fleet.pods("decode")
+        up = [fleet.metric(pod, "xpyd_engine_replica_up") for pod in pods]
+        notes = [pod["metadata"]["annotations"][ANNOTATION_REPLICAS] for pod in pods]
+        return (up, notes) == ([replicas] * 2, [str(replicas)] * 2)
 
-    with fleet.under_load(small_cases(), rate=2.0) as report:
+    fleet.apply(document(1))
+    fleet.wait_ready()
+    before = identities(fleet)
+    with fleet.under_load(small_cases(), rate=1.0) as report:
         for data in (2, 1):
             fleet.apply(document(data))
             what = f"each D has {data} replicas"
-            wait_for(lambda n=data: have(n), 240, what, interval_s=2.0, explain=fleet.explain)
+            wait_for(lambda n=data: have(n), STEP_S, what, interval_s=2.0, explain=fleet.explain)
     assert report["failed"] == 0, report
-    assert {pod["metadata"]["uid"] for pod in fleet.pods("decode")} == before
-    told = [event for event in fleet.events() if event["reason"] == "ReplicasChanged"]
-    assert told, "the change from 1 to 2 is an Event"
+    assert identities(fleet) == before
+    told = [event["message"] for event in fleet.events() if event["reason"] == "ReplicasChanged"]
+    assert {line.rsplit(": ", 1)[1] for line in told} == {"1 -> 2", "2 -> 1"}

@@ -91,21 +91,21 @@ class Scaling:
 
     async def _follow(self, size_file: Path) -> None:
         """Have as many as the file says, whenever that changes. What cannot be is tried again."""
-        has, tried, rest_until_s = 0, 0, 0.0
+        has, tried, rest_until_s = 0, 0, 0.0  # has 0: not known, so that any number is tried
         while True:
             try:
                 wanted = await asyncio.to_thread(_read_size, size_file)
                 now_s = asyncio.get_running_loop().time()
                 is_due = wanted != tried or now_s >= rest_until_s
                 if wanted is not None and wanted != has and is_due:
-                    tried, rest_until_s = wanted, now_s + _REST_S
+                    has, tried, rest_until_s = 0, wanted, now_s + _REST_S
                     await self.scale(wanted, _FILE_DRAIN_S)
                     has, tried, self.problem = wanted, 0, ""
             except (ApiError, UserError) as error:
                 problem = " ".join(str(error).split())[:_MOST_LETTERS]
                 if problem != self.problem:
                     _log.warning("%s: %s", size_file, problem)
-                self.problem = problem
+                has, self.problem = 0, problem
             except Exception:  # the task's edge: a later number may work
                 _log.exception("%s was not followed", size_file)
             await asyncio.sleep(_LOOK_S)
