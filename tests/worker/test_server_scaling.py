@@ -100,26 +100,38 @@ async def test_the_engine_is_told_when_routers_have_let_go_and_which_said_nothin
     assert "routers have 2 requests for replicas that leave" in said
 
 
-async def test_replicas_follow_a_file_and_heartbeats_say_what_cannot_be(tmp_path: Path) -> None:
+async def test_replicas_follow_a_file_and_heartbeats_say_what_cannot_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     replicas = Replicas()
     replicas.go_on.set()
-    api = Api(Lifecycle())
-    scaling, size_file = Scaling(api, 4), tmp_path / "data"
+    scaling, size_file = Scaling(Api(Lifecycle()), 4), tmp_path / "data"
     scaling.bind(replicas, nobody_parts, size_file)
+
+    async def asked(*sizes: int) -> None:
+        await until(lambda: [size for size, _ in replicas.asked] == [*sizes])
+        await until(lambda: not scaling.problem)
+
     try:
         size_file.write_text("2\n")
-        await until(lambda: [size for size, _ in replicas.asked] == [2])
+        await asked(2)
         size_file.write_text("65")
         await until(lambda: "expected 1 to 64, got '65'" in scaling.problem)
+        # Whatever failed: the number before is asked for again.
+        size_file.write_text("2")
+        await asked(2, 2)
+        replicas.error = RuntimeError("a defect")
+        size_file.write_text("4")
+        await until(lambda: "was not followed" in caplog.text)
+        replicas.error = None
+        size_file.write_text("2")
+        await asked(2, 2, 4, 2)
         replicas.error = UserError("--kv-cache-memory:\nno room")
         size_file.write_text("3")
         await until(lambda: scaling.problem == "--kv-cache-memory: no room")
-        # The number that it had before the failure is asked for again: who knows what there is.
         replicas.error = None
         size_file.write_text("2")
-        await until(lambda: not scaling.problem)
-        size_file.write_text("1")
-        await until(lambda: [size for size, _ in replicas.asked] == [2, 3, 2, 1])
+        await asked(2, 2, 4, 2, 3, 2)
     finally:
         scaling.close()
 
