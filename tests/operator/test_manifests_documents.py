@@ -199,7 +199,7 @@ def test_what_a_document_says_by_default_makes_no_other_revision():
         ("spec.pools.0.parallelism.pipeline", 1),
         ("spec.pools.0.parallelism.expert", 1),
         ("spec.pools.0.parallelism.data", 1),
-        ("spec.pools.0.parallelism.onRankLoss", "End"),
+        ("spec.pools.0.parallelism.onRankLoss", "Restart"),
         ("spec.pools.0.resources.sharedMemory", "8Gi"),
         ("spec.kvTransfer.insecure", False),
     )

@@ -145,7 +145,7 @@ def test_replicas_go_on_without_another_where_the_document_says_so():
     pool = {"name": "all", "role": "Aggregated", "resources": {"gpus": 0}}
     parts = {"data": 2, "expert": 2}
     before = want(pools=[pool | {"parallelism": parts}])
-    assert want(pools=[pool | {"parallelism": parts | {"onRankLoss": "End"}}]) == before
+    assert want(pools=[pool | {"parallelism": parts | {"onRankLoss": "Restart"}}]) == before
     after = want(pools=[pool | {"parallelism": parts | {"onRankLoss": "Continue"}}])
     assert "--on-rank-loss=continue" in after["all"].template.args
     assert after["all"].revision != before["all"].revision

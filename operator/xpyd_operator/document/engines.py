@@ -457,12 +457,12 @@ class Pool(ApiModel):
     @rule(
         "!has(self.parallelism.onRankLoss) || self.parallelism.onRankLoss != 'Continue' || "
         "(self.role == 'Aggregated' && self.resources.gpus == 0)",
-        "replicas go on only in instances on the CPU whose role is Aggregated: set End",
+        "replicas go on only in instances on the CPU whose role is Aggregated: set Restart",
         field="parallelism.onRankLoss",
     )
     def _others_can_go_on(self) -> bool:
         can = self.role == "Aggregated" and self.resources.gpus == 0
-        return self.parallelism.on_rank_loss == "End" or can
+        return self.parallelism.on_rank_loss == "Restart" or can
 
     @rule(
         "!has(self.replicas) || (self.replicas >= self.scaling.minReplicas && "

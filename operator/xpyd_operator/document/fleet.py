@@ -330,7 +330,7 @@ class Spec(ApiModel):
         field="engine.type",
     )
     def _ends_with_a_rank(self) -> bool:
-        is_free = all(pool.parallelism.on_rank_loss == "End" for pool in self.pools)
+        is_free = all(pool.parallelism.on_rank_loss == "Restart" for pool in self.pools)
         return self.engine.type != "VLLM" or is_free
 
     @rule(

@@ -47,7 +47,7 @@ class Parallelism(ApiModel):
     expert: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks that share the experts of a layer, each of which then has whole ones: all of a stage in
     all replicas, so `tensor * data`. 1: each expert is divided as the rest of its layer."""
-    on_rank_loss: Literal["End", "Continue"] = "End"
+    on_rank_loss: Literal["Restart", "Continue"] = "Restart"
     """Where replicas share experts and a rank of one is lost: the instance ends and starts again,
     or the other replicas take over its experts and go on until it has come again."""
 
@@ -125,9 +125,9 @@ class Parallelism(ApiModel):
         "self.expert > 1 && has(self.data) && self.data > 1 && "
         "(!has(self.pipeline) || self.pipeline <= 1))",
         "replicas go on where they share experts and have one stage: raise parallelism.data and "
-        "expert, leave pipeline out, or set End",
+        "expert, leave pipeline out, or set Restart",
         field="onRankLoss",
     )
     def _others_can_go_on(self) -> bool:
         can = self.expert > 1 and self.data > 1 and self.pipeline == 1
-        return self.on_rank_loss == "End" or can
+        return self.on_rank_loss == "Restart" or can
