@@ -35,13 +35,15 @@ from xpyd_operator.controller.decision.kinds import (
     POOL,
     Obj,
 )
-from xpyd_operator.controller.decision.pods import replica_problems, replica_writes
 from xpyd_operator.controller.decision.report import report
 from xpyd_operator.controller.decision.state import FleetState
 from xpyd_operator.controller.decision.writes import Apply, SetCost, SetGate
-from xpyd_operator.manifests.names import ANNOTATION_COST, ANNOTATION_REPLICAS, ROUTABLE
+from xpyd_operator.manifests.names import (
+    ANNOTATION_COST,
+    ANNOTATION_REPLICAS,
+    ROUTABLE,
+)
 from xpyd_operator.status.drains import CutDrain, DrainWatch, InstanceLoad
-from xpyd_operator.status.instances import ReplicaCount
 from xpyd_operator.status.routable import NO_PAIR, Gate
 
 ADMITTED = Gate(True, "Admitted", "every ready router sends it requests")
@@ -132,65 +134,6 @@ def test_a_pod_that_leaves_or_has_no_gate_is_let_be() -> None:
         w for w in writes(decide(look(children, gates={"u-0": LOST}))) if isinstance(w, SetGate)
     ]
     assert found == []
-
-
-ELASTIC = {"data": 2, "maxData": 3}
-
-
-def elastic(data: int) -> Obj:
-    """A document whose D have as many replicas, of three."""
-    found = document()
-    found["spec"]["pools"][1]["parallelism"] = ELASTIC | {"data": data}
-    return found
-
-
-def elastic_pods(told: dict[str, str | None]) -> Children:
-    """D that were told so many replicas, and have room for them."""
-    children = decodes(len(told))
-    (name,) = [name for name in children[DEPLOYMENT] if "decode" in name]
-    volumes = children[DEPLOYMENT][name]["spec"]["template"]["spec"]["volumes"]
-    volumes.append({"name": "xpyd-replicas", "downwardAPI": {}})
-    for pod, said in told.items():
-        notes = {} if said is None else {ANNOTATION_REPLICAS: said}
-        children[POD][pod]["metadata"]["annotations"] = notes
-    return children
-
-
-def replicas_told(data: int, before: dict[str, str | None], **has: ReplicaCount) -> dict[str, int]:
-    counts = {name.replace("_", "-"): one for name, one in has.items()}
-    state = look(elastic_pods(before), elastic(data), replicas=counts)
-    found = list(replica_writes(state))
-    assert {one.pool for one in found} <= {"decode"}
-    assert all(one.before == (int(before[one.name] or 0) or None) for one in found)
-    return {one.name: one.after for one in found}
-
-
-def test_new_pods_are_told_at_once_how_many_replicas_they_should_have() -> None:
-    assert replicas_told(2, {"d-0": None, "d-1": None}) == {"d-0": 2, "d-1": 2}
-    assert replicas_told(2, {"d-0": "2", "d-1": "2"}) == {}
-
-
-def test_another_number_of_replicas_goes_from_one_instance_to_the_next() -> None:
-    both = {"d-0": "1", "d-1": "1"}
-    one, two = ReplicaCount(1), ReplicaCount(2)
-    assert replicas_told(2, both, d_0=one, d_1=one) == {"d-0": 2}
-    half = {"d-0": "2", "d-1": "1"}
-    assert replicas_told(2, half, d_0=one, d_1=one) == {}, "it loads"
-    assert replicas_told(2, half, d_0=two, d_1=one) == {"d-1": 2}
-    # Nobody waits for one that no router has.
-    assert replicas_told(2, half, d_1=one) == {"d-1": 2}
-    # The document changed meanwhile: the one that is at it goes on to the new number.
-    assert replicas_told(3, half, d_0=one, d_1=one) == {"d-0": 3}
-
-
-def test_an_instance_that_cannot_have_more_keeps_the_others_as_they_are_and_is_named() -> None:
-    refused = ReplicaCount(1, "--kv-cache-memory: no room")
-    before = {"d-0": "2", "d-1": "1"}
-    assert replicas_told(2, before, d_0=refused, d_1=ReplicaCount(1)) == {}
-    counts = {"d-0": refused, "d-1": ReplicaCount(1)}
-    (problem,) = replica_problems(look(elastic_pods(before), elastic(2), replicas=counts))
-    assert (problem.reason, problem.pool) == ("ReplicasNotScaled", "decode")
-    assert "d-0 has 1 replicas and should have 2: --kv-cache-memory: no room" in problem.message
 
 
 def scaled(children: Children, count: int) -> Children:

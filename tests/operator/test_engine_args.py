@@ -169,6 +169,36 @@ SET_BY_XPYD = {"--port", "--kv-port", "--heartbeat-period-ms", "--data-parallel-
 BAD_ARGS = ["--flag-of-tomorrow"]
 
 
+@pytest.mark.parametrize(
+    ("parallelism", "args", "said"),
+    [
+        ({"data": 1, "maxData": 2}, ["--enable-expert-parallel"], "maxData: not with --enable-exp"),
+        ({"data": 1, "maxData": 2}, ["--enable-eplb"], "maxData: not with --enable-eplb"),
+        (
+            {"data": 2, "expert": 2, "onRankLoss": "Continue"},
+            ["--enable-eplb"],
+            "onRankLoss: not with --enable-eplb",
+        ),
+        ({"data": 2, "expert": 2}, ["--enable-eplb"], ""),
+    ],
+)
+def test_flags_that_engines_would_end_at_are_named_with_the_pool(
+    parallelism: Obj, args: list[str], said: str
+) -> None:
+    pool: Obj = {"name": "all", "role": "Aggregated", "resources": {"gpus": 0}}
+    problems = engine_args_problems(
+        parsed(engine={"args": args}, pools=[pool | {"parallelism": parallelism}])
+    )
+    assert len(problems) == bool(said)
+    assert all(one.startswith(f"spec.pools[0].parallelism.{said}") for one in problems)
+
+
+@pytest.mark.parametrize("arg", ["--on-rank-loss=continue", "--data-parallel-size-file=/x"])
+def test_how_many_replicas_stay_is_said_in_the_document_alone(arg: str) -> None:
+    (problem,) = engine_args_problems(parsed(engine={"args": [arg]}))
+    assert "is set by xpyd; use spec.pools[].parallelism." in problem
+
+
 def in_cluster(**spec: Any) -> Obj:
     found = document(**spec)
     found["metadata"] |= {"uid": "u", "namespace": "ns"}

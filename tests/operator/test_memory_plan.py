@@ -128,6 +128,11 @@ def test_each_replica_has_its_weights_its_ranks_and_their_caches():
         plan(16 * GIB, parallelism={"data": 2}, **(given | {"weights": 2 * GIB}))
 
 
+def test_of_replicas_that_come_and_go_those_count_that_a_local_engine_has():
+    few, elastic = ({"data": 1}, {"data": 1, "maxData": 8})
+    assert plan(6 * GIB, cores=8, parallelism=elastic) == plan(6 * GIB, cores=8, parallelism=few)
+
+
 def test_replicas_that_share_experts_hold_them_once():
     weights = {"weights": 10 * GIB, "experts": 8 * GIB}
     copies = plan(400 * GIB, parallelism={"data": 4}, **weights).of("d")

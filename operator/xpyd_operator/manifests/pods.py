@@ -120,6 +120,9 @@ def engine_pod(
     pod = _pod(fleet, workload, placement, container, volumes)
     if certificates:
         pod["metadata"]["annotations"][names.ANNOTATION_SCHEME] = "https"
+    if leads and pool.parallelism.max_data is not None:
+        most = str(pool.parallelism.max_data)
+        pod["metadata"]["annotations"][names.ANNOTATION_MAX_REPLICAS] = most
     inits: list[JsonObject] = []
     if shares:
         pull_policy = placement.settings.image_pull_policy

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import inf
@@ -18,7 +18,17 @@ from typing import cast
 
 from xpyd_core import __version__
 from xpyd_core.errors import UserError
-from xpyd_core.parallel.checks import ADDRESS, HEADLESS, LOCAL, RPC_PORT, START_RANK
+from xpyd_core.parallel.checks import (
+    ADDRESS,
+    DATA_FILE,
+    EPLB,
+    EXPERT,
+    HEADLESS,
+    LOCAL,
+    ON_LOSS,
+    RPC_PORT,
+    START_RANK,
+)
 from xpyd_core.pod_env import ROUTER_ADMIN_PORT, ROUTER_HTTP_PORT
 from xpyd_core.sizes import parse_bytes
 from xpyd_operator.document.engine import NIXL_HOST, NIXL_PORT, PLUGINS
@@ -28,6 +38,7 @@ from xpyd_operator.manifests import engine_flags, names, router_flags
 from xpyd_operator.manifests.names import JsonObject, list_in, map_in
 from xpyd_operator.manifests.pods import engine_ports
 from xpyd_operator.manifests.volumes import shares_sockets, user_of
+from xpyd_operator.plan.template import REPLICAS_FOLDER
 
 _OURS_IN_POD = ("restartPolicy", "terminationGracePeriodSeconds", "activeDeadlineSeconds")
 _HANDLERS = ("httpGet", "exec", "tcpSocket", "grpc")
@@ -46,6 +57,7 @@ _OUR_FOLDERS = {
     names.ENGINE_CA_FOLDER: "the authority of engines' certificates",
     names.ROUTER_TLS_FOLDER: "the certificate that routers show to engines",
     names.ROUTER_CA_FOLDER: "the authority of routers' certificates",
+    REPLICAS_FOLDER: "the number of an engine's replicas",
 }
 _LEAVE_OUT = "set by xpyd; leave it out"
 
@@ -179,6 +191,8 @@ _ENGINES_OWNED = {
     "--discovery": "spec.router.discoveryPort",
     "--heartbeat-period-ms": "spec.heartbeat.intervalMilliseconds",
     "--kv-port": "spec.kvTransfer.port",
+    DATA_FILE: "spec.pools[].parallelism.maxData",
+    ON_LOSS: "spec.pools[].parallelism.onRankLoss",
     **dict.fromkeys((LOCAL, START_RANK, ADDRESS, RPC_PORT, HEADLESS), "spec.pools[].parallelism"),
     "--kv-advertise": "",
     "--kv-key-file": "spec.kvTransfer.keySecretRef",
@@ -275,7 +289,23 @@ def engine_args_problems(fleet: InferenceFleet) -> tuple[str, ...]:
     are known to vLLM alone."""
     if fleet.spec.engine.type == "VLLM":
         return ()
-    return tuple(_args_problems("spec.engine.args", fleet.spec.engine.args, _OF_ENGINES))
+    args = fleet.spec.engine.args
+    return (
+        *_args_problems("spec.engine.args", args, _OF_ENGINES),
+        *_replica_problems(fleet, {one.partition("=")[0] for one in args}),
+    )
+
+
+def _replica_problems(fleet: InferenceFleet, given: Collection[str]) -> Iterator[str]:
+    """Flags of experts that a pool's engines would end at."""
+    for number, pool in enumerate(fleet.spec.pools):
+        where = f"spec.pools[{number}].parallelism"
+        if pool.parallelism.max_data is not None:
+            for flag in (EXPERT, EPLB):
+                if flag in given:
+                    yield f"{where}.maxData: not with {flag} in spec.engine.args; leave one out"
+        if pool.parallelism.on_rank_loss == "Continue" and EPLB in given:
+            yield f"{where}.onRankLoss: not with {EPLB} in spec.engine.args; leave one out"
 
 
 def router_args_problems(fleet: InferenceFleet) -> tuple[str, ...]:

@@ -159,7 +159,8 @@ def check_layouts(
         for line in _mistakes(
             f"spec.pools[{index}].parallelism",
             replace(
-                pool.parallelism.sizes, has_whole_experts=by_args or pool.parallelism.expert > 1
+                pool.with_replicas_that_stay.parallelism.sizes,
+                has_whole_experts=by_args or pool.parallelism.expert > 1,
             ),
             shape,
             override,

@@ -164,7 +164,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Sizes for `replicas[i]` engines of pool i; UserError with the numbers if they do not fit.
     `weights_bytes`: of one copy of the model; `expert_bytes`: how many of them experts take."""
-    pools = fleet.spec.pools
+    pools = [pool.with_replicas_that_stay for pool in fleet.spec.pools]
     ranks = [pool.parallelism.ranks for pool in pools]
     all_ranks = sum(count * each for count, each in zip(replicas, ranks, strict=True))
     usable = machine.available_bytes * USABLE_PERCENT // 100

@@ -14,13 +14,18 @@ from collections.abc import Iterator
 
 from xpyd_operator.controller.decision.state import FleetState
 from xpyd_operator.controller.decision.writes import SetCost, SetGate, SetReplicas
-from xpyd_operator.manifests.names import ANNOTATION_COST, ANNOTATION_REPLICAS
+from xpyd_operator.manifests.names import (
+    ANNOTATION_COST,
+    ANNOTATION_MAX_REPLICAS,
+    ANNOTATION_REPLICAS,
+)
 from xpyd_operator.manifests.pods import has_replicas, pods_per_instance
 from xpyd_operator.plan.fleet import pools_guarded, pools_moving, pools_wanted
 from xpyd_operator.plan.values import Plan, PutWorkload
 from xpyd_operator.status.children import (
     Key,
     Raw,
+    count,
     is_finished,
     is_leaving,
     is_of_workload,
@@ -28,6 +33,7 @@ from xpyd_operator.status.children import (
     name_of,
     pod_specs,
     replicas_of,
+    rows,
     short,
     spec_of,
     text,
@@ -49,29 +55,27 @@ def gate_writes(state: FleetState) -> Iterator[SetGate]:
 
 
 def replica_writes(state: FleetState) -> Iterator[SetReplicas]:
-    """How many replicas pods should have that have not been told so. A new one is told at once; of
-    those that serve one after the other, when the one before has as many as it should."""
+    """How many replicas pods should have that have not been told so, each within what it was made
+    for. A new one is told at once; of those that serve one after the other, when the one before has
+    as many as it should."""
     for pool in state.parsed.fleet.spec.pools if state.parsed.fleet and not state.is_held else ():
         if pool.parallelism.max_data is None:
             continue
-        told = {name_of(pod): (pod, _told(pod)) for pod in _staying(state, pool.name)}
-        for name, (pod, size) in sorted(told.items()):
+        pods = {name_of(pod): pod for pod in _staying(state, pool.name)}
+        told = {name: _told(pod) for name, pod in sorted(pods.items())}
+        wanted = {name: _meant(pod, pool.parallelism.data) for name, pod in pods.items()}
+        for name, size in told.items():
             if size is None:
-                uid = text(pod, "metadata", "uid")
-                yield SetReplicas(name, uid, pool.name, None, pool.parallelism.data)
-        changing = [name for name, (_, size) in told.items() if _is_changing(state, name, size)]
-        others = [
-            (name, pod, size)
-            for name, (pod, size) in sorted(told.items())
-            if size not in (None, pool.parallelism.data)
-        ]
-        if others:
-            # One that is at another number than the document's by now goes on to that.
-            mine = [one for one in others if one[0] in changing]
-            if mine or not changing:
-                name, pod, size = (mine or others)[0]
-                uid = text(pod, "metadata", "uid")
-                yield SetReplicas(name, uid, pool.name, size, pool.parallelism.data)
+                uid = text(pods[name], "metadata", "uid")
+                yield SetReplicas(name, uid, pool.name, None, wanted[name])
+        changing = [name for name in told if _is_changing(state, pods[name], wanted[name])]
+        others = [name for name, size in told.items() if size not in (None, wanted[name])]
+        # One that is at another number than the document's by now goes on to that.
+        mine = [name for name in others if name in changing]
+        if others and (mine or not changing):
+            name = (mine or others)[0]
+            uid = text(pods[name], "metadata", "uid")
+            yield SetReplicas(name, uid, pool.name, told[name], wanted[name])
 
 
 def _staying(state: FleetState, pool: str) -> Iterator[Raw]:
@@ -90,10 +94,19 @@ def _told(pod: Raw) -> int | None:
     return int(value) if value.isdecimal() else None
 
 
-def _is_changing(state: FleetState, name: str, told: int | None) -> bool:
-    """Whether an instance serves with another number of replicas than it was told."""
-    has = state.replicas.get(name)
-    return told is not None and has is not None and has.replicas != told
+def _meant(pod: Raw, data: int) -> int:
+    """How many replicas of the document's a pod has room for: one of another revision has less."""
+    most = text(pod, "metadata", "annotations", ANNOTATION_MAX_REPLICAS)
+    return min(data, int(most)) if most.isdecimal() else data
+
+
+def _is_changing(state: FleetState, pod: Raw, meant: int) -> bool:
+    """Whether an instance serves with another number of replicas than it was told, or may have
+    ended of the number that it is meant to have: it runs, and no router has it."""
+    told, has = _told(pod), state.replicas.get(name_of(pod))
+    if has is not None:
+        return told is not None and has.replicas != told
+    return told == meant and text(pod, "status", "phase") == "Running"
 
 
 def replica_problems(state: FleetState) -> tuple[Problem, ...]:
@@ -101,16 +114,27 @@ def replica_problems(state: FleetState) -> tuple[Problem, ...]:
     found: list[Problem] = []
     for pool in state.parsed.fleet.spec.pools if state.parsed.fleet else ():
         for pod in _staying(state, pool.name) if pool.parallelism.max_data else ():
-            name, told = name_of(pod), _told(pod)
-            has = state.replicas.get(name)
-            if has is not None and has.problem and has.replicas != told:
-                message = (
-                    f"{pool.name}: {short(name, 80)} has {has.replicas} replicas and should have "
-                    f"{told}: {short(has.problem)}; it is tried again"
-                )
-                found.append(Problem("Degraded", "ReplicasNotScaled", pool.name, message))
+            if said := _unscaled(state, pod, pool.parallelism.data):
+                found.append(Problem("Degraded", "ReplicasNotScaled", pool.name, said))
                 break
     return tuple(found)
+
+
+def _unscaled(state: FleetState, pod: Raw, data: int) -> str:
+    """Why an instance has not as many replicas as it should; "": it has, or may yet."""
+    name, told, has = name_of(pod), _told(pod), state.replicas.get(name_of(pod))
+    if has is not None and has.problem and has.replicas != told:
+        return (
+            f"{short(name, 80)} has {has.replicas} replicas and should have {told}: "
+            f"{short(has.problem)}; it is tried again"
+        )
+    ended = sum(count(one, "restartCount") for one in rows(pod, "status", "containerStatuses"))
+    if has is None and ended and _is_changing(state, pod, _meant(pod, data)):
+        return (
+            f"{short(name, 80)} was told {told} replicas, ended {ended} times and is at no router: "
+            "the others of its pool stay as they are until it serves"
+        )
+    return ""
 
 
 def shrinking(state: FleetState, made: Plan) -> frozenset[Key]:
