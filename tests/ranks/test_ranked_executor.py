@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
@@ -14,6 +14,7 @@ from tests.ranks.kit.coded_executor import MOST_TOKENS
 from tests.ranks.test_step_messages import GOING, SOME
 from xpyd_worker.engine.eplb import EplbConfig, ExpertTurn
 from xpyd_worker.engine.executor import (
+    Resize,
     SampleSpec,
     ScheduledSequence,
     StepInput,
@@ -27,6 +28,7 @@ from xpyd_worker.ranks.executor import RankedExecutor
 from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.link.responses import RESPONSE_RING_BYTES, Answers, Responses
 from xpyd_worker.ranks.link.ring import make_ring
+from xpyd_worker.ranks.loss import Loss, RankLostError
 from xpyd_worker.ranks.step.decoder import StepDecoder
 from xpyd_worker.ranks.step.encoder import StepEncoder
 from xpyd_worker.ranks.step.messages import (
@@ -59,6 +61,7 @@ class OneRank:
         self.rows: list[tuple[Row, ...]] = []
         self.seen: list[StepInput] = []
         self.is_silent = False
+        self.loss: Loss | None = None
         self._held: list[bytes] = []
 
     def publish(self, message: bytes) -> None:
@@ -81,8 +84,15 @@ class OneRank:
             self._answers.done(one)
         self._held.clear()
 
+    def breaks(self, meeting: int) -> None:
+        """It says so of a step of that meeting."""
+        self._answers.broke(meeting)
+
     def stuck(self, deadline_s: float) -> Exception:
         return Stuck(deadline_s)
+
+    def error(self) -> Exception:
+        return RankLostError("a rank was ended by SIGKILL")
 
     def close(self) -> None:
         self.responses[0].close()
@@ -92,7 +102,9 @@ class OneRank:
 
 @contextmanager
 def one_rank(
-    deadline_s: float = 60.0, eplb: EplbConfig | None = None
+    deadline_s: float = 60.0,
+    eplb: EplbConfig | None = None,
+    await_repair: Callable[[], Resize] | None = None,
 ) -> Iterator[tuple[OneRank, RankedExecutor]]:
     rank = OneRank()
     try:
@@ -108,6 +120,7 @@ def one_rank(
                 decode=decode_output,
                 step_deadline_s=deadline_s,
                 eplb=eplb,
+                await_repair=await_repair,
             ),
         )
     finally:
@@ -179,6 +192,24 @@ def test_a_step_without_an_answer_is_stuck_when_its_time_is_over():
         running = executor.launch(StepInput(1, (at(seq_id=0, drawn=0),)), lambda _: None)
         with pytest.raises(Stuck):
             running.wait()
+
+
+def test_a_step_that_breaks_with_a_rank_of_its_own_replica_is_not_made_again():
+    """Another of its ranks lives, and says it behind the loss."""
+    asked: list[str] = []
+
+    def await_repair() -> Resize:
+        asked.append("")
+        return Resize(1, (0, 2), is_repair=True)
+
+    with one_rank(await_repair=await_repair) as (rank, executor):
+        rank.is_silent = True
+        running = executor.launch(StepInput(1, (at(seq_id=0, drawn=0),)), lambda _: None)
+        rank.loss = Loss("a rank was ended by SIGKILL", 12)
+        rank.breaks(0)
+        with pytest.raises(RankLostError, match="SIGKILL"):
+            running.wait()
+    assert not asked
 
 
 def test_ranks_are_told_in_the_step_when_to_count_and_when_to_place_experts():

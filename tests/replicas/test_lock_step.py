@@ -328,6 +328,27 @@ def test_the_others_go_on_without_a_lost_replica_and_it_comes_again(seed: int) -
         assert not instance.fell
 
 
+def test_a_step_of_the_lost_replica_itself_waits_for_no_repair() -> None:
+    """One of its ranks lives, and says that the step broke."""
+    lock_step = LockStep(3, clock=lambda: 0.0, fell=lambda _: None, outlives=lambda _: 1)
+    lock_step.start(lambda _: None)
+    ended = threading.Event()
+
+    def waits() -> None:
+        with pytest.raises(OutOfStepError):
+            lock_step.members[1].await_repair()
+        ended.set()
+
+    waiting = threading.Thread(target=waits, daemon=True)
+    waiting.start()
+    try:
+        assert not ended.wait(0.1)
+        assert lock_step.lose(1)
+        assert ended.wait(1.0)
+    finally:
+        lock_step.close(DEADLINE_S)
+
+
 @pytest.mark.parametrize("is_started", [False, True])
 def test_another_is_lost_while_one_comes_again(is_started: bool) -> None:
     """The one that comes began with a change that is no more: it tries anew."""

@@ -135,6 +135,8 @@ class RankedExecutor:
     def _make_again(self) -> None:
         assert self._await_repair is not None, "ranks end with the others"
         assert len(self._steps) == 1, "without stages no other step is under way"
+        if self._instance.loss is not None:
+            raise self._instance.error()
         try:
             repair = self._await_repair()._replace(is_again=True)
         except XpydError as error:

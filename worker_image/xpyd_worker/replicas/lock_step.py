@@ -204,8 +204,9 @@ class Member:
         """A forward broke: what is to be told to the ranks, with which they make it again. On the
         engine's thread, within it."""
         with self._changed:
+            # Where this replica is the lost one there is none to come.
             self._changed.wait_for(
-                lambda: self._repair is not None or self._lock_step.may_leave, REPAIR_DEADLINE_S
+                lambda: self._repair is not None or self.may_leave, REPAIR_DEADLINE_S
             )
         repair = self._take_repair()
         if repair is None:
