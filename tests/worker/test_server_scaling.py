@@ -136,6 +136,28 @@ async def test_replicas_follow_a_file_and_heartbeats_say_what_cannot_be(
         scaling.close()
 
 
+@pytest.mark.parametrize("error", [UserError("no room"), RuntimeError("no room")])
+async def test_a_number_that_fails_slowly_is_not_tried_again_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr("xpyd_worker.server.http.scaling._LOOK_S", 0.01)
+    monkeypatch.setattr("xpyd_worker.server.http.scaling._REST_S", 0.5)
+    replicas = Replicas(error=error)
+    scaling, size_file = Scaling(Api(Lifecycle()), 4), tmp_path / "data"
+    size_file.write_text("2")
+    scaling.bind(replicas, nobody_parts, size_file)
+    try:
+        await until(replicas.begun.is_set)
+        await asyncio.sleep(0.6)
+        replicas.go_on.set()
+        await until(lambda: "no room" in scaling.problem)
+        await asyncio.sleep(0.2)
+        assert len(replicas.asked) == 1
+        await until(lambda: len(replicas.asked) > 1)
+    finally:
+        scaling.close()
+
+
 async def test_a_probe_for_a_replica_that_has_left_is_for_another_try() -> None:
     async def probe(_address: Address) -> Any:
         raise AssertionError("the replica is gone")

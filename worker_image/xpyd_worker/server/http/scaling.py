@@ -92,23 +92,29 @@ class Scaling:
     async def _follow(self, size_file: Path) -> None:
         """Have as many as the file says, whenever that changes. What cannot be is tried again."""
         has, tried, rest_until_s = 0, 0, 0.0  # has 0: not known, so that any number is tried
+        loop = asyncio.get_running_loop()
         while True:
             try:
                 wanted = await asyncio.to_thread(_read_size, size_file)
-                now_s = asyncio.get_running_loop().time()
-                is_due = wanted != tried or now_s >= rest_until_s
+                is_due = wanted != tried or loop.time() >= rest_until_s
                 if wanted is not None and wanted != has and is_due:
-                    has, tried, rest_until_s = 0, wanted, now_s + _REST_S
+                    has, tried = 0, wanted
                     await self.scale(wanted, _FILE_DRAIN_S)
                     has, tried, self.problem = wanted, 0, ""
-            except (ApiError, UserError) as error:
-                problem = " ".join(str(error).split())[:_MOST_LETTERS]
-                if problem != self.problem:
-                    _log.warning("%s: %s", size_file, problem)
-                has, self.problem = 0, problem
-            except Exception:  # the task's edge: a later number may work
-                _log.exception("%s was not followed", size_file)
+            except Exception as error:  # the task's edge: a later number may work
+                has, rest_until_s = 0, loop.time() + _REST_S
+                self._failed(size_file, error)
             await asyncio.sleep(_LOOK_S)
+
+    def _failed(self, size_file: Path, error: Exception) -> None:
+        """Say why there are not as many as the file says, once."""
+        is_known = isinstance(error, ApiError | UserError)
+        problem = " ".join((str(error) if is_known else repr(error)).split())[:_MOST_LETTERS]
+        if not is_known:
+            _log.error("%s was not followed", size_file, exc_info=error)
+        elif problem != self.problem:
+            _log.warning("%s: %s", size_file, problem)
+        self.problem = problem
 
     async def _scale(self, engine: Scalable, part: Part, replicas: int, drain_s: float) -> int:
         loop = asyncio.get_running_loop()
