@@ -32,7 +32,8 @@ from xpyd_worker.engine.request import (
 )
 from xpyd_worker.kv.engine import Kv
 from xpyd_worker.load.engine import LoadedEngine
-from xpyd_worker.load.replicated_engine import ReplicatedEngine, pause_s
+from xpyd_worker.load.replica import pause_s
+from xpyd_worker.load.replicated_engine import ReplicatedEngine
 from xpyd_worker.load.replicated_kv import ReplicatedKv
 from xpyd_worker.ranks.loss import Loss
 from xpyd_worker.server.telemetry.metrics import Sample

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from xpyd_core.errors import UserError
 from xpyd_worker.load.engine import LoadedEngine
 from xpyd_worker.ranks.loss import RankLostError
 from xpyd_worker.replicas.coordinator import Counts
+
+_STEADY_S = 60.0
+"""A replica that served for so long is started again at once when it is lost."""
+_LONGEST_PAUSE_S = 30.0
+
+
+def pause_s(losses: int) -> float:
+    """How long to wait with the start of a replica that was lost, or could not be started, so many
+    times without having served for a while."""
+    return 0.0 if losses <= 1 else min(_LONGEST_PAUSE_S, 2.0 ** (losses - 2))
 
 
 @dataclass
@@ -32,6 +43,17 @@ class Replica:
         loaded = self.loaded
         lost = loaded is None or loaded.loss is not None or loaded.engine.failure is not None
         return None if lost else loaded
+
+    def count_loss(self) -> None:
+        """It was lost, and is closed."""
+        self.losses = 1 if time.monotonic() - self.since_s > _STEADY_S else self.losses + 1
+        self.since_s = time.monotonic()
+        self.loaded = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether its pause is over."""
+        return time.monotonic() - self.since_s >= pause_s(self.losses)
 
     def counts(self) -> Counts | None:
         """Its requests, as the engine's last step saw them; what is not known to run, waits."""

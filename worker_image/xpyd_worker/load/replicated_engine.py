@@ -57,16 +57,7 @@ _LOOK_S = 0.1
 _END_S = 30.0
 """The time for an engine to end what it has: it may be in a forward with others."""
 _KV_CLOSE_S = 2.0
-_STEADY_S = 60.0
-"""A replica that served for so long is started again at once when it is lost."""
-_LONGEST_PAUSE_S = 30.0
 _GAUGES = frozenset({"running", "waiting", "blocks_total", "blocks_free", "kv_leases"})
-
-
-def pause_s(losses: int) -> float:
-    """How long to wait with the start of a replica that was lost, or could not be started, so many
-    times without having served for a while."""
-    return 0.0 if losses <= 1 else min(_LONGEST_PAUSE_S, 2.0 ** (losses - 2))
 
 
 class ReplicatedEngine:
@@ -221,18 +212,14 @@ class ReplicatedEngine:
             self.lock_step.resize(meeting, self._world.replicas)
 
     def _shrink(self, leaving: Sequence[Replica], drain_s: float, let_go: LetGo) -> int:
-        with self._lock:
-            for replica in leaving:
-                replica.is_leaving = True
+        self._mark(leaving, is_leaving=True)
         end_s = time.monotonic() + drain_s
         asked = let_go(drain_s)
         try:
             self._wait(asked.done, end_s)
         finally:
             asked.cancel()
-        with self._lock:
-            for replica in leaving:
-                replica.is_closed = True
+        self._mark(leaving, is_leaving=True, is_closed=True)
         for replica in leaving:
             if replica.loaded is not None:
                 replica.loaded.kv.drain()
@@ -256,18 +243,27 @@ class ReplicatedEngine:
     def _part(
         self, leaving: Sequence[Replica], size: int, world: World, lock_step: LockStep
     ) -> None:
-        """Have those that leave make no forward with the others any more."""
+        """Have those that leave make no forward with the others any more. Where that cannot be they
+        serve again: that their KV was drained means nothing, replicas in lock step move none."""
         for replica in leaving:
             if replica.loaded is not None:
                 replica.loaded.engine.end_requests()
-        if not self._wait_idle(leaving, time.monotonic() + _END_S):
-            with self._lock:
-                for replica in leaving:
-                    replica.is_leaving = replica.is_closed = False
-            raise UserError("requests of the replicas that leave do not end; they stay")
-        left = tuple(number for number in lock_step.replicas if number < size)
-        lock_step.resize(world.begin(left), left)
+        try:
+            if not self._wait_idle(leaving, time.monotonic() + _END_S):
+                raise UserError("requests of the replicas that leave do not end; they stay")
+            left = tuple(number for number in lock_step.replicas if number < size)
+            lock_step.resize(world.begin(left), left)
+        except BaseException:
+            self._mark(leaving, is_leaving=False)
+            raise
         world.leave(size)
+
+    def _mark(
+        self, replicas: Sequence[Replica], *, is_leaving: bool, is_closed: bool = False
+    ) -> None:
+        with self._lock:
+            for replica in replicas:
+                replica.is_leaving, replica.is_closed = is_leaving, is_closed
 
     def _wait_idle(self, replicas: Sequence[Replica], end_s: float) -> bool:
         """Until none of them is busy, or that time; whether none is."""
@@ -312,9 +308,7 @@ class ReplicatedEngine:
         why = lost.loss.text if lost.loss is not None else repr(lost.engine.failure)
         _log.error("replica %d was lost: %s", replica.number, why)
         self._let_go(lost)
-        replica.losses = 1 if self._age_s(replica) > _STEADY_S else replica.losses + 1
-        replica.since_s = time.monotonic()
-        replica.loaded = None
+        replica.count_loss()
 
     def _let_go(self, gone: LoadedEngine) -> None:
         """Close it, and keep what it counted."""
@@ -326,11 +320,8 @@ class ReplicatedEngine:
             self._past = summed((self._past, past))
             self._past_experts = sum_by_layer([*self._past_experts, *gone.ready.experts_chosen()])
 
-    def _age_s(self, replica: Replica) -> float:
-        return time.monotonic() - replica.since_s
-
     def _start_again(self, replica: Replica) -> None:
-        if self._age_s(replica) < pause_s(replica.losses):
+        if not replica.is_due:
             return
         try:
             with self._changing:
