@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -109,6 +110,30 @@ def test_replicas_do_not_come_or_go_while_one_is_lost() -> None:
         instance.submit("a", replica=0)
         instance.until_finished("a")
         instance.assert_as_alone("a")
+
+
+def test_a_call_while_one_that_was_lost_loads_is_refused_at_once() -> None:
+    with running(2, outlives=True) as instance:
+        load = instance.engine._load_one
+        loads, go_on = threading.Event(), threading.Event()
+
+        def held(*args: Any) -> LoadedEngine:
+            loads.set()
+            assert go_on.wait(DEADLINE_S)
+            return load(*args)
+
+        instance.engine._load_one = held
+        instance.lose(1)
+        assert loads.wait(DEADLINE_S)
+        with ThreadPoolExecutor(1) as pool:
+            scaled = pool.submit(instance.scale, 3)
+            try:
+                with pytest.raises(UserError, match="try again when it has"):
+                    scaled.result(2.0)
+            finally:
+                go_on.set()
+        instance.until(lambda: instance.engine.replicas[1].restarts == 1)
+        assert instance.scale(3) == 0
 
 
 def test_replicas_that_were_to_go_serve_where_another_is_lost_meanwhile() -> None:

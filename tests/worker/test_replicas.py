@@ -412,6 +412,8 @@ def test_replicas_that_leave_finish_their_requests_and_get_no_more() -> None:
         with ThreadPoolExecutor(1) as pool:
             scaled = pool.submit(stage.scale, 1, drain_s=WAIT_S)
             stage.until(lambda: stage.engine.replicas[1].is_closed)
+            with pytest.raises(UserError, match="come or go just now"):
+                stage.scale(3)
             stage.submit("d")
             stage.submit("e", replica=2)
             assert stage.now(0).submitted == ["a", "d"]

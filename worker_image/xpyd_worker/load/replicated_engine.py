@@ -92,8 +92,8 @@ class ReplicatedEngine:
         self._front_end = FrontEnd(size)
         self.lock_step, self._world = lock_step, world
         self._outlives = lock_step is None or may_outlive
-        self._changing = nullcontext() if lock_step is None else threading.Lock()
-        """Held where replicas that share experts come or go."""
+        self._changing = threading.Lock()
+        """Held where replicas come or go, and where one that shares experts comes again."""
         self._lock = threading.RLock()
         """Guards who has which request: the loop submits, the engines' threads end requests. An
         engine that has ended gives its answer to a request while that is sent."""
@@ -166,15 +166,19 @@ class ReplicatedEngine:
         """Have `size` replicas, at least one: load more, or let go of the last ones, whose requests
         and KV have `drain_s` to end. Those that stay go on meanwhile. Returns, when it is done, how
         many requests were cut. Raises what the load of a replica raises, and nothing has changed
-        then; UserError when the instance ends. Blocks; one call at a time."""
-        with self._changing:
+        then; UserError when the instance ends, and at once where replicas come or go. Blocks."""
+        if self.lock_step is not None and len(self.lock_step.replicas) < len(self.replicas):
+            raise UserError("a replica that was lost comes again: try again when it has")
+        if not self._changing.acquire(blocking=False):
+            raise UserError("replicas come or go just now: try again when they have")
+        try:
             have = len(self.replicas)
-            if self.lock_step is not None and len(self.lock_step.replicas) < have:
-                raise UserError("a replica that was lost comes again: try again when it has")
             if size > have:
                 self._grow([Replica(number) for number in range(have, size)])
                 return 0
             return self._shrink(self.replicas[size:], drain_s, let_go) if size < have else 0
+        finally:
+            self._changing.release()
 
     def _grow(self, more: Sequence[Replica]) -> None:
         size = len(self.replicas) + len(more)
@@ -324,7 +328,7 @@ class ReplicatedEngine:
         if not replica.is_due:
             return
         try:
-            with self._changing:
+            with nullcontext() if self.lock_step is None else self._changing:
                 if self.lock_step is not None:
                     self.lock_step.await_repaired()
                 meeting = self._begin([replica])
