@@ -205,6 +205,7 @@ class World:
 
     def __init__(self, replicas: int) -> None:
         self.replicas, self.meeting = tuple(range(replicas)), 0
+        self.members = {*self.replicas}
 
     def begin(self, replicas: tuple[int, ...]) -> int:
         self.meeting += 1
@@ -213,13 +214,15 @@ class World:
 
     def without(self, replica: int) -> int | None:
         left = tuple(one for one in self.replicas if one != replica)
+        self.members.discard(replica)
         return self.begin(left) if replica else None
 
     def admit(self) -> None:
         """Those that come are in it."""
+        self.members |= {*self.replicas}
 
-    def leave(self, replicas: int) -> None:
-        assert all(one < replicas for one in self.replicas)
+    def leave(self, left: tuple[int, ...]) -> None:
+        self.members &= {*left}
 
 
 class Instance:

@@ -136,6 +136,18 @@ def test_a_call_while_one_that_was_lost_loads_is_refused_at_once() -> None:
         assert instance.scale(3) == 0
 
 
+def test_one_that_was_refused_is_no_part_of_the_ranks_world() -> None:
+    with running(2, outlives=True) as instance:
+        resize = instance.lock_step.resize
+        instance.lock_step.resize = cannot
+        with pytest.raises(UserError, match="no memory"):
+            instance.scale(3)
+        assert instance.world.members == {0, 1}
+        instance.lock_step.resize = resize
+        assert instance.scale(3) == 0
+        assert instance.world.members == {0, 1, 2}
+
+
 def test_replicas_that_were_to_go_serve_where_another_is_lost_meanwhile() -> None:
     with running(3, outlives=True) as instance:
         resize, losses = instance.lock_step.resize, [1]

@@ -212,8 +212,13 @@ class ReplicatedEngine:
         if self._world is not None and self.lock_step is not None:
             for replica in more:
                 replica.check_serving()
+            # First: from when it is accepted on their loss is the loss of all.
             self._world.admit()
-            self.lock_step.resize(meeting, self._world.replicas)
+            try:
+                self.lock_step.resize(meeting, self._world.replicas)
+            except UserError:
+                self._world.leave(self.lock_step.replicas)
+                raise
 
     def _shrink(self, leaving: Sequence[Replica], drain_s: float, let_go: LetGo) -> int:
         self._mark(leaving, is_leaving=True)
@@ -260,7 +265,7 @@ class ReplicatedEngine:
         except BaseException:
             self._mark(leaving, is_leaving=False)
             raise
-        world.leave(size)
+        world.leave(left)
 
     def _mark(
         self, replicas: Sequence[Replica], *, is_leaving: bool, is_closed: bool = False

@@ -100,10 +100,10 @@ class World:
         if loss is not None:
             self._give_up(loss, of=None)
 
-    def leave(self, replicas: int) -> None:
-        """Those from number `replicas` on have left the others: their end is no loss."""
+    def leave(self, left: tuple[int, ...]) -> None:
+        """Only these are left of those that are part of it: the end of another is no loss."""
         with self._lock:
-            self._members = {n: one for n, one in self._members.items() if n < replicas}
+            self._members = {n: one for n, one in self._members.items() if n in left}
 
     def tell(self, lost: Callable[[Loss], None]) -> None:
         """Call `lost` once, with the first loss, on the thread that saw it."""
