@@ -81,12 +81,21 @@ def test_replicas_that_load_end_with_one_that_cannot() -> None:
 def test_the_others_go_on_where_they_outlive_a_replica() -> None:
     """But without the first replica, whose rank has the store, none can."""
     with two({}, {}) as (world, instances):
-        world.outlive = lambda replica: world.without(replica) is not None
+        outlived, fell = threading.Event(), threading.Event()
+        world.tell(lambda _: fell.set())
+
+        def outlive(replica: int) -> bool:
+            goes_on = world.without(replica) is not None
+            if goes_on:
+                outlived.set()
+            return goes_on
+
+        world.outlive = outlive
         assert start(instances) == [None, None]
         os.kill(instances[1].rank_identity(0).pid, signal.SIGKILL)
-        assert instances[1].settled.wait(WAIT_S)
+        assert outlived.wait(WAIT_S)
         assert (world.loss, instances[0].loss, world.replicas) == (None, None, (0,))
         os.kill(instances[0].rank_identity(0).pid, signal.SIGKILL)
-        assert instances[0].settled.wait(WAIT_S)
+        assert fell.wait(WAIT_S)
         assert world.loss is not None
         assert world.loss == instances[0].loss
