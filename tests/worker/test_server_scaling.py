@@ -106,7 +106,8 @@ async def test_replicas_follow_a_file_and_heartbeats_say_what_cannot_be(
     replicas = Replicas()
     replicas.go_on.set()
     scaling, size_file = Scaling(Api(Lifecycle()), 4), tmp_path / "data"
-    scaling.bind(replicas, nobody_parts, size_file)
+    scaling.bind(replicas, nobody_parts)
+    scaling.follow(size_file, 7.0)
 
     async def asked(*sizes: int) -> None:
         await until(lambda: [size for size, _ in replicas.asked] == [*sizes])
@@ -115,6 +116,7 @@ async def test_replicas_follow_a_file_and_heartbeats_say_what_cannot_be(
     try:
         size_file.write_text("2\n")
         await asked(2)
+        assert replicas.asked == [(2, 7.0)]
         size_file.write_text("65")
         await until(lambda: "expected 1 to 64, got '65'" in scaling.problem)
         # Whatever failed: the number before is asked for again.
@@ -145,7 +147,8 @@ async def test_a_number_that_fails_slowly_is_not_tried_again_at_once(
     replicas = Replicas(error=error)
     scaling, size_file = Scaling(Api(Lifecycle()), 4), tmp_path / "data"
     size_file.write_text("2")
-    scaling.bind(replicas, nobody_parts, size_file)
+    scaling.bind(replicas, nobody_parts)
+    scaling.follow(size_file, 7.0)
     try:
         await until(replicas.begun.is_set)
         await asyncio.sleep(0.6)

@@ -263,7 +263,9 @@ class _Worker:
         )
         if config.enable_elastic_ep:
             engine = cast("ReplicatedEngine", loaded.engine)
-            self._scaling.bind(engine, heartbeat.part, config.data_parallel_size_file)
+            self._scaling.bind(engine, heartbeat.part)
+            if config.data_parallel_size_file is not None:
+                self._scaling.follow(config.data_parallel_size_file, config.drain_timeout_s)
         try:
             info = InstanceInfo(config.role, self._incarnation, self._keys, config.kv_wait_s)
             self._api.service = Service(

@@ -30,7 +30,6 @@ _WAITING_REQUESTS = 1024
 _LOOK_S = 0.5
 _REST_S = 30.0
 """Between two tries of a number that could not be had."""
-_FILE_DRAIN_S = 120.0
 _MOST_LETTERS = 400
 
 
@@ -55,12 +54,13 @@ class Scaling:
         self.problem = ""
         """Why there are not as many as the file says; for heartbeats."""
 
-    def bind(self, engine: Scalable, part: Part, size_file: Path | None = None) -> None:
-        """The engine, once loaded, whose replicas may come and go; as `size_file` says, if there
-        is one."""
+    def bind(self, engine: Scalable, part: Part) -> None:
+        """The engine, once loaded, whose replicas may come and go."""
         self._engine, self._part = engine, part
-        if size_file is not None:
-            self._following = asyncio.create_task(self._follow(size_file))
+
+    def follow(self, size_file: Path, drain_s: float) -> None:
+        """Have as many as the file says, from now on; those that leave have `drain_s`."""
+        self._following = asyncio.create_task(self._follow(size_file, drain_s))
 
     def close(self) -> None:
         """Follow no file any more."""
@@ -89,7 +89,7 @@ class Scaling:
         self._work = asyncio.create_task(work)
         return await asyncio.shield(self._work)
 
-    async def _follow(self, size_file: Path) -> None:
+    async def _follow(self, size_file: Path, drain_s: float) -> None:
         """Have as many as the file says, whenever that changes. What cannot be is tried again."""
         has, tried, rest_until_s = 0, 0, 0.0  # has 0: not known, so that any number is tried
         loop = asyncio.get_running_loop()
@@ -99,7 +99,7 @@ class Scaling:
                 is_due = wanted != tried or loop.time() >= rest_until_s
                 if wanted is not None and wanted != has and is_due:
                     has, tried = 0, wanted
-                    await self.scale(wanted, _FILE_DRAIN_S)
+                    await self.scale(wanted, drain_s)
                     has, tried, self.problem = wanted, 0, ""
             except Exception as error:  # the task's edge: a later number may work
                 has, rest_until_s = 0, loop.time() + _REST_S
