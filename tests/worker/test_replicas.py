@@ -268,6 +268,7 @@ def test_a_replica_that_cannot_be_started_is_tried_again_while_the_others_serve(
         lost = stage.now(0)
         lost.failure = RuntimeError("a step")
         stage.until(lambda: stage.engine.replicas[0].losses == 2)
+        assert stage.engine.size == 2, "it comes again"
         stage.submit("a")
         assert stage.now(1).submitted == ["a"]
         stage.cannot_load = frozenset()
@@ -447,6 +448,7 @@ def test_a_replica_leaves_once_routers_have_let_go_of_it_and_its_kv_is_taken() -
             scaled = pool.submit(stage.scale, 1, drain_s=WAIT_S)
             stage.until(lambda: bool(stage.asked))
             assert stage.asked == [(WAIT_S, [1])], "after the beat can say so"
+            assert stage.engine.size == 1
             # What a router picked it for comes later, and is served; others go elsewhere.
             stage.submit("a", replica=1)
             stage.submit("b")

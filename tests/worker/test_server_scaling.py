@@ -30,6 +30,7 @@ class Replicas:
     """What scales: when it is let, or not at all."""
 
     lets_go = False
+    size = 1
 
     def __init__(self, *, error: Exception | None = None, cut: int = 0) -> None:
         self.asked: list[tuple[int, float]] = []
@@ -44,6 +45,7 @@ class Replicas:
         assert self.go_on.wait(WAIT_S)
         if self.error is not None:
             raise self.error
+        self.size = size
         return self._cut
 
 
@@ -119,21 +121,46 @@ async def test_replicas_follow_a_file_and_heartbeats_say_what_cannot_be(
         assert replicas.asked == [(2, 7.0)]
         size_file.write_text("65")
         await until(lambda: "expected 1 to 64, got '65'" in scaling.problem)
-        # Whatever failed: the number before is asked for again.
         size_file.write_text("2")
-        await asked(2, 2)
+        await asked(2)
         replicas.error = RuntimeError("a defect")
         size_file.write_text("4")
         await until(lambda: "was not followed" in caplog.text)
         replicas.error = None
         size_file.write_text("2")
-        await asked(2, 2, 4, 2)
+        await asked(2, 4)
         replicas.error = UserError("--kv-cache-memory:\nno room")
         size_file.write_text("3")
         await until(lambda: scaling.problem == "--kv-cache-memory: no room")
         replicas.error = None
         size_file.write_text("2")
-        await asked(2, 2, 4, 2, 3, 2)
+        await asked(2, 4, 3)
+    finally:
+        scaling.close()
+
+
+async def test_the_file_stands_where_somebody_asks_for_another_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xpyd_worker.server.http.scaling._LOOK_S", 0.01)
+    replicas = Replicas()
+    replicas.go_on.set()
+    scaling, size_file = Scaling(Api(Lifecycle()), 4), tmp_path / "data"
+    size_file.write_text("2")
+    scaling.bind(replicas, nobody_parts)
+    scaling.follow(size_file, 7.0)
+    try:
+        await until(lambda: replicas.size == 2 and not scaling.is_scaling)
+        replicas.go_on.clear()
+        called = asyncio.create_task(scaling.scale(4, 1.0))
+        await until(lambda: (4, 1.0) in replicas.asked)
+        await asyncio.sleep(0.1)  # several looks
+        assert not scaling.problem
+        replicas.go_on.set()
+        await called
+        await until(lambda: replicas.size == 2)
+        await asyncio.sleep(0.1)
+        assert replicas.asked == [(2, 7.0), (4, 1.0), (2, 7.0)]
     finally:
         scaling.close()
 

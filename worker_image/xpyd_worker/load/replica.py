@@ -44,9 +44,10 @@ class Replica:
         lost = loaded is None or loaded.loss is not None or loaded.engine.failure is not None
         return None if lost else loaded
 
-    def count_loss(self) -> None:
-        """It was lost, and is closed."""
-        self.losses = 1 if time.monotonic() - self.since_s > _STEADY_S else self.losses + 1
+    def count_loss(self, *, has_served: bool) -> None:
+        """It was lost, or could not be started, and is closed."""
+        was_steady = has_served and time.monotonic() - self.since_s > _STEADY_S
+        self.losses = 1 if was_steady else self.losses + 1
         self.since_s = time.monotonic()
         self.loaded = None
 

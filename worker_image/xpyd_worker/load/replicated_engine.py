@@ -162,6 +162,11 @@ class ReplicatedEngine:
         for close in closes:
             close.result()
 
+    @property
+    def size(self) -> int:
+        """How many replicas there are that stay; one that is lost comes again."""
+        return sum(not one.is_leaving for one in self.replicas)
+
     def scale(self, size: int, *, drain_s: float, let_go: LetGo) -> int:
         """Have `size` replicas, at least one: load more, or let go of the last ones, whose requests
         and KV have `drain_s` to end. Those that stay go on meanwhile. Returns, when it is done, how
@@ -181,7 +186,6 @@ class ReplicatedEngine:
             self._changing.release()
 
     def _grow(self, more: Sequence[Replica]) -> None:
-        size = len(self.replicas) + len(more)
         try:
             meeting = self._begin(more)
             self._load_all(more)
@@ -197,7 +201,7 @@ class ReplicatedEngine:
             _close(more, engine_s=_END_S, kv_s=_KV_CLOSE_S)
             raise
         self.scalings += 1
-        _log.info("%d replicas serve", size)
+        _log.info("%d replicas serve", self.size)
 
     def _begin(self, more: Sequence[Replica]) -> int:
         """These are to come: where all share experts, the change's number. UserError, where they
@@ -317,7 +321,7 @@ class ReplicatedEngine:
         why = lost.loss.text if lost.loss is not None else repr(lost.engine.failure)
         _log.error("replica %d was lost: %s", replica.number, why)
         self._let_go(lost)
-        replica.count_loss()
+        replica.count_loss(has_served=True)
 
     def _let_go(self, gone: LoadedEngine) -> None:
         """Close it, and keep what it counted."""
@@ -343,13 +347,9 @@ class ReplicatedEngine:
         except Exception as error:  # the thread's edge: it is tried again
             # Its KV port has to be free for the next try.
             _close([replica], engine_s=_END_S, kv_s=_KV_CLOSE_S)
-            replica.loaded = None
-            if isinstance(error, UserError | RankLostError):
-                _log.error("replica %d cannot start: %s", replica.number, error)
-            else:
-                _log.exception("replica %d cannot start", replica.number)
-            replica.losses += 1
-            replica.since_s = time.monotonic()
+            replica.count_loss(has_served=False)
+            is_known = isinstance(error, UserError | RankLostError)
+            _log.error("replica %d cannot start: %s", replica.number, error, exc_info=not is_known)
             return
         replica.restarts += 1
         self._look()

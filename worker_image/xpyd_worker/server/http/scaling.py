@@ -36,6 +36,11 @@ _MOST_LETTERS = 400
 class Scalable(Protocol):
     """See ReplicatedEngine."""
 
+    @property
+    def size(self) -> int:
+        """How many replicas there are that stay."""
+        ...
+
     def scale(self, size: int, *, drain_s: float, let_go: Callable[[float], Future[None]]) -> int:
         """Have `size` replicas."""
         ...
@@ -60,7 +65,8 @@ class Scaling:
 
     def follow(self, size_file: Path, drain_s: float) -> None:
         """Have as many as the file says, from now on; those that leave have `drain_s`."""
-        self._following = asyncio.create_task(self._follow(size_file, drain_s))
+        assert self._engine is not None, "bound before"
+        self._following = asyncio.create_task(self._follow(self._engine, size_file, drain_s))
 
     def close(self) -> None:
         """Follow no file any more."""
@@ -89,20 +95,22 @@ class Scaling:
         self._work = asyncio.create_task(work)
         return await asyncio.shield(self._work)
 
-    async def _follow(self, size_file: Path, drain_s: float) -> None:
-        """Have as many as the file says, whenever that changes. What cannot be is tried again."""
-        has, tried, rest_until_s = 0, 0, 0.0  # has 0: not known, so that any number is tried
+    async def _follow(self, engine: Scalable, size_file: Path, drain_s: float) -> None:
+        """Have as many as the file says, whatever else has changed that. What cannot be is tried
+        again."""
+        tried, rest_until_s = 0, 0.0
         loop = asyncio.get_running_loop()
         while True:
             try:
                 wanted = await asyncio.to_thread(_read_size, size_file)
                 is_due = wanted != tried or loop.time() >= rest_until_s
-                if wanted is not None and wanted != has and is_due:
-                    has, tried = 0, wanted
-                    await self.scale(wanted, drain_s)
-                    has, tried, self.problem = wanted, 0, ""
+                if wanted is not None and is_due and not self.is_scaling:
+                    tried = wanted
+                    if wanted != engine.size:
+                        await self.scale(wanted, drain_s)
+                    tried, self.problem = 0, ""
             except Exception as error:  # the task's edge: a later number may work
-                has, rest_until_s = 0, loop.time() + _REST_S
+                rest_until_s = loop.time() + _REST_S
                 self._failed(size_file, error)
             await asyncio.sleep(_LOOK_S)
 
