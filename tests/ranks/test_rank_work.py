@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 
-from tests.ranks.kit.pipeline import FakePipeline
+from tests.ranks.kit.coded_executor import MOST_TOKENS
+from tests.ranks.kit.pipeline import FakeFeedback, FakeParallel, FakePipeline, FakeStage
+from tests.ranks.test_device_states import SOME, going
 from tests.worker.engine_driver import DRAFTS, EngineDriver, make_request, prompt_of, seeds
 from tests.worker.test_engine_walks import Walk
+from xpyd_worker.engine.executor import Resize, ScheduledSequence, StepInput
 from xpyd_worker.kernels.post_update import Sampled
+from xpyd_worker.parallel.api import GroupError, Part
 from xpyd_worker.ranks.compute.request_states import RequestStates
+from xpyd_worker.ranks.compute.work import RankStep, RankWork
+from xpyd_worker.ranks.step.encoder import StepEncoder
+from xpyd_worker.ranks.step.messages import StepMessage, decode_output, encode_step
 
 
 class Forgetful(RequestStates):
@@ -113,3 +122,83 @@ def test_so_do_walks_with_drafts_whose_last_stage_has_a_gpu(seed: int, stages: i
     walk.run(300)
     stats = walk.driver.core.stats()
     assert 0 < stats.spec_accepted_tokens < stats.spec_draft_tokens
+
+
+@dataclass(frozen=True)
+class Closable(FakeParallel):
+    """Its groups end when a step breaks."""
+
+    def close(self) -> None:
+        pass
+
+
+class Breaking(FakeStage):
+    """Its step breaks, once, where it is told so."""
+
+    breaks = False
+
+    def launch(self, *args: Any) -> Any:
+        if self.breaks:
+            self.breaks = False
+            raise GroupError("rank 1 is gone")
+        return super().launch(*args)
+
+
+class Outliving:
+    """The rank of a replica that outlives another."""
+
+    def __init__(self) -> None:
+        self.stage = Breaking(8, before=deque(), after=deque())
+        self.stage.is_first = self.stage.is_last = True
+        part = Part(layers=range(1), stage=0, stages=1)
+        self.work = RankWork(
+            cast("Any", self.stage),
+            RequestStates(4, MOST_TOKENS),
+            parallel=cast("Any", Closable(part, FakeFeedback(lambda: None))),
+            resize=lambda _: True,
+            outlives=True,
+        )
+        self.encoder = StepEncoder(4)
+        self.steps = 0
+
+    def launch(self, *sequences: ScheduledSequence, breaks: bool = False) -> RankStep:
+        self.steps += 1
+        self.stage.breaks = breaks
+        return self.work.launch(self.encoder.encode(StepInput(self.steps, sequences)))
+
+    def again(self) -> RankStep:
+        resize = Resize(1, (0, 2), is_repair=True, is_again=True)
+        return self.work.launch(encode_step(StepMessage(self.steps, (), resize=resize)))
+
+
+def test_a_step_that_broke_is_answered_when_it_is_made_again():
+    rank = Outliving()
+    assert rank.launch(SOME, breaks=True).broke == "rank 1 is gone"
+    assert rank.again().finish() is not None
+
+
+def test_a_step_that_was_answered_and_is_made_again_is_not_answered_twice():
+    """It broke on another rank of the replica."""
+    rank = Outliving()
+    answer = rank.launch(SOME).finish()
+    assert answer is not None
+    assert rank.again().finish() is None
+    output = decode_output(answer)
+    rank.encoder.drawn(1, output)
+    token = output.samples[SOME.seq_id][0].token_id
+    assert rank.launch(going(3, token)).finish() is not None
+
+
+def test_a_step_behind_a_dummy_that_broke_breaks_too():
+    rank = Outliving()
+    assert rank.launch(breaks=True).broke
+    assert rank.launch(SOME).broke == "rank 1 is gone", "its groups are closed"
+    assert rank.again().finish() is not None
+
+
+def test_a_step_behind_one_that_broke_ends_the_rank():
+    """Another rank has answered that one, so it is not made again: this one lacks its tokens."""
+    rank = Outliving()
+    assert rank.launch(SOME, breaks=True).broke
+    with pytest.raises(GroupError, match="step 2 came behind one that broke: rank 1 is gone"):
+        rank.launch(going(3, 9))

@@ -171,6 +171,8 @@ class RankWork:
         self._kv_sender = kv_sender
         self._resize, self._outlives = resize, outlives
         self._last: Last | None = None
+        self._broke = ""
+        """Why groups are closed: a step broke."""
         self.meeting = 0
         """Of the last change of the replicas that this rank has made."""
         self._decoder = StepDecoder(states.slots, states)
@@ -179,25 +181,33 @@ class RankWork:
 
     def launch(self, encoded: bytes) -> RankStep:
         """Begin a step. Raises MessageError for bytes that are none, GroupError where another rank
-        does not answer, and what the runner raises: the ranks cannot go on together then."""
+        does not answer, or has answered a step that broke here and is not made again, and what the
+        runner raises: the ranks cannot go on together then."""
         message = decode_step(encoded)
         change, last = message.resize, self._last
         if change is not None and change.is_again:
             assert last is not None, "it broke"
         else:
+            if self._broke and last is not None and last.step.sequences and not last.is_done:
+                raise GroupError(f"step {message.step} came behind one that broke: {self._broke}")
             self._catch_up(message)
             last = self._last = Last(message, self._decoder.read(message))
-        answers = self._part.is_last and not self._part.tensor_rank
+        # One that is done was answered.
+        answers = self._part.is_last and not self._part.tensor_rank and not last.is_done
         if change is not None:
             assert self._resize is not None, "replicas come and go"
             self.meeting = change.meeting
             if not self._resize(change):
                 return RankStep(Finished(StepOutput({}, {})), answers)
+            self._broke = ""
         try:
+            if self._broke:
+                raise GroupError(self._broke)
             return RankStep(self._make(last), answers)
         except GroupError as error:
             if not self._outlives:
                 raise
+            self._broke = str(error)
             # Ranks that wait for this one in another group see it by that.
             self._parallel.close()
             return RankStep(Finished(StepOutput({}, {})), answers, broke=str(error))
