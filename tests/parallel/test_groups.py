@@ -12,6 +12,7 @@ import torch
 
 from tests.ranks.kit.groups import HOST, PATIENCE_S, Seat, run_ranks
 from xpyd_core.parallel.ranks import Sizes
+from xpyd_worker.engine.executor import Resize
 from xpyd_worker.parallel import native
 from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.parallel.distributed import ProcessGroup, Rendezvous, Store
@@ -170,7 +171,7 @@ def resized(seat: Seat) -> list[Any]:
     sizes = replace(DP2_TP2, data=2 if comes else 1, is_elastic=True)
     with seat.open(sizes, meeting=int(comes)) as state:
         for meeting, replicas in ((1, 2), (2, 1)):
-            stays = state.resize(meeting, replicas)
+            stays = state.resize(Resize(meeting, tuple(range(replicas))))
             found.append(stays)
             if stays:
                 size = 2 * replicas
@@ -197,7 +198,7 @@ def missed(seat: Seat) -> str:
         if seat.rank == 3:
             return ""
         with pytest.raises(GroupError) as raised:
-            state.resize(1, 1)
+            state.resize(Resize(1, (0,)))
         return str(raised.value)
 
 
