@@ -8,7 +8,6 @@ operator that makes it again finds it there.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 from collections.abc import Callable
@@ -54,10 +53,7 @@ class EventPoster:
         metadata = about["metadata"]
         named = [metadata["uid"], metadata["resourceVersion"], text.reason, text.message]
         name = sha256("\n".join(named).encode()).hexdigest()[:16]
-        try:
-            await self._create(self._event(about, text, name), attempts=None)
-        except Conflict as conflict:
-            logger.debug("the event %s is there: %s", text.reason, conflict)
+        await self._create(self._event(about, text, name), attempts=None)
 
     def _event(self, about: Obj, text: EventText, name: str) -> Obj:
         metadata = about["metadata"]
@@ -91,15 +87,14 @@ class EventPoster:
     async def run(self) -> None:
         """Post the queued Events, until cancelled."""
         while True:
-            with contextlib.suppress(Conflict):
-                await self._create(await self._waiting.get(), attempts=1)
+            await self._create(await self._waiting.get(), attempts=1)
 
     async def _create(self, event: Obj, attempts: int | None) -> None:
-        """Make the Event; one that the API does not take is dropped. Raises Conflict."""
+        """Make the Event, unless it is there; one that the API does not take is dropped."""
         try:
             await self._api.create(event, attempts=attempts)
-        except Conflict:
-            raise
+        except Conflict as conflict:
+            logger.debug("the event %s is there: %s", event["reason"], conflict)
         except KubeError as error:
             self._dropped()
             name, reason = event["involvedObject"]["name"], event["reason"]

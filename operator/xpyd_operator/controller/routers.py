@@ -51,7 +51,7 @@ from xpyd_operator.status.children import (
     text,
 )
 from xpyd_operator.status.drains import RELAYED_QUERY, InstanceLoad, read_loads, read_relayed
-from xpyd_operator.status.instances import ReplicaCount, read_replicas
+from xpyd_operator.status.instances import ReplicaCount, replica_counts
 from xpyd_operator.status.rotation import RouterKeys, read_keys
 from xpyd_operator.status.routable import (
     Gate,
@@ -245,9 +245,9 @@ class RouterReader:
                 for name in sorted(found)[:_MOST_ASKED]
             )
         )
-        said = [body for body in bodies if body is not None]
-        seen = await asyncio.to_thread(read_seen, said)
-        replicas = await asyncio.to_thread(read_replicas, said)
+        said = (body for body in bodies if body is not None)
+        seen = await asyncio.to_thread(read_seen, list(said))
+        replicas = {} if seen is None else replica_counts(seen.instances.values())
         verdict = fleet.watch.look(
             counts, self._clock(), has_stranger=has_stranger, seen=seen, roles=roles
         )

@@ -84,11 +84,10 @@ class ReplicaCount(NamedTuple):
     problem: str = ""
 
 
-def read_replicas(bodies: Iterable[bytes]) -> dict[str, ReplicaCount]:
+def replica_counts(found: Iterable[InstanceRow]) -> dict[str, ReplicaCount]:
     """By instance, from what routers answer; those that list no replicas are left out."""
     return {
         row.instance: ReplicaCount(row.replicas, row.scaling_problem)
-        for body in bodies
-        for row in read_rows(body) or ()
+        for row in found
         if row.instance and row.replicas > 0
     }

@@ -63,17 +63,14 @@ def replica_writes(state: FleetState) -> Iterator[SetReplicas]:
             continue
         pods = {name_of(pod): pod for pod in _staying(state, pool.name)}
         told = {name: _told(pod) for name, pod in sorted(pods.items())}
-        wanted = {name: _meant(pod, pool.parallelism.data) for name, pod in pods.items()}
-        for name, size in told.items():
-            if size is None:
-                uid = text(pods[name], "metadata", "uid")
-                yield SetReplicas(name, uid, pool.name, None, wanted[name])
+        wanted = {name: _wanted(pod, pool.parallelism.data) for name, pod in pods.items()}
         changing = [name for name in told if _is_changing(state, pods[name], wanted[name])]
         others = [name for name, size in told.items() if size not in (None, wanted[name])]
         # One that is at another number than the document's by now goes on to that.
         mine = [name for name in others if name in changing]
-        if others and (mine or not changing):
-            name = (mine or others)[0]
+        due = [name for name, size in told.items() if size is None]
+        due += (mine or ([] if changing else others))[:1]
+        for name in due:
             uid = text(pods[name], "metadata", "uid")
             yield SetReplicas(name, uid, pool.name, told[name], wanted[name])
 
@@ -94,19 +91,19 @@ def _told(pod: Raw) -> int | None:
     return int(value) if value.isdecimal() else None
 
 
-def _meant(pod: Raw, data: int) -> int:
+def _wanted(pod: Raw, data: int) -> int:
     """How many replicas of the document's a pod has room for: one of another revision has less."""
     most = text(pod, "metadata", "annotations", ANNOTATION_MAX_REPLICAS)
     return min(data, int(most)) if most.isdecimal() else data
 
 
-def _is_changing(state: FleetState, pod: Raw, meant: int) -> bool:
+def _is_changing(state: FleetState, pod: Raw, wanted: int) -> bool:
     """Whether an instance serves with another number of replicas than it was told, or may have
     ended of the number that it is meant to have: it runs, and no router has it."""
     told, has = _told(pod), state.replicas.get(name_of(pod))
     if has is not None:
         return told is not None and has.replicas != told
-    return told == meant and text(pod, "status", "phase") == "Running"
+    return told == wanted and text(pod, "status", "phase") == "Running"
 
 
 def replica_problems(state: FleetState) -> tuple[Problem, ...]:
@@ -129,7 +126,7 @@ def _unscaled(state: FleetState, pod: Raw, data: int) -> str:
             f"{short(has.problem)}; it is tried again"
         )
     ended = sum(count(one, "restartCount") for one in rows(pod, "status", "containerStatuses"))
-    if has is None and ended and _is_changing(state, pod, _meant(pod, data)):
+    if has is None and ended and _is_changing(state, pod, _wanted(pod, data)):
         return (
             f"{short(name, 80)} was told {told} replicas, ended {ended} times and is at no router: "
             "the others of its pool stay as they are until it serves"
