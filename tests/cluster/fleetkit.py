@@ -123,6 +123,20 @@ def installed_chart(cluster: Cluster) -> Iterator[None]:
 
 
 @contextmanager
+def charted_client(cluster: Cluster, namespace: str) -> Iterator[FleetClient]:
+    """The chart, whose operator reaches the routers, and a client's pod in a new namespace, ready;
+    its fleets and all else of it are deleted afterwards."""
+    with installed_chart(cluster):
+        cluster.kubectl("create", "namespace", namespace)
+        start_client(cluster, namespace)
+        found = FleetClient(cluster, namespace)
+        found.kubectl("wait", "--for=condition=Ready", "pod/client", "--timeout=30s")
+        yield found
+        delete_fleets(cluster, namespace)
+        cluster.kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+@contextmanager
 def installed_crds(cluster: Cluster) -> Iterator[None]:
     """The CRDs without the chart, served when this begins; deleted afterwards."""
     cluster.kubectl("apply", "-f", CRDS)

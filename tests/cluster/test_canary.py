@@ -11,11 +11,9 @@ import pytest
 from tests.cluster.fleetkit import (
     FleetClient,
     Obj,
-    delete_fleets,
+    charted_client,
     fleet_document,
-    installed_chart,
     small_cases,
-    start_client,
 )
 from tests.cluster.harness import Cluster, wait_for
 
@@ -28,14 +26,8 @@ STEP_S = 300
 @pytest.fixture(scope="module")
 def fleet(node_cluster: Cluster) -> Iterator[FleetClient]:
     """The chart, whose operator reaches the routers, and a client."""
-    with installed_chart(node_cluster):
-        node_cluster.kubectl("create", "namespace", NAMESPACE)
-        start_client(node_cluster, NAMESPACE)
-        found = FleetClient(node_cluster, NAMESPACE)
-        found.kubectl("wait", "--for=condition=Ready", "pod/client", "--timeout=30s")
+    with charted_client(node_cluster, NAMESPACE) as found:
         yield found
-        delete_fleets(node_cluster, NAMESPACE)
-        node_cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
 
 
 def document(mark: str, **analysis: int) -> Obj:
