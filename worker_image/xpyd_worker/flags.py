@@ -190,9 +190,10 @@ BATCH_FLAGS = (
         programs=BOTH,
         type=json_object,
         metavar="JSON",
-        help="draft tokens that may follow, and verify them together: method, ngram; "
-        "num_speculative_tokens, of a draft; prompt_lookup_max and prompt_lookup_min (5), how many "
-        "of the last tokens are looked up in the text so far (default: none)",
+        help="draft tokens that may follow, and verify them together: method, ngram, draft_model, "
+        "eagle3 or medusa; num_speculative_tokens, of a draft; for ngram prompt_lookup_max and "
+        "prompt_lookup_min (5), how many of the last tokens are looked up in the text so far; for "
+        "the others model, where the draft model or the heads are (default: none)",
     ),
     flag(
         "--kv-cache-memory",

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
@@ -29,6 +29,7 @@ from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.registry import load_config
 from xpyd_worker.parallel.api import GroupError, Hidden, Part
 from xpyd_worker.runner.load import CpuFit, fit_on_cpu
+from xpyd_worker.runner.load_draft import DraftSource
 from xpyd_worker.runner.runner import ModelRunner
 
 DEADLINE_S = 60.0
@@ -257,10 +258,11 @@ class Ranks:
         blocks: int = 64,
         override: Sequence[int] = (),
         dtype: torch.dtype = torch.float32,
+        draft: DraftSource | None = None,
     ) -> None:
         config = load_config(folder)
         self.sizes, self.parallel = sizes, connect(config, sizes, override=override, dtype=dtype)
-        self.fits = [fit(folder, config, one, blocks, dtype) for one in self.parallel]
+        self.fits = [fit(folder, config, one, blocks, dtype, draft) for one in self.parallel]
         self.num_blocks = min(found.num_blocks for found in self.fits)
         self.runners = [found.make_runner(self.num_blocks) for found in self.fits]
         # Each thread is a rank: one after the other it runs what is launched.
@@ -342,15 +344,22 @@ class Running:
                 raise outcome
             outputs.append(outcome)
         first = self.ranks.sizes.output_rank
-        assert all(output == outputs[first] for output in outputs[first:])
+        assert all(
+            output == replace(outputs[first], proposals={}) for output in outputs[first + 1 :]
+        ), "one rank drafts, and all draw"
         assert not any(output.samples or output.prompt_logprobs for output in outputs[:first])
         return outputs[first]
 
 
 def fit(
-    folder: Path, config: ModelConfig, parallel: MemoryParallel, blocks: int, dtype: torch.dtype
+    folder: Path,
+    config: ModelConfig,
+    parallel: MemoryParallel,
+    blocks: int,
+    dtype: torch.dtype,
+    draft: DraftSource | None = None,
 ) -> CpuFit:
-    """A rank's part, loaded, with room for `blocks`."""
+    """A rank's part, loaded, with room for `blocks`; with a draft model it may be for fewer."""
     kv_heads = max(1, config.num_kv_heads // parallel.part.tensor_size)
     shape = KvShape(kv_heads, config.head_dim, BLOCK_SIZE, dtype)
     return fit_on_cpu(
@@ -359,4 +368,5 @@ def fit(
         dtype=dtype,
         kv_cache_bytes=blocks * shape.block_bytes * len(parallel.part.layers),
         parallel=parallel,
+        draft=draft,
     )

@@ -99,7 +99,7 @@ class Scheduler:
         if config.speculative is not None:
             self._speculation = Speculation(config.speculative, waits=draws_ahead)
         self._commit = TokenCommit(self._tables, rules, self._speculation)
-        self._maker = StepMaker(self._sending, rules)
+        self._maker = StepMaker(self._sending, rules, self._tables, self._speculation)
         self._arrivals = itertools.count()
         self._waiting = WaitingQueue()
         # By rank. A sequence in it has blocks, one in the queue has none.
@@ -209,6 +209,7 @@ class Scheduler:
                 seconds,
                 decodes=len(step.parts),
                 draft_tokens=sum(part.scheduled.drafts for part in step.parts),
+                drafts_on=any(part.scheduled.propose for part in step.parts),
             )
         for part in step.parts:
             self._take(part, result, len(step.parts))
@@ -272,6 +273,9 @@ class Scheduler:
                 return
             room = self._config.max_num_seqs - len(self._running)
             self._place(self._commit.commit(sequence, drawn, room))
+        if self._speculation is not None and sequence.draft is not None:
+            ids = result.proposals.get(sequence.seq_id, ())
+            self._speculation.drafted(sequence.draft, len(sequence.tokens), ids)
 
     def _take_verified(self, part: SequenceShare, result: StepOutput, sequences: int) -> None:
         """Give a sequence the tokens that came of its draft."""
@@ -323,19 +327,6 @@ class Scheduler:
                 return 0
         return sequence.remaining
 
-    def _draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """What the step is to draft behind a sequence's last token, at most so many, and within
-        what the sequence may still put out; its table has room for it. Nobody makes room for a
-        draft."""
-        if self._speculation is None or sequence.draft is None or not sequence.may_draft:
-            return ()
-        state, known = sequence.state, len(sequence.tokens)
-        left = state.request.sampling.max_tokens - sequence.output_position()
-        most = min(most, left - 1, self._rules.max_model_len - known - 1)
-        draft = self._speculation.propose(sequence.draft, sequence.tokens, most)
-        has_room = self._tables.grow(sequence, known + len(draft))
-        return draft if has_room else ()
-
     def _schedule_running(self, parts: list[Part]) -> int | None:
         """What is left of the budget. Where blocks lack behind a step of a device that draws ahead
         None: a sequence that ends in that step makes room. In a pipeline 0, if the last in rank is
@@ -369,8 +360,8 @@ class Scheduler:
                     return budget
             draft: tuple[int, ...] = ()
             if room:
-                draft = self._draft(sequence, min(room, budget - kept - count))
-            parts.append(Part(sequence, count, draft))
+                draft = self._maker.draft(sequence, min(room, budget - kept - count))
+            parts.append(self._maker.part(sequence, count, draft))
             budget -= count + len(draft)
             room -= len(draft)
         return budget
@@ -424,7 +415,7 @@ class Scheduler:
             count = self._config.chunk(member.remaining, budget - used)
             # Without a block it waits in the running list; the next step preempts for it.
             if count and self._tables.grow(member, member.reached + count):
-                parts.append(Part(member, count))
+                parts.append(self._maker.part(member, count))
                 used += count
         return used
 

@@ -277,6 +277,9 @@ class Decoder:
         assert x is not None, "a stage has a layer"
         return Hidden(x, residual)
 
+    def take_features(self) -> Tensor | None:
+        return None
+
     def join(self) -> None:
         """Take part, without rows, in a forward that other replicas make: their rows come to the
         experts that are here, layer by layer. Nothing else of a forward is shared with them."""

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from xpyd_worker.kernels.gpu.kernels import TritonKernels
     from xpyd_worker.kernels.gpu.plan import StaticPlan
     from xpyd_worker.parallel.state import ParallelState
+    from xpyd_worker.runner.load_draft import LoadedDraft
 
 _log = logging.getLogger(__name__)
 # Sequences of the largest graph. Beyond it a step computes long enough to hide its launches.
@@ -102,6 +103,7 @@ class GpuPart:
     limits: GpuLimits
     free_at_start: int
     parallel: ParallelState | None = None
+    draft: LoadedDraft | None = None
 
     def fit(self) -> GpuFit:
         """Find out how many KV blocks the share that the limits name has room for. All ranks of the
@@ -119,7 +121,9 @@ class GpuPart:
                 kv_transfer=limits.kv_overhead_bytes,
             )
             budget = left * 100 // (100 + limits.kv_overhead_percent)
-        blocks = blocks_in_budget(self.shape, self.model.num_layers, budget, limits.flag)
+        beside = 0 if self.draft is None else self.draft.block_bytes
+        layers = self.model.num_layers
+        blocks = blocks_in_budget(self.shape, layers, budget, limits.flag, beside=beside)
         return GpuFit(self, blocks, use)
 
     def zeros(self, size_bytes: int) -> Tensor:
@@ -137,6 +141,7 @@ class GpuPart:
             graphs=graphs,
             draw=draw_for(self.gpu.torch_device),
             parallel=self.parallel,
+            drafter=None if self.draft is None else self.draft.make(cache.num_blocks),
         )
 
     def graphs(self, cache: KvCache) -> DecodeGraphs | None:
