@@ -12,7 +12,7 @@ other ranks or checkpoints.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -95,7 +95,7 @@ class DraftHeads(Protocol):
     """Heads without KV: each guesses the token at one place behind the next."""
 
     def best(self, hidden: Tensor, count: int) -> Tensor:
-        """[rows, hidden], before the model's last norm -> int64 [rows, count]."""
+        """[rows, hidden], behind the model's last norm -> int64 [rows, up to count]."""
         ...
 
 
@@ -111,8 +111,11 @@ def standing(sequence: ScheduledSequence, samples: Sequence[SampledToken]) -> li
 class HeadsDrafter:
     """Drafts with heads over the hidden state behind which the last token was drawn."""
 
-    def __init__(self, heads: DraftHeads, *, size_bytes: int) -> None:
-        self._heads = heads
+    def __init__(
+        self, heads: DraftHeads, normed: Callable[[Tensor], Tensor], *, size_bytes: int
+    ) -> None:
+        """`normed`: the model's last norm."""
+        self._heads, self._normed = heads, normed
         self.size_bytes = size_bytes
 
     def propose(self, step: Computed) -> dict[int, tuple[int, ...]]:
@@ -127,7 +130,7 @@ class HeadsDrafter:
         ]
         most = max(rows.sequence.propose for rows in asked)
         (chosen,) = put_ints([at], step.hidden.device)
-        best = self._heads.best(step.hidden.index_select(0, chosen), most)
+        best = self._heads.best(self._normed(step.hidden.index_select(0, chosen)), most)
         ids, width = to_ints(best.flatten().cpu()), best.shape[1]
         return {
             rows.sequence.seq_id: tuple(ids[n * width :][: min(width, rows.sequence.propose)])

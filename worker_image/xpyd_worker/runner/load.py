@@ -97,14 +97,23 @@ def fit_on_cpu(
     """
     part = _part(config, parallel)
     shape = _shape(config, part, dtype, block_size_tokens)
-    loaded = None
-    if draft is not None and part.is_last and not part.tensor_rank:
-        loaded = draft.load(dtype=dtype)
-    beside = 0 if loaded is None else loaded.block_bytes
-    num_blocks = blocks_in_budget(shape, len(part.layers), kv_cache_bytes, beside=beside)
+    blocks_in_budget(shape, len(part.layers), kv_cache_bytes)  # refused before weights are read
     sizes = config.vector_sizes(_divided(parallel))
     kernels = choose_kernels(vector_sizes=sizes, head_dim=config.head_dim)
-    model = _load_model(folder, config, dtype=dtype, kernels=kernels, device=CPU, parallel=parallel)
+    model = _load_model(
+        folder,
+        config,
+        dtype=dtype,
+        kernels=kernels,
+        device=CPU,
+        parallel=parallel,
+        draft=draft,
+    )
+    loaded = None
+    if draft is not None and _drafts(part):
+        loaded = draft.load(model, dtype=dtype)
+    beside = 0 if loaded is None else loaded.block_bytes
+    num_blocks = blocks_in_budget(shape, len(part.layers), kv_cache_bytes, beside=beside)
     return CpuFit(model, config, kernels, shape, num_blocks, parallel, loaded)
 
 
@@ -140,8 +149,8 @@ def part_on_gpu(
     parallel: ParallelState | None = None,
     draft: DraftSource | None = None,
 ) -> GpuPart:
-    """Read what this rank has of the checkpoint in `folder`, and of `draft`, to its GPU. Nothing is said to other
-    ranks: files may be read fast here and slowly there.
+    """Read what this rank has of the checkpoint in `folder`, and of `draft`, to its GPU. Nothing is
+    said to other ranks: files may be read fast here and slowly there.
 
     Raises UserError for a checkpoint that does not fit `config` or whose heads are too wide, or a
     model that cannot be divided so or does not fit.
@@ -166,10 +175,11 @@ def part_on_gpu(
                 kernels=kernels,
                 device=gpu.torch_device,
                 parallel=parallel,
+                draft=draft,
             )
             loaded = None
-            if draft is not None and part.is_last and not part.tensor_rank:
-                loaded = draft.load(dtype=dtype, gpu=gpu)
+            if draft is not None and _drafts(part):
+                loaded = draft.load(model, dtype=dtype, gpu=gpu)
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"--device: the model does not fit into the {format_bytes(free)} that are free on "
@@ -185,6 +195,11 @@ def _part(config: ModelConfig, parallel: ParallelState | None) -> Part:
         return Part(layers=range(config.num_layers))
     check_parallel(config.shape, _divided(parallel))
     return parallel.part
+
+
+def _drafts(part: Part) -> bool:
+    """Whether this rank drafts: the one that answers steps."""
+    return part.is_last and not part.tensor_rank
 
 
 def _divided(parallel: ParallelState | None) -> Sizes:
@@ -215,8 +230,10 @@ def _load_model(
     kernels: Kernels,
     device: torch.device,
     parallel: ParallelState | None,
+    draft: DraftSource | None,
 ) -> Decoder:
-    model = Decoder(config, dtype, kernels, device, parallel=parallel)
+    features = () if draft is None else draft.feature_layers
+    model = Decoder(config, dtype, kernels, device, parallel=parallel, feature_layers=features)
     is_part = parallel is not None and parallel.part.ranks > 1
     load_weights(
         folder,

@@ -6,7 +6,8 @@ the one that answers steps. Slow and blocking.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +23,15 @@ from xpyd_worker.kernels.api import Kernels, KvShape, Plan
 from xpyd_worker.kernels.cpu.kernels import choose_kernels
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
+from xpyd_worker.model.draft_heads import read_eagle3, read_medusa
+from xpyd_worker.model.eagle3 import load_eagle3
 from xpyd_worker.model.loader import load_weights, weight_bytes
+from xpyd_worker.model.medusa import load_medusa
 from xpyd_worker.model.registry import load_config, resolve_checkpoint
 from xpyd_worker.ranks.step.messages import slot_count
 from xpyd_worker.runner.device import CPU, CudaDevice
-from xpyd_worker.runner.drafter import Drafter, DraftModel, ModelDrafter
-from xpyd_worker.runner.kv_cache import KvCache
+from xpyd_worker.runner.drafter import Drafter, DraftModel, HeadsDrafter, ModelDrafter
+from xpyd_worker.runner.kv_cache import KvCache, cache_bytes
 
 _MOST_PADDING = 1024
 """Tokens by which two vocabularies of one tokenizer may differ: what pads them."""
@@ -44,8 +48,8 @@ class LoadedDraft:
 
 @dataclass(frozen=True)
 class DraftSource:
-    """What drafts, as its configuration says. `feature_layers`: of the model, whose inputs it
-    reads."""
+    """What drafts for the model in `target_folder`, as its configuration says. `feature_layers`: of
+    the model, whose inputs it reads."""
 
     config: SpeculativeConfig
     folder: Path
@@ -55,9 +59,24 @@ class DraftSource:
     most_sequences: int
     feature_layers: tuple[int, ...] = ()
 
-    def load(self, *, dtype: torch.dtype, gpu: CudaDevice | None = None) -> LoadedDraft:
-        """Read it to the GPU, or the CPU. UserError for files that do not fit."""
+    def load(
+        self, model: Decoder, *, dtype: torch.dtype, gpu: CudaDevice | None = None
+    ) -> LoadedDraft:
+        """Read it to the GPU, or the CPU, where `model` is loaded. UserError for files that do not
+        fit."""
         device = CPU if gpu is None else gpu.torch_device
+        with _named(self.folder):
+            match self.config.method:
+                case "medusa":
+                    return self._load_medusa(model, dtype, device, gpu)
+                case "eagle3":
+                    return self._load_eagle3(model, dtype, device, gpu)
+                case _:
+                    return self._load_model(dtype, device, gpu)
+
+    def _load_model(
+        self, dtype: torch.dtype, device: torch.device, gpu: CudaDevice | None
+    ) -> LoadedDraft:
         draft = _draft_model(self.folder, self.target)
         kernels = _kernels(draft, gpu)
         model = Decoder(draft, dtype, kernels, device)
@@ -71,31 +90,68 @@ class DraftSource:
         )
         shape = KvShape(draft.num_kv_heads, draft.head_dim, self.block_size, dtype)
         guesses = DecoderDraft(model, draft.vocab_size, of=self.target.vocab_size)
-        return self._with_cache(
-            guesses, kernels, shape, draft.num_layers, weight_bytes(groups), device
+        cache = _Cache(shape, draft.num_layers, device)
+        return self._with_cache(guesses, kernels, cache, weight_bytes(groups))
+
+    def _load_eagle3(
+        self, model: Decoder, dtype: torch.dtype, device: torch.device, gpu: CudaDevice | None
+    ) -> LoadedDraft:
+        kernels = _kernels(read_eagle3(self.folder, self.target).layer, gpu)
+        head = load_eagle3(
+            self.folder,
+            self.target,
+            self.target_folder,
+            dtype=dtype,
+            kernels=kernels,
+            device=device,
+            block_size_tokens=self.block_size,
+            embedding=model.embedding,
         )
+        cache = _Cache(head.shape, head.num_layers, device)
+        return self._with_cache(head, kernels, cache, weight_bytes([head]))
+
+    def _load_medusa(
+        self, model: Decoder, dtype: torch.dtype, device: torch.device, gpu: CudaDevice | None
+    ) -> LoadedDraft:
+        kernels = _kernels(self.target, gpu)
+        heads = load_medusa(self.folder, self.target, dtype=dtype, kernels=kernels, device=device)
+        drafter = HeadsDrafter(heads, model.normed, size_bytes=weight_bytes(heads.heads))
+        return LoadedDraft(0, lambda _: drafter)
 
     def _with_cache(
-        self,
-        model: DraftModel,
-        kernels: Kernels,
-        shape: KvShape,
-        layers: int,
-        weights: int,
-        device: torch.device,
+        self, model: DraftModel, kernels: Kernels, cache: _Cache, weights: int
     ) -> LoadedDraft:
-        block_bytes = shape.block_bytes * layers
-
         def make(blocks: int) -> Drafter:
-            memory = None
-            if device != CPU:
-                memory = torch.zeros(block_bytes * blocks, dtype=torch.uint8, device=device)
-            cache = KvCache(shape, num_layers=layers, num_blocks=blocks, memory=memory)
             return ModelDrafter(
-                model, kernels, cache, weight_bytes=weights, most_sequences=self.most_sequences
+                model,
+                kernels,
+                cache.of(blocks),
+                weight_bytes=weights,
+                most_sequences=self.most_sequences,
             )
 
-        return LoadedDraft(block_bytes, make)
+        return LoadedDraft(cache.block_bytes, make)
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """The KV cache of what drafts, to be made."""
+
+    shape: KvShape
+    layers: int
+    device: torch.device
+
+    @property
+    def block_bytes(self) -> int:
+        return cache_bytes(self.shape, num_layers=self.layers, num_blocks=1)
+
+    def of(self, blocks: int) -> KvCache:
+        """One of so many blocks."""
+        memory = None
+        if self.device != CPU:
+            size = self.block_bytes * blocks
+            memory = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        return KvCache(self.shape, num_layers=self.layers, num_blocks=blocks, memory=memory)
 
 
 def open_draft(
@@ -106,29 +162,42 @@ def open_draft(
     given = config.speculative
     if given is None or not given.has_model:
         return None
-    folder = _folder(given)
-    _draft_model(folder, target)
+    features: tuple[int, ...] = ()
+    with _named(Path(given.model)):
+        folder = resolve_checkpoint(given.model)
+        match given.method:
+            case "medusa":
+                read_medusa(folder, target)
+            case "eagle3":
+                features = read_eagle3(folder, target).feature_layers
+            case _:
+                _draft_model(folder, target)
     return DraftSource(
-        given, folder, target, target_folder, config.block_size, slot_count(config.max_num_seqs)
+        given,
+        folder,
+        target,
+        target_folder,
+        config.block_size,
+        slot_count(config.max_num_seqs),
+        features,
     )
 
 
-def _folder(given: SpeculativeConfig) -> Path:
+@contextmanager
+def _named(folder: Path) -> Generator[None]:
+    """What is wrong is the draft's."""
     try:
-        return resolve_checkpoint(given.model)
+        yield
     except UserError as error:
-        raise UserError(f"{FLAG}: {error}") from error
+        raise UserError(f"{FLAG}: {folder}: {error}") from error
 
 
 def _draft_model(folder: Path, target: ModelConfig) -> ModelConfig:
-    try:
-        draft = load_config(folder)
-    except UserError as error:
-        raise UserError(f"{FLAG}: model: {folder}: {error}") from error
+    draft = load_config(folder)
     if abs(draft.vocab_size - target.vocab_size) > _MOST_PADDING:
         raise UserError(
-            f"{FLAG}: model: {folder}: vocab_size: {draft.vocab_size}, the model has "
-            f"{target.vocab_size}: a draft model has the tokenizer of the model"
+            f"config.json: vocab_size: {draft.vocab_size}, the model has {target.vocab_size}: a "
+            "draft model has the tokenizer of the model"
         )
     return draft
 

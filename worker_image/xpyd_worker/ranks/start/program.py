@@ -135,6 +135,7 @@ class RankProgram:
                 most_rows=config.batched_tokens(on_gpu=self._device.type == "cuda"),
                 width=model.hidden_size,
                 dtype=self._dtype,
+                feature_layers=() if self._draft is None else self._draft.feature_layers,
             ),
             custom_all_reduce=config.custom_all_reduce,
             meeting=start.meeting,

@@ -92,8 +92,8 @@ Row = Going | Ahead | Chunk | Full | Draft
 
 class StepMessage(msgspec.Struct, frozen=True, array_like=True):
     """One StepInput; `rows` are its sequences in order. `masks`: of those that draw under a grammar
-    (row, words of the mask). `experts` and `resize`: see StepInput. `propose`: of those behind which
-    a model drafts (row, tokens)."""
+    (row, words of the mask). `experts` and `resize`: see StepInput. `propose`: of those with drafts
+    by a model (row, tokens)."""
 
     step: int
     rows: tuple[Row, ...]
