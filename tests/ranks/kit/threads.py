@@ -134,11 +134,11 @@ class Letter:
 class Way:
     """From one rank to the same share of the next stage."""
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, hidden_size: int, dtype: torch.dtype, features: int = 0) -> None:
         self.letters: Queue[Letter] = Queue(maxsize=16)
         self.is_broken = threading.Event()
         # The receiver's, used for each step.
-        self.buffers = torch.empty(2, MOST_ROWS, hidden_size, dtype=dtype)
+        self.buffers = torch.empty(2 + features, MOST_ROWS, hidden_size, dtype=dtype)
 
     def take(self) -> Letter:
         """The next one."""
@@ -190,12 +190,13 @@ class MemoryIncoming:
     def get(self) -> Hidden:
         self._events.append("get")
         letter = self._way.take()
-        for buffer, tensor in zip(self._way.buffers, letter.hidden, strict=True):
+        x, residual, features = letter.hidden
+        for buffer, tensor in zip(self._way.buffers, (x, residual, *features), strict=True):
             assert tensor.shape[0] == self._rows, "stages see different batches"
             buffer[: self._rows].copy_(tensor)
         letter.has_left.set()
-        x, residual = self._way.buffers[:, : self._rows]
-        return Hidden(x, residual)
+        x, residual, *features = self._way.buffers[:, : self._rows]
+        return Hidden(x, residual, tuple(features))
 
 
 @dataclass(frozen=True)
@@ -215,12 +216,16 @@ def connect(
     *,
     override: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
+    feature_layers: Sequence[int] = (),
 ) -> list[MemoryParallel]:
     """What each rank has of the others."""
     layers = partition(config.num_layers, sizes.pipeline, override)
     meetings = [Meeting(sizes.tensor) for _ in sizes.tensor_groups]
     ways = [
-        [Way(config.hidden_size, dtype) for _ in range(sizes.pipeline - 1)]
+        [
+            Way(config.hidden_size, dtype, sum(one < stage.start for one in {*feature_layers}))
+            for stage in layers[1:]
+        ]
         for _ in sizes.pipeline_groups
     ]
     experts: dict[int, MemoryExperts] = {}
