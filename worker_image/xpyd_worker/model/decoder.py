@@ -298,12 +298,20 @@ class Decoder:
         return torch.cat([features[layer] for layer in self._feature_layers], dim=1)
 
     @property
+    def keeps_features(self) -> bool:
+        """Whether `take_features` has some, on the last stage."""
+        return bool(self._feature_layers)
+
+    @property
+    def embedding(self) -> Tensor | None:
+        """That of all tokens, [vocabulary, hidden]; None where other ranks have it, or a part of
+        it."""
+        return self._ends.embedding
+
+    @property
     def _features_before(self) -> list[int]:
         """The feature layers of the stages before, in the order in which they come."""
         return sorted({layer for layer in self._feature_layers if layer < self.part.layers.start})
-
-    def take_features(self) -> Tensor | None:
-        return None
 
     def join(self) -> None:
         """Take part, without rows, in a forward that other replicas make: their rows come to the
@@ -342,6 +350,11 @@ class Embedding:
         elsewhere = (own < 0) | (own >= self.weight.shape[0])
         x = F.embedding(own.masked_fill_(elsewhere, 0), self.weight)
         return self._group.all_reduce(x.masked_fill_(elsewhere.unsqueeze(1), 0))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all tokens are here."""
+        return self._group.size == 1
 
     def allocate(self, device: torch.device) -> None:
         """Memory; what pads the vocabulary is zeros."""
@@ -412,6 +425,13 @@ class Ends:
         self._embedding = Embedding(config, dtype, group) if part.is_first else None
         self._head = Head(config, dtype, group) if part.is_last else None
         self._is_tied = config.tie_word_embeddings
+
+    @property
+    def embedding(self) -> Tensor | None:
+        """See Decoder."""
+        if self._embedding is None or not self._embedding.is_whole:
+            return None
+        return self._embedding.weight
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[tokens] -> [tokens, hidden], the caller's to write to. On the first stage."""

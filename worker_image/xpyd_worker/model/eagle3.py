@@ -45,6 +45,7 @@ class Eagle3:
     """One head. It has no memory until it is loaded (`load_eagle3`)."""
 
     num_layers = 1
+    reads_features = True
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class Eagle3:
     def run(
         self,
         token_ids: Tensor,
-        hidden: Tensor,
+        hidden: Tensor | None,
         positions: Tensor,
         caches: Sequence[Tensor],
         plan: Plan,
@@ -104,6 +105,7 @@ class Eagle3:
         `hidden[i]` what `project` made of the position's features, or the run before of the
         position before. Its keys and values go to the position's place in the cache.
         """
+        assert hidden is not None, "it reads features"
         kernels, norm = self._kernels, self._token_norm
         step = StepContext(kernels, self._rotary(positions), caches, plan, lambda _: None)
         tokens = kernels.rms_norm(F.embedding(token_ids, self.embedding), norm.weight, norm.eps)

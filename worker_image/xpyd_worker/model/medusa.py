@@ -98,14 +98,14 @@ class Medusa:
 
     def __init__(self, heads: Sequence[MedusaHead]) -> None:
         """`heads` in the order of the tokens that they draw."""
-        self._heads = heads
+        self.heads = heads
         self.num_heads = len(heads)
 
     def best(self, hidden: Tensor, count: int) -> Tensor:
         """What the first `count` heads hold most probable behind each row of `hidden` [rows,
         hidden], which the model's last norm gave: [rows, count] int64. Where the row is of position
         p, the model draws the token of p + 1, and head i, counted from 0, that of p + 2 + i."""
-        return torch.stack([head(hidden) for head in self._heads[:count]], dim=1)
+        return torch.stack([head(hidden) for head in self.heads[:count]], dim=1)
 
 
 def load_medusa(

@@ -145,12 +145,15 @@ class GpuPart:
         )
 
     def graphs(self, cache: KvCache) -> DecodeGraphs | None:
-        """Graphs of decoding steps over this cache. None for one of several stages, and where
-        replicas' rows go to experts: a graph cannot hold that the host waits for other ranks. Sums
+        """Graphs of decoding steps over this cache. None for one of several stages, where a draft
+        head reads hidden states, which graphs do not give, and where replicas' rows go to
+        experts: a graph cannot hold that the host waits for other ranks. Sums
         over a tensor group are captured, as NCCL's operators are launches like others; on more than
         one GPU this was not run yet."""
-        limits = self.limits
-        if not limits.use_graphs or self.model.part.stages > 1 or self.model.part.exchanges_rows:
+        limits, model = self.limits, self.model
+        if not limits.use_graphs or model.part.stages > 1 or model.part.exchanges_rows:
+            return None
+        if model.keeps_features:
             return None
 
         def forward(token_ids: Tensor, positions: Tensor, plan: Plan) -> Tensor:
