@@ -106,7 +106,11 @@ class Steps:
 
 
 def run(
-    executor: Any, requests: Sequence[EngineRequest], speculative: SpeculativeConfig | None
+    executor: Any,
+    requests: Sequence[EngineRequest],
+    speculative: SpeculativeConfig | None,
+    *,
+    budget: int = 256,
 ) -> Found:
     """An engine turned by hand until all its requests have ended. Its clock stands, so that it does
     not stop to draft."""
@@ -129,7 +133,7 @@ def run(
         executor,
         pool=pool,
         inbox=Inbox(),
-        config=SchedulerConfig(16, 256, speculative=speculative),
+        config=SchedulerConfig(16, budget, speculative=speculative),
         rules=StopRules((EOS,), 256),
         deliver=deliver,
         clock=lambda: 0.0,

@@ -266,7 +266,11 @@ class Ranks:
         draft: DraftSource | None = None,
     ) -> None:
         config = load_config(folder)
-        self.sizes, self.parallel = sizes, connect(config, sizes, override=override, dtype=dtype)
+        features = () if draft is None else draft.feature_layers
+        self.sizes = sizes
+        self.parallel = connect(
+            config, sizes, override=override, dtype=dtype, feature_layers=features
+        )
         self.fits = [fit(folder, config, one, blocks, dtype, draft) for one in self.parallel]
         self.num_blocks = min(found.num_blocks for found in self.fits)
         self.runners = [found.make_runner(self.num_blocks) for found in self.fits]

@@ -205,6 +205,11 @@ class ModelDrafter:
 
     def propose(self, step: Computed) -> dict[int, tuple[int, ...]]:
         """See Drafter."""
+        for rows in step.rows:
+            self._follow(rows.sequence.seq_id)
+        # Those of the step are the newest.
+        while len(self._followed) > max(self._most, len(step.rows)):
+            self._forget(next(iter(self._followed)))
         if self._model.reads_features:
             self._see(step)
         turns: list[_Turn] = []
@@ -226,11 +231,9 @@ class ModelDrafter:
     def _turn(self, sequence: ScheduledSequence, step: Computed, budget: int) -> _Turn | None:
         """What is to be done for a sequence of the step, within so many rows."""
         asks = _asks(sequence, step)
-        one = self._followed.get(sequence.seq_id)
+        one = self._followed[sequence.seq_id]
         if asks and not self._model.reads_features:
-            one = self._read(sequence, step.samples[sequence.seq_id])
-        if one is None:
-            return None
+            self._read(one, sequence, step.samples[sequence.seq_id])
         rows = min(one.rows, budget)
         if rows < 1 or not (asks or rows >= _MOST_PENDING):
             return None
@@ -240,22 +243,19 @@ class ModelDrafter:
     # --- what is known of sequences
 
     def _follow(self, seq_id: int) -> _Followed:
-        one = self._followed.get(seq_id)
-        if one is None:
-            while len(self._followed) >= self._most:
-                self._forget(next(iter(self._followed)))
-            one = self._followed[seq_id] = _Followed()
+        one = self._followed.setdefault(seq_id, _Followed())
         self._followed.move_to_end(seq_id)
         return one
 
     def _forget(self, seq_id: int) -> None:
         self._pool.release(self._followed.pop(seq_id).blocks)
 
-    def _read(self, sequence: ScheduledSequence, samples: Sequence[SampledToken]) -> _Followed:
+    def _read(
+        self, one: _Followed, sequence: ScheduledSequence, samples: Sequence[SampledToken]
+    ) -> None:
         """All tokens of a sequence, the drawn one as the last; what the cache has of a new one's
         prefix need not be fed."""
         assert sequence.known is not None, "what drafts reads all tokens"
-        one = self._follow(sequence.seq_id)
         _extend(one.tokens, sequence.known)
         one.tokens += [sample.token_id for sample in samples]
         if not one.blocks:
@@ -265,7 +265,6 @@ class ModelDrafter:
             self._pool.retain(one.blocks)
             one.fed = len(one.blocks) * size
             one.hashes = hashes[: len(one.blocks)]
-        return one
 
     def _see(self, step: Computed) -> None:
         """Keep the hidden states of the step's rows, and the token behind each. Of a sequence that
@@ -281,7 +280,7 @@ class ModelDrafter:
             tokens = standing(sequence, samples)
             drawn = len(sequence.samples) == 1
             count = len(tokens) - drawn
-            one = self._follow(seq_id)
+            one = self._followed[seq_id]
             if start > one.seen or not one.seen:
                 self._forget(seq_id)
                 one = self._follow(seq_id)
