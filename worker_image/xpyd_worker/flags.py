@@ -34,6 +34,7 @@ from xpyd_worker.config import (
 from xpyd_worker.engine.eplb import read_eplb
 from xpyd_worker.engine.request import POLICIES
 from xpyd_worker.engine.speculation import read_speculative
+from xpyd_worker.engine.step_times import LATENCY_GOALS, STRETCH
 from xpyd_worker.flag import BOTH, LLM_ONLY, Flag, Program, count, flag
 from xpyd_worker.parallel_flags import PARALLEL_FLAGS
 
@@ -184,6 +185,15 @@ BATCH_FLAGS = (
         default=WorkerConfig.scheduling_policy,
         help="which request goes first; fcfs: the one that came first; priority: the one with the "
         "lower number in its field priority, then the one that came first (default: %(default)s)",
+    ),
+    flag(
+        "--latency-goal",
+        choices=LATENCY_GOALS,
+        default=WorkerConfig.latency_goal,
+        help="which latency matters more where prompts and decodes share steps; itl: a step has so "
+        f"much of prompts that it takes at most {STRETCH:g} times what its decodes take alone, as "
+        "measured; ttft: prompts have all that is left of --max-num-batched-tokens "
+        "(default: %(default)s)",
     ),
     flag(
         "--speculative-config",
