@@ -75,6 +75,17 @@ def test_each_number_of_decodes_has_a_time_of_its_own():
     assert many == pytest.approx(4 * few, abs=4)
 
 
+def test_few_decodes_wait_as_long_as_the_many_that_are_coming_will():
+    times = known(decodes=1)
+    times.measured(3 * DECODE_S, decodes=8, prompt_tokens=0)
+    times.measured(9 * DECODE_S, decodes=32, prompt_tokens=0)
+    alone, with_eight = times.prompt_tokens(1), times.prompt_tokens(1, 7)
+    assert alone == pytest.approx((STRETCH - 1) * DECODE_S / TOKEN_S, abs=1)
+    assert with_eight == pytest.approx((3 * STRETCH - 1) * DECODE_S / TOKEN_S, abs=1)
+    # Sixteen were not measured: as of eight.
+    assert times.prompt_tokens(1, 15) == with_eight
+
+
 def driven(goal: str) -> tuple[EngineDriver, list[tuple[int, int]]]:
     """Four decodes run, then a prompt of 120 tokens comes; decodes and tokens of it by step."""
     driver = EngineDriver(blocks=256, budget=128, seqs=8, goal="itl" if goal == "itl" else "ttft")

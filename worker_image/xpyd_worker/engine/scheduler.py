@@ -347,7 +347,9 @@ class Scheduler:
         # Tokens kept for decodes further behind. The budget is at least max_num_seqs, so each has
         # its own, and the first prompt at least one.
         decodes = kept = sum(count == 1 for count in due.values())
-        bound = self._times.prompt_tokens(decodes)
+        seats = self._config.max_num_seqs - decodes
+        prompts = sum(count > 1 for count in due.values()) + len(self._waiting)
+        bound = self._times.prompt_tokens(decodes, min(prompts, seats))
         self._prompts = budget if bound is None else min(budget, bound)
         room = 0
         if self._speculation is not None:

@@ -17,7 +17,8 @@ LatencyGoal = Literal["itl", "ttft"]
 LATENCY_GOALS: tuple[LatencyGoal, ...] = ("itl", "ttft")
 
 STRETCH = 2.5
-"""So many times what decodes take alone a step may take with prompts."""
+"""So many times what decodes take alone, those that are coming with them, a step may take with
+prompts."""
 LEAST_TOKENS = 32
 """Of prompts, whatever they take: they go on, and smaller parts read all weights for little."""
 _WEIGHT = 1 / 8
@@ -50,9 +51,10 @@ class StepTimes:
     _alone: dict[int, _Alone] = field(default_factory=dict[int, _Alone])
     _token_s: float | None = None
 
-    def prompt_tokens(self, decodes: int) -> int | None:
-        """How many tokens of prompts the next step may have beside so many decodes; 0: none, so
-        that it shows what these take alone. None: as many as there is room for."""
+    def prompt_tokens(self, decodes: int, coming: int = 0) -> int | None:
+        """How many tokens of prompts the next step may have beside so many decodes, when so many
+        more are `coming`, behind their prompts; 0: none, so that it shows what these take alone.
+        None: as many as there is room for."""
         if self.stretch is None or not decodes:
             return None
         alone = self._of(decodes)
@@ -61,7 +63,7 @@ class StepTimes:
             return 0
         if alone.seconds is None or self._token_s is None:
             return None
-        spare_s = (self.stretch - 1) * alone.seconds
+        spare_s = self.stretch * self._alone_s(decodes, coming) - alone.seconds
         return max(LEAST_TOKENS, int(spare_s / max(self._token_s, 1e-9)))
 
     def measured(self, seconds: float, *, decodes: int, prompt_tokens: int) -> None:
@@ -82,6 +84,14 @@ class StepTimes:
         if alone.seconds is not None and prompt_tokens >= LEAST_TOKENS:
             each_s = max(0.0, seconds - alone.seconds) / prompt_tokens
             self._token_s = _mean(self._token_s, each_s)
+
+    def _alone_s(self, decodes: int, coming: int) -> float:
+        """What decodes take alone, as those will that are coming: a few that wait for many prompts
+        wait no longer than all will for one. Of fewer where so many were not measured yet."""
+        known = [self._of(decodes).seconds]
+        for bits in range(decodes.bit_length(), (decodes + coming).bit_length() + 1):
+            known.append(self._alone[bits].seconds if bits in self._alone else None)
+        return max(seconds for seconds in known if seconds is not None)
 
     def _of(self, decodes: int) -> _Alone:
         return self._alone.setdefault(decodes.bit_length(), _Alone())
