@@ -88,9 +88,8 @@ class StepTimes:
     def _alone_s(self, decodes: int, coming: int) -> float:
         """What decodes take alone, as those will that are coming: a few that wait for many prompts
         wait no longer than all will for one. Of fewer where so many were not measured yet."""
-        known = [self._of(decodes).seconds]
-        for bits in range(decodes.bit_length(), (decodes + coming).bit_length() + 1):
-            known.append(self._alone[bits].seconds if bits in self._alone else None)
+        least, most = decodes.bit_length(), (decodes + coming).bit_length()
+        known = [one.seconds for bits, one in self._alone.items() if least <= bits <= most]
         return max(seconds for seconds in known if seconds is not None)
 
     def _of(self, decodes: int) -> _Alone:
