@@ -139,8 +139,9 @@ def _feature_layers(fields: Fields, layers: int) -> tuple[int, ...]:
         found, holder, behind = [2, layers // 2, layers - 3], fields, 0
     named: list[int] = []
     for layer in found:
-        is_whole = isinstance(layer, int) and not isinstance(layer, bool)
-        if not is_whole or not 0 <= layer + behind < layers:
+        if not isinstance(layer, int) or isinstance(layer, bool):
+            raise holder.refusal(_LAYER_IDS, _FEATURES.format(last=layers - 1 - behind))
+        if not 0 <= layer + behind < layers:
             raise holder.refusal(_LAYER_IDS, _FEATURES.format(last=layers - 1 - behind))
         named.append(layer + behind)
     return tuple(named)
