@@ -17,6 +17,7 @@ from tests.worker.test_runner_speculation import (
     FAMILIES,
     Steps,
     assert_alike,
+    assert_distributed,
     models,
     one_thread,
     requests,
@@ -229,6 +230,18 @@ def test_so_it_does_over_ranks(
     assert found.stats.spec_draft_tokens == alone.stats.spec_draft_tokens
     assert found.stats.spec_accepted_tokens == alone.stats.spec_accepted_tokens
     assert found.stats.spec_draft_tokens > 100
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sampled_tokens_are_distributed_as_the_model_s(
+    method: Method, models: Callable[[str], tuple[Path, Any]], tmp_path: Path
+) -> None:
+    folder, oracle = models("llama")
+    draft, few, _ = drafted_by(method, tmp_path, oracle, (folder, oracle))
+    given, source = draft_source(folder, draft, method)
+    some = tuple(few if method != "draft_model" else range(3, 9))
+    found = assert_distributed(oracle, make_runner(folder, draft=source), some, given)
+    assert method == "draft_model" or found.stats.spec_accepted_tokens > 50
 
 
 def test_a_drafter_forgets_whom_it_has_no_room_for(

@@ -75,6 +75,7 @@ def load_one_rank(config: WorkerConfig, folder: Path, model: ModelConfig) -> Rea
             num_blocks=runner.num_blocks,
             resident_bytes=resident_bytes(),
             gpu=use,
+            draft_bytes=runner.draft_bytes,
         ),
         experts_chosen=runner.experts_chosen,
         kv=held,

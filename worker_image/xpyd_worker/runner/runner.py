@@ -128,6 +128,11 @@ class ModelRunner:
         """Whether a model drafts here, behind each step."""
         return self._drafter is not None
 
+    @property
+    def draft_bytes(self) -> int:
+        """What that model takes, its KV cache included."""
+        return 0 if self._drafter is None else self._drafter.size_bytes
+
     def experts_chosen(self) -> tuple[LayerExperts, ...]:
         """See Decoder."""
         with self._device.use():

@@ -169,6 +169,7 @@ class RankProgram:
             depth=runner.depth,
             on_gpu=self._device != CPU,
             kv=kv,
+            draft_bytes=runner.draft_bytes,
         )
 
     @property
