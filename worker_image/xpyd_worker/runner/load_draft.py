@@ -28,7 +28,6 @@ from xpyd_worker.model.eagle3 import load_eagle3
 from xpyd_worker.model.loader import load_weights, weight_bytes
 from xpyd_worker.model.medusa import load_medusa
 from xpyd_worker.model.registry import load_config, resolve_checkpoint
-from xpyd_worker.ranks.step.messages import slot_count
 from xpyd_worker.runner.device import CPU, CudaDevice
 from xpyd_worker.runner.drafter import Drafter, DraftModel, HeadsDrafter, ModelDrafter
 from xpyd_worker.runner.kv_cache import KvCache, cache_bytes
@@ -178,7 +177,7 @@ def open_draft(
         target,
         target_folder,
         config.block_size,
-        slot_count(config.max_num_seqs),
+        2 * config.max_num_seqs,  # those that run, and as many that were preempted
         features,
     )
 
