@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import subprocess
 import time
@@ -17,7 +18,7 @@ from typing import Protocol
 from bench.engine.shape import MAX_MODEL_LEN, VOCABULARY, Case
 from bench.process import Processes, free_port
 from xpyd_tools.bench.client import Target, run_load
-from xpyd_tools.bench.load import random_requests
+from xpyd_tools.bench.load import arrival_times, random_requests
 from xpyd_tools.bench.summary import Sample
 
 ROOT = Path(__file__).parents[2]
@@ -36,8 +37,9 @@ class ContenderFailed(Exception):
 class Contender(Protocol):
     """Something that answers a case's prompts."""
 
-    def run(self, case: Case, seed: int) -> list[Sample]:
-        """Answer the prompts of this seed; as many tokens as asked. ContenderFailed."""
+    def run(self, case: Case, seed: int, rate: float = 0.0) -> list[Sample]:
+        """Answer the prompts of this seed; as many tokens as asked. `rate`: so many come in a
+        second, at random; 0: all at once. ContenderFailed."""
         ...
 
     def pss_gib(self) -> float:
@@ -92,7 +94,7 @@ class Server(Processes):
         except (OSError, urllib.error.URLError):
             return False
 
-    def run(self, case: Case, seed: int) -> list[Sample]:
+    def run(self, case: Case, seed: int, rate: float = 0.0) -> list[Sample]:
         """See Contender."""
         requests = random_requests(
             case.requests,
@@ -105,7 +107,10 @@ class Server(Processes):
         target = Target(
             "127.0.0.1", self.port, False, "/v1/completions", "bench", members, _REQUEST_S
         )
-        load = run_load(target, requests, [0.0] * len(requests), max_concurrency=case.concurrency)
+        starts = arrival_times(
+            len(requests), rate_per_s=rate or math.inf, burstiness=1.0, seed=seed
+        )
+        load = run_load(target, requests, starts, max_concurrency=case.concurrency)
         samples = asyncio.run(load)
         for sample in samples:
             check(self._recipe.name, case, sample)

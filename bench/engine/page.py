@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.engine.rounds import OWN, PEER
+from bench.engine.rounds import OWN, OWN_TTFT, PEER
 from bench.engine.shape import CASES
 from bench.report import not_measured, put_measured, where_measured
 
@@ -13,6 +13,8 @@ _AIMS = {
     "itlP50Ms": "ITL p50 to vLLM's",
     "tokensPerS": "tokens/s to vLLM's",
     "ttftP50Ms": "TTFT p50 to vLLM's",
+    "ttftP50MsOfOther": "TTFT p50 with `--latency-goal ttft` to vLLM's",
+    "itlSpread": "ITL p99 to p50, both ours",
     "bandwidth": "share of the bandwidth limit",
     "start": "start to vLLM's warm one",
     "pss": "memory to vLLM's",
@@ -50,7 +52,8 @@ def _aims(made: dict[str, Any]) -> list[str]:
 
 def _shape(case: str) -> str:
     one = CASES[case]
-    return f"{one.input_tokens}/{one.output_tokens} at {one.concurrency}"
+    shown = f"{one.input_tokens}/{one.output_tokens} at {one.concurrency}"
+    return f"{shown}, one by one" if one.stream_of else shown
 
 
 def _about(name: str, model: dict[str, Any]) -> str:
@@ -80,7 +83,8 @@ def _cases(name: str, model: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for case, found in model["cases"].items():
-        for who in sorted(found["rows"], key=lambda who: (who != OWN, who != PEER)):
+        known = [who for who in (OWN, OWN_TTFT, PEER) if who in found["rows"]]
+        for who in dict.fromkeys([*known, *found["rows"]]):
             row = found["rows"][who]
             shown = f"**{who}**" if who == OWN else who
             lines.append(
@@ -100,7 +104,10 @@ def _ratios(name: str, model: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|",
         *(
             f"| {_shape(case)} | "
-            + " | ".join(f"{one['median']:.2f} ({one['best']:.2f})" for one in ratios.values())
+            + " | ".join(
+                f"{ratios[name]['median']:.2f} ({ratios[name]['best']:.2f})"
+                for name in ("ttftP50Ms", "itlP50Ms", "tpotP50Ms", "tokensPerS")
+            )
             + " |"
             for case, ratios in found.items()
         ),

@@ -26,8 +26,9 @@ from xpyd_tools.bench.summary import Sample
 class Reference(Processes):
     """The process, from the outside."""
 
-    def run(self, case: Case, seed: int) -> list[Sample]:
-        """See Contender: batches of the case's concurrency, one after the other."""
+    def run(self, case: Case, seed: int, rate: float = 0.0) -> list[Sample]:
+        """See Contender: batches of the case's concurrency, one after the other, at no rate."""
+        del rate
         requests = random_requests(
             case.requests,
             input_tokens=case.input_tokens,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.engine.bandwidth import read_bandwidth
@@ -16,10 +16,12 @@ from bench.engine.contender import WARM_UP, Contender, Recipe, Server, own_recip
 from bench.engine.models import Model
 from bench.engine.peer import peer_recipe
 from bench.engine.reference import referenced
-from bench.engine.shape import REFERENCE_CASES, Case
+from bench.engine.shape import BUSY, REFERENCE_CASES, SHARED, Case
 from xpyd_tools.bench.summary import Summary, summarize
 
 OWN, PEER, REFERENCE = "xpyd", "vllm", "transformers"
+OWN_TTFT = "xpyd, ttft"
+"""Ours with the other goal, where prompts and decodes share steps."""
 Say = Callable[[str], None]
 
 
@@ -77,6 +79,10 @@ def _started(
     recipe = own_recipe(model.folder, plan.threads, plan.own_args)
     # The second start of each counts: files are in memory, and vLLM's compiled model in its cache.
     yield OWN, _warm(recipe, plan, folder, stack, found, say, is_warm=False)
+    if any(case.name in SHARED for case in plan.cases):
+        other = own_recipe(model.folder, plan.threads, [*plan.own_args, "--latency-goal", "ttft"])
+        recipe = replace(other, name=OWN_TTFT)
+        yield OWN_TTFT, _warm(recipe, plan, folder, stack, found, say, is_warm=True)
     if plan.peer is not None:
         recipe = peer_recipe(plan.peer, model.folder, plan.threads)
         started_before = plan.peer / f"started-{model.name}"
@@ -115,16 +121,22 @@ def _warm(
 def _turns(
     contenders: Mapping[str, Contender], case: Case, number: int, found: Found, say: Say
 ) -> None:
+    rate = 0.0
+    if case.stream_of:
+        same = found.turns[OWN, case.stream_of][number]
+        rate = BUSY * same.output_tokens_per_s / case.output_tokens
     names = list(contenders)
     names = names[number % len(names) :] + names[: number % len(names)]
     for name in names:
         if name == REFERENCE and case.name not in REFERENCE_CASES:
             continue
+        if name == OWN_TTFT and case.name not in SHARED:
+            continue
         contender = contenders[name]
         contender.go_on()
         contender.run(WARM_UP, seed=number)
         # The same prompts for all, others in each round.
-        summary = summarize(contender.run(case, seed=1000 + number))
+        summary = summarize(contender.run(case, seed=1000 + number, rate=rate))
         contender.stop()
         found.turns.setdefault((name, case.name), []).append(summary)
         say(

@@ -12,24 +12,32 @@ VOCABULARY = range(300, 3000)
 
 @dataclass(frozen=True)
 class Case:
-    """`requests` in all, `concurrency` at once, each as long as the others."""
+    """`requests` in all, `concurrency` at once, each as long as the others. `stream_of`: they come
+    one by one at random, at BUSY of the rate at which ours answered that case in the same round;
+    "": all at once."""
 
     name: str
     input_tokens: int
     output_tokens: int
     concurrency: int
     requests: int
+    stream_of: str = ""
 
 
+BUSY = 0.7
 CASES = {
     case.name: case
     for case in (
         Case("c1", 512, 128, 1, 3),
         Case("c8", 512, 128, 8, 16),
         Case("c32", 512, 128, 32, 64),
+        Case("c8-stream", 512, 128, 8, 16, "c8"),
+        Case("c32-stream", 512, 128, 32, 64, "c32"),
         Case("long8", 1024, 200, 8, 16),
     )
 }
+# Those in which prompts and decodes share steps.
+SHARED = tuple(name for name, case in CASES.items() if case.concurrency > 1)
 # A batch of transformers' generate is as long as its longest: more would only take longer.
 REFERENCE_CASES = ("c1", "c8")
 

@@ -27,7 +27,7 @@ from bench.engine.models import Model, model
 from bench.engine.page import BEGIN, with_measured
 from bench.engine.peer import peer_recipe, requirements
 from bench.engine.report import report
-from bench.engine.rounds import OWN, PEER, REFERENCE, Found, Plan, _turns
+from bench.engine.rounds import OWN, OWN_TTFT, PEER, REFERENCE, Found, Plan, _turns
 from bench.engine.shape import CASES, MODELS, Case
 from bench.process import Processes, tree
 from bench.report import END
@@ -119,10 +119,12 @@ class FakeContender:
     name: str
     seen: list[Any]
     running: set[str]
+    rates: list[float] = field(default_factory=list[float])
 
-    def run(self, case: Case, seed: int) -> list[Sample]:
+    def run(self, case: Case, seed: int, rate: float = 0.0) -> list[Sample]:
         assert self.running == {self.name}, "somebody else uses the cores"
         self.seen.append((self.name, case.name, seed))
+        self.rates.append(rate)
         return [Sample(0.0, 0.5, (0.1,), 0.6, case.input_tokens, case.output_tokens)]
 
     def pss_gib(self) -> float:
@@ -160,6 +162,20 @@ def test_contenders_take_turns_in_changing_order_with_the_same_prompts() -> None
     assert {one[2] for one in counted[5:]} == {1001}
     assert len(seen) == 2 * len(counted)
     assert len(found.turns[OWN, "c8"]) == 2
+
+
+def test_requests_of_a_stream_come_as_ours_could_answer_them_in_this_round() -> None:
+    running: set[str] = set()
+    contenders = {name: FakeContender(name, [], running) for name in (OWN, OWN_TTFT, PEER)}
+    found = Found()
+    for name in ("c1", "c8", "c8-stream"):
+        _turns(contenders, CASES[name], 0, found, lambda _: None)
+    tokens_per_s = found.turns[OWN, "c8"][0].output_tokens_per_s
+    for name, one in contenders.items():
+        # The warm-ups come at once.
+        rates = [0.0] * (5 if name != OWN_TTFT else 3)
+        assert one.rates == [*rates, pytest.approx(0.7 * tokens_per_s / 128)]
+    assert (OWN_TTFT, "c1") not in found.turns
 
 
 def test_an_answer_of_another_length_fails_the_run() -> None:

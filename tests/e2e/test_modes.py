@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Process, fleet, wait_for
+from tests.e2e.harness import DEMO_MODEL, Process, fleet, wait_for
 from tests.e2e.oracle import Case, load
 
 pytestmark = pytest.mark.slow
@@ -38,10 +38,23 @@ def test_greedy_tokens_are_those_of_one_process(
             wait_for("nothing held", lambda e=engine: _holds_nothing(e))
 
 
-def test_d_drafts_from_the_prompt_and_no_token_changes(tmp_path: Path, cases: list[Case]) -> None:
-    """P and D need not agree on the flag."""
-    keys = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    drafts = json.dumps({"method": "ngram", **keys})
+NGRAMS = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+# What guesses best: the model itself.
+ITSELF = {"method": "draft_model", "model": str(DEMO_MODEL)}
+HEADS = {"method": "eagle3", "model": str(DEMO_MODEL.parent / "demo-eagle3")}
+
+
+@pytest.mark.parametrize(
+    ("method", "least"),
+    [(NGRAMS, 0), (ITSELF, 0.5), (HEADS, 0.1)],
+    ids=["ngram", "draft_model", "eagle3"],
+)
+def test_d_drafts_behind_a_prompt_of_p_and_no_token_changes(
+    tmp_path: Path, cases: list[Case], method: dict[str, object], least: float
+) -> None:
+    """P and D need not agree on the flag. A draft model computes the prompt itself, a head does
+    without its states."""
+    drafts = json.dumps({**method, "num_speculative_tokens": 3})
     with fleet(tmp_path) as running:
         p = running.start_engine("Prefill", "--kv-on-failure", "fail")
         d = running.start_engine(
@@ -52,7 +65,10 @@ def test_d_drafts_from_the_prompt_and_no_token_changes(tmp_path: Path, cases: li
             assert running.answer(case) == case.ids
         samples = d.metrics()
         assert samples["xpyd_kv_received_bytes_total"] > 0
-        assert samples["xpyd_engine_spec_decode_num_draft_tokens_total"] > 0
+        drafted = samples["xpyd_engine_spec_decode_num_draft_tokens_total"]
+        accepted = samples["xpyd_engine_spec_decode_num_accepted_tokens_total"]
+        assert drafted > 0
+        assert accepted >= least * drafted
         for engine in (p, d):
             wait_for("nothing held", lambda e=engine: _holds_nothing(e))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from xpyd_operator.manifests.resources import (
     PROCESS_BYTES,
     flag_value,
 )
-from xpyd_operator.up.checks import expert_bytes, locate_model, weights_bytes
+from xpyd_operator.up.checks import draft_bytes, expert_bytes, locate_model, weights_bytes
 from xpyd_operator.up.memory import Machine, check_room, plan_memory, read_machine
 
 GIB = 1 << 30
@@ -243,6 +244,19 @@ def test_weights_count_twice_where_half_precision_is_widened(tmp_path):
     assert weights_bytes(str(tmp_path), ["--dtype=bfloat16"]) == 100
     (tmp_path / "config.json").write_text('{"torch_dtype": "float32"}')
     assert weights_bytes(str(tmp_path), []) == 100
+
+
+def test_what_drafts_takes_memory_too(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    given = json.dumps({"model": f"file://{tmp_path}", "num_speculative_tokens": 3})
+    assert draft_bytes(["--speculative-config", given]) == 100
+    assert draft_bytes([f"--speculative-config={given}"]) == 100
+    for none in (
+        [],
+        ["--speculative-config", '{"method": "ngram"}'],
+        ["--speculative-config", "["],
+    ):
+        assert draft_bytes(none) == 0
     assert weights_bytes("hf://org/name", []) == 0
 
 

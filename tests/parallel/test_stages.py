@@ -17,29 +17,40 @@ STEPS = (16, 1, 7, 3)
 HIDDEN = HiddenSize(most_rows=16, width=10, dtype=torch.float32)
 
 
-def _hidden(step: int, rows: int, dtype: torch.dtype, stage: int) -> Hidden:
+def _hidden(step: int, rows: int, dtype: torch.dtype, stage: int, features: int = 0) -> Hidden:
     """What `stage` sends in `step`, the same on all its tensor ranks."""
     made = torch.Generator().manual_seed(100 * stage + step)
-    x, residual = torch.randn(2, rows, HIDDEN.width, generator=made).to(dtype)
-    return Hidden(x, residual)
+    x, residual, *more = torch.randn(2 + features, rows, HIDDEN.width, generator=made).to(dtype)
+    return Hidden(x, residual, tuple(more))
 
 
-def relay(seat: Seat, sizes: Sizes, dtype: torch.dtype) -> list[int]:
+def relay(
+    seat: Seat, sizes: Sizes, dtype: torch.dtype, feature_layers: tuple[int, ...] = ()
+) -> list[int]:
     """Each stage gets what the one before sent, and sends its own. Addresses of what it got."""
-    hidden = HiddenSize(most_rows=16, width=HIDDEN.width, dtype=dtype)
+    hidden = HiddenSize(
+        most_rows=16, width=HIDDEN.width, dtype=dtype, feature_layers=feature_layers
+    )
     addresses: set[int] = set()
     with seat.open(sizes, hidden=hidden) as state:
         part, boundary = state.part, state.boundary
+        before, after = (
+            len({layer for layer in feature_layers if layer < end})
+            for end in (part.layers.start, part.layers.stop)
+        )
         for step, rows in enumerate(STEPS):
             boundary.begin_step()
             if not part.is_first:
                 got = boundary.receive(rows).get()
-                wanted = _hidden(step, rows, dtype, part.stage - 1)
-                assert torch.equal(got.x, wanted.x)
-                assert torch.equal(got.residual, wanted.residual)
-                addresses |= {got.x.data_ptr(), got.residual.data_ptr()}
+                found = (got.x, got.residual, *got.features)
+                wanted = _hidden(step, rows, dtype, part.stage - 1, before)
+                for one, other in zip(
+                    found, (wanted.x, wanted.residual, *wanted.features), strict=True
+                ):
+                    assert torch.equal(one, other)
+                addresses |= {one.data_ptr() for one in found}
             if not part.is_last:
-                boundary.send(_hidden(step, rows, dtype, part.stage))
+                boundary.send(_hidden(step, rows, dtype, part.stage, after))
         boundary.begin_step()
     return sorted(addresses)
 
@@ -63,6 +74,13 @@ def test_hidden_states_and_residual_arrive_whole_at_fixed_addresses(
     assert [len(addresses) for addresses in found] == [
         0 if rank < sizes.tensor else 2 for rank in range(sizes.world)
     ]
+
+
+def test_so_do_the_features_of_the_layers_so_far():
+    """12 layers, in stages of 4: what enters a stage is no feature of those before."""
+    layers = (1, 3, 8, 4, 1)
+    found = run_ranks(relay, 6, Sizes(pipeline=3, tensor=2), torch.float32, layers)
+    assert [len(addresses) for addresses in found] == [0, 0, 4, 4, 5, 5]
 
 
 def sends(seat: Seat, sizes: Sizes) -> list[tuple[str, int, int]]:

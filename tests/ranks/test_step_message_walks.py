@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from tests.ranks.kit.coded_executor import CodedExecutor, CrowdedExecutor
-from tests.worker.engine_driver import DRAFTS, Way, walks
+from tests.worker.engine_driver import DRAFTS, MODEL_DRAFTS, Way, walks
 from tests.worker.test_engine_walks import Walk
+from xpyd_worker.engine.speculation import SpeculativeConfig
 from xpyd_worker.ranks.step.messages import Ahead, Chunk, Draft, Full, Going
 
 
@@ -37,10 +38,11 @@ def test_the_ranks_make_the_step_that_was_sent(
     assert min(rows[Chunk], rows[Full]) > 10
 
 
+@pytest.mark.parametrize("drafts", [DRAFTS, MODEL_DRAFTS], ids=["ngram", "model"])
 @pytest.mark.parametrize(("seed", "way"), walks(1, 6))
-def test_so_they_do_of_steps_with_drafts(seed: int, way: Way):
-    rows = walk(seed, CrowdedExecutor, **way, blocks=14, budget=16, speculative=DRAFTS)
-    assert min(rows[Chunk], rows[Full], rows[Draft]) > 10
+def test_so_they_do_of_steps_with_drafts(seed: int, way: Way, drafts: SpeculativeConfig):
+    rows = walk(seed, CrowdedExecutor, **way, blocks=14, budget=16, speculative=drafts)
+    assert min(rows[Chunk], rows[Full], 2 * rows[Draft]) > 10
 
 
 @pytest.mark.parametrize(("seed", "way"), walks(2, 6))

@@ -57,9 +57,10 @@ GOING = replace(SOME, token_ids=(20,), start=3, samples=(SampleSpec(0, 1),))
 
 
 # Before and behind the sampling parameters, which come by name.
-GOLDEN_BEGIN = "97099593000191079301cd012c909502029205ce000111709091009d03030604910892040905919200"
+GOLDEN_BEGIN = "98099593000191079301cd012c909502029205ce000111709091009d03030604910892040905919200"
 GOLDEN_END = (
-    "9102a16194010203040094040592080691079192" + "0102c4026b76919202c404ff000001029403920001c2c2"
+    "9102a16194010203040094040592080691079192"
+    + "0102c4026b76919202c404ff000001029403920001c2c291920002"
 )
 
 
@@ -113,6 +114,7 @@ def test_the_bytes_of_a_step_are_these():
         ((2, b"\xff\x00\x00\x01"),),
         ExpertTurn.PLACE,
         Resize(3, (0, 1)),
+        ((0, 2),),
     )
     encoded = encode_step(message)
     assert encoded.hex().startswith(GOLDEN_BEGIN)
@@ -125,11 +127,12 @@ def test_the_bytes_of_an_output_are_these():
         {5: (SampledToken(20),), 6: (SampledToken(7, TokenLogprob(7, -0.5, ((7, -0.5),), 1)),)},
         {5: (TokenLogprob(3, -1.0, (), 4),)},
         {9: "no"},
+        {5: (21, 22)},
     )
     encoded = encode_output(output)
     assert encoded.hex() == (
-        "94820591140691078106919407cbbfe0000000000000919207cbbfe000000000000001"
-        "8105919403cbbff000000000000090048109a26e6f"
+        "95820591140691078106919407cbbfe0000000000000919207cbbfe000000000000001"
+        "8105919403cbbff000000000000090048109a26e6f8105921516"
     )
     assert decode_output(encoded) == output
 

@@ -24,6 +24,7 @@ from xpyd_worker.engine.request import (
     SendTo,
 )
 from xpyd_worker.engine.speculation import SpeculativeConfig
+from xpyd_worker.engine.step_times import LatencyGoal
 from xpyd_worker.grammar.matcher import Matcher
 
 # How many steps are under way: one, one more that is drawn ahead for, or those of a pipeline.
@@ -32,6 +33,7 @@ ONE_OR_AHEAD: list[Way] = [{"depth": 1}, {"depth": 2}]
 PIPELINES: list[Way] = [{"depth": n, "draws_ahead": False} for n in (2, 3, 4)]
 # Short n-grams, so that the fake model's texts have many.
 DRAFTS = SpeculativeConfig(num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
+MODEL_DRAFTS = SpeculativeConfig(method="draft_model", model="draft", num_speculative_tokens=3)
 
 
 def seeds(quick: int, whole: int) -> list[Any]:
@@ -77,10 +79,11 @@ class EngineDriver:
         draws_ahead: bool = True,
         ranks_send: bool = False,
         speculative: SpeculativeConfig | None = None,
+        goal: LatencyGoal = "ttft",
         make_executor: Callable[[int, SchedulerConfig, int, bool], FakeExecutor] = FakeExecutor,
     ) -> None:
         limits = SchedulerConfig(
-            seqs, budget, max_waiting, recompute, threshold, policy, speculative
+            seqs, budget, max_waiting, recompute, threshold, policy, speculative, goal
         )
         self.now = 100.0
         self.drafts = speculative is not None

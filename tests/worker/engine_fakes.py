@@ -87,6 +87,19 @@ def drawn_for(sequence: ScheduledSequence, kvs: Sequence[int]) -> tuple[SampledT
     return tuple(found)
 
 
+def guessed(sequence: ScheduledSequence, kv: int, drawn: int) -> tuple[int, ...]:
+    """What the fake draft model drafts behind `drawn` draws, the last of which has this KV: now and
+    then less than was asked for, and often what is not drawn then. It knows no masks."""
+    (one,) = sequence.samples
+    found: list[int] = []
+    for place in range(sequence.propose - (chain(kv, 5) % 4 == 0)):
+        token = next_token(kv, one.choice_index, one.position + drawn + place, sequence.sampling)
+        token = (token + 1) % 40 if chain(kv, 3) % 4 == 0 else token
+        found.append(token)
+        kv = chain(kv, token)
+    return tuple(found)
+
+
 def alone(
     request: EngineRequest, max_model_len: int, matchers: Sequence[Matcher] = ()
 ) -> list[tuple[list[int], str]]:
@@ -217,6 +230,7 @@ class FakeExecutor:
         samples: dict[int, tuple[SampledToken, ...]] = {}
         scores: dict[int, tuple[TokenLogprob, ...]] = {}
         failed: dict[int, str] = {}
+        proposals: dict[int, tuple[int, ...]] = {}
         for sequence, previous in zip(step.sequences, before, strict=True):
             kvs = [previous]
             for offset, token in enumerate(sequence.token_ids):
@@ -227,12 +241,16 @@ class FakeExecutor:
             if sequence.log_id in self.unlucky:
                 failed[sequence.seq_id] = "no token"
             elif sequence.samples:
-                samples[sequence.seq_id] = drawn_for(sequence, kvs)
+                samples[sequence.seq_id] = drawn = drawn_for(sequence, kvs)
+                if sequence.propose:
+                    behind = kvs[len(kvs) - 1 - sequence.drafts + len(drawn) - 1]
+                    last = chain(behind, drawn[-1].token_id)
+                    proposals[sequence.seq_id] = guessed(sequence, last, len(drawn))
             if sequence.sampling.prompt_logprobs is not None:
                 scores[sequence.seq_id] = self._score(sequence)
         layer_done(0)
         layer_done(1)
-        return StepOutput(samples, scores, failed)
+        return StepOutput(samples, scores, failed, proposals)
 
     def _check(self, step: StepInput) -> None:
         assert 0 < step.tokens <= self._limits.max_num_batched_tokens
@@ -251,6 +269,7 @@ class FakeExecutor:
             count = len(sequence.token_ids) - sequence.drafts
             assert not threshold or count <= threshold
             assert not sequence.drafts or (count == len(sequence.samples) == 1 and not is_ahead)
+            assert not sequence.propose or (len(sequence.samples) == 1 and not is_ahead)
             assert len(set(sequence.block_ids)) == len(sequence.block_ids)
             assert len(sequence.block_ids) * BLOCK >= end
             mine = _written(sequence)
@@ -284,9 +303,11 @@ class FakeExecutor:
 
     @staticmethod
     def _check_known(sequence: ScheduledSequence, kv: int) -> None:
-        """A draw that reads earlier tokens gets all of them, no other gets any."""
+        """A draw that reads earlier tokens gets all of them, and so does what drafts behind it; no
+        other gets any."""
         known = sequence.known
-        if not (sequence.samples and sequence.sampling.reads_tokens):
+        reads = sequence.sampling.reads_tokens or sequence.propose
+        if not (sequence.samples and reads):
             assert known is None
             return
         assert known is not None

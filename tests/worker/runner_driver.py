@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,10 @@ from xpyd_worker.engine.executor import (
 from xpyd_worker.engine.request import SamplingParams, TokenLogprob
 from xpyd_worker.model.registry import load_config
 from xpyd_worker.runner.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from xpyd_worker.engine.speculation import Method, SpeculativeConfig
+    from xpyd_worker.runner.load_draft import DraftSource
 
 BLOCK_SIZE = 16
 # What a family's tiny checkpoint has beside the sizes that all have.
@@ -166,17 +170,40 @@ class Driver:
             self.step(chunks)
 
 
+def draft_source(
+    folder: Path, draft: Path, method: Method = "draft_model"
+) -> tuple[SpeculativeConfig, DraftSource]:
+    """What drafts for the model in `folder`: the model or the heads in `draft`."""
+    # GPU tests have no configuration's libraries.
+    from xpyd_worker.config import WorkerConfig
+    from xpyd_worker.engine.speculation import SpeculativeConfig
+    from xpyd_worker.runner.load_draft import open_draft
+
+    given = SpeculativeConfig(method=method, num_speculative_tokens=3, model=str(draft))
+    config = WorkerConfig(model=str(folder), block_size=BLOCK_SIZE, speculative=given)
+    source = open_draft(config, load_config(folder), folder)
+    assert source is not None
+    return given, source
+
+
 def make_runner(
-    folder: Path, *, blocks: int = 64, dtype: torch.dtype = torch.float32
+    folder: Path,
+    *,
+    blocks: int = 64,
+    dtype: torch.dtype = torch.float32,
+    draft: DraftSource | None = None,
 ) -> ModelRunner:
-    """A runner with `blocks` blocks over the checkpoint in `folder`."""
+    """A runner with `blocks` blocks over the checkpoint in `folder`; with a draft model somewhat
+    more."""
     config = load_config(folder)
     block_bytes = config.num_kv_heads * BLOCK_SIZE * 2 * config.head_dim * dtype.itemsize
     budget = blocks * block_bytes * config.num_layers
     # What reads checkpoints is not on every machine that runs steps.
     from xpyd_worker.runner.load import fit_on_cpu
 
-    return fit_on_cpu(folder, config, dtype=dtype, kv_cache_bytes=budget).make_runner()
+    if draft is not None:
+        budget *= 2
+    return fit_on_cpu(folder, config, dtype=dtype, kv_cache_bytes=budget, draft=draft).make_runner()
 
 
 def poison(runner: ModelRunner) -> None:

@@ -21,6 +21,7 @@ import pytest
 
 from tests.worker.engine_driver import (
     DRAFTS,
+    MODEL_DRAFTS,
     ONE_OR_AHEAD,
     PIPELINES,
     EngineDriver,
@@ -245,10 +246,14 @@ def test_the_soak_draws_every_sampling_option() -> None:
     assert OPTIONS.keys() == {field.name for field in fields(SamplingParams)}
 
 
-DRAFTING: list[Way] = [{**way, "speculative": DRAFTS} for way in (*ONE_OR_AHEAD, PIPELINES[-1])]
+DRAFTING: list[Way] = [
+    {**way, "speculative": drafts}
+    for drafts in (DRAFTS, MODEL_DRAFTS)
+    for way in (*ONE_OR_AHEAD, PIPELINES[-1])
+]
 
 
-@pytest.mark.parametrize("way", [*ONE_OR_AHEAD, PIPELINES[-1], DRAFTING[0]])
+@pytest.mark.parametrize("way", [*ONE_OR_AHEAD, PIPELINES[-1], DRAFTING[0], DRAFTING[3]])
 def test_a_thousand_requests_leave_no_block_behind_and_nothing_grows(
     way: Way, caplog: pytest.LogCaptureFixture
 ) -> None:

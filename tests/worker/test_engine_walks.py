@@ -14,6 +14,7 @@ import pytest
 
 from tests.worker.engine_driver import (
     DRAFTS,
+    MODEL_DRAFTS,
     EngineDriver,
     StepFailed,
     Way,
@@ -24,6 +25,7 @@ from tests.worker.engine_fakes import BLOCK
 from tests.worker.grammar_kit import GRAMMARS, ids_within, start_of
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_worker.engine.request import EngineRequest, ReceiveFrom, SendTo
+from xpyd_worker.engine.speculation import SpeculativeConfig
 from xpyd_worker.grammar.matcher import Matcher
 
 PEER = Address("127.0.0.1", 21001)
@@ -180,20 +182,22 @@ def test_an_aggregated_engine_gives_every_request_its_own_tokens(seed: int, way:
     assert walk.driver.core.stats().preemptions > 0
 
 
+@pytest.mark.parametrize("drafts", [DRAFTS, MODEL_DRAFTS], ids=["ngram", "model"])
 @pytest.mark.parametrize(("seed", "way"), walks(2, 8))
-def test_so_it_does_with_drafts(seed: int, way: Way):
+def test_so_it_does_with_drafts(seed: int, way: Way, drafts: SpeculativeConfig):
     sizes: Way = {"blocks": 14, "seqs": 5, "budget": 16, "model_len": 48}
-    walk = Walk(seed, **way, **sizes, speculative=DRAFTS)
+    walk = Walk(seed, **way, **sizes, speculative=drafts)
     walk.run(300)
     stats = walk.driver.core.stats()
     assert stats.preemptions > 0
     assert 0 < stats.spec_accepted_tokens < stats.spec_draft_tokens
 
 
+@pytest.mark.parametrize("drafts", [DRAFTS, MODEL_DRAFTS], ids=["ngram", "model"])
 @pytest.mark.parametrize(("seed", "way"), walks(1, 8))
-def test_so_it_does_with_drafts_behind_received_kv(seed: int, way: Way):
+def test_so_it_does_with_drafts_behind_received_kv(seed: int, way: Way, drafts: SpeculativeConfig):
     sizes: Way = {"blocks": 20, "seqs": 5, "budget": 16, "model_len": 48}
-    walk = Walk(seed, **way, **sizes, receives=True, speculative=DRAFTS)
+    walk = Walk(seed, **way, **sizes, receives=True, speculative=drafts)
     walk.run(300)
     assert walk.driver.core.stats().received_tokens > 0
     assert walk.driver.core.stats().spec_accepted_tokens > 0

@@ -129,17 +129,21 @@ def test_tokens_are_those_of_one_rank_and_no_rank_outlives_the_block(
     assert not any(map(is_alive, pids))
 
 
+NGRAMS = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+ITSELF = {"method": "draft_model", "model": str(MODEL)}
+HEADS = {"method": "eagle3", "model": str(MODEL.parent / "demo-eagle3")}
+
+
 @starts_ranks
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "method"),
+    [(2, 1, NGRAMS), (1, 2, NGRAMS), (2, 1, ITSELF), (1, 2, HEADS)],
+    ids=["TP2-ngram", "PP2-ngram", "TP2-draft_model", "PP2-eagle3"],
+)
 def test_drafts_change_no_token_over_ranks(
-    alone: list[tuple[int, ...]], tensor: int, pipeline: int
+    alone: list[tuple[int, ...]], tensor: int, pipeline: int, method: dict[str, Any]
 ) -> None:
-    drafts = {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_max": 3,
-        "prompt_lookup_min": 1,
-    }
+    drafts = {**method, "num_speculative_tokens": 3}
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
     with make_llm(**sizes, speculative_config=drafts) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)

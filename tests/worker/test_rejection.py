@@ -28,6 +28,8 @@ def chi_square_is_small(found: Tensor, expected: Tensor) -> bool:
     wanted = expected[has_chance].double() * found.sum()
     value = float(((found[has_chance] - wanted) ** 2 / wanted).sum())
     free = int(has_chance.sum()) - 1
+    if not free:
+        return True
     bound = free * (1 - 2 / (9 * free) + 4.75 * math.sqrt(2 / (9 * free))) ** 3
     return value < bound
 

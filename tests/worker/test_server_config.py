@@ -310,6 +310,10 @@ def test_the_options_that_people_know_by_name_reach_the_configuration() -> None:
     assert (found.long_prefill_token_threshold, found.block_size) == (16, 32)
     assert (found.dtype, found.seed, found.served_model_names) == ("float32", 5, ("a", "b"))
     assert (found.scheduling_policy, config().scheduling_policy) == ("priority", "fcfs")
+    assert [config(*words).latency_goal for words in ((), ("--latency-goal", "ttft"))] == [
+        "itl",
+        "ttft",
+    ]
 
 
 KNOWN_NAMES = (

@@ -56,6 +56,7 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
     pods, pod = _pods(args, env)
     config = WorkerConfig(
         **engine_fields({**vars(args), "kv_cache_memory": cache_bytes}),
+        latency_goal=args.latency_goal,
         served_model_names=tuple(args.served_model_name),
         chat_template=_template(args.chat_template),
         tool_call_parser=args.tool_call_parser,

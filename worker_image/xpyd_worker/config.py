@@ -18,6 +18,7 @@ from xpyd_kv.wire.messages import Mode
 from xpyd_worker.engine.eplb import EplbConfig
 from xpyd_worker.engine.request import Policy
 from xpyd_worker.engine.speculation import SpeculativeConfig
+from xpyd_worker.engine.step_times import LatencyGoal
 
 Role = Literal["Prefill", "Decode", "Aggregated"]
 OnRankLoss = Literal["end", "continue"]
@@ -59,6 +60,9 @@ class WorkerConfig:
     """Tokens of one prompt in one forward; 0: as many as the forward has room for."""
     scheduling_policy: Policy = "fcfs"
     """Which request goes first: the one that came first, or the one with the lower priority."""
+    latency_goal: LatencyGoal = "itl"
+    """Whether a step has no more of prompts than its decodes can wait for, or all there is room
+    for."""
     speculative: SpeculativeConfig | None = None
     """How tokens that may follow are drafted; None: not at all."""
     kv_cache_bytes: int | None = None

@@ -34,6 +34,7 @@ from xpyd_worker.config import (
 from xpyd_worker.engine.eplb import read_eplb
 from xpyd_worker.engine.request import POLICIES
 from xpyd_worker.engine.speculation import read_speculative
+from xpyd_worker.engine.step_times import LATENCY_GOALS, STRETCH
 from xpyd_worker.flag import BOTH, LLM_ONLY, Flag, Program, count, flag
 from xpyd_worker.parallel_flags import PARALLEL_FLAGS
 
@@ -186,13 +187,23 @@ BATCH_FLAGS = (
         "lower number in its field priority, then the one that came first (default: %(default)s)",
     ),
     flag(
+        "--latency-goal",
+        choices=LATENCY_GOALS,
+        default=WorkerConfig.latency_goal,
+        help="which latency matters more where prompts and decodes share steps; itl: a step has so "
+        f"much of prompts that it takes at most {STRETCH:g} times what its decodes take alone, as "
+        "measured; ttft: prompts have all that is left of --max-num-batched-tokens "
+        "(default: %(default)s)",
+    ),
+    flag(
         "--speculative-config",
         programs=BOTH,
         type=json_object,
         metavar="JSON",
-        help="draft tokens that may follow, and verify them together: method, ngram; "
-        "num_speculative_tokens, of a draft; prompt_lookup_max and prompt_lookup_min (5), how many "
-        "of the last tokens are looked up in the text so far (default: none)",
+        help="draft tokens that may follow, and verify them together: method, ngram, draft_model, "
+        "eagle3 or medusa; num_speculative_tokens, of a draft; for ngram prompt_lookup_max and "
+        "prompt_lookup_min (5), how many of the last tokens are looked up in the text so far; for "
+        "the others model, where the draft model or the heads are (default: none)",
     ),
     flag(
         "--kv-cache-memory",

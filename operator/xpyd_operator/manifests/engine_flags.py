@@ -42,6 +42,7 @@ FLAGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "--max-num-batched-tokens": ("tokens", ()),
     "--long-prefill-token-threshold": ("int", ()),
     "--scheduling-policy": ("text", ("fcfs", "priority")),
+    "--latency-goal": ("text", ("itl", "ttft")),
     "--speculative-config": ("json", ()),
     "--kv-cache-memory": ("size", ()),
     "--gpu-memory-utilization": ("float", ()),

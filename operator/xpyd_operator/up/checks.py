@@ -256,6 +256,16 @@ def weights_bytes(model: str, args: Sequence[str]) -> int:
     return on_disk * (2 if widened else 1)
 
 
+def draft_bytes(args: Sequence[str]) -> int:
+    """Bytes of the weights that draft, of --speculative-config; 0 where none do."""
+    try:
+        given: object = json.loads(flag_value(args, "--speculative-config") or "{}")
+    except (ValueError, RecursionError):
+        return 0  # the engine refuses it
+    model = cast("dict[str, Any]", given).get("model") if isinstance(given, dict) else None
+    return weights_bytes(model.removeprefix("file://"), args) if isinstance(model, str) else 0
+
+
 def expert_bytes(model: str, args: Sequence[str]) -> int:
     """How many of `weights_bytes` are of experts, by the names of the tensors in the files."""
     whole = weights_bytes(model, args)

@@ -44,7 +44,13 @@ from xpyd_operator.plan.values import (
 from xpyd_operator.status.drains import RELAYED_QUERY, InstanceLoad, read_relayed
 from xpyd_operator.status.instances import read_rows
 from xpyd_operator.status.verified import NOT_LOOKED, QUERY, Counts, KvWatch, read_counts, read_seen
-from xpyd_operator.up.checks import check_layouts, expert_bytes, locate_model, weights_bytes
+from xpyd_operator.up.checks import (
+    check_layouts,
+    draft_bytes,
+    expert_bytes,
+    locate_model,
+    weights_bytes,
+)
 from xpyd_operator.up.folder import AddressClaim, FleetFolder, FleetRecord, identify
 from xpyd_operator.up.logs import rotate
 from xpyd_operator.up.memory import Machine, MemoryPlan, check_room, plan_memory, read_machine
@@ -123,7 +129,7 @@ def plan_engines(
         fleet,
         replicas,
         machine,
-        weights_bytes=weights_bytes(model, args),
+        weights_bytes=weights_bytes(model, args) + draft_bytes(args),
         expert_bytes=expert_bytes(model, args),
     )
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
@@ -29,6 +29,7 @@ from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.registry import load_config
 from xpyd_worker.parallel.api import GroupError, Hidden, Part
 from xpyd_worker.runner.load import CpuFit, fit_on_cpu
+from xpyd_worker.runner.load_draft import DraftSource
 from xpyd_worker.runner.runner import ModelRunner
 
 DEADLINE_S = 60.0
@@ -133,11 +134,11 @@ class Letter:
 class Way:
     """From one rank to the same share of the next stage."""
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, hidden_size: int, dtype: torch.dtype, features: int = 0) -> None:
         self.letters: Queue[Letter] = Queue(maxsize=16)
         self.is_broken = threading.Event()
         # The receiver's, used for each step.
-        self.buffers = torch.empty(2, MOST_ROWS, hidden_size, dtype=dtype)
+        self.buffers = torch.empty(2 + features, MOST_ROWS, hidden_size, dtype=dtype)
 
     def take(self) -> Letter:
         """The next one."""
@@ -189,12 +190,13 @@ class MemoryIncoming:
     def get(self) -> Hidden:
         self._events.append("get")
         letter = self._way.take()
-        for buffer, tensor in zip(self._way.buffers, letter.hidden, strict=True):
+        x, residual, features = letter.hidden
+        for buffer, tensor in zip(self._way.buffers, (x, residual, *features), strict=True):
             assert tensor.shape[0] == self._rows, "stages see different batches"
             buffer[: self._rows].copy_(tensor)
         letter.has_left.set()
-        x, residual = self._way.buffers[:, : self._rows]
-        return Hidden(x, residual)
+        x, residual, *features = self._way.buffers[:, : self._rows]
+        return Hidden(x, residual, tuple(features))
 
 
 @dataclass(frozen=True)
@@ -214,12 +216,16 @@ def connect(
     *,
     override: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
+    feature_layers: Sequence[int] = (),
 ) -> list[MemoryParallel]:
     """What each rank has of the others."""
     layers = partition(config.num_layers, sizes.pipeline, override)
     meetings = [Meeting(sizes.tensor) for _ in sizes.tensor_groups]
     ways = [
-        [Way(config.hidden_size, dtype) for _ in range(sizes.pipeline - 1)]
+        [
+            Way(config.hidden_size, dtype, sum(one < stage.start for one in {*feature_layers}))
+            for stage in layers[1:]
+        ]
         for _ in sizes.pipeline_groups
     ]
     experts: dict[int, MemoryExperts] = {}
@@ -257,10 +263,15 @@ class Ranks:
         blocks: int = 64,
         override: Sequence[int] = (),
         dtype: torch.dtype = torch.float32,
+        draft: DraftSource | None = None,
     ) -> None:
         config = load_config(folder)
-        self.sizes, self.parallel = sizes, connect(config, sizes, override=override, dtype=dtype)
-        self.fits = [fit(folder, config, one, blocks, dtype) for one in self.parallel]
+        features = () if draft is None else draft.feature_layers
+        self.sizes = sizes
+        self.parallel = connect(
+            config, sizes, override=override, dtype=dtype, feature_layers=features
+        )
+        self.fits = [fit(folder, config, one, blocks, dtype, draft) for one in self.parallel]
         self.num_blocks = min(found.num_blocks for found in self.fits)
         self.runners = [found.make_runner(self.num_blocks) for found in self.fits]
         # Each thread is a rank: one after the other it runs what is launched.
@@ -342,15 +353,22 @@ class Running:
                 raise outcome
             outputs.append(outcome)
         first = self.ranks.sizes.output_rank
-        assert all(output == outputs[first] for output in outputs[first:])
+        assert all(
+            output == replace(outputs[first], proposals={}) for output in outputs[first + 1 :]
+        ), "one rank drafts, and all draw"
         assert not any(output.samples or output.prompt_logprobs for output in outputs[:first])
         return outputs[first]
 
 
 def fit(
-    folder: Path, config: ModelConfig, parallel: MemoryParallel, blocks: int, dtype: torch.dtype
+    folder: Path,
+    config: ModelConfig,
+    parallel: MemoryParallel,
+    blocks: int,
+    dtype: torch.dtype,
+    draft: DraftSource | None = None,
 ) -> CpuFit:
-    """A rank's part, loaded, with room for `blocks`."""
+    """A rank's part, loaded, with room for `blocks`; with a draft model it may be for fewer."""
     kv_heads = max(1, config.num_kv_heads // parallel.part.tensor_size)
     shape = KvShape(kv_heads, config.head_dim, BLOCK_SIZE, dtype)
     return fit_on_cpu(
@@ -359,4 +377,5 @@ def fit(
         dtype=dtype,
         kv_cache_bytes=blocks * shape.block_bytes * len(parallel.part.layers),
         parallel=parallel,
+        draft=draft,
     )

@@ -124,7 +124,8 @@ class ScheduledSequence:
     there only where `samples` are drawn under parameters that read earlier tokens: the executor may
     not have seen those whose KV was found or received; draft tokens are not in it. `mask` is there
     only where `samples` are drawn under a grammar; it is the same for all of them, and before draft
-    tokens as many masks of one length, for each draw its own."""
+    tokens as many masks of one length, for each draw its own. With `propose` above 0, which needs
+    one sample, a model drafts so many tokens behind what the step draws; `known` is there then."""
 
     seq_id: int
     token_ids: tuple[int, ...]
@@ -140,6 +141,7 @@ class ScheduledSequence:
     known: KnownTokens | None = None
     mask: TokenMask | None = None
     drafts: int = 0
+    propose: int = 0
 
 
 class Resize(NamedTuple):
@@ -184,11 +186,14 @@ class StepOutput:
 
     `prompt_logprobs` by sequence id: for each token in `token_ids` that lies in the prompt and is
     not its first token, its log probability given the tokens before it (so chunks concatenate).
+    `proposals` by sequence id: what a model drafts behind the last of its samples, up to `propose`
+    tokens; a sequence may have none.
     """
 
     samples: dict[int, tuple[SampledToken, ...]]
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
     failed: dict[int, str] = field(default_factory=dict[int, str])
+    proposals: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
 
 
 @dataclass

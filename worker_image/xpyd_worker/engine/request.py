@@ -15,6 +15,7 @@ import msgspec
 from xpyd_core.distribution import Distribution
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_worker.engine.speculation import SpeculativeConfig
+from xpyd_worker.engine.step_times import LatencyGoal
 
 if TYPE_CHECKING:
     # Its library is needed only where a request has a grammar.
@@ -297,7 +298,7 @@ class SchedulerConfig:
     arrive fails instead. A sequence gets at most `long_prefill_token_threshold` new tokens in a
     step (0: the budget alone bounds it). Under `fcfs` requests rank by arrival, under `priority` by
     their own number first, lower before higher. `speculative`: how tokens are drafted; None: not at
-    all."""
+    all. With `latency_goal` `itl` a step has no more of prompts than its decodes can wait for."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -306,6 +307,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     policy: Policy = "fcfs"
     speculative: SpeculativeConfig | None = None
+    latency_goal: LatencyGoal = "ttft"
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:

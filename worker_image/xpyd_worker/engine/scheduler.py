@@ -4,9 +4,10 @@
                  ^---------- preempted (recompute) ------'
 
 Running sequences come first, then the queue, each by rank: arrival, or priority and then arrival.
-Every running decode has its token of the step's budget; prompts share the rest. A prompt that gets
-a part of its tokens stays running with tokens to compute, so chunked prefill and mixed batches need
-no code of their own, and a decode waits for one chunk at most. When blocks run out, the last
+Every running decode has its token of the step's budget; prompts share the rest, or less of it, so
+that no decode waits for long (step_times.py). A prompt that gets a part of its tokens stays running
+with tokens to compute, so chunked prefill and mixed batches need no code of their own, and a decode
+waits for one chunk at most. When blocks run out, the last
 sequence in rank is preempted and goes back to its place in the queue.
 
 Further steps may be made before the last one is over. Where a device draws ahead, one: its
@@ -52,6 +53,7 @@ from xpyd_worker.engine.sequences import (
 )
 from xpyd_worker.engine.speculation import Speculation
 from xpyd_worker.engine.step_maker import Part, StepMaker
+from xpyd_worker.engine.step_times import STRETCH, StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +100,11 @@ class Scheduler:
         self._speculation: Speculation | None = None
         if config.speculative is not None:
             self._speculation = Speculation(config.speculative, waits=draws_ahead)
+        self._times = StepTimes(STRETCH if config.latency_goal == "itl" else None)
+        # Tokens of prompts that the step which is made may still have.
+        self._prompts = 0
         self._commit = TokenCommit(self._tables, rules, self._speculation)
-        self._maker = StepMaker(self._sending, rules)
+        self._maker = StepMaker(self._sending, rules, self._tables, self._speculation)
         self._arrivals = itertools.count()
         self._waiting = WaitingQueue()
         # By rank. A sequence in it has blocks, one in the queue has none.
@@ -204,12 +209,7 @@ class Scheduler:
         """Take in what the oldest step under way computed in so much time."""
         self._under_way.remove(step)
         self.stats.forwards += 1
-        if self._speculation is not None and all(part.is_decode for part in step.parts):
-            self._speculation.measured(
-                seconds,
-                decodes=len(step.parts),
-                draft_tokens=sum(part.scheduled.drafts for part in step.parts),
-            )
+        self._measure(step, seconds)
         for part in step.parts:
             self._take(part, result, len(step.parts))
         for state in dict.fromkeys(part.sequence.state for part in step.parts):
@@ -236,6 +236,18 @@ class Scheduler:
         return self.stats
 
     # --- scheduling
+
+    def _measure(self, step: ScheduledStep, seconds: float) -> None:
+        decodes = sum(part.is_decode for part in step.parts)
+        drafts = sum(part.scheduled.drafts for part in step.parts)
+        drafts_on = any(part.scheduled.propose for part in step.parts)
+        if not drafts and not drafts_on:
+            prompts = sum(part.count for part in step.parts if not part.is_decode)
+            self._times.measured(seconds, decodes=decodes, prompt_tokens=prompts)
+        if self._speculation is not None and decodes == len(step.parts):
+            self._speculation.measured(
+                seconds, decodes=decodes, draft_tokens=drafts, drafts_on=drafts_on
+            )
 
     def _land(self, step: ScheduledStep) -> None:
         """A step has ended without a result."""
@@ -272,6 +284,9 @@ class Scheduler:
                 return
             room = self._config.max_num_seqs - len(self._running)
             self._place(self._commit.commit(sequence, drawn, room))
+        if self._speculation is not None and sequence.draft is not None:
+            ids = result.proposals.get(sequence.seq_id, ())
+            self._speculation.drafted(sequence.draft, len(sequence.tokens), ids)
 
     def _take_verified(self, part: SequenceShare, result: StepOutput, sequences: int) -> None:
         """Give a sequence the tokens that came of its draft."""
@@ -323,19 +338,6 @@ class Scheduler:
                 return 0
         return sequence.remaining
 
-    def _draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """What the step is to draft behind a sequence's last token, at most so many, and within
-        what the sequence may still put out; its table has room for it. Nobody makes room for a
-        draft."""
-        if self._speculation is None or sequence.draft is None or not sequence.may_draft:
-            return ()
-        state, known = sequence.state, len(sequence.tokens)
-        left = state.request.sampling.max_tokens - sequence.output_position()
-        most = min(most, left - 1, self._rules.max_model_len - known - 1)
-        draft = self._speculation.propose(sequence.draft, sequence.tokens, most)
-        has_room = self._tables.grow(sequence, known + len(draft))
-        return draft if has_room else ()
-
     def _schedule_running(self, parts: list[Part]) -> int | None:
         """What is left of the budget. Where blocks lack behind a step of a device that draws ahead
         None: a sequence that ends in that step makes room. In a pipeline 0, if the last in rank is
@@ -345,6 +347,10 @@ class Scheduler:
         # Tokens kept for decodes further behind. The budget is at least max_num_seqs, so each has
         # its own, and the first prompt at least one.
         decodes = kept = sum(count == 1 for count in due.values())
+        seats = self._config.max_num_seqs - decodes
+        prompts = sum(count > 1 for count in due.values()) + len(self._waiting)
+        bound = self._times.prompt_tokens(decodes, min(prompts, seats))
+        self._prompts = budget if bound is None else min(budget, bound)
         room = 0
         if self._speculation is not None:
             room = self._speculation.room(decodes, budget - kept)
@@ -352,7 +358,7 @@ class Scheduler:
             sequence = self._running[index]
             left = due[sequence.seq_id]
             kept -= left == 1
-            count = self._config.chunk(left, budget - kept)
+            count = self._chunk(left, budget - kept)
             index += 1
             if not count:
                 continue
@@ -369,11 +375,21 @@ class Scheduler:
                     return budget
             draft: tuple[int, ...] = ()
             if room:
-                draft = self._draft(sequence, min(room, budget - kept - count))
-            parts.append(Part(sequence, count, draft))
+                draft = self._maker.draft(sequence, min(room, budget - kept - count))
+            parts.append(self._maker.part(sequence, count, draft))
+            self._prompts -= count * (left > 1)
             budget -= count + len(draft)
             room -= len(draft)
         return budget
+
+    def _chunk(self, remaining: int, budget: int) -> int:
+        """How many of a sequence's `remaining` tokens go into the step; a decode has one."""
+        room = budget if remaining <= 1 else min(budget, self._prompts)
+        return self._config.chunk(remaining, room)
+
+    def _may_start(self, budget: int) -> bool:
+        """Whether the step has tokens for what waits: prompts, where no KV comes from elsewhere."""
+        return (budget if self._consumer else min(budget, self._prompts)) > 0
 
     def _admit(self, parts: list[Part], budget: int, now: float) -> None:
         """Start sequences from the queue while budget, room and blocks last.
@@ -384,12 +400,12 @@ class Scheduler:
         are kept from transfers while a sequence waits for them, unless no sequence runs: then
         transfers hold the missing blocks, and must go on.
         """
-        if self._waiting and not budget:
+        if self._waiting and not self._may_start(budget):
             return
         missing, is_crowded = 0, False
         passed: list[Sequence] = []
         self._pool.set_aside(0, from_hits=False)
-        while budget and len(self._running) < self._config.max_num_seqs:
+        while self._may_start(budget) and len(self._running) < self._config.max_num_seqs:
             sequence = self._waiting.pop()
             if sequence is None:
                 break
@@ -421,10 +437,12 @@ class Scheduler:
             self._place(forked)
         used = 0
         for member in (sequence, *forked.running):
-            count = self._config.chunk(member.remaining, budget - used)
+            remaining = member.remaining
+            count = self._chunk(remaining, budget - used)
             # Without a block it waits in the running list; the next step preempts for it.
             if count and self._tables.grow(member, member.reached + count):
-                parts.append(Part(member, count))
+                parts.append(self._maker.part(member, count))
+                self._prompts -= count * (remaining > 1)
                 used += count
         return used
 

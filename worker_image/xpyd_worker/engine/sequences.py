@@ -250,10 +250,11 @@ class Sequence:
         matcher = self.state.matcher(self.sampling_choices()[0])
         return None if matcher is None else matcher.mask(draft)
 
-    def known_tokens(self) -> KnownTokens | None:
-        """What its next draw reads of the tokens before it; None where that is nothing."""
+    def known_tokens(self, *, reads: bool) -> KnownTokens | None:
+        """What its next draw reads of the tokens before it; None where that is nothing. `reads`: a
+        model that drafts behind it does."""
         request = self.state.request
-        if not request.sampling.reads_tokens:
+        if not reads and not request.sampling.reads_tokens:
             return None
         return KnownTokens(request.prompt, tuple(self.tokens[len(request.prompt) :]))
 

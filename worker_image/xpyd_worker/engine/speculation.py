@@ -1,10 +1,12 @@
 """Speculation: tokens that are drafted behind a sequence's last one, and whether to draft. Pure.
 
     SequenceDraft (propose) -> StepMaker -> the step verifies it -> Speculation.verified
+          ^------- what a model drafts behind the step (wanted) -------'
 
 A step computes a sequence's last token and its draft, k tokens that may follow; it draws behind
 each of them, and gives the tokens up to the first draw that is another one than was drafted. What
-is drafted changes the time that tokens take, never which they are (docs/adr/0135).
+is drafted changes the time that tokens take, never which they are (docs/adr/0135). N-grams are
+looked up here; what a model drafts comes with what the step before drew (docs/adr/0137).
 
 A draft has its price: the positions that the step computes more. It is measured as the engine runs,
 and so is what drafts of a sequence bring. One whose drafts do not pay rests, and tries again later.
@@ -15,10 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, Protocol, cast, get_args
 
 from xpyd_core.errors import UserError
 
 FLAG = "--speculative-config"
+Method = Literal["ngram", "draft_model", "eagle3", "medusa"]
 MOST_DRAFT_TOKENS = 16
 """More are never all accepted often enough to pay for their positions."""
 MOST_LOOKUP = 32
@@ -30,45 +34,66 @@ _DEFAULT_LOOKUP = 5
 class SpeculativeConfig:
     """`--speculative-config`, with vLLM's names."""
 
+    method: Method = "ngram"
     num_speculative_tokens: int
     """Of a draft, at most."""
+    model: str = ""
+    """Where the draft model, or the heads, are: an address as of `--model`. Empty for n-grams."""
     prompt_lookup_max: int = _DEFAULT_LOOKUP
     prompt_lookup_min: int = _DEFAULT_LOOKUP
     """How many of the last tokens are looked up: the most first, down to the least."""
 
+    @property
+    def has_model(self) -> bool:
+        """Whether a model drafts, behind a step, on the rank that answers it."""
+        return self.method != "ngram"
 
-_BOUNDS = {
+
+_NUMBERS = {
     "num_speculative_tokens": MOST_DRAFT_TOKENS,
     "prompt_lookup_max": MOST_LOOKUP,
     "prompt_lookup_min": MOST_LOOKUP,
+    "draft_tensor_parallel_size": 1,
 }
+_LOOKUPS = ("prompt_lookup_max", "prompt_lookup_min")
+_OF_MODELS = ("model", "draft_tensor_parallel_size")
 
 
 def read_speculative(given: Mapping[str, object] | None) -> SpeculativeConfig | None:
     """The flag's object; None where there is none. UserError naming the key."""
     if given is None:
         return None
-    method = given.get("method")
-    if method != "ngram":
-        raise UserError(f'{FLAG}: method: expected "ngram", got {method!r}')
+    method = given.get("method", "draft_model" if "model" in given else None)
+    methods = get_args(Method)
+    if method not in methods:
+        names = ", ".join(f'"{name}"' for name in methods)
+        raise UserError(f"{FLAG}: method: expected one of {names}; got {method!r}")
+    own, others = (_LOOKUPS, _OF_MODELS) if method == "ngram" else (_OF_MODELS, _LOOKUPS)
     found: dict[str, int] = {}
     for key, value in given.items():
-        if key == "method":
+        if key in ("method", "model") and key not in others:
             continue
-        if key not in _BOUNDS:
-            known = ", ".join(("method", *_BOUNDS))
-            raise UserError(f"{FLAG}: unknown key {key!r}; expected some of {known}")
-        most = _BOUNDS[key]
+        if key not in _NUMBERS or key in others:
+            known = ", ".join(("method", "num_speculative_tokens", *own))
+            raise UserError(
+                f"{FLAG}: unknown key {key!r} of method {method}; expected some of {known}"
+            )
+        most = _NUMBERS[key]
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise UserError(f"{FLAG}: {key}: expected a whole number from 1 to {most}")
+            wanted = f"a whole number from 1 to {most}" if most > 1 else "1: one rank drafts"
+            raise UserError(f"{FLAG}: {key}: expected {wanted}")
         found[key] = value
     if "num_speculative_tokens" not in found:
         raise UserError(f"{FLAG}: num_speculative_tokens: missing; e.g. 3")
+    model = given.get("model", "")
+    if method != "ngram" and not (isinstance(model, str) and model):
+        raise UserError(f"{FLAG}: model: expected where what drafts is, as for --model")
+    found.pop("draft_tensor_parallel_size", None)
     # Where one bound is given it is the other, too, as in vLLM.
     least, longest = found.get("prompt_lookup_min"), found.get("prompt_lookup_max")
     found["prompt_lookup_max"] = longest or least or _DEFAULT_LOOKUP
     found["prompt_lookup_min"] = least or longest or _DEFAULT_LOOKUP
-    config = SpeculativeConfig(**found)
+    config = SpeculativeConfig(method=cast("Method", method), model=cast("str", model), **found)
     if config.prompt_lookup_min > config.prompt_lookup_max:
         raise UserError(
             f"{FLAG}: prompt_lookup_min: {config.prompt_lookup_min}; at most prompt_lookup_max, "
@@ -82,6 +107,30 @@ def read_speculative(given: Mapping[str, object] | None) -> SpeculativeConfig | 
 _INDEXED_AT_ONCE = 8192
 """Tokens; some 2 us each. A longer prompt is taken in over several steps, and has no draft before
 that is done."""
+
+
+class Drafts(Protocol):
+    """What is drafted behind one sequence's tokens."""
+
+    def propose(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
+        """Up to `most` tokens that may follow `tokens`, which only grow; none where none is
+        known."""
+        ...
+
+
+class ModelDrafts:
+    """What a model has drafted behind one sequence's tokens, as of its last step."""
+
+    def __init__(self) -> None:
+        self._behind, self._ids = -1, ()
+
+    def put(self, tokens: int, ids: tuple[int, ...]) -> None:
+        """These were drafted behind so many tokens."""
+        self._behind, self._ids = tokens, ids
+
+    def propose(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
+        """See Drafts."""
+        return self._ids[:most] if len(tokens) == self._behind else ()
 
 
 class NgramIndex:
@@ -140,7 +189,7 @@ def _mean(before: float | None, value: float) -> float:
 class SequenceDraft:
     """What is known of one sequence's drafts. `resume_at`: it rests until it has so many tokens."""
 
-    index: NgramIndex
+    drafts: Drafts
     resume_at: int = 0
     rest: int = _REST_TOKENS
     accepted: float | None = None
@@ -185,6 +234,8 @@ class Speculation:
         # By the bits of the number of sequences: steps of 5 to 8 are alike enough.
         self._costs: dict[int, _Costs] = {}
         self._decodes = 1
+        # Whether the step that is being made is to show what one without drafts takes.
+        self._is_plain = False
         # Of all drafts so far: what a new sequence is thought to be like.
         self._accepted: float | None = None
         self._tried = 0
@@ -192,6 +243,8 @@ class Speculation:
     def begin(self) -> SequenceDraft:
         """For a sequence that starts."""
         config = self._config
+        if config.has_model:
+            return SequenceDraft(ModelDrafts())
         index = NgramIndex(longest=config.prompt_lookup_max, least=config.prompt_lookup_min)
         return SequenceDraft(index)
 
@@ -202,25 +255,31 @@ class Speculation:
         self._decodes = max(1, decodes)
         costs = self._costs.setdefault(decodes.bit_length(), _Costs())
         is_due = costs.plain_s is None or costs.since_plain >= _PLAIN_EVERY
-        if is_due and costs.asked < _PLAIN_TRIES:
+        self._is_plain = bool(decodes) and is_due and costs.asked < _PLAIN_TRIES
+        if self._is_plain:
             costs.asked += 1
             return 0
         return spare // 2
 
+    def wanted(self, draft: SequenceDraft, tokens: int, most: int) -> int:
+        """How many tokens, at most so many, a model is to draft behind what the step draws for a
+        sequence of so many tokens, for its next step; 0 where no model drafts, or it rests."""
+        if not self._config.has_model or self._is_plain or not self._may(draft, tokens):
+            return 0
+        return max(0, min(most, self._config.num_speculative_tokens))
+
+    def drafted(self, draft: SequenceDraft, tokens: int, ids: tuple[int, ...]) -> None:
+        """A model has drafted `ids` behind so many tokens."""
+        if isinstance(draft.drafts, ModelDrafts):
+            draft.drafts.put(tokens, ids)
+
     def propose(self, draft: SequenceDraft, tokens: Sequence[int], most: int) -> tuple[int, ...]:
         """What may follow `tokens`, at most so many, in the step that `room` was asked for; none
         where the sequence rests. A new one begins with that where others' drafts did not pay."""
-        longest = self._config.num_speculative_tokens
-        most = min(most, longest)
-        if most < 1 or not draft.is_on(len(tokens)):
+        most = min(most, self._config.num_speculative_tokens)
+        if most < 1 or not self._may(draft, len(tokens)):
             return ()
-        if not draft.has_begun:
-            draft.has_begun = True
-            known = self._accepted if self._tried >= _TRIAL_DRAFTS else None
-            if known is not None and not self._pays(known, longest, self._decodes):
-                draft.begin_rest(len(tokens), self._decodes)
-                return ()
-        found = draft.index.propose(tokens, most)
+        found = draft.drafts.propose(tokens, most)
         if found:
             draft.misses = 0
             return found
@@ -228,6 +287,19 @@ class Speculation:
         if self._waits and draft.misses >= _MISSES:
             draft.begin_rest(len(tokens), 1)
         return ()
+
+    def _may(self, draft: SequenceDraft, tokens: int) -> bool:
+        """Whether a sequence of so many tokens may have drafts: it does not rest."""
+        if not draft.is_on(tokens):
+            return False
+        if not draft.has_begun:
+            draft.has_begun = True
+            known = self._accepted if self._tried >= _TRIAL_DRAFTS else None
+            longest = self._config.num_speculative_tokens
+            if known is not None and not self._pays(known, longest, self._decodes):
+                draft.begin_rest(tokens, self._decodes)
+                return False
+        return True
 
     def verified(
         self, draft: SequenceDraft, *, accepted: int, drafted: int, tokens: int, decodes: int
@@ -246,9 +318,14 @@ class Speculation:
         elif not draft.passed:
             draft.passed, draft.rest = True, _REST_TOKENS
 
-    def measured(self, seconds: float, *, decodes: int, draft_tokens: int) -> None:
-        """A step of `decodes` sequences, all of which decoded, took so long."""
+    def measured(
+        self, seconds: float, *, decodes: int, draft_tokens: int, drafts_on: bool = False
+    ) -> None:
+        """A step of `decodes` sequences, all of which decoded, took so long. `drafts_on`: a model
+        drafted behind it, which is a part of what draft tokens cost."""
         costs = self._costs.setdefault(decodes.bit_length(), _Costs())
+        if not draft_tokens and drafts_on:
+            return
         if not draft_tokens:
             costs.plain_s = _mean(costs.plain_s, seconds)
             costs.since_plain = costs.asked = 0

@@ -221,6 +221,7 @@ def load(
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
                 policy=config.scheduling_policy,
                 speculative=config.speculative,
+                latency_goal=config.latency_goal,
             ),
             rules=StopRules(model_config.eos_token_ids, max_model_len),
             deliver=deliver,

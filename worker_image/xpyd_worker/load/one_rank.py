@@ -21,6 +21,7 @@ from xpyd_worker.runner.device import (
 )
 from xpyd_worker.runner.gpu_memory import GpuUse
 from xpyd_worker.runner.load import fit_on_cpu, part_on_gpu
+from xpyd_worker.runner.load_draft import open_draft
 from xpyd_worker.system import resident_bytes
 
 
@@ -30,6 +31,7 @@ def load_one_rank(config: WorkerConfig, folder: Path, model: ModelConfig) -> Rea
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
     use: GpuUse | None = None
+    draft = open_draft(config, model, folder)
     if device.type == "cuda":
         dtype = gpu_dtype(config.dtype, model.dtype, device)
         memory = CacheMemory(config, open_cache(config, device))
@@ -40,6 +42,7 @@ def load_one_rank(config: WorkerConfig, folder: Path, model: ModelConfig) -> Rea
             gpu=CudaDevice(device),
             limits=gpu_limits(config, model),
             block_size_tokens=config.block_size,
+            draft=draft,
         ).fit()
         use = fit.use
         # Where no KV moves the cache is torch's.
@@ -53,6 +56,7 @@ def load_one_rank(config: WorkerConfig, folder: Path, model: ModelConfig) -> Rea
             dtype=cpu_dtype(config.dtype, model.dtype),
             kv_cache_bytes=config.cpu_cache_bytes,
             block_size_tokens=config.block_size,
+            draft=draft,
         ).make_runner(make_memory=memory.allocate)
     cache = runner.kv_cache
     held = None
@@ -71,6 +75,7 @@ def load_one_rank(config: WorkerConfig, folder: Path, model: ModelConfig) -> Rea
             num_blocks=runner.num_blocks,
             resident_bytes=resident_bytes(),
             gpu=use,
+            draft_bytes=runner.draft_bytes,
         ),
         experts_chosen=runner.experts_chosen,
         kv=held,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from xpyd_worker.runner.gpu_memory import GpuUse
 
 _log = logging.getLogger(__name__)
+_DRAFT = "what drafts, with its KV cache"
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,11 @@ def memory_table(
     num_blocks: int,
     resident_bytes: int | None,
     gpu: GpuUse | None = None,
+    draft_bytes: int = 0,
 ) -> list[MemoryUse]:
     """What a loaded engine has. `resident_bytes`: what the system says of the process, if it does;
     memory that is asked for counts there from its first use on. `gpu`: of the GPU that weights and
-    cache are on."""
+    cache are on. `draft_bytes`: of a model that drafts."""
     when_used = "taken as it is used"
     blocks = f"{num_blocks} blocks of {config.block_size}"
     if gpu is None:
@@ -83,6 +85,8 @@ def memory_table(
             MemoryUse("GPU: not ours", gpu.found.others, "other processes, the driver's context"),
             MemoryUse("GPU: all", gpu.found.total),
         ]
+    if draft_bytes:
+        rows.append(MemoryUse(_DRAFT if gpu is None else f"GPU: {_DRAFT}", draft_bytes))
     if config.lands_kv:
         buffer_bytes = config.buffer_bytes(cache_bytes)
         if gpu is None:
@@ -105,6 +109,8 @@ def ranks_memory_table(config: WorkerConfig, ready: Sequence[RankReady]) -> list
     for rank, one in enumerate(ready, config.first_rank):
         rows.append(MemoryUse(f"rank {rank}: weights", one.weight_bytes))
         rows.append(MemoryUse(f"rank {rank}: KV cache", one.cache_bytes, f"{one.blocks} blocks"))
+        if one.draft_bytes:
+            rows.append(MemoryUse(f"rank {rank}: {_DRAFT}", one.draft_bytes))
         if one.resident_bytes is not None:
             rows.append(MemoryUse(f"rank {rank}: resident now", one.resident_bytes))
     if config.lands_kv:

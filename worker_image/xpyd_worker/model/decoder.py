@@ -170,8 +170,10 @@ class Decoder:
         device: torch.device,
         *,
         parallel: ParallelState | None = None,
+        feature_layers: tuple[int, ...] = (),
     ) -> None:
-        """`parallel`: which layers, and the ranks that share each of them; None: all of it."""
+        """`parallel`: which layers, and the ranks that share each of them; None: all of it.
+        `feature_layers`: the layers of the model whose inputs are kept for `take_features`."""
         self.part, group, experts = Part(layers=range(config.num_layers)), NO_GROUP, None
         if parallel is not None:
             self.part, group, experts = parallel.part, parallel.tensor, parallel.experts
@@ -191,6 +193,8 @@ class Decoder:
             for place, index in enumerate(self.part.layers)
         ]
         self._rotary = Rotary(config, device)
+        self._feature_layers = feature_layers
+        self._features: dict[int, Tensor] = {}
         self._with_experts = [n for n in self.part.layers if config.layers[n].experts is not None]
         most = max((one.count for one in config.experts), default=0)
         self._chosen = torch.zeros(len(self._with_experts), most, dtype=torch.int64, device=device)
@@ -244,8 +248,8 @@ class Decoder:
         kv_stored: Callable[[int], None],
     ) -> Tensor:
         """Hidden states [tokens, hidden] before the last norm; on the last stage. See `stage`."""
-        x, residual = self.stage(entering, positions, caches, plan, kv_stored)
-        return residual.add_(x)
+        last = self.stage(entering, positions, caches, plan, kv_stored)
+        return last.residual.add_(last.x)
 
     def stage(
         self,
@@ -266,16 +270,48 @@ class Decoder:
         x: Tensor | None = None
         if isinstance(entering, Tensor):
             residual = self._ends.embed(entering)
+            features: dict[int, Tensor] = {}
         else:
-            x, residual = entering.get()
-        for layer in self._layers:
+            x, residual, before = entering.get()
+            features = dict(zip(self._features_before, before, strict=True))
+        for index, layer in zip(self.part.layers, self._layers, strict=True):
+            if index in self._feature_layers:
+                features[index] = residual.clone() if x is None else residual + x
             x = layer(x, residual, step)
         if step.chosen:
             # Rows that are dealt out to a replica's ranks are not the plan's.
             rows_of = None if self._counts_all_rows else plan
             self._kernels.count_chosen(self._chosen, torch.stack(step.chosen), rows_of)
         assert x is not None, "a stage has a layer"
-        return Hidden(x, residual)
+        if self.part.is_last:
+            self._features = features
+            return Hidden(x, residual)
+        return Hidden(x, residual, tuple(features.values()))
+
+    def take_features(self) -> Tensor | None:
+        """The inputs of the feature layers in the last forward, which are forgotten then: [tokens,
+        layers * hidden], in the order in which the layers were named; None where there are none. On
+        the last stage, before the next step begins."""
+        features, self._features = self._features, {}
+        if not features:
+            return None
+        return torch.cat([features[layer] for layer in self._feature_layers], dim=1)
+
+    @property
+    def keeps_features(self) -> bool:
+        """Whether `take_features` has some, on the last stage."""
+        return bool(self._feature_layers)
+
+    @property
+    def embedding(self) -> Tensor | None:
+        """That of all tokens, [vocabulary, hidden]; None where other ranks have it, or a part of
+        it."""
+        return self._ends.embedding
+
+    @property
+    def _features_before(self) -> list[int]:
+        """The feature layers of the stages before, in the order in which they come."""
+        return sorted({layer for layer in self._feature_layers if layer < self.part.layers.start})
 
     def join(self) -> None:
         """Take part, without rows, in a forward that other replicas make: their rows come to the
@@ -287,6 +323,10 @@ class Decoder:
         """Last norm and head over chosen rows [rows, hidden] -> float32 [rows, vocab]; on the last
         stage."""
         return self._ends.logits(hidden, self._kernels)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The last norm alone over chosen rows [rows, hidden]; on the last stage."""
+        return self._ends.normed(hidden, self._kernels)
 
 
 # Rows of a vocabulary's share are a multiple: what matrix kernels take in one go, and vLLM pads to.
@@ -310,6 +350,11 @@ class Embedding:
         elsewhere = (own < 0) | (own >= self.weight.shape[0])
         x = F.embedding(own.masked_fill_(elsewhere, 0), self.weight)
         return self._group.all_reduce(x.masked_fill_(elsewhere.unsqueeze(1), 0))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all tokens are here."""
+        return self._group.size == 1
 
     def allocate(self, device: torch.device) -> None:
         """Memory; what pads the vocabulary is zeros."""
@@ -342,11 +387,15 @@ class Head:
 
     def __call__(self, hidden: Tensor, kernels: Kernels) -> Tensor:
         """[rows, hidden] -> float32 [rows, vocab], the same on each rank."""
-        logits = self._linear(kernels.rms_norm(hidden, self._norm.weight, self._norm.eps))
+        logits = self._linear(self.normed(hidden, kernels))
         if self._group.size == 1:
             return logits.to(torch.float32)
         logits = self._group.all_gather(logits)[:, : self._vocab_size]
         return logits.to(torch.float32).contiguous()
+
+    def normed(self, hidden: Tensor, kernels: Kernels) -> Tensor:
+        """The last norm over [rows, hidden]."""
+        return kernels.rms_norm(hidden, self._norm.weight, self._norm.eps)
 
     def allocate(self, device: torch.device) -> None:
         """Memory; what pads the vocabulary is zeros."""
@@ -377,6 +426,13 @@ class Ends:
         self._head = Head(config, dtype, group) if part.is_last else None
         self._is_tied = config.tie_word_embeddings
 
+    @property
+    def embedding(self) -> Tensor | None:
+        """See Decoder."""
+        if self._embedding is None or not self._embedding.is_whole:
+            return None
+        return self._embedding.weight
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """[tokens] -> [tokens, hidden], the caller's to write to. On the first stage."""
         assert self._embedding is not None, "tokens enter at the first stage"
@@ -386,6 +442,11 @@ class Ends:
         """Last norm and head over [rows, hidden] -> float32 [rows, vocab]. On the last stage."""
         assert self._head is not None, "tokens are drawn at the last stage"
         return self._head(hidden, kernels)
+
+    def normed(self, hidden: Tensor, kernels: Kernels) -> Tensor:
+        """Last norm over [rows, hidden]. On the last stage."""
+        assert self._head is not None, "the last norm is on the last stage"
+        return self._head.normed(hidden, kernels)
 
     def allocate(self, device: torch.device) -> None:
         """Memory for all weights."""

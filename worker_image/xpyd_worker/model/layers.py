@@ -104,8 +104,10 @@ class Attention:
         *,
         place: int | None = None,
         group: TensorGroup = NO_GROUP,
+        inputs: int | None = None,
     ) -> None:
-        """Attention of layer `index` of the model, which is `place` of those here (None: the same).
+        """Attention of layer `index` of the model, which is `place` of those here (None: the same),
+        over vectors of `inputs` numbers (None: the hidden states').
         Each rank of `group` has a share of the heads; KV heads that are fewer than ranks are there
         several times, together with the queries that attend to them."""
         self._place = index if place is None else place
@@ -115,7 +117,8 @@ class Attention:
         queries = share(config.num_heads, group, config.head_dim)
         keys = share(config.num_kv_heads, group, config.head_dim)
         hidden = whole(config.hidden_size)
-        self._qkv = Linear(hidden, (queries, keys, keys), bias=config.qkv_bias, dtype=dtype)
+        entering = hidden if inputs is None else whole(inputs)
+        self._qkv = Linear(entering, (queries, keys, keys), bias=config.qkv_bias, dtype=dtype)
         self._all_heads = self._qkv.weight.shape[0] // config.head_dim
         has_bias = config.output_bias and is_first(group)
         self._output = Linear(queries, (hidden,), bias=has_bias, dtype=dtype)
@@ -128,7 +131,7 @@ class Attention:
             )
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]; `step.kv_stored` is called on the way."""
+        """[tokens, inputs] -> [tokens, hidden]; `step.kv_stored` is called on the way."""
         kernels, cache = step.kernels, step.caches[self._place]
         qkv = self._qkv(x).view(x.shape[0], self._all_heads, self._head_dim)
         norms = None

@@ -3,6 +3,7 @@
 Only what the model names is read, from mapped files, once: of a tensor of which other ranks have
 the rest, the pieces that are for this one. The dtype is converted on the way. It must not know
 layers: the model says which checkpoint tensor goes where. Pickled checkpoints (.bin) are refused.
+Token ids that a checkpoint stores are read apart: they are no weights.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from xpyd_core.errors import UserError
 from xpyd_worker.kernels.api import Kernels
 from xpyd_worker.model.shards import Stored
 
+SINGLE = "model.safetensors"
+"""The file of a checkpoint that is not in several."""
 _INDEX = "model.safetensors.index.json"
 _SHOWN_NAMES = 5
 
@@ -41,6 +44,16 @@ class WeightGroup(Protocol):
         ...
 
 
+def weight_bytes(groups: Sequence[WeightGroup]) -> int:
+    """What the weights of `groups` take, whether they have memory or not."""
+    return sum(
+        piece.destination.numel() * piece.destination.itemsize
+        for group in groups
+        for stored in group.checkpoint_tensors().values()
+        for piece in stored.pieces
+    )
+
+
 def load_weights(
     folder: Path,
     groups: Sequence[WeightGroup],
@@ -49,15 +62,16 @@ def load_weights(
     device: torch.device,
     is_tied: bool,
     known: Set[str] | None = None,
+    single: str = SINGLE,
 ) -> None:
     """Fill `groups` from the checkpoint in `folder`, one after the other, and pack each.
 
     `is_tied`: the head is the embedding, so a stored `lm_head.weight` is left out. `known`: names
-    that belong to the whole model, where `groups` are a rank's part of it (None: they are all).
-    Raises UserError naming tensors that are missing, that the model has no place for, or whose
-    shape differs; the first two alike on all ranks.
+    that belong to the whole model, where `groups` are a part of it (None: they are all). `single`:
+    the file's name, where the checkpoint is one. Raises UserError naming tensors that are missing,
+    that the model has no place for, or whose shape differs; the first two alike on all ranks.
     """
-    files = _tensor_files(folder)
+    files = tensor_files(folder, single)
     if known is None:
         known = {name for group in groups for name in group.checkpoint_tensors()}
     missing = sorted(known - files.keys())
@@ -106,22 +120,56 @@ def _read_pieces(source: Any, stored: Stored, what: str) -> None:  # noqa: ANN40
         piece.destination.copy_(read)
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Name of each stored tensor -> the file that holds it."""
+def tensor_files(folder: Path, single: str = SINGLE) -> dict[str, Path]:
+    """Name of each stored tensor -> the file that holds it. UserError where there is none that can
+    be read."""
     if (folder / _INDEX).exists():
         return _indexed_files(folder)
-    single = folder / "model.safetensors"
-    if single.exists():
+    path = folder / single
+    if path.exists():
         try:
-            with _open(single) as file:
-                return dict.fromkeys(cast("list[str]", list(file.keys())), single)
+            with _open(path) as file:
+                return dict.fromkeys(cast("list[str]", list(file.keys())), path)
         except (OSError, SafetensorError) as error:
-            raise UserError(f"model: cannot read {single}: {error}") from error
+            raise UserError(f"model: cannot read {path}: {error}") from error
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise UserError(
             f"model: {folder} has only pickled weights (.bin); convert them to safetensors"
         )
-    raise UserError(f"model: {folder} has no model.safetensors and no {_INDEX}")
+    raise UserError(f"model: {folder} has no {SINGLE} and no {_INDEX}")
+
+
+def stored_shape(path: Path, name: str) -> tuple[int, ...]:
+    """The shape of a tensor in one of these files. UserError where it cannot be read."""
+    try:
+        with _open(path) as file:
+            return tuple(cast("list[int]", file.get_slice(name).get_shape()))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"model: cannot read {path}: {error}") from error
+
+
+def read_ids(path: Path, name: str, *, count: int, below: int, first: Tensor | None) -> Tensor:
+    """Token ids that are stored under `name` in the file at `path`: [count] int64, each below
+    `below`; `first`: what they are counted from, 0 where it is None. UserError naming the tensor
+    and what is wrong with it."""
+    what = f"model: {name} in {path}"
+    try:
+        with _open(path) as file:
+            stored: Tensor = file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"model: cannot read {path}: {error}") from error
+    if stored.dtype.is_floating_point or stored.dtype is torch.bool or stored.shape != (count,):
+        raise UserError(
+            f"{what} is {list(stored.shape)} of {stored.dtype}; expected {count} whole numbers"
+        )
+    ids = stored.to(torch.int64) if first is None else stored.to(torch.int64) + first
+    outside = ((ids < 0) | (ids >= below)).nonzero()
+    if len(outside):
+        at = int(outside[0])
+        raise UserError(
+            f"{what} gives token {int(ids[at])} for entry {at}; the model has {below} tokens"
+        )
+    return ids
 
 
 def _indexed_files(folder: Path) -> dict[str, Path]:

@@ -95,6 +95,8 @@ class LLM:
         config = WorkerConfig(
             **engine_fields({**given, "model": str(model), "kv_cache_memory": size}),
             layer_partition=_layer_partition(pipeline_parallel_size),
+            # Nobody waits for a token here.
+            latency_goal="ttft",
         )
         check_config(config)
         # As many as can run, and as many again, so that the scheduler never wants for one.

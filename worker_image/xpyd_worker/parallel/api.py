@@ -111,10 +111,12 @@ class ExpertGroup(Protocol):
 
 class Hidden(NamedTuple):
     """What one stage gives the next, each [rows, hidden]: `x` is what its last layer would add to
-    `residual`."""
+    `residual`; `features` are the inputs of some layers so far, in their order, for a draft
+    head."""
 
     x: Tensor
     residual: Tensor
+    features: tuple[Tensor, ...] = ()
 
 
 class _NoGroup:

@@ -1,10 +1,11 @@
 """Between the stages of a pipeline: hidden states go forward, drawn tokens come back.
 
 Each tensor rank sends its share of hidden states and residual, cut from the flat tensor, and the
-next stage gathers the shares: between stages, where the network is slow, each byte goes once. A
-head of fixed size goes first, on the host's group; by it the receiver knows before the first use
-that both sides are in one step. Buffers are as large as the largest step, so their addresses never
-change; a graph that is captured over them stays right.
+next stage gathers the shares: between stages, where the network is slow, each byte goes once. So do
+the features that a draft head reads, where there is one; how many come to a stage follows from its
+layers. A head of fixed size goes first, on the host's group; by it the receiver knows before the
+first use that both sides are in one step. Buffers are as large as the largest step, so their
+addresses never change; a graph that is captured over them stays right.
 
 Drawn tokens go on the host's group: the next step is scheduled there, and on a device they would
 wait behind hidden states whose sender waits for these very tokens. One message a step and stage, of
@@ -29,6 +30,8 @@ _MAGIC = 0x58_50_59_44
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_TAG, X_TAG, RESIDUAL_TAG = 1, 2, 3
 _SAMPLED_TAG = 4
+FEATURE_TAG = 5
+"""Of the first; the others count on."""
 _SAMPLED_HEAD = 3
 _MOST_UNDER_WAY = 64
 """Messages. More steps than stages are never under way, so the oldest of these has long arrived."""
@@ -36,11 +39,13 @@ _MOST_UNDER_WAY = 64
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenSize:
-    """Hidden states of the largest step: [most_rows, width] of `dtype`."""
+    """Hidden states of the largest step: [most_rows, width] of `dtype`. `feature_layers`: layers
+    of the model whose inputs the last stage gives to a draft head."""
 
     most_rows: int
     width: int
     dtype: torch.dtype
+    feature_layers: tuple[int, ...] = ()
 
 
 class StageBoundary:
@@ -48,15 +53,22 @@ class StageBoundary:
     is on its way in, and one out, at most."""
 
     def __init__(
-        self, pipeline: GroupCoordinator, tensor: GroupCoordinator, hidden: HiddenSize
+        self,
+        pipeline: GroupCoordinator,
+        tensor: GroupCoordinator,
+        hidden: HiddenSize,
+        layers: range,
     ) -> None:
+        """`layers`: those of this stage."""
         self._pipeline, self._tensor, self._hidden = pipeline, tensor, hidden
         self._sent: list[Pending] = []
         self._steps_sent = self._steps_received = 0
         self._incoming: IncomingHidden | None = None
         if not pipeline.is_first:
             room = tensor.size * self._share(hidden.most_rows)
-            self._flat = torch.zeros(2, room, dtype=hidden.dtype, device=pipeline.device)
+            # What enters this stage is read here, as is what enters each of its layers.
+            features = sum(layer < layers.start for layer in {*hidden.feature_layers})
+            self._flat = torch.zeros(2 + features, room, dtype=hidden.dtype, device=pipeline.device)
 
     def begin_step(self) -> None:
         """Wait until what the step before sent has left. GroupError names the rank that has not
@@ -84,7 +96,7 @@ class StageBoundary:
                 self._pipeline.cpu_group.receive(head, source, HEAD_TAG),
                 *(
                     self._pipeline.device_group.receive(flat[at:end], source, tag)
-                    for flat, tag in zip(self._flat, (X_TAG, RESIDUAL_TAG), strict=True)
+                    for flat, tag in zip(self._flat, _tags(len(self._flat)), strict=True)
                 ),
             ],
         )
@@ -100,7 +112,8 @@ class StageBoundary:
         head = torch.tensor(self._head(self._steps_sent, rows), dtype=torch.int64)
         to = self._pipeline.rank_in_group + 1
         self._sent.append(self._pipeline.cpu_group.send(head, to, HEAD_TAG))
-        for one, tag in zip(hidden, (X_TAG, RESIDUAL_TAG), strict=True):
+        tensors = (hidden.x, hidden.residual, *hidden.features)
+        for one, tag in zip(tensors, _tags(len(tensors)), strict=True):
             assert one.dtype is self._hidden.dtype, f"hidden states of {one.dtype}"
             share = one.contiguous().view(-1)[at:end]
             self._sent.append(self._pipeline.device_group.send(share, to, tag))
@@ -124,8 +137,8 @@ class StageBoundary:
             for flat in self._flat:
                 gathered = flat[: size * self._tensor.size]
                 self._tensor.all_gather_flat(gathered, gathered[at : at + size])
-        x, residual = (flat[: rows * width].view(rows, width) for flat in self._flat)
-        return Hidden(x, residual)
+        x, residual, *features = (flat[: rows * width].view(rows, width) for flat in self._flat)
+        return Hidden(x, residual, tuple(features))
 
     def _share(self, rows: int) -> int:
         """Elements that each tensor rank sends of a tensor; the last ones may send fewer."""
@@ -157,6 +170,11 @@ class IncomingHidden:
         pending, self._pending = self._pending, []
         assert pending, "got before"
         return self._boundary.arrived(self._rows, pending)
+
+
+def _tags(tensors: int) -> list[int]:
+    """Of `x`, `residual` and the features."""
+    return [X_TAG, RESIDUAL_TAG, *range(FEATURE_TAG, FEATURE_TAG + tensors - 2)]
 
 
 def _describe(head: list[int]) -> str:

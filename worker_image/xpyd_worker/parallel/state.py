@@ -147,7 +147,9 @@ class ParallelState:
             self.boundary: StageBoundary | None = None
             self.feedback: StageFeedback | None = None
             if part.stages > 1:
-                self.boundary = StageBoundary(self.pipeline_group, self.tensor_group, hidden)
+                self.boundary = StageBoundary(
+                    self.pipeline_group, self.tensor_group, hidden, part.layers
+                )
                 self.feedback = StageFeedback(self.pipeline_group)
             stack.pop_all()
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from xpyd_worker.kernels.gpu.kernels import TritonKernels
     from xpyd_worker.kernels.gpu.plan import StaticPlan
     from xpyd_worker.parallel.state import ParallelState
+    from xpyd_worker.runner.load_draft import LoadedDraft
 
 _log = logging.getLogger(__name__)
 # Sequences of the largest graph. Beyond it a step computes long enough to hide its launches.
@@ -102,6 +103,7 @@ class GpuPart:
     limits: GpuLimits
     free_at_start: int
     parallel: ParallelState | None = None
+    draft: LoadedDraft | None = None
 
     def fit(self) -> GpuFit:
         """Find out how many KV blocks the share that the limits name has room for. All ranks of the
@@ -119,7 +121,9 @@ class GpuPart:
                 kv_transfer=limits.kv_overhead_bytes,
             )
             budget = left * 100 // (100 + limits.kv_overhead_percent)
-        blocks = blocks_in_budget(self.shape, self.model.num_layers, budget, limits.flag)
+        beside = 0 if self.draft is None else self.draft.block_bytes
+        layers = self.model.num_layers
+        blocks = blocks_in_budget(self.shape, layers, budget, limits.flag, beside=beside)
         return GpuFit(self, blocks, use)
 
     def zeros(self, size_bytes: int) -> Tensor:
@@ -137,15 +141,19 @@ class GpuPart:
             graphs=graphs,
             draw=draw_for(self.gpu.torch_device),
             parallel=self.parallel,
+            drafter=None if self.draft is None else self.draft.make(cache.num_blocks),
         )
 
     def graphs(self, cache: KvCache) -> DecodeGraphs | None:
-        """Graphs of decoding steps over this cache. None for one of several stages, and where
-        replicas' rows go to experts: a graph cannot hold that the host waits for other ranks. Sums
+        """Graphs of decoding steps over this cache. None for one of several stages, where a draft
+        head reads hidden states, which graphs do not give, and where replicas' rows go to
+        experts: a graph cannot hold that the host waits for other ranks. Sums
         over a tensor group are captured, as NCCL's operators are launches like others; on more than
         one GPU this was not run yet."""
-        limits = self.limits
-        if not limits.use_graphs or self.model.part.stages > 1 or self.model.part.exchanges_rows:
+        limits, model = self.limits, self.model
+        if not limits.use_graphs or model.part.stages > 1 or model.part.exchanges_rows:
+            return None
+        if model.keeps_features:
             return None
 
         def forward(token_ids: Tensor, positions: Tensor, plan: Plan) -> Tensor:

@@ -22,11 +22,16 @@ MakeMemory = Callable[[int], Tensor]
 
 
 def blocks_in_budget(
-    shape: KvShape, num_layers: int, budget_bytes: int, flag: str = "--kv-cache-memory"
+    shape: KvShape,
+    num_layers: int,
+    budget_bytes: int,
+    flag: str = "--kv-cache-memory",
+    *,
+    beside: int = 0,
 ) -> int:
-    """Blocks over all layers that fit into `budget_bytes`, which `flag` decides. Raises UserError
-    when none does."""
-    each = cache_bytes(shape, num_layers=num_layers, num_blocks=1)
+    """Blocks over all layers that fit into `budget_bytes`, which `flag` decides; each has so many
+    bytes `beside` it, a draft model's. Raises UserError when none does."""
+    each = cache_bytes(shape, num_layers=num_layers, num_blocks=1) + beside
     if budget_bytes < each:
         raise UserError(
             f"{flag}: {format_bytes(budget_bytes)} hold no block; one takes {format_bytes(each)}"

@@ -41,6 +41,7 @@ from xpyd_worker.runner.runner import ModelRunner
 if TYPE_CHECKING:
     # Triton is not everywhere where torch is.
     from xpyd_worker.parallel.state import ParallelState
+    from xpyd_worker.runner.load_draft import DraftSource, LoadedDraft
 
 # The GPU's attention keeps whole heads in a program's shared memory; wider ones do not fit there.
 _MOST_HEAD_DIM_GPU = 256
@@ -57,6 +58,7 @@ class CpuFit:
     shape: KvShape
     num_blocks: int
     parallel: ParallelState | None
+    draft: LoadedDraft | None = None
 
     def make_runner(
         self, num_blocks: int | None = None, *, make_memory: MakeMemory = host_memory
@@ -67,7 +69,14 @@ class CpuFit:
         layers = self.model.num_layers
         memory = make_memory(cache_bytes(self.shape, num_layers=layers, num_blocks=blocks))
         cache = KvCache(self.shape, num_layers=layers, num_blocks=blocks, memory=memory)
-        return ModelRunner(self.model, self.config, self.kernels, cache, parallel=self.parallel)
+        return ModelRunner(
+            self.model,
+            self.config,
+            self.kernels,
+            cache,
+            parallel=self.parallel,
+            drafter=None if self.draft is None else self.draft.make(blocks),
+        )
 
 
 def fit_on_cpu(
@@ -78,20 +87,34 @@ def fit_on_cpu(
     kv_cache_bytes: int,
     block_size_tokens: int = DEFAULT_BLOCK_SIZE,
     parallel: ParallelState | None = None,
+    draft: DraftSource | None = None,
 ) -> CpuFit:
-    """Read what this rank has of the checkpoint in `folder`; its KV cache may have at most
-    `kv_cache_bytes`. Nothing is said to other ranks.
+    """Read what this rank has of the checkpoint in `folder`, and of `draft`; its KV cache, a draft
+    model's included, may have at most `kv_cache_bytes`. Nothing is said to other ranks.
 
     Raises UserError for a checkpoint that does not fit `config`, a model that cannot be divided so,
     or a budget below one block.
     """
     part = _part(config, parallel)
     shape = _shape(config, part, dtype, block_size_tokens)
-    num_blocks = blocks_in_budget(shape, len(part.layers), kv_cache_bytes)
+    blocks_in_budget(shape, len(part.layers), kv_cache_bytes)  # refused before weights are read
     sizes = config.vector_sizes(_divided(parallel))
     kernels = choose_kernels(vector_sizes=sizes, head_dim=config.head_dim)
-    model = _load_model(folder, config, dtype=dtype, kernels=kernels, device=CPU, parallel=parallel)
-    return CpuFit(model, config, kernels, shape, num_blocks, parallel)
+    model = _load_model(
+        folder,
+        config,
+        dtype=dtype,
+        kernels=kernels,
+        device=CPU,
+        parallel=parallel,
+        draft=draft,
+    )
+    loaded = None
+    if draft is not None and _drafts(part):
+        loaded = draft.load(model, dtype=dtype)
+    beside = 0 if loaded is None else loaded.block_bytes
+    num_blocks = blocks_in_budget(shape, len(part.layers), kv_cache_bytes, beside=beside)
+    return CpuFit(model, config, kernels, shape, num_blocks, parallel, loaded)
 
 
 def deal_experts(folder: Path, fit: CpuFit) -> None:
@@ -124,9 +147,10 @@ def part_on_gpu(
     limits: GpuLimits,
     block_size_tokens: int = DEFAULT_BLOCK_SIZE,
     parallel: ParallelState | None = None,
+    draft: DraftSource | None = None,
 ) -> GpuPart:
-    """Read what this rank has of the checkpoint in `folder` to its GPU. Nothing is said to other
-    ranks: files may be read fast here and slowly there.
+    """Read what this rank has of the checkpoint in `folder`, and of `draft`, to its GPU. Nothing is
+    said to other ranks: files may be read fast here and slowly there.
 
     Raises UserError for a checkpoint that does not fit `config` or whose heads are too wide, or a
     model that cannot be divided so or does not fit.
@@ -151,14 +175,18 @@ def part_on_gpu(
                 kernels=kernels,
                 device=gpu.torch_device,
                 parallel=parallel,
+                draft=draft,
             )
+            loaded = None
+            if draft is not None and _drafts(part):
+                loaded = draft.load(model, dtype=dtype, gpu=gpu)
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"--device: the model does not fit into the {format_bytes(free)} that are free on "
                 f"{gpu.torch_device}: {error}"
             ) from error
     shape = _shape(config, part, dtype, block_size_tokens)
-    return GpuPart(model, config, kernels, shape, gpu, limits, free, parallel)
+    return GpuPart(model, config, kernels, shape, gpu, limits, free, parallel, loaded)
 
 
 def _part(config: ModelConfig, parallel: ParallelState | None) -> Part:
@@ -167,6 +195,11 @@ def _part(config: ModelConfig, parallel: ParallelState | None) -> Part:
         return Part(layers=range(config.num_layers))
     check_parallel(config.shape, _divided(parallel))
     return parallel.part
+
+
+def _drafts(part: Part) -> bool:
+    """Whether this rank drafts: the one that answers steps."""
+    return part.is_last and not part.tensor_rank
 
 
 def _divided(parallel: ParallelState | None) -> Sizes:
@@ -197,8 +230,10 @@ def _load_model(
     kernels: Kernels,
     device: torch.device,
     parallel: ParallelState | None,
+    draft: DraftSource | None,
 ) -> Decoder:
-    model = Decoder(config, dtype, kernels, device, parallel=parallel)
+    features = () if draft is None else draft.feature_layers
+    model = Decoder(config, dtype, kernels, device, parallel=parallel, feature_layers=features)
     is_part = parallel is not None and parallel.part.ranks > 1
     load_weights(
         folder,

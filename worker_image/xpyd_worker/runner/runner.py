@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,10 +38,12 @@ from xpyd_worker.engine.request import SampledToken
 from xpyd_worker.kernels.api import Kernels, Plan
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
+from xpyd_worker.model.loader import weight_bytes
 from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.runner.adjustments import Adjustments
 from xpyd_worker.runner.batch import Batch, BatchRows, build_batch, faults
 from xpyd_worker.runner.device import Device, HostDevice, Mark, reach
+from xpyd_worker.runner.drafter import Computed, Drafter
 from xpyd_worker.runner.gpu_memory import lacks_memory
 from xpyd_worker.runner.graphs import DecodeGraphs
 from xpyd_worker.runner.kv_cache import KvCache
@@ -55,6 +59,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # The longest step of the largest model takes seconds; a device that needs more does not answer.
 _STEP_DEADLINE_S = 120.0
+
+
+Samples = Mapping[int, tuple[SampledToken, ...]]
+"""What stands of the draws of a step's sequences, by id."""
+Proposals = dict[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -82,10 +91,12 @@ class ModelRunner:
         graphs: DecodeGraphs | None = None,
         draw: Draw = draw,
         parallel: ParallelState | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """`model` is loaded, and made of `kernels`; all of it is on `device` (None: the CPU), and
         `graphs` are of its forward over this cache. `draw`: how tokens are drawn there. `parallel`:
-        the other ranks that `model` was built with; None where there are none."""
+        the other ranks that `model` was built with; None where there are none. `drafter`: of the
+        rank that answers steps, where a model drafts."""
         self._model = model
         part = None if parallel is None else parallel.part
         self._has_others = part is not None and (part.ranks > 1 or part.is_elastic)
@@ -101,13 +112,9 @@ class ModelRunner:
         self._draw = draw
         self._adjustments = Adjustments(vocab_size=config.vocab_size)
         self._last = DeviceDraw()
+        self._drafter = drafter
         self.kv_cache = kv_cache
-        self.weight_bytes = sum(
-            piece.destination.numel() * piece.destination.itemsize
-            for group in model.weight_groups()
-            for stored in group.checkpoint_tensors().values()
-            for piece in stored.pieces
-        )
+        self.weight_bytes = weight_bytes(model.weight_groups())
         self.counters = StepCounters()
         model.forget_chosen()
 
@@ -115,6 +122,16 @@ class ModelRunner:
     def num_blocks(self) -> int:
         """Blocks of the paged KV cache."""
         return self.kv_cache.num_blocks
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a model drafts here, behind each step."""
+        return self._drafter is not None
+
+    @property
+    def draft_bytes(self) -> int:
+        """What that model takes, its KV cache included."""
+        return 0 if self._drafter is None else self._drafter.size_bytes
 
     def experts_chosen(self) -> tuple[LayerExperts, ...]:
         """See Decoder."""
@@ -136,17 +153,23 @@ class ModelRunner:
         A plain XpydError is only what all ranks raise alike, before anything is sent. On all stages
         but the last the output has no samples and no scores.
         """
+        with self._computing(f"step {step.step}"):
+            return self._launch(step, layer_done)
+
+    @contextmanager
+    def _computing(self, what: str) -> Generator[None]:
+        """On the device, with failures as `launch` says."""
         try:
             with self._device.use(), torch.inference_mode():
-                return self._launch(step, layer_done)
+                yield
         except RuntimeError as error:
             if self._has_others:
-                raise GroupError(f"step {step.step} failed on this rank: {error}") from error
+                raise GroupError(f"{what} failed on this rank: {error}") from error
             if lacks_memory(error):
-                raise XpydError(f"step {step.step} did not fit into memory: {error}") from error
+                raise XpydError(f"{what} did not fit into memory: {error}") from error
             if self._device.is_lost_by_an_error:
                 raise
-            raise XpydError(f"step {step.step} failed in the model: {error}") from error
+            raise XpydError(f"{what} failed in the model: {error}") from error
 
     def await_oldest(self, awake: int) -> bool:
         """See Executor. One device runs one step after the other: what has come meanwhile is as
@@ -186,12 +209,26 @@ class ModelRunner:
         sequences = tuple(rows.sequence for rows in asking)
         standing = None if drawn is None else _standing(sequences, drawn.tokens)
         results = StepResults(failed, prompts, sequences, drawn, standing)
-        return self._launched(step.step, results, draw)
+        propose = None
+        if self._drafter is not None:
+            computed = partial(Computed, batch.rows, hidden, self._model.take_features())
+            propose = partial(self._propose, self._drafter, step.step, computed)
+        return self._launched(step.step, results, draw, propose)
 
     def _launched(
-        self, step: int, results: StepResults, draw: DeviceDraw = DeviceDraw()
+        self,
+        step: int,
+        results: StepResults,
+        draw: DeviceDraw = DeviceDraw(),
+        propose: Callable[[Samples], Proposals] | None = None,
     ) -> LaunchedStep:
-        return LaunchedStep(draw, step, results.to_host(), self._device.mark())
+        return LaunchedStep(draw, step, results.to_host(), self._device.mark(), propose)
+
+    def _propose(
+        self, drafter: Drafter, step: int, computed: Callable[[Samples], Computed], samples: Samples
+    ) -> Proposals:
+        with self._computing(f"drafting behind step {step}"):
+            return drafter.propose(computed(samples))
 
     def _forward(
         self,
@@ -326,11 +363,16 @@ class LaunchedStep:
     step: int
     results: StepResults
     mark: Mark
+    propose: Callable[[Samples], Proposals] | None = None
 
     def wait(self) -> StepOutput:
-        """See Running. Raises DeviceLostError where the device does not answer."""
+        """See Running. Raises DeviceLostError where the device does not answer. A model that drafts
+        does it now, behind what was drawn."""
         reach(self.mark, within_s=_STEP_DEADLINE_S, what=f"step {self.step}")
-        return self.results.output()
+        output = self.results.output()
+        if self.propose is None:
+            return output
+        return replace(output, proposals=self.propose(output.samples))
 
 
 def _logged(layer_done: Callable[[int], None], step: int) -> Callable[[int], None]:

@@ -222,7 +222,11 @@ class RankWork:
             pass  # a dummy: nothing is drawn, and no state changes
         elif not part.is_last:
             self._await_draws(message, step)
-        elif isinstance(self._states, DeviceStates) and not _width(step) > 1:
+        elif (
+            isinstance(self._states, DeviceStates)
+            and not _width(step) > 1
+            and not self._runner.drafts
+        ):
             running = self._draw_on_device(self._states, message, step, running)
         else:
             running = self._draw(message, step, running)
@@ -265,8 +269,9 @@ class RankWork:
         self._feedback.send(sampled)
 
     def _draw(self, message: StepMessage, step: StepInput, running: Running) -> Running:
-        """Draw, on the last stage. Where the states are on a device that is for draft tokens: how
-        many stand is known to the host first, and all before it is over then."""
+        """Draw, on the last stage. Where the states are on a device that is for draft tokens, and
+        where a model drafts: how many stand is known to the host first, and all before it is over
+        then."""
         output = running.wait()
         while self._awaited:
             self._awaited.popleft().settle()

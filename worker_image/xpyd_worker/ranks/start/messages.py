@@ -107,7 +107,8 @@ class KvReady(msgspec.Struct, frozen=True):
 class RankReady(msgspec.Struct, frozen=True, tag=True):
     """What the rank has: blocks of KV, as agreed; bytes of its weights and of its KV cache, what is
     resident of its process (None: the system does not say), the dtype's name, and how many steps
-    its device takes at once. `on_gpu`: where weights and cache are."""
+    its device takes at once. `on_gpu`: where weights and cache are. `draft_bytes`: of a model that
+    drafts."""
 
     blocks: int
     weight_bytes: int
@@ -117,6 +118,7 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
     depth: int
     on_gpu: bool
     kv: KvReady | None = None
+    draft_bytes: int = 0
 
 
 class ExpertsChosen(msgspec.Struct, frozen=True, tag=True):

@@ -39,6 +39,7 @@ from xpyd_worker.runner.device import (
 )
 from xpyd_worker.runner.gpu_fit import GpuFit, GpuPart
 from xpyd_worker.runner.load import CpuFit, deal_experts, fit_on_cpu, open_gpu, part_on_gpu
+from xpyd_worker.runner.load_draft import open_draft
 from xpyd_worker.runner.runner import ModelRunner
 from xpyd_worker.system import give_back, resident_bytes
 
@@ -56,6 +57,7 @@ class RankProgram:
         torch.set_num_threads(_threads(config, start.pod_ranks))
         self._folder = resolve_checkpoint(config.model, config.revision)
         self._model = load_config(self._folder)
+        self._draft = open_draft(config, self._model, self._folder)
         self._device = _device(start)
         if self._device.type == "cuda" and start.sizes.is_elastic:
             given = ELASTIC if config.enable_elastic_ep else f"{ON_LOSS} continue"
@@ -95,6 +97,7 @@ class RankProgram:
                 ),
                 block_size_tokens=config.block_size,
                 parallel=parallel,
+                draft=self._draft,
             )
         else:
             self._fit = fit_on_cpu(
@@ -104,6 +107,7 @@ class RankProgram:
                 kv_cache_bytes=config.cpu_cache_bytes,
                 block_size_tokens=config.block_size,
                 parallel=parallel,
+                draft=self._draft,
             )
 
     def measure(self) -> int:
@@ -131,6 +135,7 @@ class RankProgram:
                 most_rows=config.batched_tokens(on_gpu=self._device.type == "cuda"),
                 width=model.hidden_size,
                 dtype=self._dtype,
+                feature_layers=() if self._draft is None else self._draft.feature_layers,
             ),
             custom_all_reduce=config.custom_all_reduce,
             meeting=start.meeting,
@@ -164,6 +169,7 @@ class RankProgram:
             depth=runner.depth,
             on_gpu=self._device != CPU,
             kv=kv,
+            draft_bytes=runner.draft_bytes,
         )
 
     @property

@@ -95,11 +95,13 @@ class StepDecoder:
         known = [row.slot for row in message.rows if not isinstance(row, Full)]
         states = dict(zip(known, self._states.look(known), strict=True)) if known else {}
         sequences: list[ScheduledSequence] = []
-        for row in message.rows:
+        propose = dict(message.propose)
+        for index, row in enumerate(message.rows):
             if isinstance(row, Full):
-                sequences.append(self._begin(row))
+                one = self._begin(row)
             else:
-                sequences.append(self._go_on(row, states[row.slot]))
+                one = self._go_on(row, states[row.slot], reads=index in propose)
+            sequences.append(replace(one, propose=propose[index]) if index in propose else one)
         for index, words in message.masks:
             if index >= len(sequences):
                 raise MessageError(f"a mask for row {index} of {len(sequences)}")
@@ -140,7 +142,10 @@ class StepDecoder:
             known = self._known(row.slot, held, held.end)
         return _scheduled(held, start=row.start, ids=row.tokens, known=known, drafts=row.drafts)
 
-    def _go_on(self, row: Going | Ahead | Chunk | Draft, state: State) -> ScheduledSequence:
+    def _go_on(
+        self, row: Going | Ahead | Chunk | Draft, state: State, *, reads: bool
+    ) -> ScheduledSequence:
+        """`reads`: what drafts behind the step reads all tokens."""
         held = self._held[row.slot]
         if held is None:
             raise MessageError(f"slot {row.slot} holds no sequence")
@@ -167,7 +172,7 @@ class StepDecoder:
             position = before.position + 1 + start - held.end
             held.samples = (SampleSpec(before.choice_index, position),)
         held.end = end
-        reads = bool(held.samples) and held.sampling.reads_tokens
+        reads = bool(held.samples) and (reads or held.sampling.reads_tokens)
         known = self._known(row.slot, held, end) if reads else None
         ids += drafts
         return _scheduled(held, start=start, ids=ids, known=known, drafts=len(drafts))

@@ -65,6 +65,11 @@ class StepEncoder:
             for index, sequence in enumerate(step.sequences)
             if sequence.mask is not None
         )
+        propose = tuple(
+            (index, sequence.propose)
+            for index, sequence in enumerate(step.sequences)
+            if sequence.propose
+        )
         try:
             return encode_step(
                 StepMessage(
@@ -75,6 +80,7 @@ class StepEncoder:
                     masks,
                     step.experts,
                     step.resize,
+                    propose,
                 )
             )
         except MessageError:
@@ -121,7 +127,7 @@ class StepEncoder:
 def _short(sequence: ScheduledSequence, known: _Known) -> Row | None:
     """A row that leaves out what the ranks know; None where they know it otherwise."""
     of, ids, samples = known.of, sequence.token_ids, sequence.samples
-    reads = bool(samples) and sequence.sampling.reads_tokens
+    reads = bool(samples) and (sequence.sampling.reads_tokens or sequence.propose > 0)
     is_the_same = (
         sequence.start == known.reached
         and sequence.block_ids[: len(of.block_ids)] == of.block_ids

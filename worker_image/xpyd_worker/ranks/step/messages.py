@@ -92,7 +92,8 @@ Row = Going | Ahead | Chunk | Full | Draft
 
 class StepMessage(msgspec.Struct, frozen=True, array_like=True):
     """One StepInput; `rows` are its sequences in order. `masks`: of those that draw under a grammar
-    (row, words of the mask). `experts` and `resize`: see StepInput."""
+    (row, words of the mask). `experts` and `resize`: see StepInput. `propose`: of those with drafts
+    by a model (row, tokens)."""
 
     step: int
     rows: tuple[Row, ...]
@@ -101,6 +102,7 @@ class StepMessage(msgspec.Struct, frozen=True, array_like=True):
     masks: tuple[tuple[int, bytes], ...] = ()
     experts: ExpertTurn = ExpertTurn.NONE
     resize: Resize | None = None
+    propose: tuple[tuple[int, int], ...] = ()
 
 
 class OutputMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -111,6 +113,7 @@ class OutputMessage(msgspec.Struct, frozen=True, array_like=True):
     scores: dict[int, tuple[TokenLogprob | None, ...]]
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
     failed: dict[int, str]
+    proposals: dict[int, tuple[int, ...]] = {}
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -146,7 +149,9 @@ def encode_output(output: StepOutput) -> bytes:
         for i, some in output.samples.items()
         if any(one.logprob for one in some)
     }
-    message = OutputMessage(samples, scores, output.prompt_logprobs, output.failed)
+    message = OutputMessage(
+        samples, scores, output.prompt_logprobs, output.failed, output.proposals
+    )
     encoded = _encoder.encode(message)
     _check_size(encoded, MAX_OUTPUT_BYTES, "what came of a step")
     return encoded
@@ -160,7 +165,7 @@ def decode_output(encoded: bytes) -> StepOutput:
     except msgspec.DecodeError as error:
         raise MessageError(f"not a step's output of this version: {error}") from error
     samples = {i: _samples(tokens, message.scores.get(i)) for i, tokens in message.samples.items()}
-    return StepOutput(samples, message.prompt_logprobs, message.failed)
+    return StepOutput(samples, message.prompt_logprobs, message.failed, message.proposals)
 
 
 def _check_size(encoded: bytes, most: int, what: str) -> None:

@@ -1,0 +1,405 @@
+"""Models that draft: behind a step, on the rank that answers it, what may follow its tokens.
+
+    ModelRunner: the step -> what it drew, on the host -> Drafter.propose -> StepOutput.proposals
+
+A drafter is never asked whether a token stands: what it guesses wrong costs time. So it may forget
+what it likes, and its KV cache is its own (docs/adr/0137): blocks that no transfer and no prefix of
+the model's cache knows. A sequence that it has not followed it takes in from the tokens, or, where
+it reads the model's hidden states, from where it first sees them. It must not know schedulers,
+other ranks or checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from xpyd_core.blocks import block_hashes, blocks_for, extend_block_hashes
+from xpyd_worker.engine.block_manager import BlockManager
+from xpyd_worker.engine.executor import KnownTokens, ScheduledSequence
+from xpyd_worker.engine.request import SampledToken
+from xpyd_worker.kernels.api import Kernels, Plan, Span
+from xpyd_worker.runner.batch import BatchRows
+from xpyd_worker.runner.kv_cache import KvCache
+from xpyd_worker.runner.tensors import put_ints, to_ints
+
+_MOST_ROWS = 512
+"""Rows that drafters take in behind one step, of all sequences: the step's own requests wait for
+them. A sequence with more has no draft before all are taken in."""
+_MOST_PENDING = 64
+"""Hidden states that are kept of a sequence nothing is drafted for, before they are taken in."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a step computed: the rows of its sequences in `hidden` [rows, hidden], before the last
+    norm; `features` [rows, n], those that the drafter asked the model for; and what stands of what
+    it drew, by sequence."""
+
+    rows: Sequence[BatchRows]
+    hidden: Tensor
+    features: Tensor | None
+    samples: Mapping[int, tuple[SampledToken, ...]]
+
+
+class Drafter(Protocol):
+    """Drafts behind each step; the runner calls it, in their order."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Its weights and its KV cache."""
+        ...
+
+    def propose(self, step: Computed) -> dict[int, tuple[int, ...]]:
+        """For sequences with `propose` above 0, by id, up to so many tokens that may follow what
+        stands. Waits for the device."""
+        ...
+
+
+class DraftModel(Protocol):
+    """A model with a KV cache of its own that guesses next tokens, whole on one rank."""
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether row p has, of the model that is drafted for, the token behind position p and
+        features of its hidden state at p; otherwise it has the token at p alone."""
+        ...
+
+    def project(self, features: Tensor) -> Tensor:
+        """[rows, n] as the model gave them -> [rows, hidden], as `run` takes them."""
+        ...
+
+    def run(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor | None,
+        positions: Tensor,
+        caches: Sequence[Tensor],
+        plan: Plan,
+    ) -> Tensor:
+        """Hidden states [rows, hidden]; of the row before a drafted token they are its `hidden`."""
+        ...
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] that `run` gave -> int64 [rows]: the most probable next token, one of the
+        model's that is drafted for."""
+        ...
+
+
+class DraftHeads(Protocol):
+    """Heads without KV: each guesses the token at one place behind the next."""
+
+    def best(self, hidden: Tensor, count: int) -> Tensor:
+        """[rows, hidden], behind the model's last norm -> int64 [rows, up to count]."""
+        ...
+
+
+def standing(sequence: ScheduledSequence, samples: Sequence[SampledToken]) -> list[int]:
+    """The tokens of a step's sequence that stand, from `start` on: computed ones, and the one that
+    was drawn last if one was; of those that fork none is the sequence's."""
+    known = list(sequence.token_ids[: len(sequence.token_ids) - sequence.drafts])
+    if len(sequence.samples) == 1:
+        known += [sample.token_id for sample in samples]
+    return known
+
+
+class HeadsDrafter:
+    """Drafts with heads over the hidden state behind which the last token was drawn."""
+
+    def __init__(
+        self, heads: DraftHeads, normed: Callable[[Tensor], Tensor], *, size_bytes: int
+    ) -> None:
+        """`normed`: the model's last norm."""
+        self._heads, self._normed = heads, normed
+        self.size_bytes = size_bytes
+
+    def propose(self, step: Computed) -> dict[int, tuple[int, ...]]:
+        """See Drafter."""
+        asked = [rows for rows in step.rows if _asks(rows.sequence, step)]
+        if not asked:
+            return {}
+        # The row of the last token that stands but for the drawn one: of drafts the last accepted.
+        at = [
+            rows.first_row + len(standing(rows.sequence, step.samples[rows.sequence.seq_id])) - 2
+            for rows in asked
+        ]
+        most = max(rows.sequence.propose for rows in asked)
+        (chosen,) = put_ints([at], step.hidden.device)
+        best = self._heads.best(self._normed(step.hidden.index_select(0, chosen)), most)
+        ids, width = to_ints(best.flatten().cpu()), best.shape[1]
+        return {
+            rows.sequence.seq_id: tuple(ids[n * width :][: min(width, rows.sequence.propose)])
+            for n, rows in enumerate(asked)
+        }
+
+
+def _asks(sequence: ScheduledSequence, step: Computed) -> bool:
+    return sequence.propose > 0 and bool(step.samples.get(sequence.seq_id))
+
+
+@dataclass(eq=False)
+class _Followed:
+    """A sequence as the drafter knows it. Rows [first, fed) are in its blocks, of which the first
+    row is the first; `tokens` are those of its rows from `first` on, `pending` the hidden states of
+    rows that are not fed yet."""
+
+    first: int = 0
+    fed: int = 0
+    tokens: list[int] = field(default_factory=list[int])
+    pending: list[Tensor] = field(default_factory=list[Tensor])
+    blocks: list[int] = field(default_factory=list[int])
+    hashes: list[bytes] = field(default_factory=list[bytes])
+
+    @property
+    def seen(self) -> int:
+        """Behind the last row whose hidden state is known."""
+        return self.fed + len(self.pending)
+
+    @property
+    def rows(self) -> int:
+        """Rows whose token is known and that are not fed."""
+        return self.first + len(self.tokens) - self.fed
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What one sequence has of one turn: it feeds `rows` rows; `propose` tokens are drafted behind
+    the last of them."""
+
+    seq_id: int
+    of: _Followed
+    rows: int
+    propose: int
+
+
+class ModelDrafter:
+    """Drafts with a model: takes in the rows that it has not seen, then goes on from the best next
+    token to the next, all sequences in one batch."""
+
+    def __init__(
+        self,
+        model: DraftModel,
+        kernels: Kernels,
+        kv_cache: KvCache,
+        *,
+        weight_bytes: int,
+        most_sequences: int,
+    ) -> None:
+        """`model` is of `kernels`, on the device of `kv_cache`, which is the drafter's own.
+        `most_sequences`: that it follows at once; the longest unused is forgotten."""
+        self._model, self._kernels, self._cache = model, kernels, kv_cache
+        self._pool = BlockManager(
+            kv_cache.num_blocks,
+            block_size=kv_cache.shape.block_size,
+            # What a row's token is says nothing of the hidden state that was fed with it.
+            enable_prefix_caching=not model.reads_features,
+        )
+        self._most = most_sequences
+        self._followed: OrderedDict[int, _Followed] = OrderedDict()
+        self.size_bytes = weight_bytes + kv_cache.size_bytes
+
+    def propose(self, step: Computed) -> dict[int, tuple[int, ...]]:
+        """See Drafter."""
+        for rows in step.rows:
+            self._follow(rows.sequence.seq_id)
+        # Those of the step are the newest.
+        while len(self._followed) > max(self._most, len(step.rows)):
+            self._forget(next(iter(self._followed)))
+        if self._model.reads_features:
+            self._see(step)
+        turns: list[_Turn] = []
+        budget = _MOST_ROWS
+        in_step = {rows.sequence.seq_id for rows in step.rows}
+        for rows in step.rows:
+            sequence = rows.sequence
+            turn = self._turn(sequence, step, budget)
+            if turn is None or not self._has_room(turn, in_step):
+                continue
+            budget -= turn.rows
+            turns.append(turn)
+        if not turns:
+            return {}
+        # As the plan of a step likes them: single rows first.
+        turns.sort(key=lambda turn: (turn.rows > 1, turn.of.fed))
+        return self._run(turns)
+
+    def _turn(self, sequence: ScheduledSequence, step: Computed, budget: int) -> _Turn | None:
+        """What is to be done for a sequence of the step, within so many rows."""
+        asks = _asks(sequence, step)
+        one = self._followed[sequence.seq_id]
+        if asks and not self._model.reads_features:
+            self._read(one, sequence, step.samples[sequence.seq_id])
+        rows = min(one.rows, budget)
+        if rows < 1 or not (asks or rows >= _MOST_PENDING):
+            return None
+        propose = sequence.propose if asks and rows == one.rows else 0
+        return _Turn(sequence.seq_id, one, rows, propose)
+
+    # --- what is known of sequences
+
+    def _follow(self, seq_id: int) -> _Followed:
+        one = self._followed.setdefault(seq_id, _Followed())
+        self._followed.move_to_end(seq_id)
+        return one
+
+    def _forget(self, seq_id: int) -> None:
+        self._pool.release(self._followed.pop(seq_id).blocks)
+
+    def _read(
+        self, one: _Followed, sequence: ScheduledSequence, samples: Sequence[SampledToken]
+    ) -> None:
+        """All tokens of a sequence, the drawn one as the last; what the cache has of a new one's
+        prefix need not be fed."""
+        assert sequence.known is not None, "what drafts reads all tokens"
+        _extend(one.tokens, sequence.known)
+        one.tokens += [sample.token_id for sample in samples]
+        if not one.blocks:
+            size = self._pool.block_size
+            hashes = block_hashes(one.tokens[:-1], block_size=size)
+            one.blocks = self._pool.lookup(hashes)
+            self._pool.retain(one.blocks)
+            one.fed = len(one.blocks) * size
+            one.hashes = hashes[: len(one.blocks)]
+
+    def _see(self, step: Computed) -> None:
+        """Keep the hidden states of the step's rows, and the token behind each. Of a sequence that
+        was not followed to where the step begins, it is followed from there on."""
+        assert step.features is not None, "the model gives them"
+        hidden = self._model.project(step.features)
+        for rows in step.rows:
+            sequence = rows.sequence
+            seq_id, start = sequence.seq_id, sequence.start
+            samples = step.samples.get(seq_id, ())
+            if sequence.samples and not samples:
+                continue  # it failed
+            tokens = standing(sequence, samples)
+            drawn = len(sequence.samples) == 1
+            count = len(tokens) - drawn
+            one = self._followed[seq_id]
+            if start > one.seen or not one.seen:
+                self._forget(seq_id)
+                one = self._follow(seq_id)
+                one.first = one.fed = start
+            # A preempted sequence's rows come again.
+            again = one.seen - start
+            if again >= count:
+                continue
+            if one.seen > one.first + len(one.tokens):
+                # Of the last row the token behind it was not known: a prompt went on.
+                one.tokens.append(tokens[again])
+            at = rows.first_row
+            one.pending += hidden[at + again : at + count].unbind()
+            one.tokens += tokens[again + 1 :]
+
+    # --- rows
+
+    def _has_room(self, turn: _Turn, in_step: set[int]) -> bool:
+        """Take the blocks that a turn needs, from sequences that are not in the step where they
+        lack."""
+        one = turn.of
+        rows = one.fed - one.first + turn.rows + max(0, turn.propose - 1)
+        need = blocks_for(rows, self._pool.block_size) - len(one.blocks)
+        for seq_id in list(self._followed):
+            if need <= self._pool.num_free:
+                break
+            if seq_id not in in_step:
+                self._forget(seq_id)
+        taken = self._pool.allocate(max(0, need))
+        if taken is None:
+            return False
+        one.blocks += taken
+        return True
+
+    def _run(self, turns: Sequence[_Turn]) -> dict[int, tuple[int, ...]]:
+        """Feed the rows of all turns, then draft, a token of each sequence at a time."""
+        device = self._cache.layers[0].device
+        token_ids: list[int] = []
+        positions: list[int] = []
+        spans: list[Span] = []
+        last: list[int] = []
+        hidden: list[Tensor] = []
+        for turn in turns:
+            one, at = turn.of, turn.of.fed - turn.of.first
+            token_ids += one.tokens[at : at + turn.rows]
+            positions += range(one.fed, one.fed + turn.rows)
+            spans.append(Span(at, turn.rows, one.blocks))
+            last.append(len(token_ids) - 1)
+            hidden += one.pending[: turn.rows]
+        made = self._forward(token_ids, torch.stack(hidden) if hidden else None, positions, spans)
+        drafting = [(turn, row) for turn, row in zip(turns, last, strict=True) if turn.propose]
+        drafts: list[tuple[list[_Turn], Tensor]] = []
+        if drafting:
+            (chosen,) = put_ints([[row for _, row in drafting]], device)
+            made = made.index_select(0, chosen)
+            drafts = self._draft([turn for turn, _ in drafting], made)
+        for turn in turns:
+            self._fed(turn)
+        found: dict[int, tuple[int, ...]] = {}
+        for drafted, ids in drafts:
+            for turn, token in zip(drafted, to_ints(ids.cpu()), strict=True):
+                found[turn.seq_id] = (*found.get(turn.seq_id, ()), token)
+        return found
+
+    def _draft(self, turns: list[_Turn], made: Tensor) -> list[tuple[list[_Turn], Tensor]]:
+        """`made` [turns, hidden] of the last row of each -> the sequences and the tokens of each
+        place of the drafts."""
+        ids = self._model.best(made)
+        drafts = [(turns, ids)]
+        for place in range(1, max(turn.propose for turn in turns)):
+            on = [n for n, turn in enumerate(turns) if turn.propose > place]
+            if len(on) < len(turns):
+                (chosen,) = put_ints([on], ids.device)
+                turns = [turns[n] for n in on]
+                ids, made = ids.index_select(0, chosen), made.index_select(0, chosen)
+            ends = [turn.of.fed + turn.rows + place - 1 for turn in turns]
+            spans = [
+                Span(end - turn.of.first, 1, turn.of.blocks)
+                for turn, end in zip(turns, ends, strict=True)
+            ]
+            reads = self._model.reads_features
+            made = self._forward(ids, made if reads else None, ends, spans)
+            ids = self._model.best(made)
+            drafts.append((turns, ids))
+        return drafts
+
+    def _forward(
+        self,
+        token_ids: list[int] | Tensor,
+        hidden: Tensor | None,
+        positions: list[int],
+        spans: list[Span],
+    ) -> Tensor:
+        device = self._cache.layers[0].device
+        plan = self._kernels.plan(spans, self._cache.shape)
+        if isinstance(token_ids, Tensor):
+            (at,) = put_ints([positions], device)
+        else:
+            token_ids, at = put_ints([token_ids, positions], device)
+        return self._model.run(token_ids, hidden, at, self._cache.layers, plan)
+
+    def _fed(self, turn: _Turn) -> None:
+        """The rows of a turn are in the cache; full blocks of them can be found by what they
+        hold."""
+        one = turn.of
+        one.fed += turn.rows
+        del one.pending[: turn.rows]
+        if self._model.reads_features:
+            return
+        before, size = len(one.hashes), self._pool.block_size
+        extend_block_hashes(one.hashes, one.tokens[: one.fed], block_size=size)
+        for n in range(before, len(one.hashes)):
+            self._pool.register(one.blocks[n], one.hashes[n])
+
+
+def _extend(tokens: list[int], known: KnownTokens) -> None:
+    """Append those of `known` that are behind the last one."""
+    have, prompt = len(tokens), len(known.prompt)
+    if have < prompt:
+        tokens += known.prompt[have:]
+        have = prompt
+    tokens += known.output[have - prompt :]
