@@ -57,9 +57,9 @@ GOING = replace(SOME, token_ids=(20,), start=3, samples=(SampleSpec(0, 1),))
 
 
 # Before and behind the sampling parameters, which come by name.
-GOLDEN_BEGIN = "98099593000191079301cd012c909502029205ce000111709091009d03030604910892040905919200"
+GOLDEN_BEGIN = "98099593000191079301cd012c909502029205ce000111709091009e03030604910892040905919200"
 GOLDEN_END = (
-    "9102a16194010203040094040592080691079192"
+    "9102a161940102030400c4017394040592080691079192"
     + "0102c4026b76919202c404ff000001029403920001c2c291920002"
 )
 
@@ -106,7 +106,7 @@ def test_the_bytes_of_a_step_are_these():
             Going(1, (7,)),
             Ahead(300),
             Chunk(2, (5, 70000), (), (0,)),
-            Full(3, 6, 4, (8,), (4, 9), 5, ((0, 0),), SAMPLING, (2,), "a", (1, 2, 3, 4)),
+            Full(3, 6, 4, (8,), (4, 9), 5, ((0, 0),), SAMPLING, (2,), "a", (1, 2, 3, 4), salt=b"s"),
             Draft(5, (8, 6), (7,)),
         ),
         ((1, 2),),

@@ -244,6 +244,37 @@ def test_sampled_tokens_are_distributed_as_the_model_s(
     assert method == "draft_model" or found.stats.spec_accepted_tokens > 50
 
 
+def test_a_draft_s_cache_is_shared_by_requests_of_one_salt(
+    models: Callable[[str], tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = models("llama")
+    given, source = draft_source(folder, folder)
+    runner = make_runner(folder, draft=source)
+    drafter = runner._drafter
+    assert isinstance(drafter, ModelDrafter)
+    rows: list[int] = []
+    inner = drafter._model.run
+
+    def counted(token_ids: Tensor, *rest: Any) -> Tensor:
+        rows.append(len(token_ids))
+        return inner(token_ids, *rest)
+
+    monkeypatch.setattr(drafter._model, "run", counted)
+
+    def most_rows(salt: bytes) -> int:
+        """Of a request's first drafts: the prompt's that were not found."""
+        rows.clear()
+        # Each engine counts its sequences from 0.
+        for seq_id in list(drafter._followed):
+            drafter._forget(seq_id)
+        params = with_params(max_tokens=4)
+        prompt = tuple(range(1, 51))
+        run(runner, [EngineRequest("r", "r", prompt, params, cache_salt=salt)], given)
+        return max(rows)
+
+    assert [most_rows(salt) for salt in (b"", b"", b"a", b"a", b"b")] == [51, 3, 51, 3, 51]
+
+
 def test_a_drafter_forgets_whom_it_has_no_room_for(
     models: Callable[[str], tuple[Path, Any]],
 ) -> None:

@@ -36,11 +36,12 @@ class KnownTokens:
     """All tokens of a sequence, those that a penalty or a bad word may look at.
 
     `prompt` is the request's own tuple, the same object in every step. Behind one `seq_id` they
-    only grow.
+    only grow. What is kept of them is for requests of the same `salt`.
     """
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
+    salt: bytes = b""
 
 
 class LayerMoves(NamedTuple):

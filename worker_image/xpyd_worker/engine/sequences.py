@@ -256,7 +256,8 @@ class Sequence:
         request = self.state.request
         if not reads and not request.sampling.reads_tokens:
             return None
-        return KnownTokens(request.prompt, tuple(self.tokens[len(request.prompt) :]))
+        output = tuple(self.tokens[len(request.prompt) :])
+        return KnownTokens(request.prompt, output, request.cache_salt)
 
 
 class BlockTables:

@@ -154,6 +154,7 @@ class _Followed:
     pending: list[Tensor] = field(default_factory=list[Tensor])
     blocks: list[int] = field(default_factory=list[int])
     hashes: list[bytes] = field(default_factory=list[bytes])
+    salt: bytes = b""
 
     @property
     def seen(self) -> int:
@@ -260,7 +261,8 @@ class ModelDrafter:
         one.tokens += [sample.token_id for sample in samples]
         if not one.blocks:
             size = self._pool.block_size
-            hashes = block_hashes(one.tokens[:-1], block_size=size)
+            one.salt = sequence.known.salt
+            hashes = block_hashes(one.tokens[:-1], block_size=size, salt=one.salt)
             one.blocks = self._pool.lookup(hashes)
             self._pool.retain(one.blocks)
             one.fed = len(one.blocks) * size
@@ -391,7 +393,7 @@ class ModelDrafter:
         if self._model.reads_features:
             return
         before, size = len(one.hashes), self._pool.block_size
-        extend_block_hashes(one.hashes, one.tokens[: one.fed], block_size=size)
+        extend_block_hashes(one.hashes, one.tokens[: one.fed], block_size=size, salt=one.salt)
         for n in range(before, len(one.hashes)):
             self._pool.register(one.blocks[n], one.hashes[n])
 

@@ -76,6 +76,7 @@ class _Held:
     samples: tuple[SampleSpec, ...]
     # Behind its last known token in that share.
     end: int
+    salt: bytes = b""
     # Made when a draw first reads it.
     prompt: tuple[int, ...] | None = None
 
@@ -128,6 +129,7 @@ class StepDecoder:
             row.blocks,
             samples,
             row.start + len(row.tokens) - row.drafts,
+            row.salt,
         )
         self._held[row.slot] = held
         self._states.begin(
@@ -181,7 +183,7 @@ class StepDecoder:
         tokens = self._states.tokens(slot, end)
         if held.prompt is None:
             held.prompt = tuple(tokens[: held.prompt_tokens])
-        return KnownTokens(held.prompt, tuple(tokens[held.prompt_tokens :]))
+        return KnownTokens(held.prompt, tuple(tokens[held.prompt_tokens :]), held.salt)
 
 
 def _scheduled(

@@ -40,6 +40,7 @@ class _Known:
     drawn: int | None
     # Tokens that came of draft tokens in that step, besides the last one.
     more: int = 0
+    salt: bytes = b""
 
 
 class StepEncoder:
@@ -119,7 +120,8 @@ class StepEncoder:
         held_from = 0 if sequence.known is not None else sequence.start
         if DRAWN_BEFORE in sequence.token_ids:
             held_from = sequence.start + 1
-        known = _Known(slot, sequence, 0, held_from, 0, None)
+        salt = b"" if sequence.known is None else sequence.known.salt
+        known = _Known(slot, sequence, 0, held_from, 0, None, salt=salt)
         self._known[sequence.seq_id] = known
         return known
 
@@ -136,7 +138,7 @@ def _short(sequence: ScheduledSequence, known: _Known) -> Row | None:
         and sequence.eos_token_ids == of.eos_token_ids
         and sequence.log_id == of.log_id
         and (sequence.known is not None) == reads
-        and (not reads or not known.held_from)
+        and (sequence.known is None or (not known.held_from and sequence.known.salt == known.salt))
     )
     if not is_the_same:
         return None
@@ -179,4 +181,5 @@ def _full(sequence: ScheduledSequence, known: _Known) -> Full:
         log_id=sequence.log_id,
         before=None if tokens is None else (*tokens.prompt, *tokens.output)[: sequence.start],
         drafts=sequence.drafts,
+        salt=b"" if tokens is None else tokens.salt,
     )

@@ -62,7 +62,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 class Full(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """A sequence as ScheduledSequence has it; the slot is its own from here on. `samples` are
-    (choice index, position). `before`: its tokens before `start`, where the draw reads them."""
+    (choice index, position). `before`: its tokens before `start`, where the draw reads them, and
+    the `salt` of them all."""
 
     slot: int
     seq_id: int
@@ -77,6 +78,7 @@ class Full(msgspec.Struct, frozen=True, array_like=True, tag=3):
     before: tuple[int, ...] | None
     drafts: int = 0
     """So many of `tokens`, the last ones, are draft tokens."""
+    salt: bytes = b""
 
 
 class Draft(msgspec.Struct, frozen=True, array_like=True, tag=4):
