@@ -51,7 +51,6 @@ DEADLINE_S = 120
 """Of a rollout."""
 KV_PORT = 21001
 DISCOVERY_PORT = 30001
-MODEL_IN_POD = "/models/demo-model"
 _ARGS = ("dtype", "role", "kv-transport", "kv-cache-memory")
 """Flags of which each pool's template has the value."""
 _ASK = """
@@ -83,13 +82,9 @@ def pool(name: str, role: str, /, *, model: Path | None = None, **flags: str) ->
     """A pool of one engine whose flags of _ARGS are `flags`. `model`: a folder of the node with the
     checkpoint, in place of the image's."""
     values = {"dtype": "float32", "role": role, "kv_transport": "auto", "kv_cache_memory": "64Mi"}
-    template = worker_test_template()
+    template = worker_test_template(model)
     [engine] = template["spec"]["containers"]
     engine["env"] = [{"name": n.upper(), "value": v} for n, v in {**values, **flags}.items()]
-    if model is not None:
-        mount = {"name": "model", "mountPath": MODEL_IN_POD, "readOnly": True}
-        engine["volumeMounts"].append(mount)
-        template["spec"]["volumes"].append({"name": "model", "hostPath": {"path": str(model)}})
     return cpu_pool(name, role, replicas=1, template=template)
 
 

@@ -22,7 +22,8 @@ import pytest
 
 from scripts.train_demo_model.random_checkpoint import make_checkpoint
 from scripts.train_demo_model.random_weights import Family
-from tests.e2e.harness import empty_fleet, wait_for
+from tests.e2e.harness import empty_fleet, ranks_of, wait_for
+from tests.e2e.test_lost_replicas import under_load
 from tests.e2e.test_parallel import (
     EXPERT,
     Layout,
@@ -292,3 +293,47 @@ def test_replicas_that_share_experts_come_and_go_under_load(tmp_path: Path, mode
         assert refused.status_code == 409
         assert "5 ranks for 4 experts" in refused.json()["error"]["message"]
         assert text() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes", [(2, 1), pytest.param((2, 4, 1), marks=pytest.mark.long)], ids=str
+)
+def test_replicas_that_share_experts_follow_a_file_while_a_router_has_requests(
+    tmp_path: Path, model: Path, sizes: tuple[int, ...]
+) -> None:
+    """The engine of a pod whose document says `maxData` and `expert`: it starts with one, and the
+    file is the pod's annotation. No request fails, and all texts are the same; what cannot be is
+    said where the operator reads it."""
+    bodies = [
+        {"prompt": prompt, "max_tokens": 24, "ignore_eos": True}
+        for prompt in ("The capital of", "Once upon a time")
+    ]
+    size_file = tmp_path / "data"
+    size_file.write_text(str(sizes[0]))
+    with empty_fleet(tmp_path) as running:
+        # Ranks that start take the cores: on a busy machine beats are seconds late.
+        running.heartbeat_ms = 3000
+        running.start_router()
+        flags = (EXPERT, "--enable-elastic-ep", f"--data-parallel-size-file={size_file}")
+        engine = running.start_engine("Aggregated", *flags, model=model, name="elastic")
+
+        def shown(replicas: int) -> str | None:
+            """What the router says of the engine, once it has so many."""
+            [row] = running.instances()
+            return row["scaling_problem"] if row["replicas"] == replicas else None
+
+        running.wait_ready(engine)
+        wait_for(f"{sizes[0]} replicas", lambda: shown(sizes[0]) == "", 60)
+        with under_load(running, bodies) as texts:
+            for size in sizes[1:]:
+                begun_s = time.monotonic()
+                size_file.write_text(str(size))
+                wait_for(f"{size} replicas", lambda n=size: shown(n) == "", 120)
+                wait_for("those that go to end", lambda n=size: len(ranks_of(engine)) == n, 60)
+                _log.info("%d replicas after %.1f s", size, time.monotonic() - begun_s)
+        _log.info("%d requests in all", len(texts))
+        size_file.write_text("5")
+        wait_for("a reason", lambda: shown(sizes[-1]), 60)
+        assert "5 ranks for 4 experts" in (shown(sizes[-1]) or "")
+        assert running.complete(**bodies[0])["choices"][0]["text"] == texts[0]

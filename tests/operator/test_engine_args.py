@@ -172,8 +172,15 @@ BAD_ARGS = ["--flag-of-tomorrow"]
 @pytest.mark.parametrize(
     ("parallelism", "args", "said"),
     [
-        ({"data": 1, "maxData": 2}, ["--enable-expert-parallel"], "maxData: not with --enable-exp"),
+        (
+            {"data": 1, "maxData": 2},
+            ["--enable-expert-parallel"],
+            "maxData: not with --enable-expert-parallel in spec.engine.args, which is of all "
+            "pools; set spec.pools[0].parallelism.expert",
+        ),
+        ({"maxData": 2, "expert": 2}, ["--enable-expert-parallel"], ""),
         ({"data": 1, "maxData": 2}, ["--enable-eplb"], "maxData: not with --enable-eplb"),
+        ({"maxData": 2, "expert": 2}, ["--enable-eplb"], "maxData: not with --enable-eplb"),
         (
             {"data": 2, "expert": 2, "onRankLoss": "Continue"},
             ["--enable-eplb"],

@@ -22,6 +22,7 @@ from xpyd_operator.controller.decision.kinds import (
 from xpyd_operator.controller.decision.report import report
 from xpyd_operator.controller.decision.writes import Apply, DeleteObject, Scale
 from xpyd_operator.document.load import parse_object
+from xpyd_operator.document.parallelism import Parallelism
 from xpyd_operator.manifests.volumes import model_in_pod
 from xpyd_operator.plan.fleet import plan
 from xpyd_operator.plan.revisions import differences, record_of, restored, revision_id
@@ -279,6 +280,16 @@ def test_a_record_taken_back_makes_the_pods_that_it_made_and_leaves_sizes_alone(
         ({"data": 1, "maxData": 4}, {"data": 3}, {"data": 3, "maxData": 4}),
         ({"data": 3, "maxData": 4}, {}, {"maxData": 4}),
         ({"data": 2}, {"data": 3, "maxData": 4}, {"data": 2}),
+        (
+            {"tensor": 2, "data": 1, "maxData": 4, "expert": 2},
+            {"tensor": 2, "data": 3, "maxData": 4, "expert": 6},
+            {"tensor": 2, "data": 3, "maxData": 4, "expert": 8},
+        ),
+        (
+            {"data": 2, "maxData": 3, "expert": 2},
+            {"data": 1, "maxData": 4},
+            {"data": 1, "maxData": 3, "expert": 3},
+        ),
     ],
 )
 def test_a_record_taken_back_leaves_the_replicas_of_an_instance_alone_where_they_come_and_go(
@@ -289,6 +300,7 @@ def test_a_record_taken_back_leaves_the_replicas_of_an_instance_alone_where_they
     second["spec"]["pools"][1]["parallelism"] = now
     found = restored(second["spec"], record_of(first["spec"]))
     assert found["pools"][1]["parallelism"] == back
+    assert Parallelism.model_validate(back), "a document may say it"
 
 
 def test_differences_name_the_fields_and_items_by_their_names() -> None:

@@ -240,12 +240,20 @@ def test_a_status_shows_replicas_and_fits_its_schema() -> None:
     assert FleetPoolStatus(name="decode", layout=layout).layout == layout
 
 
-def test_a_status_shows_how_many_replicas_there_may_be_where_they_come_and_go() -> None:
+@pytest.mark.parametrize(
+    ("elastic", "shown"),
+    [
+        (Parallelism(tensor=64, data=3, max_data=64), "TP64xPP1xDP1-64"),
+        (Parallelism(tensor=2, data=3, max_data=32, expert=6), "TP2xPP1xDP1-32xEP2-64"),
+    ],
+)
+def test_a_status_shows_how_many_replicas_there_may_be_where_they_come_and_go(
+    elastic: Parallelism, shown: str
+) -> None:
     fleet = fleet_of_groups()
     prefill, decode = fleet.spec.pools
-    elastic = Parallelism(tensor=64, data=3, max_data=64)
     pools = (prefill, decode.model_copy(update={"parallelism": elastic}))
     fleet = fleet.model_copy(update={"spec": fleet.spec.model_copy(update={"pools": pools})})
     layout = {p["name"]: p.get("layout") for p in status(fleet, None)["pools"]}["decode"]
-    assert layout == "TP64xPP1xDP1-64"
+    assert layout == shown
     assert FleetPoolStatus(name="decode", layout=layout).layout == layout

@@ -167,12 +167,27 @@ def test_where_replicas_come_and_go_their_number_is_no_revision():
     assert found(data=3, maxData=3) == before
     others = {found(data=1, maxData=4).revision, found(data=3).revision, found().revision}
     assert len({before.revision, *others}) == 4
+    # With experts that they share neither is how many ranks these lie on; whether they are shared
+    # is one.
+    shared = found(data=2, maxData=3, expert=2)
+    assert shared.template.args[3:5] == ("--enable-expert-parallel", "--enable-elastic-ep")
+    for data, expert in ((3, 3), (2, 3), (1, 3)):
+        assert found(data=data, maxData=3, expert=expert) == shared
+    assert found(data=1, maxData=3, expert=1) == before != shared
 
 
 def test_a_local_engine_starts_with_the_replicas_that_the_document_says():
     pool = {"name": "all", "role": "Aggregated", "resources": {"gpus": 0}}
-    found = want(pools=[pool | {"parallelism": {"data": 2, "maxData": 3}}])
-    assert found == want(pools=[pool | {"parallelism": {"data": 2}}])
+    for elastic, local in (
+        ({"data": 2, "maxData": 3}, {"data": 2}),
+        ({"data": 2, "maxData": 3, "expert": 3}, {"data": 2, "expert": 2}),
+        ({"data": 2, "maxData": 3, "expert": 2}, {"data": 2, "expert": 2}),
+        ({"tensor": 2, "maxData": 3, "expert": 6}, {"tensor": 2, "expert": 2}),
+        # An engine refuses to go on without another replica where there is none.
+        ({"data": 1, "maxData": 3, "expert": 3, "onRankLoss": "Continue"}, {}),
+    ):
+        found = want(pools=[pool | {"parallelism": elastic}])
+        assert found == want(pools=[pool | {"parallelism": local}])
 
 
 def test_replicas_of_an_aggregated_vllm_are_its_own_flag():

@@ -210,6 +210,20 @@ def test_a_replica_that_goes_ends_what_it_has_when_its_time_is_over() -> None:
         instance.assert_as_alone("b")
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_replica_without_requests_leaves_while_others_have_some(depth: int) -> None:
+    """It makes dummies until it has left. Under load nobody may wait for the end of a wave."""
+    with running(2, depth=depth) as instance:
+        instance.submit("a", replica=0, tokens=390)
+        instance.until(lambda: bool(instance.outputs))
+        instance.forwards.hold = lambda _: threading.Event().wait(0.005) and None
+        assert instance.scale(1, drain_s=DEADLINE_S) == 0
+        assert not instance.is_finished("a")
+        instance.forwards.hold = lambda _: None
+        instance.until_finished("a")
+        instance.assert_as_alone("a")
+
+
 def test_replicas_that_cannot_come_leave_the_others_as_they_were() -> None:
     with running(2) as instance:
         load = instance.engine._load_one

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from tests.router.fakes import until
 from tests.worker.server_fakes import KEY, nobody_parts, serving
 from xpyd_core.errors import UserError
 from xpyd_core.heartbeat import Parting
 from xpyd_core.keys import call_mac
+from xpyd_core.messages import ReplicaBeat
 from xpyd_core.request_id import Address
 from xpyd_worker.server.http.admission import Lifecycle
 from xpyd_worker.server.http.inference import Api
@@ -135,6 +137,26 @@ async def test_replicas_follow_a_file_and_heartbeats_say_what_cannot_be(
         replicas.error = None
         size_file.write_text("2")
         await asked(2, 4, 3)
+    finally:
+        scaling.close()
+
+
+async def test_heartbeats_say_which_replica_was_lost_where_a_file_says_how_many_there_are(
+    tmp_path: Path,
+) -> None:
+    """Else the operator would wait for it, and nobody know why."""
+    serving = ReplicaBeat(zmq_address="tcp://10.0.0.1:21001")
+    lost, leaving = replace(serving, serving=0), replace(serving, serving=0, draining=1)
+    scaling = Scaling(Api(Lifecycle()), 4)
+    assert scaling.why_fewer((serving, lost)) == "", "nobody asks for so many"
+    scaling.bind(Replicas(), nobody_parts)
+    scaling.follow(tmp_path / "data", 7.0)
+    try:
+        assert scaling.why_fewer((serving, leaving)) == ""
+        found = scaling.why_fewer((serving, lost, lost))
+        assert found == "of 3 replicas these were lost: 1, 2"
+        scaling.problem = "no room"
+        assert scaling.why_fewer((serving, lost)) == "no room"
     finally:
         scaling.close()
 

@@ -389,7 +389,7 @@ class _Worker:
 
     def _beat(self, loaded: Loaded, port: int) -> Heartbeat:
         config = self._config
-        stats = loaded.engine.stats()
+        stats, replicas = loaded.engine.stats(), loaded.beats()
         return Heartbeat(
             type=LETTER[config.role],
             http_address=f"{_bracketed(config.host)}:{port}",
@@ -414,9 +414,9 @@ class _Worker:
             block_tokens=config.block_size,
             kv_peers=loaded.kv.peers.latest(),
             kv_leases=stats.kv_leases,
-            scaling_problem=self._scaling.problem,
+            scaling_problem=self._scaling.why_fewer(replicas),
             tls=0 if self._tls is None else 1,
-            replicas=loaded.beats(),
+            replicas=replicas,
         )
 
     def _say_ready(self, loaded: Loaded, port: int) -> None:

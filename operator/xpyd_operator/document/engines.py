@@ -327,6 +327,10 @@ def _ranks_and_gpus(pool: Pool) -> tuple[int, ...]:
     return *_ranks(pool), pool.resources.gpus
 
 
+def _role_and_gpus(pool: Pool) -> tuple[int | str, ...]:
+    return pool.role, pool.resources.gpus
+
+
 def _tensor_and_gpus(pool: Pool) -> tuple[int, ...]:
     return pool.parallelism.tensor, pool.resources.gpus
 
@@ -364,8 +368,7 @@ class Pool(ApiModel):
     @property
     def with_replicas_that_stay(self) -> Pool:
         """The same, where no replicas come and go."""
-        parallelism = self.parallelism.model_copy(update={"max_data": None})
-        return self.model_copy(update={"parallelism": parallelism})
+        return self.model_copy(update={"parallelism": self.parallelism.with_replicas_that_stay})
 
     def kv_ports(self, first: int, *, is_vllm: bool) -> range:
         """The ports that an instance takes for KV. A rank of vLLM is another process than its
@@ -445,6 +448,18 @@ class Pool(ApiModel):
         return parallelism.max_data is None or gpus == 0 or gpus >= parallelism.ranks
 
     @rule(
+        "!has(self.parallelism.maxData) || self.parallelism.expert <= 1 || "
+        "(self.role == 'Aggregated' && self.resources.gpus == 0)",
+        "replicas that share experts come and go only in instances on the CPU whose role is "
+        "Aggregated: leave maxData out, or expert",
+        field="parallelism.maxData",
+        numbers=Numbers("role %s, gpus %d", "self.role, self.resources.gpus", _role_and_gpus),
+    )
+    def _may_share_experts_anew(self) -> bool:
+        can = self.role == "Aggregated" and self.resources.gpus == 0
+        return self.parallelism.max_data is None or self.parallelism.expert <= 1 or can
+
+    @rule(
         f"self.resources.gpus != 0 || {_RANKS} <= {MOST_CPU_RANKS}",
         f"an instance on the CPU is one pod of at most {MOST_CPU_RANKS} ranks: "
         "lower parallelism.tensor, pipeline or data",
@@ -471,12 +486,8 @@ class Pool(ApiModel):
         field="replicas",
     )
     def _keeps_its_bounds(self) -> bool:
-        if self.replicas is None:
-            return True
-        most = self.scaling.max_replicas
-        return self.replicas >= self.scaling.min_replicas and (
-            most is None or self.replicas <= most
-        )
+        size, least, most = self.replicas, self.scaling.min_replicas, self.scaling.max_replicas
+        return size is None or (size >= least and (most is None or size <= most))
 
     @transition(
         "self.role == oldSelf.role",

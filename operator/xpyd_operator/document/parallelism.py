@@ -23,6 +23,10 @@ def _expert_ranks(parallelism: Parallelism) -> tuple[int, ...]:
     return parallelism.expert, tensor, data, tensor * data
 
 
+def _pipeline(parallelism: Parallelism) -> tuple[int, ...]:
+    return (parallelism.pipeline,)
+
+
 def _data_and_most(parallelism: Parallelism) -> tuple[int, ...]:
     return parallelism.data, parallelism.most
 
@@ -46,7 +50,8 @@ class Parallelism(ApiModel):
     replicas come and go in those that are there. None: another number is a new revision."""
     expert: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks that share the experts of a layer, each of which then has whole ones: all of a stage in
-    all replicas, so `tensor * data`. 1: each expert is divided as the rest of its layer."""
+    all replicas, so `tensor * data`; with `maxData` also `tensor * maxData`, which may stay when
+    `data` changes. 1: each expert is divided as the rest of its layer."""
     on_rank_loss: Literal["Restart", "Continue"] = "Restart"
     """Where replicas share experts and a rank of one is lost: the instance ends and starts again,
     or the other replicas take over its experts and go on until it has come again."""
@@ -73,16 +78,29 @@ class Parallelism(ApiModel):
 
     @property
     def layout(self) -> str:
-        """For people: TP2xPP2, with replicas TP2xPP2xDP2, with whole experts TP2xPP2xDP2xEP4."""
-        data = f"1-{self.max_data}" if self.max_data else str(self.data)
-        more = (("DP", data), ("EP", str(self.expert)))
+        """For people: TP2xPP2, with replicas TP2xPP2xDP2, with whole experts TP2xPP2xDP2xEP4; of
+        replicas that come and go TP2xPP1xDP1-4xEP2-8."""
+        data, expert = str(self.data), str(self.expert)
+        if self.max_data:
+            data = f"1-{self.max_data}"
+            expert = f"{self.tensor}-{self.tensor * self.max_data}" if self.expert > 1 else "1"
+        more = (("DP", data), ("EP", expert))
         shown = "".join(f"x{name}{size}" for name, size in more if size != "1")
         return f"TP{self.tensor}xPP{self.pipeline}{shown}"
 
     @property
     def with_whole_experts(self) -> Parallelism:
         """The same, with experts whole on the ranks that share them."""
-        return self.model_copy(update={"expert": self.tensor * self.data})
+        return self.model_copy(update={"expert": self.tensor * self.most})
+
+    @property
+    def with_replicas_that_stay(self) -> Parallelism:
+        """The same, where no replicas come and go. One alone shares experts with none, and is not
+        left behind."""
+        expert = self.tensor * self.data if self.expert > 1 else 1
+        on_loss = self.on_rank_loss if self.data > 1 else "Restart"
+        update = {"max_data": None, "expert": expert, "on_rank_loss": on_loss}
+        return self.model_copy(update=update)
 
     @rule(
         "!has(self.maxData) || !has(self.data) || self.data <= self.maxData",
@@ -95,21 +113,21 @@ class Parallelism(ApiModel):
         return self.max_data is None or self.data <= self.max_data
 
     @rule(
-        "!has(self.maxData) || ((!has(self.pipeline) || self.pipeline <= 1) && "
-        "(!has(self.expert) || self.expert <= 1))",
-        "replicas come and go only without stages, and where they share no experts: "
-        "leave maxData out, or pipeline and expert",
+        "!has(self.maxData) || !has(self.pipeline) || self.pipeline <= 1",
+        "replicas come and go only without stages: leave maxData out, or pipeline",
         field="maxData",
+        numbers=Numbers("pipeline %d", "self.pipeline", _pipeline),
     )
     def _may_be_elastic(self) -> bool:
-        return self.max_data is None or (self.pipeline <= 1 and self.expert <= 1)
+        return self.max_data is None or self.pipeline <= 1
 
     @rule(
         # Tried on the default {}, too, before the fields have their own.
         "!has(self.expert) || self.expert <= 1 || (has(self.tensor) && has(self.data) && "
-        "self.expert == self.tensor * self.data)",
-        "experts lie on all ranks of a stage, which are parallelism.tensor * data: "
-        "set parallelism.expert to the same number, or leave it out",
+        "(self.expert == self.tensor * self.data || "
+        "(has(self.maxData) && self.expert == self.tensor * self.maxData)))",
+        "experts lie on all ranks of a stage: set parallelism.expert to tensor * data, with "
+        "maxData to that or to tensor * maxData, or leave it out",
         field="expert",
         numbers=Numbers(
             "expert %d, %d * %d = %d ranks",
@@ -118,16 +136,16 @@ class Parallelism(ApiModel):
         ),
     )
     def _experts_are_on_a_stage(self) -> bool:
-        return self.expert in (1, self.tensor * self.data)
+        return self.expert in (1, self.tensor * self.data, self.tensor * self.most)
 
     @rule(
         "!has(self.onRankLoss) || self.onRankLoss != 'Continue' || (has(self.expert) && "
-        "self.expert > 1 && has(self.data) && self.data > 1 && "
+        "self.expert > 1 && (has(self.maxData) || (has(self.data) && self.data > 1)) && "
         "(!has(self.pipeline) || self.pipeline <= 1))",
         "replicas go on where they share experts and have one stage: raise parallelism.data and "
         "expert, leave pipeline out, or set Restart",
         field="onRankLoss",
     )
     def _others_can_go_on(self) -> bool:
-        can = self.expert > 1 and self.data > 1 and self.pipeline == 1
+        can = self.expert > 1 and self.most > 1 and self.pipeline == 1
         return self.on_rank_loss == "Restart" or can

@@ -301,9 +301,13 @@ def _replica_problems(fleet: InferenceFleet, given: Collection[str]) -> Iterator
     for number, pool in enumerate(fleet.spec.pools):
         where = f"spec.pools[{number}].parallelism"
         if pool.parallelism.max_data is not None:
-            for flag in (EXPERT, EPLB):
-                if flag in given:
-                    yield f"{where}.maxData: not with {flag} in spec.engine.args; leave one out"
+            if EPLB in given:
+                yield f"{where}.maxData: not with {EPLB} in spec.engine.args; leave one out"
+            if EXPERT in given and pool.parallelism.expert == 1:
+                yield (
+                    f"{where}.maxData: not with {EXPERT} in spec.engine.args, which is of all "
+                    f"pools; set {where}.expert in place of it"
+                )
         if pool.parallelism.on_rank_loss == "Continue" and EPLB in given:
             yield f"{where}.onRankLoss: not with {EPLB} in spec.engine.args; leave one out"
 

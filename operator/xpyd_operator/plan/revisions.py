@@ -100,11 +100,14 @@ def _members(value: object) -> Json:
 
 
 def _lasting(pool: Mapping[str, Any]) -> Json:
-    """A pool without what is of the moment: of replicas that come and go, their number, too."""
+    """A pool without what is of the moment: of replicas that come and go, their number, too. Ranks
+    that share experts are as many as there may be then, which is right with any number."""
     found = _without(pool, OF_NOW["pools"])
     parallelism: Json = found.get("parallelism") or {}
-    if parallelism.get("maxData"):
-        found["parallelism"] = _without(parallelism, {"data"})
+    if most := parallelism.get("maxData"):
+        lasting = found["parallelism"] = _without(parallelism, {"data"})
+        if parallelism.get("expert", 1) > 1:
+            lasting["expert"] = parallelism.get("tensor", 1) * most
     return found
 
 

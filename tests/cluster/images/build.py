@@ -55,6 +55,8 @@ VLLM_IMAGE = f"{REGISTRY}/xpyd-test-vllm:{TAG}"
 
 ENVIRONMENT_PATH = "/opt/xpyd-env"
 """Where the worker's test image looks for its libraries."""
+MODEL_PATH = "/models/demo-model"
+"""Where the worker's image has its checkpoint."""
 
 _ENVIRONMENT = Path(__file__).with_name("environment.Dockerfile")
 _VLLM = Path(__file__).with_name("vllm.Dockerfile")
@@ -107,12 +109,19 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xpyd" / "images"
 
 
-def worker_test_template() -> dict[str, Any]:
-    """A pool's `template` for the worker's test image: mounts this environment's libraries.
+def worker_test_template(model: Path | None = None) -> dict[str, Any]:
+    """A pool's `template` for the worker's test image: mounts this environment's libraries and, in
+    place of the image's checkpoint, a folder of the node with another.
 
-    Its hostPath volume is refused in namespaces of pod security "restricted" and "baseline".
+    Its hostPath volumes are refused in namespaces of pod security "restricted" and "baseline".
     """
-    return _mounting(sysconfig.get_path("purelib"), ENVIRONMENT_PATH)
+    found = _mounting(sysconfig.get_path("purelib"), ENVIRONMENT_PATH)
+    if model is not None:
+        [engine] = found["spec"]["containers"]
+        mount = {"name": "model", "mountPath": MODEL_PATH, "readOnly": True}
+        engine["volumeMounts"].append(mount)
+        found["spec"]["volumes"].append({"name": "model", "hostPath": {"path": str(model)}})
+    return found
 
 
 def ensure_vllm_image(cache: Path) -> Path:

@@ -289,10 +289,13 @@ class EngineCore:
 
         Public for tests, which run it without the thread.
         """
-        self._is_quiet = False
+        was_quiet, self._is_quiet = self._is_quiet, False
         free = self._pool.num_free
-        for item in self._inbox.take():
+        items = self._inbox.take()
+        for item in items:
             item()
+        # In a wave a replica without requests has one turn behind the other: it may leave in each.
+        self._is_quiet = was_quiet and not items
         now = self._clock()
         if self._producer:
             self._producer.poll(now)
@@ -424,7 +427,9 @@ class EngineCore:
         stats.kv_leases = self._kv_leases()
         self._stats = stats
         self._recompute_log.look(stats.kv_recomputed, stats.kv_recomputed_tokens, self._clock())
-        is_busy = self._scheduler.has_requests or bool(self._under_way)
+        # A dummy is the others': a replica that makes them has nothing to do.
+        has_steps = any(one.step is not None for one in self._under_way)
+        is_busy = self._scheduler.has_requests or has_steps
         self._is_quiet = not (is_busy or stats.kv_leases)
 
     def _kv_leases(self) -> int:

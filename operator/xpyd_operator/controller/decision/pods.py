@@ -120,18 +120,26 @@ def replica_problems(state: FleetState) -> tuple[Problem, ...]:
 def _unscaled(state: FleetState, pod: Raw, data: int) -> str:
     """Why an instance has not as many replicas as it should; "": it has, or may yet."""
     name, told, has = name_of(pod), _told(pod), state.replicas.get(name_of(pod))
-    if has is not None and has.problem and has.replicas != told:
+    if not _is_changing(state, pod, _wanted(pod, data)):
+        return ""
+    if has is not None:
         return (
-            f"{short(name, 80)} has {has.replicas} replicas and should have {told}: "
-            f"{short(has.problem)}; it is tried again"
+            ""
+            if not has.problem
+            else (
+                f"{short(name, 80)} has {has.replicas} replicas and should have {told}: "
+                f"{short(has.problem)}; it is tried again"
+            )
         )
     ended = sum(count(one, "restartCount") for one in rows(pod, "status", "containerStatuses"))
-    if has is None and ended and _is_changing(state, pod, _wanted(pod, data)):
-        return (
+    return (
+        ""
+        if not ended
+        else (
             f"{short(name, 80)} was told {told} replicas, ended {ended} times and is at no router: "
             "the others of its pool stay as they are until it serves"
         )
-    return ""
+    )
 
 
 def shrinking(state: FleetState, made: Plan) -> frozenset[Key]:

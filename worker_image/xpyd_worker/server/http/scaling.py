@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Protocol
 
 from xpyd_core.errors import ApiError, UserError, XpydError
 from xpyd_core.heartbeat import Parting
+from xpyd_core.messages import ReplicaBeat
 from xpyd_core.parallel.checks import DATA_FILE, ELASTIC
 from xpyd_worker.config_check import MAX_PARALLEL
 from xpyd_worker.ranks.loss import RankLostError
@@ -57,7 +58,15 @@ class Scaling:
         self._work: asyncio.Task[int] | None = None
         self._following: asyncio.Task[None] | None = None
         self.problem = ""
-        """Why there are not as many as the file says; for heartbeats."""
+        """Why the number in the file could not be had."""
+
+    def why_fewer(self, replicas: Sequence[ReplicaBeat]) -> str:
+        """Why fewer of these serve than the file says, for heartbeats; "": as many do, or more are
+        about to come. One that is lost counts as there when the file is followed."""
+        lost = [str(n) for n, one in enumerate(replicas) if not (one.serving or one.draining)]
+        if self.problem or self._following is None or not lost:
+            return self.problem
+        return f"of {len(replicas)} replicas these were lost: {', '.join(lost)}"
 
     def bind(self, engine: Scalable, part: Part) -> None:
         """The engine, once loaded, whose replicas may come and go."""
