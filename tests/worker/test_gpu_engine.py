@@ -19,6 +19,9 @@ from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.open_requests import StopRules
 from xpyd_worker.engine.request import EngineOutput, EngineRequest, SamplingParams, SchedulerConfig
 from xpyd_worker.engine.speculation import SpeculativeConfig
+from xpyd_worker.runner.drafter import ModelDrafter
+from xpyd_worker.runner.kv_cache import KvCache
+from xpyd_worker.runner.load_draft import DecoderDraft
 from xpyd_worker.runner.runner import ModelRunner
 
 # Ends of some texts of these models, at different places.
@@ -126,6 +129,25 @@ def test_so_it_does_with_drafts(wanted: Run, largest_graph: int, blocks: int) ->
     assert found.ends == wanted.ends
     assert found.engine.stats().spec_draft_tokens > 0
     assert (runner.counters.graph_replays > 0) == (largest_graph > 0)
+
+
+@pytest.mark.parametrize("largest_graph", [0, 8])
+def test_so_it_does_where_a_model_drafts(wanted: Run, largest_graph: int) -> None:
+    """The model itself, over a cache of its own: a step with its drafts is waited for."""
+    runner = make(FakeGpu(), largest_graph=largest_graph, blocks=64)
+    cache, vocab = runner.kv_cache, runner._vocab_size
+    runner._drafter = ModelDrafter(
+        DecoderDraft(runner._model, vocab, of=vocab),
+        runner._kernels,
+        KvCache(cache.shape, num_layers=len(cache.layers), num_blocks=64),
+        weight_bytes=0,
+        most_sequences=12,
+    )
+    given = SpeculativeConfig(method="draft_model", model="itself", num_speculative_tokens=3)
+    found = Run(runner, speculative=given)
+    assert found.tokens == wanted.tokens
+    assert found.ends == wanted.ends
+    assert found.engine.stats().spec_draft_tokens > 0
 
 
 def test_the_requests_end_in_different_ways(wanted: Run) -> None:
