@@ -24,6 +24,10 @@ PAIRS: list[tuple[Layout, Layout, str]] = [
     ((2, 1), (2, 1), "put-async"),
     ((2, 2), (2, 1), "get"),
     ((1, 1), (3, 2), "put"),
+    ((2, 2), (1, 2), "put-async"),
+    ((1, 2), (2, 2), "put"),
+    ((3, 1), (3, 1), "put-async"),
+    ((2, 2), (1, 4), "get"),
 ]
 IN_EACH_RUN = 3
 SMALL = ("--max-num-batched-tokens", "72", "--max-num-seqs", "8", "--kv-group-bytes", "1")
