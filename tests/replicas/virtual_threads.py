@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -339,7 +339,7 @@ class _Pool:
 
 
 @contextmanager
-def virtual_threads(seed: int, *places: tuple[Any, str]) -> Iterator[VirtualThreads]:
+def virtual_threads(seed: int, *places: tuple[Any, str]) -> Generator[VirtualThreads]:
     """Within, each place (a module and a name in it) has them. Raises what ended a thread."""
     threads = VirtualThreads(seed)
     before = [(module, name, getattr(module, name)) for module, name in places]
