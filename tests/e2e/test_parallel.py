@@ -23,7 +23,6 @@ LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (2, 2)]
 Layout = tuple[int, int]
 Replicas = tuple[int, int, int]
 """(replicas, tensor, pipeline)."""
-RANK_STEPS = "xpyd_engine_rank_steps_total"
 DUMMIES = "xpyd_engine_replica_dummy_forwards_total"
 
 
@@ -134,12 +133,17 @@ def test_greedy_tokens_of_independent_replicas_are_those_of_transformers(
         )
         running.wait_healthy(engine)
         written = written_by(engine)
-        steps = [n for name, n in engine.metrics().items() if name.startswith(RANK_STEPS)]
-        assert len(steps) == layout[0] * layout[1]
-        assert all(steps)
+        assert len(rank_steps(engine)) == layout[0] * layout[1]
+        wait_for("all ranks to tell of their steps", lambda: all(rank_steps(engine)))
         assert engine.metric(DUMMIES) == 0
         assert engine.stop() == 0, engine.log[-3000:]
     check(model, written)
+
+
+def rank_steps(engine: Process) -> list[float]:
+    """Of each rank, all replicas'."""
+    found = engine.metrics().items()
+    return [value for name, value in found if name.startswith("xpyd_engine_rank_steps_total")]
 
 
 WHOLE: tuple[Family, ...] = ("mixtral", "qwen3-moe")
