@@ -12,7 +12,15 @@ import pytest
 
 from scripts.train_demo_model.random_checkpoint import make_checkpoint
 from scripts.train_demo_model.random_weights import Family
-from tests.e2e.harness import Fleet, Process, empty_fleet, free_port, http, wait_for
+from tests.e2e.harness import (
+    Fleet,
+    Process,
+    empty_fleet,
+    free_port,
+    http,
+    rank_steps,
+    wait_for,
+)
 from tests.e2e.test_families import ask_at, best_tokens, make_requests
 from tests.e2e.test_local_fleet import Local
 
@@ -138,12 +146,6 @@ def test_greedy_tokens_of_independent_replicas_are_those_of_transformers(
         assert engine.metric(DUMMIES) == 0
         assert engine.stop() == 0, engine.log[-3000:]
     check(model, written)
-
-
-def rank_steps(engine: Process) -> list[float]:
-    """Of each rank, all replicas'."""
-    found = engine.metrics().items()
-    return [value for name, value in found if name.startswith("xpyd_engine_rank_steps_total")]
 
 
 WHOLE: tuple[Family, ...] = ("mixtral", "qwen3-moe")
