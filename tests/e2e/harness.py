@@ -159,6 +159,12 @@ def ranks_of(engine: Process) -> list[int]:
     return [named[name] for name in sorted(named) if name.startswith("xpyd-rank-")]
 
 
+def rank_steps(engine: Process) -> list[float]:
+    """Of each rank, all replicas'."""
+    found = engine.metrics().items()
+    return [value for name, value in found if name.startswith("xpyd_engine_rank_steps_total")]
+
+
 @dataclass
 class Fleet:
     """A router and engines on 127.x.y.n; use through `fleet()`."""

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Generator, Iterable
@@ -35,7 +36,7 @@ from tests.e2e.test_parallel import (
     written_by,
 )
 from tests.ranks.kit.instances import WAIT_S, is_alive
-from tests.ranks.kit.worker import LONG, Worker, started
+from tests.ranks.kit.worker import LONG, Worker, start_cold, started
 from tests.ranks.kit.worker import wait_for as wait_until
 from xpyd_worker.ranks.loss import EXIT_RANK_ENDED, EXIT_RANK_SILENT
 
@@ -96,6 +97,38 @@ def worker(tmp_path: Path, model: Path) -> Generator[Worker]:
         yield found
 
 
+@pytest.mark.soak
+def test_ranks_more_take_little_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pages of what was imported are there once for each replica; what is printed is in
+    docs/parallel.md. Started cold, as users do: warm ones share pages with this process' server."""
+    folder = make_model(tmp_path / "model", "mixtral", experts=7)
+    body, found_mib = LONG | {"stream": False, "max_tokens": 24}, dict[int, float]()
+    for replicas, tensor in ((2, 1), (2, 2), (3, 2)):
+        layout = ("-dp", str(replicas), "-tp", str(tensor), EXPERT, "--model", str(folder))
+        with started(tmp_path, *layout, start=start_cold) as worker:
+            ranks = worker.ranks()
+            assert len(ranks) == replicas * tensor
+            for replica in range(replicas):
+                headers = {"X-data-parallel-rank": str(replica)}
+                answer = worker.client.post(PATH, json=body, headers=headers)
+                assert answer.status_code == 200
+            all_of_it = [worker.process.pid, *worker.tree()]
+            found_mib[len(ranks)] = sum(memory_mib(pid, "Pss") for pid in all_of_it)
+            alone = [memory_mib(pid, "Rss") for pid in ranks]
+            text = f"DP{replicas}xTP{tensor}: PSS {found_mib[len(ranks)]:.0f} MiB"
+            with capsys.disabled():
+                sys.stdout.write(f"\n{text}; a rank {min(alone):.0f} to {max(alone):.0f} resident")
+    assert found_mib[6] < 2 * found_mib[2]
+
+
+def memory_mib(pid: int, name: str) -> float:
+    """A sum over the pages of a process."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) / 1024
+    raise AssertionError(f"no {name} of process {pid}")
+
+
 def by_replica(worker: Worker, name: str) -> list[float]:
     """Of each replica."""
     text = worker.client.get("/metrics").text
@@ -129,11 +162,15 @@ def test_the_instance_falls_with_a_rank_of_any_replica(
     assert len(ranks) == 2
     with ExitStack() as stack:
         lines = stream(worker, stack, 0, 1900)
+        begun_s = time.monotonic()
         os.kill(ranks[1], number)
         last = [line for line in lines if line][-1]
     # By the engine that ends or by the process that does, whichever is first.
     assert re.search(r'"code": "(replica_lost|engine_failed)"', last)
     assert worker.process.wait(WAIT_S) == status
+    took_s = time.monotonic() - begun_s
+    _log.info("%s: the instance ended after %.1f s", number.name, took_s)
+    assert took_s < 10
     assert re.search(rf"the instance ended: rank 1 \(.*\) {how}", worker.log.read_text())
     assert not any(map(is_alive, ranks))
 

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.harness import Fleet, Process, empty_fleet, http, ranks_of, wait_for
+from tests.e2e.harness import Fleet, Process, empty_fleet, http, rank_steps, ranks_of, wait_for
 from xpyd_core.keys import call_mac, fleet_keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # torch is imported four times
@@ -146,19 +146,13 @@ def test_replicas_come_and_go_under_load(tmp_path: Path, sizes: tuple[int, ...])
                 wait_for("each has requests", lambda n=size: all_run(engine, n), 30)
 
 
-def steps(engine: Process) -> list[float]:
-    """Of each replica, which has one rank."""
-    found = engine.metrics()
-    return [value for name, value in found.items() if name.startswith("xpyd_engine_rank_steps")]
-
-
 def all_work(engine: Process, replicas: int) -> None:
     """Wait until each of its replicas has had steps since now."""
-    before = steps(engine)
+    before = rank_steps(engine)
     assert len(before) == replicas
 
     def more() -> bool:
-        now = steps(engine)
+        now = rank_steps(engine)
         return len(now) == replicas and all(b < n for b, n in zip(before, now, strict=True))
 
     wait_for(f"{replicas} replicas of {engine.name} work", more, 60)

@@ -6,12 +6,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from scripts.train_demo_model.random_checkpoint import make_checkpoint
 from scripts.train_demo_model.random_weights import Family
-from tests.e2e.harness import Fleet, Process, empty_fleet, free_port, http, wait_for
+from tests.e2e.harness import (
+    Fleet,
+    Process,
+    empty_fleet,
+    free_port,
+    http,
+    rank_steps,
+    wait_for,
+)
 from tests.e2e.test_families import ask_at, best_tokens, make_requests
 from tests.e2e.test_local_fleet import Local
 
@@ -20,6 +29,9 @@ FAMILIES: tuple[Family, ...] = ("llama", "qwen3", "mixtral")
 # (tensor, pipeline). Two KV heads over four ranks; five layers over three stages are 2, 2, 1.
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (2, 2)]
 Layout = tuple[int, int]
+Replicas = tuple[int, int, int]
+"""(replicas, tensor, pipeline)."""
+DUMMIES = "xpyd_engine_replica_dummy_forwards_total"
 
 
 def named(layout: Layout) -> str:
@@ -103,6 +115,39 @@ def test_greedy_tokens_are_those_of_transformers(
     check(model, written)
 
 
+USUAL_REPLICAS = [("llama", (2, 2, 1)), ("qwen3-moe", (2, 1, 1))]
+REPLICAS = [
+    pytest.param(
+        *(family, layout),
+        marks=pytest.mark.slow if (family, layout) in USUAL_REPLICAS else pytest.mark.soak,
+        id="{}-dp{}tp{}".format(family, *layout),
+    )
+    for family, layout in itertools.product(
+        ("llama", "mixtral", "qwen3-moe"), [(2, 1, 1), (2, 2, 1)]
+    )
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), REPLICAS)
+@pytest.mark.long
+def test_greedy_tokens_of_independent_replicas_are_those_of_transformers(
+    tmp_path: Path, family: Family, layout: Replicas
+) -> None:
+    """Each has all experts. tests/e2e/test_lock_step.py has those that share them."""
+    model = make_model(tmp_path / "model", family)
+    with empty_fleet(tmp_path) as running:
+        engine = running.start_engine(
+            "Aggregated", *flags(layout), model=model, env={"XPYD_DISCOVERY": ""}
+        )
+        running.wait_healthy(engine)
+        written = written_by(engine)
+        assert len(rank_steps(engine)) == layout[0] * layout[1]
+        wait_for("all ranks to tell of their steps", lambda: all(rank_steps(engine)))
+        assert engine.metric(DUMMIES) == 0
+        assert engine.stop() == 0, engine.log[-3000:]
+    check(model, written)
+
+
 WHOLE: tuple[Family, ...] = ("mixtral", "qwen3-moe")
 EXPERT = "--enable-expert-parallel"
 USUAL_EXPERTS = [("mixtral", (2, 1)), ("qwen3-moe", (4, 1))]
@@ -177,46 +222,66 @@ def tokens_of_experts(engine: Process) -> bool:
     return layers == [2 * computed] * 5 and total == sum(layers)
 
 
-# (replicas, tensor, pipeline) of P and of D. Replicas of one side share experts, in lock step.
-Replicas = tuple[int, int, int]
-EXPERT_PAIRS: list[tuple[Replicas, Replicas]] = [
-    ((1, 2, 1), (1, 1, 1)),
-    ((1, 2, 1), (2, 1, 1)),
-    ((1, 1, 1), (1, 4, 1)),
-    ((1, 2, 2), (1, 2, 1)),
-    ((2, 1, 1), (1, 1, 1)),
-    ((2, 1, 1), (2, 1, 1)),
-    ((2, 2, 1), (2, 1, 1)),
-    ((1, 1, 2), (2, 1, 2)),
+class Side(NamedTuple):
+    """The layout of P or of D, and whether its ranks have whole experts: then replicas share these,
+    in lock step."""
+
+    layout: Replicas
+    whole: bool = True
+
+    def __str__(self) -> str:
+        return "dp{}tp{}pp{}".format(*self.layout) + ("ep" if self.whole else "")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return (*flags(self.layout), *((EXPERT,) if self.whole else ()))
+
+
+# The first ones are in each run. Those at the end have six ranks and more.
+EXPERT_PAIRS: list[tuple[Family, Side, Side]] = [
+    ("mixtral", Side((1, 2, 1)), Side((1, 1, 1), whole=False)),
+    ("mixtral", Side((1, 2, 1), whole=False), Side((2, 1, 1))),
+    ("mixtral", Side((1, 2, 1)), Side((2, 1, 1))),
+    ("mixtral", Side((1, 1, 1)), Side((1, 4, 1))),
+    ("mixtral", Side((1, 2, 2)), Side((1, 2, 1))),
+    ("qwen3-moe", Side((2, 1, 1)), Side((1, 1, 1), whole=False)),
+    ("mixtral", Side((2, 1, 1)), Side((2, 1, 1))),
+    ("mixtral", Side((1, 1, 2)), Side((2, 1, 2))),
+    ("mixtral", Side((2, 2, 1)), Side((2, 1, 1))),
+    ("mixtral", Side((2, 2, 1)), Side((1, 2, 1))),
+    ("qwen3-moe", Side((1, 2, 1), whole=False), Side((2, 2, 1))),
+    ("qwen3-moe", Side((1, 4, 1)), Side((2, 1, 1))),
+    ("mixtral", Side((3, 1, 1)), Side((3, 1, 1))),
+    ("mixtral", Side((2, 2, 1), whole=False), Side((1, 4, 1))),
+    ("qwen3-moe", Side((2, 2, 1)), Side((2, 2, 1))),
 ]
 
 
 @pytest.mark.parametrize(
-    ("p", "d"),
+    ("family", "p", "d"),
     [
         pytest.param(
-            *(p, d),
+            *(family, p, d),
             marks=pytest.mark.slow if number < 2 else pytest.mark.soak,
-            id="-".join("dp{}tp{}pp{}".format(*one) for one in (p, d)),
+            id=f"{family}-{p}-{d}",
         )
-        for number, (p, d) in enumerate(EXPERT_PAIRS)
+        for number, (family, p, d) in enumerate(EXPERT_PAIRS)
     ],
 )
 @pytest.mark.long
-def test_kv_goes_between_engines_with_whole_experts(
-    tmp_path: Path, p: Replicas, d: Replicas
+def test_kv_goes_between_engines_with_experts(
+    tmp_path: Path, family: Family, p: Side, d: Side
 ) -> None:
     """KV is attention's: where experts are changes nothing of it. A replica whose requests wait for
     their KV makes dummies for the others."""
-    model = make_model(tmp_path / "model", "mixtral")
+    model = make_model(tmp_path / "model", family)
     with empty_fleet(tmp_path) as running:
-        pair = start_pair(running, model, p, d, EXPERT)
+        pair = start_pair(running, model, p.flags, d.flags)
         written = written_by(running.router)
         assert pair[1].metric("xpyd_kv_received_bytes_total") > 0
         assert pair[1].metric("xpyd_kv_recomputed_requests_total") == 0
-        for engine, (replicas, *_) in zip(pair, (p, d), strict=True):
-            made = engine.metric("xpyd_engine_replica_dummy_forwards_total")
-            assert (made > 0) == (replicas > 1)
+        for engine, side in zip(pair, (p, d), strict=True):
+            assert (engine.metric(DUMMIES) > 0) == (side.whole and side.layout[0] > 1)
     check(model, written)
 
 
@@ -269,13 +334,14 @@ def rank_weights(address: str) -> set[str]:
 
 
 def start_pair(
-    running: Fleet, model: Path, p: Sequence[int], d: Sequence[int], *more: str
+    running: Fleet, model: Path, p: Sequence[str], d: Sequence[str], *more: str
 ) -> list[Process]:
+    """`p`, `d`: the flags of each; `more`: those of both."""
     running.start_router()
     common = ("--kv-on-failure", "fail", *more)
     pair = [
-        running.start_engine("Prefill", *flags(p), *common, model=model),
-        running.start_engine("Decode", *flags(d), *common, model=model),
+        running.start_engine("Prefill", *p, *common, model=model),
+        running.start_engine("Decode", *d, *common, model=model),
     ]
     running.wait_ready(*pair)
     return pair
@@ -300,7 +366,7 @@ def test_ranks_send_in_every_mode_by_every_transport(
     by = ("--kv-mode", mode.replace("_", "-"), "--kv-transport", transport)
     by += ("--kv-socket-dir", str(tmp_path / "s"))
     with empty_fleet(tmp_path) as running:
-        _, decode = start_pair(running, model, (2, 2), (1, 3), *by)
+        _, decode = start_pair(running, model, flags((2, 2)), flags((1, 3)), *by)
         written = written_by(running.router)
         assert decode.metric("xpyd_kv_received_bytes_total") > 0
         assert decode.metric("xpyd_kv_recomputed_requests_total") == 0

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.harness import empty_fleet, wait_for
 from tests.e2e.test_families import ask, make_requests
-from tests.e2e.test_parallel import make_model, start_pair
+from tests.e2e.test_parallel import flags, make_model, start_pair
 
 pytestmark = pytest.mark.slow
 RANK = "xpyd_engine_rank_"
@@ -20,7 +20,7 @@ RANK = "xpyd_engine_rank_"
 def test_ranks_are_probed_and_shown(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
     with empty_fleet(tmp_path) as running:
-        pair = start_pair(running, model, (2, 1), (1, 2), "--kv-transport", "tcp")
+        pair = start_pair(running, model, flags((2, 1)), flags((1, 2)), "--kv-transport", "tcp")
         key = ("--kv-key-file", str(running.key_file))
         ways = ("--engine", pair[0].url, "--peer", f"{pair[1].ip}:21001")
         done = subprocess.run(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Process, empty_fleet, fleet, ranks_of, wait_for
+from tests.e2e.harness import empty_fleet, fleet, rank_steps, ranks_of, wait_for
 from tests.e2e.oracle import Case
 
 CASES = 4
@@ -24,6 +24,10 @@ PAIRS: list[tuple[Layout, Layout, str]] = [
     ((2, 1), (2, 1), "put-async"),
     ((2, 2), (2, 1), "get"),
     ((1, 1), (3, 2), "put"),
+    ((2, 2), (1, 2), "put-async"),
+    ((1, 2), (2, 2), "put"),
+    ((3, 1), (3, 1), "put-async"),
+    ((2, 2), (1, 4), "get"),
 ]
 IN_EACH_RUN = 3
 SMALL = ("--max-num-batched-tokens", "72", "--max-num-seqs", "8", "--kv-group-bytes", "1")
@@ -32,12 +36,6 @@ SMALL = ("--max-num-batched-tokens", "72", "--max-num-seqs", "8", "--kv-group-by
 def of(layout: Layout) -> tuple[str, ...]:
     replicas, tensor = map(str, layout)
     return ("-dp", replicas, "-tp", tensor, "--threads", "1")
-
-
-def steps(engine: Process) -> list[float]:
-    """Of each rank, all replicas'."""
-    found = engine.metrics().items()
-    return [value for name, value in found if name.startswith("xpyd_engine_rank_steps_total")]
 
 
 @pytest.mark.parametrize(
@@ -64,8 +62,8 @@ def test_greedy_tokens_are_those_of_one_process_and_each_replica_is_used(
         assert d.metric("xpyd_kv_recomputed_requests_total") == 0
         for engine, layout in ((p, of_p), (d, of_d)):
             if layout != (1, 1):
-                assert len(steps(engine)) == layout[0] * layout[1]
-                assert all(steps(engine))
+                assert len(rank_steps(engine)) == layout[0] * layout[1]
+                assert all(rank_steps(engine))
 
 
 @pytest.mark.slow
@@ -93,11 +91,11 @@ def test_a_killed_replica_of_d_fails_no_request_and_moves_kv_again(
         with ThreadPoolExecutor(4) as pool:
             asked = [pool.submit(ask_on) for _ in range(4)]
             try:
-                wait_for("both replicas at work", lambda: all(steps(d)), 60)
+                wait_for("both replicas at work", lambda: all(rank_steps(d)), 60)
                 os.kill(ranks_of(d)[1], signal.SIGKILL)
                 back = "xpyd_engine_replica_restarts_total{engine=1}"
                 wait_for("the replica's return", lambda: d.metrics()[back] == 1, 90)
-                wait_for("its use", lambda: all(steps(d)), 60)
+                wait_for("its use", lambda: all(rank_steps(d)), 60)
             finally:
                 stop.set()
             assert all(one.result() for one in asked)

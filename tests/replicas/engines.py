@@ -36,11 +36,12 @@ BLOCKS = 256
 
 class Forwards:
     """Where the forwards of all replicas meet. `launched`: how many each has launched; `hold`: what
-    keeps a replica from its next one, on its engine's thread."""
+    keeps a replica from its next one, `sees`: what looks at its step, on its engine's thread."""
 
     def __init__(self, replicas: int, deadline_s: float) -> None:
         self.launched = [0] * replicas
         self.hold: Callable[[int], None] = lambda _: None
+        self.sees: Callable[[int, StepInput], None] = lambda *_: None
         self._deadline_s = deadline_s
         self._is_over = False
         self._changed = threading.Condition()
@@ -162,6 +163,7 @@ class MetExecutor:
         else:
             running = Finished(StepOutput({}, {}))
             self.dummies += 1
+        self.forwards.sees(self.replica, step)
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         return Met(self, self.forwards.launch(self.replica, step.resize), running)
@@ -236,9 +238,11 @@ class Instance:
         reduce: Callable[[Reduce], Reduce] = lambda reduce: reduce,
         deadline_s: float = DEADLINE_S,
         outlives: bool = False,
+        make_check: Callable[..., FinishCheck] = FinishCheck,
+        make_inbox: Callable[[], LosingInbox] = LosingInbox,
     ) -> None:
         """`reduce`: what a test puts around the finish check."""
-        check = FinishCheck(size, deadline_s=deadline_s)
+        check = make_check(size, deadline_s=deadline_s)
         self.fell: list[str] = []
         self.lock_step = LockStep(
             size,
@@ -249,7 +253,8 @@ class Instance:
         )
         self._check = check
         self.forwards = Forwards(size, deadline_s)
-        self.inboxes = [LosingInbox() for _ in range(size)]
+        self._make_inbox = make_inbox
+        self.inboxes = [make_inbox() for _ in range(size)]
         self.executors: list[MetExecutor] = []
         self.outputs: dict[str, list[EngineOutput]] = {}
         self.requests: dict[str, EngineRequest] = {}
@@ -274,7 +279,7 @@ class Instance:
         with self._changed:
             others = [one for one in self.executors if one.replica != replica]
             self.executors = sorted([*others, executor], key=lambda one: one.replica)
-        inbox = Inbox() if self.world.meeting else self.inboxes[replica]
+        inbox = self._make_inbox() if self.world.meeting else self.inboxes[replica]
         member = self.lock_step.member(replica)
         core = EngineCore(
             cast("Any", executor),

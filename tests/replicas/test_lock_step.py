@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -18,8 +19,9 @@ from xpyd_worker.engine.executor import Resize
 from xpyd_worker.engine.inbox import Item
 from xpyd_worker.load.engine import LoadedEngine
 from xpyd_worker.ranks.loss import Loss, RankLostError
+from xpyd_worker.replicas.coordinator import Coordinator
 from xpyd_worker.replicas.lock_step import FinishCheck, LockStep, OutOfStepError, Reduce
-from xpyd_worker.replicas.waves import Vote
+from xpyd_worker.replicas.waves import Report, Vote
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -344,6 +346,41 @@ def test_engines_leave_only_when_none_can_be_started_any_more() -> None:
         assert not member.in_wave
     lock_step.turn()
     assert lock_step.may_leave
+
+
+def test_a_coordinator_without_a_memory_goes_on_in_a_wave() -> None:
+    """It learns the wave from what replicas say of themselves."""
+    with running(3) as instance:
+        instance.submit("a", replica=0, tokens=390)
+        instance.until(lambda: "a" in instance.outputs)
+        instance.lock_step._coordinator = Coordinator(3)
+        instance.submit("b", replica=1)
+        instance.until_finished("b")
+        instance.lock_step._coordinator = Coordinator(3)
+        instance.until_finished("a")
+        instance.until_idle()
+        instance.lock_step._coordinator = Coordinator(3)
+        instance.submit("c", replica=2)
+        instance.until_finished("c")
+        instance.until_idle()
+        instance.assert_as_alone("a", "b", "c")
+        instance.assert_in_step()
+
+
+def test_the_instance_falls_with_the_coordinator() -> None:
+    """It is a thread of the process that serves, and starts waves: without it they would hang."""
+    with running(2) as instance:
+        instance.submit("a", replica=0, tokens=390)
+        instance.until(lambda: "a" in instance.outputs)
+        instance.lock_step._coordinator = _Fails(2)
+        instance.until(lambda: bool(instance.fell), may_fall=True)
+        assert instance.fell[0] == "the coordinator of the replicas failed: KeyError(7)"
+        assert all(member.may_leave for member in instance.members)
+
+
+class _Fails(Coordinator):
+    def heard(self, replica: int, report: Report) -> Sequence[int]:
+        raise KeyError(7)
 
 
 def test_all_end_with_an_engine_that_fails() -> None:

@@ -97,6 +97,31 @@ def test_another_is_lost_while_one_comes_again(is_started: bool) -> None:
         assert not instance.fell
 
 
+def test_one_that_comes_again_gets_no_requests_before_it_is_with_the_others() -> None:
+    """It would make a forward that the others do not make."""
+    with running(2, outlives=True) as instance:
+        resize = instance.lock_step.resize
+
+        def ask_and_resize(*args: Any) -> None:
+            instance.submit("named", replica=1)
+            for name in names:
+                instance.submit(name)
+            instance.until_finished("named", *names)
+            resize(*args)
+
+        names = [f"r{n}" for n in range(4)]
+        instance.lock_step.resize = ask_and_resize
+        instance.lose(1)
+        instance.until(lambda: instance.engine.replicas[1].restarts == 1)
+        assert instance.outputs["named"][-1].error_kind == "replica_lost"
+        instance.assert_as_alone(*names)
+        instance.submit("b", replica=1)
+        instance.until_finished("b")
+        instance.until_idle()
+        instance.assert_as_alone("b")
+        assert not instance.fell
+
+
 def cannot(*_: object) -> Any:
     raise UserError("no memory")
 

@@ -58,7 +58,7 @@ def test_replicas_end_in_whatever_state_a_stop_finds_them(faults: Faults) -> Non
 # --- what each rule is for: without it the same runs fail
 
 
-class _OneStartEach(Coordinator):
+class OneStartEach(Coordinator):
     """START is sent once in each wave."""
 
     _told = (0, False)
@@ -68,7 +68,7 @@ class _OneStartEach(Coordinator):
         return super().missing() if told != self._told else ()
 
 
-class _HearsChanges(_OneStartEach):
+class _HearsChanges(OneStartEach):
     """Reports count as events: one that says what the last one said is none."""
 
     def heard(self, replica: int, report: Report) -> Sequence[int]:
@@ -122,7 +122,7 @@ class _StartsOldWaves(ReplicaWave):
         return super().take_start(max(wave, self.wave))
 
 
-class _SkipsACheck(ReplicaWave):
+class SkipsACheck(ReplicaWave):
     """Rank 1 leaves its third finish check out."""
 
     _checks = 0
@@ -165,7 +165,7 @@ class _KeepsItsNumber(ReplicaWave):
 
 _LOST = Faults(lost_starts=0.3)
 DEFECTS: dict[str, tuple[Parts, Faults]] = {
-    "a lost start is not sent again": (Parts(coordinator=_OneStartEach), _LOST),
+    "a lost start is not sent again": (Parts(coordinator=OneStartEach), _LOST),
     "a start depends on what the coordinator believes": (
         Parts(coordinator=_TrustsItself),
         Faults(),
@@ -176,7 +176,7 @@ DEFECTS: dict[str, tuple[Parts, Faults]] = {
     ),
     "replicas do not report that they run": (Parts(wave=_SaysNothing), Faults()),
     "a start of an older wave counts": (Parts(wave=_StartsOldWaves), Faults()),
-    "a check is left out": (Parts(wave=_SkipsACheck), Faults()),
+    "a check is left out": (Parts(wave=SkipsACheck), Faults()),
     "replicas check at times of their own": (Parts(wave=_ChecksWhenItIsIdle), Faults()),
     "a replica without requests makes no forward": (Parts(wave=_NoDummies), Faults()),
     "a wave does not end": (Parts(wave=_NeverEnds), Faults()),

@@ -427,7 +427,7 @@ def test_replicas_that_leave_finish_their_requests_and_get_no_more() -> None:
             assert not leaving[0].is_closed
             leaving[0].give("b")
             assert scaled.result(WAIT_S) == 0
-        assert [one.is_closed for one in stage.made] == [False, True, True]
+        assert [one.is_closed for one in (stage.now(0), *leaving)] == [False, True, True]
         assert stage.outputs == {"e": "replica_lost", "c": "replica_lost", "b": ""}
         stage.submit("f", replica=1)
         assert stage.outputs["f"] == "replica_lost"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import httpx
 
@@ -17,6 +20,7 @@ from tests.warm_start import WarmProcess, start_warm
 HOST = f"127.{46 + os.getpid() % 200}.{os.getpid() // 200 % 250}.1"
 FLAGS = ["--model", "examples/demo-model", "--dtype", "float32", "--kv-cache-memory", "8Mi"]
 PLACE = ["--threads", "1", "--host", HOST, "--port", "20001", "--drain-timeout", "60"]
+Program = WarmProcess | subprocess.Popen[bytes]
 LONG = {"prompt": "The", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 
 
@@ -24,7 +28,7 @@ LONG = {"prompt": "The", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 class Worker:
     """Its process and its log; `client` asks it."""
 
-    process: WarmProcess
+    process: Program
     client: httpx.Client
     log: Path
 
@@ -58,13 +62,23 @@ def wait_for(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not come to pass")
 
 
+def start_cold(argv: Sequence[str], *, stderr: BinaryIO) -> subprocess.Popen[bytes]:
+    """As users start it."""
+    return subprocess.Popen([sys.executable, "-m", *argv], stderr=stderr, start_new_session=True)
+
+
 @contextmanager
-def loading(folder: Path, *flags: str, program: Sequence[str] = ("xpyd_core",)) -> Iterator[Worker]:
+def loading(
+    folder: Path,
+    *flags: str,
+    program: Sequence[str] = ("xpyd_core",),
+    start: Callable[..., Program] = start_warm,
+) -> Iterator[Worker]:
     """Just started; killed on leaving. `program`: the module that has the command, and what comes
     before it."""
     log = folder / "log"
     with log.open("wb") as file:
-        process = start_warm([*program, "worker", *FLAGS, *PLACE, *flags], stderr=file)
+        process = start([*program, "worker", *FLAGS, *PLACE, *flags], stderr=file)
     try:
         with httpx.Client(base_url=f"http://{HOST}:20001", timeout=30, verify=False) as client:
             yield Worker(process, client, log)
@@ -74,9 +88,11 @@ def loading(folder: Path, *flags: str, program: Sequence[str] = ("xpyd_core",)) 
 
 
 @contextmanager
-def started(folder: Path, *flags: str) -> Iterator[Worker]:
+def started(
+    folder: Path, *flags: str, start: Callable[..., Program] = start_warm
+) -> Iterator[Worker]:
     """Ready to be asked."""
-    with loading(folder, *flags) as worker:
+    with loading(folder, *flags, start=start) as worker:
 
         def is_ready() -> bool:
             assert worker.process.poll() is None, worker.log.read_text()

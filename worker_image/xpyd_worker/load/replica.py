@@ -24,10 +24,12 @@ def pause_s(losses: int) -> float:
 @dataclass
 class Replica:
     """One replica. `loaded` is None while it is started again; `open` are its requests' ids;
+    `is_coming`: it gets no requests, for a step of its own would be none of the others;
     `is_leaving`: it gets none but those that a router had for it; `is_closed`: nor these."""
 
     number: int
     loaded: LoadedEngine | None = None
+    is_coming: bool = False
     is_leaving: bool = False
     is_closed: bool = False
     open: set[str] = field(default_factory=set[str])
@@ -40,16 +42,24 @@ class Replica:
     @property
     def serving(self) -> LoadedEngine | None:
         """Its engine, where it takes requests."""
+        return None if self.is_coming or not self._is_well else self.loaded
+
+    @property
+    def _is_well(self) -> bool:
         loaded = self.loaded
-        lost = loaded is None or loaded.loss is not None or loaded.engine.failure is not None
-        return None if lost else loaded
+        return loaded is not None and loaded.loss is None and loaded.engine.failure is None
 
     def count_loss(self, *, has_served: bool) -> None:
         """It was lost, or could not be started, and is closed."""
         was_steady = has_served and time.monotonic() - self.since_s > _STEADY_S
         self.losses = 1 if was_steady else self.losses + 1
         self.since_s = time.monotonic()
-        self.loaded = None
+        self.loaded, self.is_coming = None, False
+
+    def count_return(self) -> None:
+        """It serves again."""
+        self.restarts += 1
+        self.is_coming = False
 
     @property
     def is_due(self) -> bool:
@@ -70,10 +80,10 @@ class Replica:
         serving = self.serving
         return bool(self.open) or not (serving is None or serving.engine.is_idle())
 
-    def check_serving(self) -> None:
+    def check_well(self) -> None:
         """Raise what it was lost with since it started; UserError where it ended."""
         loss = None if self.loaded is None else self.loaded.loss
         if loss is not None:
             raise RankLostError(loss.text)
-        if self.serving is None:
+        if not self._is_well:
             raise UserError(f"replica {self.number} ended before it served")

@@ -204,8 +204,7 @@ class ReplicatedEngine:
         _log.info("%d replicas serve", self.size)
 
     def _begin(self, more: Sequence[Replica]) -> int:
-        """These are to come: where all share experts, the change's number. UserError, where they
-        are too many."""
+        """These are to come, with the change of this number. UserError, where they are too many."""
         if self._world is None or self.lock_step is None:
             return 0
         return self._world.begin((*self.lock_step.replicas, *(one.number for one in more)))
@@ -215,7 +214,7 @@ class ReplicatedEngine:
         UserError, where one of these was lost meanwhile."""
         if self._world is not None and self.lock_step is not None:
             for replica in more:
-                replica.check_serving()
+                replica.check_well()
             # First: from when it is accepted on their loss is the loss of all.
             self._world.admit()
             try:
@@ -340,6 +339,7 @@ class ReplicatedEngine:
             with nullcontext() if self.lock_step is None else self._changing:
                 if self.lock_step is not None:
                     self.lock_step.await_repaired()
+                replica.is_coming = self.lock_step is not None
                 meeting = self._begin([replica])
                 self._load(replica)
                 self._start(replica)
@@ -351,7 +351,7 @@ class ReplicatedEngine:
             is_known = isinstance(error, UserError | RankLostError)
             _log.error("replica %d cannot start: %s", replica.number, error, exc_info=not is_known)
             return
-        replica.restarts += 1
+        replica.count_return()
         self._look()
         _log.info("replica %d serves again", replica.number)
 
