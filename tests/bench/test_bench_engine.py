@@ -27,7 +27,7 @@ from bench.engine.models import Model, model
 from bench.engine.page import BEGIN, with_measured
 from bench.engine.peer import peer_recipe, requirements
 from bench.engine.report import report
-from bench.engine.rounds import OWN, OWN_TTFT, PEER, REFERENCE, Found, Plan, _turns
+from bench.engine.rounds import OWN, OWN_TTFT, PEER, REFERENCE, Found, Plan, take_turns
 from bench.engine.shape import CASES, MODELS, Case
 from bench.process import Processes, tree
 from bench.report import END
@@ -144,7 +144,7 @@ def test_contenders_take_turns_in_changing_order_with_the_same_prompts() -> None
     found = Found()
     for number in range(2):
         for name in ("c8", "c32"):
-            _turns(contenders, CASES[name], number, found, lambda _: None)
+            take_turns(contenders, CASES[name], number, found, lambda _: None)
     counted = [one for one in seen if one[1] != WARM_UP.name]
     assert [one[0] for one in counted] == [
         OWN,
@@ -169,7 +169,7 @@ def test_requests_of_a_stream_come_as_ours_could_answer_them_in_this_round() -> 
     contenders = {name: FakeContender(name, [], running) for name in (OWN, OWN_TTFT, PEER)}
     found = Found()
     for name in ("c1", "c8", "c8-stream"):
-        _turns(contenders, CASES[name], 0, found, lambda _: None)
+        take_turns(contenders, CASES[name], 0, found, lambda _: None)
     tokens_per_s = found.turns[OWN, "c8"][0].output_tokens_per_s
     for name, one in contenders.items():
         # The warm-ups come at once.
