@@ -109,6 +109,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", default=EXAMPLES)
     parsed = parser.parse_args()
+    # A step of one sequence is too small for more.
+    torch.set_num_threads(1)
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     with torch.inference_mode():
         print_acceptance(parsed.folder, load(DEMO_MODEL), corpus.read_corpus(), tokenizer)
