@@ -29,6 +29,7 @@ from bench.engine.peer import peer_recipe, requirements
 from bench.engine.report import report
 from bench.engine.rounds import OWN, OWN_TTFT, PEER, REFERENCE, Found, Plan, take_turns
 from bench.engine.shape import CASES, MODELS, Case
+from bench.engine.speculation import SHORT
 from bench.process import Processes, tree
 from bench.report import END
 from scripts.train_demo_model.random_weights import Shape, tensors_of
@@ -207,7 +208,7 @@ class Run:
     def report(self) -> dict[str, Any]:
         medium = Model("medium", Path("nowhere"), 443_073_536, 820_000_000)
         plan = Plan(["medium"], [CASES["c1"]], 3, 2, Path("peer"), reference=False)
-        return report({"medium": (medium, self.found)}, plan, {"transformers": "not here"})
+        return report({"medium": (medium, self.found)}, plan, {"transformers": "not here"}, {})
 
 
 @pytest.fixture
@@ -271,6 +272,14 @@ def test_the_short_form_measures_our_server(
     assert made["models"]["tiny"]["cases"]["c8"]["rows"][OWN]["tokensPerS"] > 0
     assert json.loads(output.read_text()) == made
     assert "**xpyd**" in output.with_suffix(".md").read_text()
+    for subject in SHORT:
+        cases = made["speculation"][subject.name]
+        for case in subject.cases:
+            drafting = cases[case.name]["drafting"]
+            assert set(drafting) == {f"{OWN}, {method}" for method in subject.methods}
+            assert all(one["toWithout"]["median"] > 0 for one in drafting.values())
+    # The demo model says what it says, and drafts are counted; speed and shares are no test's.
+    assert made["speculation"]["demo-model"]["text"]["drafting"]["xpyd, draft model"]["accepted"]
 
 
 class Healthy(BaseHTTPRequestHandler):
