@@ -55,7 +55,10 @@ SUBJECTS = (
                 "prompt_lookup_min": 2,
             }
         },
-        (Case("copying", 512, 128, 1, 3), Case("random", 512, 128, 1, 3, temperature=1.0)),
+        (
+            Case("copying", 512, 128, 1, 3, repeats=True),
+            Case("random", 512, 128, 1, 3, temperature=1.0),
+        ),
     ),
     Subject(
         "demo-model",

@@ -11,7 +11,7 @@ import pytest
 
 from bench.engine import speculation
 from bench.engine.__main__ import _parser, _plan, _subjects
-from bench.engine.contender import ContenderFailed, Recipe, requests_of
+from bench.engine.contender import ContenderFailed, Recipe, members_of, requests_of
 from bench.engine.models import text_prompts
 from bench.engine.page import BEGIN, with_measured
 from bench.engine.report import report
@@ -219,6 +219,12 @@ def test_the_whole_is_written_and_the_part_is_not(monkeypatch: pytest.MonkeyPatc
         options = _parser().parse_args(argv)
         _plan(options, {})
         assert (options.output is not None) is is_written
+
+
+def test_an_answer_that_copies_is_one_token_for_both_engines() -> None:
+    asked = [members_of(case) for subject in SUBJECTS for case in subject.cases]
+    assert [one.get("logit_bias") for one in asked] == [{"300": 100}, None, None, None]
+    assert [one["temperature"] for one in asked] == [0.0, 1.0, 0.0, 1.0]
 
 
 def test_prompts_of_text_are_as_long_as_asked_and_the_same_for_all() -> None:
