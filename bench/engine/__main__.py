@@ -11,6 +11,7 @@ import json
 import shlex
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from bench.engine.peer import peer_environment
 from bench.engine.report import report
 from bench.engine.rounds import PEER, Found, Plan, measure
 from bench.engine.shape import CASES, MODELS
+from bench.engine.speculation import SHORT, SUBJECTS, Subject, measure_drafts
 from bench.environments import NotHere
 from bench.process import end_at_sigterm
 from bench.report import say, write_report
@@ -34,16 +36,19 @@ def main(argv: list[str]) -> int:
     absent: dict[str, str] = {}
     plan = _plan(options, absent)
     found: dict[str, tuple[Model, Found]] = {}
+    drafted: dict[str, Found] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in plan.models:
-            say(f"{name}: checkpoint")
-            one = model(name)
-            try:
+        try:
+            for name in plan.models:
+                say(f"{name}: checkpoint")
+                one = model(name)
                 found[name] = one, measure(one, plan, Path(folder), say)
-            except ContenderFailed as error:
-                say(f"wrong: {error}")
-                return 1
-    made = report(found, plan, absent)
+            for subject in _subjects(options):
+                drafted[subject.name] = measure_drafts(subject, plan, Path(folder), absent, say)
+        except ContenderFailed as error:
+            say(f"wrong: {error}")
+            return 1
+    made = report(found, plan, absent, drafted)
     if options.output is not None:
         write_report(made, options.output, with_measured)
     sys.stdout.write(json.dumps(made) + "\n")
@@ -60,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument(
+        "--speculation", action="store_true", help="only the part with `--speculative-config`"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="of each contender, on cores 0 on")
     parser.add_argument("--no-peer", action="store_true", help="without vLLM")
@@ -74,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(options: argparse.Namespace, absent: dict[str, str]) -> Plan:
     cases = [CASES[name] for name in options.cases]
     plan = Plan(
-        options.models,
+        [] if options.speculation else options.models,
         cases,
         options.rounds,
         options.threads,
@@ -84,9 +92,10 @@ def _plan(options: argparse.Namespace, absent: dict[str, str]) -> Plan:
     )
     if options.quick:
         short = [replace(CASES[name], requests=CASES[name].concurrency) for name in _QUICK_CASES]
-        return replace(plan, models=["tiny"], cases=short, rounds=1, reference=False)
-    is_whole = list(MODELS) == options.models and list(CASES) == options.cases
-    if options.output is None and is_whole and not (options.no_peer or options.no_reference):
+        models = ["tiny"] if plan.models else []
+        return replace(plan, models=models, cases=short, rounds=1, reference=False)
+    others = not (options.no_peer or options.no_reference)
+    if options.output is None and _is_whole(options) and others:
         options.output = ROOT / "docs/benchmarks/engine-cpu.json"
     if options.no_peer:
         return plan
@@ -97,6 +106,17 @@ def _plan(options: argparse.Namespace, absent: dict[str, str]) -> Plan:
         say(f"{PEER} is left out: {error}")
         absent[PEER] = str(error)
         return plan
+
+
+def _is_whole(options: argparse.Namespace) -> bool:
+    whole = list(MODELS) == options.models and list(CASES) == options.cases
+    return whole and not options.speculation
+
+
+def _subjects(options: argparse.Namespace) -> Sequence[Subject]:
+    if options.quick:
+        return SHORT
+    return SUBJECTS if options.speculation or _is_whole(options) else ()
 
 
 if __name__ == "__main__":

@@ -13,18 +13,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from bench.engine.models import text_prompts
 from bench.engine.shape import MAX_MODEL_LEN, VOCABULARY, Case
 from bench.process import Processes, free_port
 from xpyd_tools.bench.client import Target, run_load
-from xpyd_tools.bench.load import arrival_times, random_requests
+from xpyd_tools.bench.load import LoadRequest, arrival_times, random_requests
 from xpyd_tools.bench.summary import Sample
 
 ROOT = Path(__file__).parents[2]
 START_S = 1200.0
 _POLL_S = 0.05
 _REQUEST_S = 600.0
+_METRICS_S = 30.0
 # Contenders are on this machine, whatever http_proxy says.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 WARM_UP = Case("warm-up", 64, 4, 1, 1)
@@ -94,16 +96,19 @@ class Server(Processes):
         except (OSError, urllib.error.URLError):
             return False
 
+    def metrics(self) -> str:
+        """What /metrics says. ContenderFailed."""
+        try:
+            url = f"http://127.0.0.1:{self.port}/metrics"
+            with _DIRECT.open(url, timeout=_METRICS_S) as answer:
+                return answer.read().decode()
+        except OSError as error:
+            raise ContenderFailed(f"{self._recipe.name}: /metrics: {error}") from error
+
     def run(self, case: Case, seed: int, rate: float = 0.0) -> list[Sample]:
         """See Contender."""
-        requests = random_requests(
-            case.requests,
-            input_tokens=case.input_tokens,
-            output_tokens=case.output_tokens,
-            vocabulary=VOCABULARY,
-            seed=seed,
-        )
-        members = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
+        requests = requests_of(case, seed)
+        members = members_of(case)
         target = Target(
             "127.0.0.1", self.port, False, "/v1/completions", "bench", members, _REQUEST_S
         )
@@ -115,6 +120,27 @@ class Server(Processes):
         for sample in samples:
             check(self._recipe.name, case, sample)
         return samples
+
+
+def requests_of(case: Case, seed: int) -> list[LoadRequest]:
+    """The requests of this seed: all contenders answer the same."""
+    if case.text:
+        prompts = text_prompts(case.requests, case.input_tokens, seed)
+        return [LoadRequest(prompt, case.output_tokens) for prompt in prompts]
+    return random_requests(
+        case.requests,
+        input_tokens=case.input_tokens,
+        output_tokens=case.output_tokens,
+        vocabulary=VOCABULARY,
+        seed=seed,
+    )
+
+
+def members_of(case: Case) -> dict[str, Any]:
+    """What bodies have besides prompt and length."""
+    asked = {"temperature": case.temperature, "ignore_eos": True, "return_token_ids": True}
+    # Random weights copy nothing by themselves: 128 greedy tokens had one pair twice.
+    return {**asked, "logit_bias": {str(VOCABULARY[0]): 100}} if case.repeats else asked
 
 
 def check(name: str, case: Case, sample: Sample) -> None:

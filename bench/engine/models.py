@@ -1,4 +1,7 @@
-"""The checkpoints, once written into the cache: random bf16 weights, the demo model's tokenizer."""
+"""The checkpoints, once written into the cache: random bf16 weights, the demo model's tokenizer.
+
+And prompts of text, for the demo model itself.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,17 @@ import shutil
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache as once
 from math import prod
 from pathlib import Path
+from random import Random
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from bench.engine.shape import MAX_MODEL_LEN, MODELS
-from scripts.train_demo_model.random_checkpoint import make_checkpoint
+from scripts.train_demo_model.corpus import read_corpus
+from scripts.train_demo_model.random_checkpoint import DEMO_MODEL, make_checkpoint
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,20 @@ def model(
     sizes = _elements(folder / "model.safetensors")
     parameters = sum(sizes.values())
     return Model(name, folder, parameters, 2 * (parameters - sizes["model.embed_tokens.weight"]))
+
+
+def text_prompts(count: int, input_tokens: int, seed: int) -> list[tuple[int, ...]]:
+    """Pieces of exactly so many tokens of the documents that the demo model has read."""
+    ids = _text_ids()
+    chance = Random(seed)
+    starts = [chance.randrange(len(ids) - input_tokens) for _ in range(count)]
+    return [ids[start : start + input_tokens] for start in starts]
+
+
+@once
+def _text_ids() -> tuple[int, ...]:
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    return tuple(tokenizer.encode("\n".join(read_corpus().documents)).ids)
 
 
 def _elements(file: Path) -> dict[str, int]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from bench.engine.rounds import OWN, OWN_TTFT, PEER
 from bench.engine.shape import CASES
+from bench.engine.speculation import SUBJECTS
 from bench.report import not_measured, put_measured, where_measured
 
 BEGIN = "<!-- measured: `make bench-engine` writes it -->\n"
@@ -19,6 +20,7 @@ _AIMS = {
     "start": "start to vLLM's warm one",
     "pss": "memory to vLLM's",
 }
+_DRAFTED = {case.name: case for subject in SUBJECTS for case in subject.cases}
 
 
 def with_measured(page: str, made: dict[str, Any]) -> str:
@@ -30,6 +32,8 @@ def _measured(made: dict[str, Any]) -> str:
     parts = [[_where(made)], _aims(made)]
     for name, model in made["models"].items():
         parts += [[_about(name, model)], _cases(name, model), _ratios(name, model)]
+    for name, cases in made.get("speculation", {}).items():
+        parts.append(_drafts(name, cases))
     return "\n" + "".join("\n".join(part) + "\n\n" for part in parts if part)
 
 
@@ -112,3 +116,36 @@ def _ratios(name: str, model: dict[str, Any]) -> list[str]:
             for case, ratios in found.items()
         ),
     ]
+
+
+def _drafts(name: str, cases: dict[str, Any]) -> list[str]:
+    lines = [
+        f"| drafts on {name}: in/out at concurrency | | TPOT p50 ms | tokens/s "
+        "| to without, median (best) | wanted | draft tokens | accepted | up to each place |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case, found in cases.items():
+        for who, row in found["rows"].items():
+            shown = f"| {row['tpotP50Ms']:.1f} | {row['tokensPerS']:.1f} "
+            drafting = found.get("drafting", {}).get(who)
+            lines.append(f"| {_drafted_shape(case)} | {who} {shown}{_drafting(drafting)}")
+    return lines
+
+
+def _drafted_shape(case: str) -> str:
+    one = _DRAFTED[case]
+    return f"{case}, {one.input_tokens}/{one.output_tokens} at {one.concurrency}"
+
+
+def _drafting(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "| | | | | |"
+    ratio = found["toWithout"]
+    wanted = ""
+    if "wanted" in found:
+        wanted = f"at least {found['wanted']:.2f}: {'yes' if found['holds'] else 'missed'}"
+    places = " / ".join(f"{share:.0%}" for share in found["byPlace"])
+    return (
+        f"| {ratio['median']:.2f} ({ratio['best']:.2f}) | {wanted} | {found['draftTokens']} "
+        f"| {found['accepted']:.0%} | {places} |"
+    )

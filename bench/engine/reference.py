@@ -16,10 +16,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.engine.contender import ROOT, ContenderFailed, check
-from bench.engine.shape import VOCABULARY, Case
+from bench.engine.contender import ROOT, ContenderFailed, check, requests_of
+from bench.engine.shape import Case
 from bench.process import Processes
-from xpyd_tools.bench.load import random_requests
 from xpyd_tools.bench.summary import Sample
 
 
@@ -29,13 +28,7 @@ class Reference(Processes):
     def run(self, case: Case, seed: int, rate: float = 0.0) -> list[Sample]:
         """See Contender: batches of the case's concurrency, one after the other, at no rate."""
         del rate
-        requests = random_requests(
-            case.requests,
-            input_tokens=case.input_tokens,
-            output_tokens=case.output_tokens,
-            vocabulary=VOCABULARY,
-            seed=seed,
-        )
+        requests = requests_of(case, seed)
         samples: list[Sample] = []
         for at in range(0, len(requests), case.concurrency):
             prompts = [request.prompt for request in requests[at : at + case.concurrency]]

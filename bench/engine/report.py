@@ -17,6 +17,7 @@ from bench.engine import peer
 from bench.engine.models import Model
 from bench.engine.rounds import OWN, OWN_TTFT, PEER, Found, Plan
 from bench.engine.shape import SHARED
+from bench.engine.speculation import WANTED, without_drafts
 from bench.operator.report import machine
 from xpyd_tools.bench.summary import Summary
 
@@ -65,9 +66,12 @@ AIMED_AT = "medium"
 
 
 def report(
-    found: Mapping[str, tuple[Model, Found]], plan: Plan, absent: Mapping[str, str]
+    found: Mapping[str, tuple[Model, Found]],
+    plan: Plan,
+    absent: Mapping[str, str],
+    drafted: Mapping[str, Found],
 ) -> dict[str, Any]:
-    """The JSON that a run ends with."""
+    """The JSON that a run ends with. `drafted`: what speculation.measure_drafts found, by model."""
     models = {name: _model(model, turns) for name, (model, turns) in found.items()}
     versions = {name: version(name) for name in ("xpyd", "torch", "transformers")}
     if plan.peer is not None:
@@ -77,6 +81,7 @@ def report(
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "models": models,
         "aims": _aims(models.get(AIMED_AT)),
+        "speculation": {name: _drafted(one) for name, one in drafted.items()},
         "absent": dict(absent),
         "threads": plan.threads,
         "cores": plan.cores,
@@ -141,6 +146,33 @@ def _case(found: Found, case: str) -> dict[str, Any]:
             other = _ratio("ttftP50Ms", rows[OWN_TTFT], rows[PEER])
             made["ratios"]["ttftP50MsOfOther"] = other
     return made
+
+
+def _drafted(found: Found) -> dict[str, Any]:
+    """Cases of one model, each with tokens/s of a row that drafts to those of the one without."""
+    cases = {case: _case(found, case) for case in dict.fromkeys(case for _, case in found.turns)}
+    for (name, case), turns in found.turns.items():
+        base = without_drafts(name)
+        if name == base or (base, case) not in found.turns:
+            continue
+        ratio = _ratio("tokensPerS", turns, found.turns[base, case])
+        made = {"toWithout": ratio, **_accepted(found.drafts[name, case])}
+        if base == OWN and case in WANTED:
+            made |= {"wanted": WANTED[case], "holds": ratio["median"] >= WANTED[case]}
+        cases[case].setdefault("drafting", {})[name] = made
+    return cases
+
+
+def _accepted(counts: Mapping[str, int]) -> dict[str, Any]:
+    """Draft tokens, the accepted share of them, and of drafts the share that was accepted up to
+    each place."""
+    drafts, tokens = counts["drafts"], counts["draft_tokens"]
+    places = sorted(int(name) for name in counts if name.isdigit())
+    return {
+        "draftTokens": tokens,
+        "accepted": round(counts["accepted_tokens"] / tokens, 3) if tokens else 0.0,
+        "byPlace": [round(counts[str(at)] / drafts, 3) for at in places] if drafts else [],
+    }
 
 
 def _ratio(figure: str, own: Sequence[Summary], peers: Sequence[Summary]) -> dict[str, float]:

@@ -6,6 +6,7 @@ one round; and the order changes from round to round, so that nobody always come
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -54,6 +55,10 @@ class Found:
     )
     bandwidth: list[float] = field(default_factory=list[float])
     """Bytes per second of each round, measured before the case at concurrency 1."""
+    drafts: dict[tuple[str, str], Counter[str]] = field(
+        default_factory=dict[tuple[str, str], Counter[str]]
+    )
+    """What became of drafts in all rounds, see speculation.draft_counts."""
 
 
 def measure(model: Model, plan: Plan, folder: Path, say: Say) -> Found:
@@ -68,7 +73,7 @@ def measure(model: Model, plan: Plan, folder: Path, say: Say) -> Found:
             for case in plan.cases:
                 if case.concurrency == 1:
                     found.bandwidth.append(read_bandwidth(plan.threads))
-                _turns(contenders, case, number, found, say)
+                take_turns(contenders, case, number, found, say)
         found.pss_gib = {name: one.pss_gib() for name, one in contenders.items()}
     return found
 
@@ -118,9 +123,10 @@ def _warm(
     return server
 
 
-def _turns(
+def take_turns(
     contenders: Mapping[str, Contender], case: Case, number: int, found: Found, say: Say
 ) -> None:
+    """One round of a case, by all that have it."""
     rate = 0.0
     if case.stream_of:
         same = found.turns[OWN, case.stream_of][number]

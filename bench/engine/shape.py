@@ -14,7 +14,8 @@ VOCABULARY = range(300, 3000)
 class Case:
     """`requests` in all, `concurrency` at once, each as long as the others. `stream_of`: they come
     one by one at random, at BUSY of the rate at which ours answered that case in the same round;
-    "": all at once."""
+    "": all at once. `text`: prompts are of what the demo model has read, not of random ids.
+    `repeats`: answers are one token, again and again."""
 
     name: str
     input_tokens: int
@@ -22,6 +23,9 @@ class Case:
     concurrency: int
     requests: int
     stream_of: str = ""
+    text: bool = False
+    temperature: float = 0.0
+    repeats: bool = False
 
 
 BUSY = 0.7

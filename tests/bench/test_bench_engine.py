@@ -27,8 +27,9 @@ from bench.engine.models import Model, model
 from bench.engine.page import BEGIN, with_measured
 from bench.engine.peer import peer_recipe, requirements
 from bench.engine.report import report
-from bench.engine.rounds import OWN, OWN_TTFT, PEER, REFERENCE, Found, Plan, _turns
+from bench.engine.rounds import OWN, OWN_TTFT, PEER, REFERENCE, Found, Plan, take_turns
 from bench.engine.shape import CASES, MODELS, Case
+from bench.engine.speculation import SHORT
 from bench.process import Processes, tree
 from bench.report import END
 from scripts.train_demo_model.random_weights import Shape, tensors_of
@@ -144,7 +145,7 @@ def test_contenders_take_turns_in_changing_order_with_the_same_prompts() -> None
     found = Found()
     for number in range(2):
         for name in ("c8", "c32"):
-            _turns(contenders, CASES[name], number, found, lambda _: None)
+            take_turns(contenders, CASES[name], number, found, lambda _: None)
     counted = [one for one in seen if one[1] != WARM_UP.name]
     assert [one[0] for one in counted] == [
         OWN,
@@ -169,7 +170,7 @@ def test_requests_of_a_stream_come_as_ours_could_answer_them_in_this_round() -> 
     contenders = {name: FakeContender(name, [], running) for name in (OWN, OWN_TTFT, PEER)}
     found = Found()
     for name in ("c1", "c8", "c8-stream"):
-        _turns(contenders, CASES[name], 0, found, lambda _: None)
+        take_turns(contenders, CASES[name], 0, found, lambda _: None)
     tokens_per_s = found.turns[OWN, "c8"][0].output_tokens_per_s
     for name, one in contenders.items():
         # The warm-ups come at once.
@@ -207,7 +208,7 @@ class Run:
     def report(self) -> dict[str, Any]:
         medium = Model("medium", Path("nowhere"), 443_073_536, 820_000_000)
         plan = Plan(["medium"], [CASES["c1"]], 3, 2, Path("peer"), reference=False)
-        return report({"medium": (medium, self.found)}, plan, {"transformers": "not here"})
+        return report({"medium": (medium, self.found)}, plan, {"transformers": "not here"}, {})
 
 
 @pytest.fixture
@@ -271,6 +272,14 @@ def test_the_short_form_measures_our_server(
     assert made["models"]["tiny"]["cases"]["c8"]["rows"][OWN]["tokensPerS"] > 0
     assert json.loads(output.read_text()) == made
     assert "**xpyd**" in output.with_suffix(".md").read_text()
+    for subject in SHORT:
+        cases = made["speculation"][subject.name]
+        for case in subject.cases:
+            drafting = cases[case.name]["drafting"]
+            assert set(drafting) == {f"{OWN}, {method}" for method in subject.methods}
+            assert all(one["toWithout"]["median"] > 0 for one in drafting.values())
+    # The demo model says what it says, and drafts are counted; speed and shares are no test's.
+    assert made["speculation"]["demo-model"]["text"]["drafting"]["xpyd, draft model"]["accepted"]
 
 
 class Healthy(BaseHTTPRequestHandler):
