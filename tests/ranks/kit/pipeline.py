@@ -124,6 +124,8 @@ class FakeLaunched:
 class FakeStage:
     """A rank's part of a model: takes a step's hidden states, hands on its own."""
 
+    drafts = False
+
     def __init__(self, num_blocks: int, *, before: deque[list[Flow]], after: deque[list[Flow]]):
         self.drawn: dict[int, int] = {}
         self.device: LateDevice | None = None
