@@ -60,10 +60,24 @@ def test_greedy_tokens_of_replicas_are_those_of_transformers(
     tmp_path: Path, family: Family, layout: Layout
 ) -> None:
     """One request at a time, while the other replica makes dummies; then several on both."""
+    compare(tmp_path, family, layout)
+
+
+@pytest.mark.slow
+def test_so_they_are_with_drafts(tmp_path: Path) -> None:
+    """A step with drafts is one forward, whatever the other replica has."""
+    keys = {"num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    drafts = json.dumps({"method": "ngram", **keys})
+    samples = compare(tmp_path, "mixtral", (1, 1), "--speculative-config", drafts)
+    assert samples["xpyd_engine_spec_decode_num_draft_tokens_total"] > 0
+
+
+def compare(tmp_path: Path, family: Family, layout: Layout, *more: str) -> dict[str, float]:
+    """What two replicas of `layout` write with what transformers does; the engine's metrics."""
     model = make_model(tmp_path / "model", family, experts=7)
     with empty_fleet(tmp_path) as running:
         engine = running.start_engine(
-            *("Aggregated", *flags(layout), EXPERT, "--data-parallel-size", "2"),
+            *("Aggregated", *flags(layout), EXPERT, "--data-parallel-size", "2", *more),
             model=model,
             env={"XPYD_DISCOVERY": ""},
         )
@@ -71,8 +85,10 @@ def test_greedy_tokens_of_replicas_are_those_of_transformers(
         written = written_by(engine)
         wait_for("ranks to tell of their experts", lambda: tokens_of_experts(engine))
         assert engine.metric("xpyd_engine_replica_dummy_forwards_total") > 0
+        samples = engine.metrics()
         assert engine.stop() == 0, engine.log[-3000:]
     check(model, written)
+    return samples
 
 
 @pytest.fixture(scope="module")

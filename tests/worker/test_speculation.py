@@ -161,7 +161,8 @@ def test_drafts_that_bring_nothing_rest_and_try_again() -> None:
 def test_a_new_sequence_begins_with_a_rest_where_others_drafts_did_not_pay() -> None:
     speculation = Speculation(ARTICLE, waits=False)
     text = [1, 2, 3] * 4
-    speculation.measured(0.010, decodes=4, draft_tokens=0)
+    for _ in range(3):
+        speculation.measured(0.010, decodes=4, draft_tokens=0)
     speculation.measured(0.030, decodes=4, draft_tokens=12)
     assert speculation.room(4, 100) == 50
     first, second = speculation.begin(), speculation.begin()
@@ -171,12 +172,12 @@ def test_a_new_sequence_begins_with_a_rest_where_others_drafts_did_not_pay() -> 
     assert not speculation.propose(second, text, 3)
     # The more decode the longer, for all wait for each trial.
     assert second.resume_at == len(text) + 4 * 64
-    text *= 30
-    assert speculation.propose(second, text, 3)
+    assert speculation.propose(second, text * 30, 3)
 
 
-def test_a_trial_is_as_long_as_it_is_said_to_be() -> None:
+def test_a_trial_ends_also_where_noise_makes_drafts_free() -> None:
     assert judged(accepted=0, drafts=3).is_on(100)
+    assert not judged(accepted=0, draft_s=0.009).is_on(100)
 
 
 def test_a_token_is_worth_its_share_of_a_step() -> None:
@@ -244,15 +245,15 @@ def test_the_worst_case_costs_less_than_three_percent() -> None:
 
 def test_steps_without_drafts_are_made_to_measure_what_they_take() -> None:
     speculation = Speculation(ARTICLE, waits=False)
-    assert speculation.room(4, 100) == 0
-    speculation.measured(0.010, decodes=4, draft_tokens=0)
+    for _ in range(3):
+        assert speculation.room(4, 100) == 0
+        speculation.measured(0.010, decodes=4, draft_tokens=0)
     assert speculation.room(4, 100) == 50
     for _ in range(64):
         speculation.measured(0.011, decodes=4, draft_tokens=6)
     assert speculation.room(4, 100) == 0
     # Prompts came into those steps, each time: there are a few tries.
-    assert [speculation.room(4, 100) for _ in range(5)] == [0, 0, 0, 50, 50]
-    assert [speculation.room(9, 100) for _ in range(5)] == [0, 0, 0, 0, 50]
+    assert [speculation.room(4, 100) for _ in range(4)] == [0, 0, 0, 50]
 
 
 def test_what_was_not_measured_is_taken_from_steps_that_are_alike_or_as_dear() -> None:
@@ -272,8 +273,7 @@ def test_what_was_not_measured_is_taken_from_steps_that_are_alike_or_as_dear() -
 
 
 def drafting(**changes: Any) -> EngineDriver:
-    sizes: dict[str, Any] = {"budget": 40, "speculative": DRAFTS} | changes
-    return EngineDriver(**sizes)
+    return EngineDriver(**({"budget": 40, "speculative": DRAFTS} | changes))
 
 
 def repeating(name: str, length: int = 6, **options: Any) -> Any:

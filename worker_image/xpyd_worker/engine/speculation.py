@@ -181,6 +181,13 @@ _PLAIN_EVERY, _PLAIN_TRIES = 64, 4
 nothing where a prompt comes into it, so there are a few tries."""
 
 
+_FIRST_PLAIN = 3
+"""Steps without drafts are measured first: one alone may have been a slow one."""
+_LEAST_PRICE = 1 / 20
+"""Of a sequence's share of a step, for a draft token: measured steps vary by more, and where they
+seem to cost nothing a draft that is never right would go on."""
+
+
 def _mean(before: float | None, value: float) -> float:
     return value if before is None else before + _WEIGHT * (value - before)
 
@@ -218,6 +225,7 @@ class _Costs:
     draft token adds."""
 
     plain_s: float | None = None
+    plain_steps: int = 0
     token_s: float | None = None
     since_plain: int = 0
     # Steps without drafts that were asked for since.
@@ -254,7 +262,7 @@ class Speculation:
         what one without drafts takes."""
         self._decodes = max(1, decodes)
         costs = self._costs.setdefault(decodes.bit_length(), _Costs())
-        is_due = costs.plain_s is None or costs.since_plain >= _PLAIN_EVERY
+        is_due = costs.plain_steps < _FIRST_PLAIN or costs.since_plain >= _PLAIN_EVERY
         self._is_plain = bool(decodes) and is_due and costs.asked < _PLAIN_TRIES
         if self._is_plain:
             costs.asked += 1
@@ -327,7 +335,9 @@ class Speculation:
         if not draft_tokens and drafts_on:
             return
         if not draft_tokens:
-            costs.plain_s = _mean(costs.plain_s, seconds)
+            costs.plain_steps += 1
+            before, weight = costs.plain_s or 0.0, max(_WEIGHT, 1 / costs.plain_steps)
+            costs.plain_s = before + weight * (seconds - before)
             costs.since_plain = costs.asked = 0
             return
         costs.since_plain += 1
@@ -350,5 +360,6 @@ class Speculation:
         for at in sorted(self._costs, key=lambda at: abs(at - bits)):
             costs = self._costs[at]
             if costs.plain_s is not None and costs.token_s is not None:
-                return costs.plain_s / decodes, costs.token_s
+                share_s = costs.plain_s / decodes
+                return share_s, max(costs.token_s, _LEAST_PRICE * share_s)
         return 1.0, 1.0
