@@ -126,7 +126,7 @@ def under_load(
         for text, answer in asked:
             assert answer.result(120)["choices"][0]["text"] == text
             texts.append(text)
-    assert len(texts) > 10
+    assert len(texts) > 2
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,9 @@ from tests.ranks.kit.instances import (
 from xpyd_core.keys import INSECURE_KEYS
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.ranks.instance import Instance
+from xpyd_worker.ranks.link.links import Links
 from xpyd_worker.ranks.loss import EXIT_POD_LOST, EXIT_RANK_ENDED, RankLostError
+from xpyd_worker.ranks.pods.agent import Agent
 from xpyd_worker.ranks.pods.handshake import join_leader
 from xpyd_worker.ranks.pods.messages import Numbers
 from xpyd_worker.ranks.start.messages import Logs
@@ -73,6 +75,24 @@ def leader_config(tmp_path: Path, **more: Any) -> WorkerConfig:
     key_file = tmp_path / "leader.key"
     key_file.write_text(KEY)
     return pod_config(0, leader=LEADER, host=LEADER, key_file=str(key_file), **more)
+
+
+def test_a_pod_knows_its_leader_before_it_hears_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the leader says first may have come when the link begins."""
+    known: list[bool] = []
+
+    def serve(_: Links, link: Any) -> None:
+        known.append(link._take.__self__._leader is link)
+
+    monkeypatch.setattr(Links, "serve", serve)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        agent = Agent(leader_config(tmp_path), ours, COMMAND)
+        agent._links.close(5)
+        os.close(agent._waker)
+    assert known == [True]
 
 
 @pytest.fixture

@@ -131,11 +131,20 @@ class Links:
         return self._thread.ident or 0
 
     def add(self, sock: socket.socket, take: TakeFrame, lose: Lose) -> Link:
-        """A link over `sock`, which belongs to it from here on."""
-        link = Link(sock, self.wake, take, lose)
+        """A link over `sock`, which belongs to it from here on. Frames may be taken before this
+        returns; see `make`."""
+        link = self.make(sock, take, lose)
+        self.serve(link)
+        return link
+
+    def make(self, sock: socket.socket, take: TakeFrame, lose: Lose) -> Link:
+        """As `add`, but that nothing is taken before `serve`: for who answers over the link."""
+        return Link(sock, self.wake, take, lose)
+
+    def serve(self, link: Link) -> None:
+        """Begin with what `make` made."""
         self._new.append(link)
         self.wake()
-        return link
 
     def wake(self) -> None:
         """Have the thread look at what was posted."""

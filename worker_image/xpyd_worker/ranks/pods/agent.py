@@ -234,7 +234,8 @@ class Agent:
         self._parts: dict[int, Part] = {}
         """By replica. The link's thread adds one, the part's own takes it out."""
         self._links = Links("pod-links")
-        self._leader = self._links.add(sock, self._take, self._lose)
+        self._leader = self._links.make(sock, self._take, self._lose)
+        self._links.serve(self._leader)
 
     def run(self) -> int:
         """Run until the leader ends the pod, or is gone; the exit status."""
