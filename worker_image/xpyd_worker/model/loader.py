@@ -44,16 +44,6 @@ class WeightGroup(Protocol):
         ...
 
 
-def weight_bytes(groups: Sequence[WeightGroup]) -> int:
-    """What the weights of `groups` take, whether they have memory or not."""
-    return sum(
-        piece.destination.numel() * piece.destination.itemsize
-        for group in groups
-        for stored in group.checkpoint_tensors().values()
-        for piece in stored.pieces
-    )
-
-
 def load_weights(
     folder: Path,
     groups: Sequence[WeightGroup],

@@ -11,7 +11,7 @@ the others but one sum at its end (Megatron-LM, arXiv 1909.08053).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,6 +47,16 @@ class Stored(NamedTuple):
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+
+
+def weight_bytes(weights: Iterable[Mapping[str, Stored]]) -> int:
+    """What these take, by their names in a checkpoint, whether they have memory or not."""
+    return sum(
+        piece.destination.numel() * piece.destination.itemsize
+        for named in weights
+        for stored in named.values()
+        for piece in stored.pieces
+    )
 
 
 def whole(size: int) -> Cut:

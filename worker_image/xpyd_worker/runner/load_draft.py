@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from xpyd_core.errors import UserError
 from xpyd_core.parallel.ranks import ONE_RANK
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.engine.executor import no_layer_done
 from xpyd_worker.engine.speculation import FLAG, SpeculativeConfig
-from xpyd_worker.kernels.api import Kernels, KvShape, Plan
+from xpyd_worker.kernels.api import Kernels, KvShape
 from xpyd_worker.kernels.cpu.kernels import choose_kernels
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
+from xpyd_worker.model.decoder_draft import DecoderDraft
 from xpyd_worker.model.draft_heads import read_eagle3, read_medusa
 from xpyd_worker.model.eagle3 import load_eagle3
-from xpyd_worker.model.loader import load_weights, weight_bytes
+from xpyd_worker.model.loader import WeightGroup, load_weights
 from xpyd_worker.model.medusa import load_medusa
 from xpyd_worker.model.registry import load_config, resolve_checkpoint
+from xpyd_worker.model.shards import weight_bytes
 from xpyd_worker.runner.device import CPU, CudaDevice
 from xpyd_worker.runner.drafter import Drafter, DraftModel, HeadsDrafter, ModelDrafter
 from xpyd_worker.runner.kv_cache import KvCache, cache_bytes
@@ -90,7 +90,7 @@ class DraftSource:
         shape = KvShape(draft.num_kv_heads, draft.head_dim, self.block_size, dtype)
         guesses = DecoderDraft(model, draft.vocab_size, of=self.target.vocab_size)
         cache = _Cache(shape, draft.num_layers, device)
-        return self._with_cache(guesses, kernels, cache, weight_bytes(groups))
+        return self._with_cache(guesses, kernels, cache, groups)
 
     def _load_eagle3(
         self, model: Decoder, dtype: torch.dtype, device: torch.device, gpu: CudaDevice | None
@@ -107,19 +107,25 @@ class DraftSource:
             embedding=model.embedding,
         )
         cache = _Cache(head.shape, head.num_layers, device)
-        return self._with_cache(head, kernels, cache, weight_bytes([head]))
+        return self._with_cache(head, kernels, cache, [head])
 
     def _load_medusa(
         self, model: Decoder, dtype: torch.dtype, device: torch.device, gpu: CudaDevice | None
     ) -> LoadedDraft:
         kernels = _kernels(self.target, gpu)
         heads = load_medusa(self.folder, self.target, dtype=dtype, kernels=kernels, device=device)
-        drafter = HeadsDrafter(heads, model.normed, size_bytes=weight_bytes(heads.heads))
+        drafter = HeadsDrafter(heads, model.normed, size_bytes=_bytes_of(heads.heads))
         return LoadedDraft(0, lambda _: drafter)
 
     def _with_cache(
-        self, model: DraftModel, kernels: Kernels, cache: _Cache, weights: int
+        self,
+        model: DraftModel,
+        kernels: Kernels,
+        cache: _Cache,
+        groups: Sequence[WeightGroup],
     ) -> LoadedDraft:
+        weights = _bytes_of(groups)
+
         def make(blocks: int) -> Drafter:
             return ModelDrafter(
                 model,
@@ -201,39 +207,12 @@ def _draft_model(folder: Path, target: ModelConfig) -> ModelConfig:
     return draft
 
 
+def _bytes_of(groups: Sequence[WeightGroup]) -> int:
+    return weight_bytes(group.checkpoint_tensors() for group in groups)
+
+
 def _kernels(draft: ModelConfig, gpu: CudaDevice | None) -> Kernels:
     if gpu is not None:
         return gpu.kernels()
     sizes = draft.vector_sizes(ONE_RANK)
     return choose_kernels(vector_sizes=sizes, head_dim=draft.head_dim)
-
-
-class DecoderDraft:
-    """A whole model that drafts; implements DraftModel."""
-
-    reads_features = False
-
-    def __init__(self, model: Decoder, vocab_size: int, *, of: int) -> None:
-        """`model` has `vocab_size` tokens, the one that is drafted for `of`: what pads either is no
-        token of the other."""
-        self._model, self._last, self._known = model, vocab_size - 1, min(vocab_size, of)
-
-    def project(self, features: Tensor) -> Tensor:
-        """See DraftModel."""
-        return features
-
-    def run(
-        self,
-        token_ids: Tensor,
-        hidden: Tensor | None,
-        positions: Tensor,
-        caches: Sequence[Tensor],
-        plan: Plan,
-    ) -> Tensor:
-        """See DraftModel."""
-        token_ids = token_ids.clamp(max=self._last)
-        return self._model.forward(token_ids, positions, caches, plan, no_layer_done)
-
-    def best(self, hidden: Tensor) -> Tensor:
-        """See DraftModel."""
-        return self._model.logits(hidden)[:, : self._known].argmax(dim=-1)

@@ -38,7 +38,7 @@ from xpyd_worker.engine.request import SampledToken
 from xpyd_worker.kernels.api import Kernels, Plan
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
-from xpyd_worker.model.loader import weight_bytes
+from xpyd_worker.model.shards import weight_bytes
 from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.runner.adjustments import Adjustments
 from xpyd_worker.runner.batch import Batch, BatchRows, build_batch, faults
@@ -114,7 +114,9 @@ class ModelRunner:
         self._last = DeviceDraw()
         self._drafter = drafter
         self.kv_cache = kv_cache
-        self.weight_bytes = weight_bytes(model.weight_groups())
+        self.weight_bytes = weight_bytes(
+            group.checkpoint_tensors() for group in model.weight_groups()
+        )
         self.counters = StepCounters()
         model.forget_chosen()
 
