@@ -82,16 +82,18 @@ def test_so_do_walks_with_drafts(seed: int, stages: int, is_filled: bool):
     sizes: dict[str, Any] = {"blocks": 14, "seqs": 5, "budget": 16, "model_len": 48}
     depth = stages if is_filled else 1
     way = {"depth": depth, "draws_ahead": False, "speculative": DRAFTS}
-    walk = Walk(seed, make_executor=pipeline(stages), **way, **sizes)
-    walk.run(300)
-    check_drafts(walk, seed)
+    run_with_drafts(Walk(seed, make_executor=pipeline(stages), **way, **sizes))
 
 
-def check_drafts(walk: Walk, seed: int) -> None:
-    """Some were accepted, and not all; of a few walks none was."""
-    stats = walk.driver.core.stats()
-    assert stats.spec_accepted_tokens < stats.spec_draft_tokens
-    assert stats.spec_accepted_tokens > 0 or seed in (3, 5)
+def run_with_drafts(walk: Walk) -> None:
+    """Until some were accepted; not all are."""
+    for _ in range(8):
+        walk.run(300)
+        stats = walk.driver.core.stats()
+        assert stats.spec_accepted_tokens < stats.spec_draft_tokens
+        if stats.spec_accepted_tokens:
+            return
+    raise AssertionError("no draft was accepted")
 
 
 def on_device(stages: int) -> type[FakePipeline]:
@@ -124,9 +126,7 @@ def test_so_do_walks_with_drafts_whose_last_stage_has_a_gpu(seed: int, stages: i
     """How many drafts stand is known to the host first; the device goes on from there."""
     sizes: dict[str, Any] = {"blocks": 14, "seqs": 5, "budget": 16, "model_len": 48}
     way = {"depth": 2, "draws_ahead": stages == 1, "speculative": DRAFTS}
-    walk = Walk(seed, make_executor=on_device(stages), **way, **sizes)
-    walk.run(300)
-    check_drafts(walk, seed)
+    run_with_drafts(Walk(seed, make_executor=on_device(stages), **way, **sizes))
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,9 @@ def test_a_step_that_was_answered_and_is_made_again_is_not_answered_twice():
     rank = Outliving()
     answer = rank.launch(SOME).finish()
     assert answer is not None
+    assert rank.stage.drafted == 1
     assert rank.again().finish() is None
+    assert rank.stage.drafted == 1, "what follows was drafted"
     output = decode_output(answer)
     rank.encoder.drawn(1, output)
     token = output.samples[SOME.seq_id][0].token_id

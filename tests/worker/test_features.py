@@ -112,6 +112,10 @@ def test_the_inputs_of_the_named_layers_are_kept_whole_on_the_last_stage(
         if not model.part.is_last:
             assert chunks == []
             continue
+        if model.part.tensor_rank:
+            # It does not draft.
+            assert [features for _, features in chunks] == [None] * len(CHUNKS)
+            continue
         torch.testing.assert_close(
             torch.cat([features for _, features in chunks]), wanted, atol=1e-4, rtol=1e-4
         )

@@ -9,6 +9,7 @@ import pytest
 
 from xpyd_worker.config import GIB, WorkerConfig
 from xpyd_worker.load.ready_model import log_memory, memory_table
+from xpyd_worker.runner.gpu_memory import GpuUse, Profile
 from xpyd_worker.system import give_back, resident_bytes
 
 
@@ -31,6 +32,23 @@ def test_the_table_has_what_the_role_asks_for() -> None:
 def test_what_is_not_weights_is_the_rest_of_the_process() -> None:
     assert table(WorkerConfig("m"))["torch, libraries, Python"] == 2 * GIB
     assert "resident now" not in table(WorkerConfig("m"), resident=None)
+
+
+def test_the_weights_of_what_drafts_are_not_part_of_a_gpu_s_largest_step() -> None:
+    profile = Profile(total=80 * GIB, others=0, tensors=9 * GIB, workspaces=0)
+    rows = memory_table(
+        WorkerConfig("m"),
+        weight_bytes=4 * GIB,
+        cache_bytes=GIB,
+        num_blocks=1,
+        resident_bytes=None,
+        gpu=GpuUse(profile, 0),
+        draft_bytes=3 * GIB,
+        draft_weight_bytes=2 * GIB,
+    )
+    found = {row.name: row.size_bytes for row in rows}
+    assert found["GPU: largest step"] == 3 * GIB
+    assert found["GPU: what drafts, with its KV cache"] == 3 * GIB
 
 
 def test_each_row_is_a_line(caplog: pytest.LogCaptureFixture) -> None:

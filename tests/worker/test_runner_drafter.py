@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.ranks.kit.threads import Ranks
@@ -25,9 +26,12 @@ from tests.worker.test_runner_speculation import (
 )
 from xpyd_core.errors import UserError
 from xpyd_core.parallel.ranks import Sizes
+from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.request import EngineRequest
-from xpyd_worker.engine.speculation import Method
+from xpyd_worker.engine.speculation import Method, SpeculativeConfig
+from xpyd_worker.model.registry import load_config
 from xpyd_worker.runner.drafter import Computed, ModelDrafter
+from xpyd_worker.runner.load_draft import open_draft
 from xpyd_worker.runner.runner import ModelRunner
 
 __all__ = ["models", "one_thread"]
@@ -52,8 +56,8 @@ def eagle3_head(folder: Path) -> test_eagle3.Head:
     return head
 
 
-def medusa_heads(folder: Path) -> test_medusa.Heads:
-    heads = test_medusa.Heads(test_medusa.VLLM | {"truncated_vocab_size": FEW}, rows=FEW)
+def medusa_heads(folder: Path, rows: int = FEW) -> test_medusa.Heads:
+    heads = test_medusa.Heads(test_medusa.VLLM | {"truncated_vocab_size": FEW}, rows=rows)
     heads.write(folder)
     return heads
 
@@ -107,7 +111,7 @@ class Watched:
     def __init__(self, runner: ModelRunner, reference: Reference) -> None:
         assert runner._drafter is not None
         self._drafter, self._reference = runner._drafter, reference
-        self.size_bytes, self.seen = runner._drafter.size_bytes, 0
+        self.weight_bytes, self.cache_bytes, self.seen = 0, 0, 0
         runner._drafter = self
 
     def propose(self, step: Computed) -> dict[int, tuple[int, ...]]:
@@ -294,6 +298,86 @@ def test_a_drafter_forgets_whom_it_has_no_room_for(
     drafter._pool.release(taken)
     assert len(drafter._followed) <= 2
     assert_bounded(drafter)
+
+
+def test_medusa_heads_over_all_tokens_are_loaded_for_those_of_the_draft(
+    models: Callable[[str], tuple[Path, Any]], tmp_path: Path
+) -> None:
+    """As they are published where a vocabulary is truncated later."""
+    folder, _ = models("llama")
+    medusa_heads(tmp_path, rows=test_medusa.VOCAB)
+    given, source = draft_source(folder, tmp_path, "medusa")
+    runner = make_runner(folder, draft=source)
+    head = 2 * 64 * 64 + FEW * 64
+    assert runner.draft_bytes == 3 * 4 * head
+    found = run(runner, requests(), given)
+    assert_alike(found, run(make_runner(folder), requests(), None))
+    assert found.stats.spec_draft_tokens > 100
+
+
+def test_what_eagle_loads_is_counted(
+    models: Callable[[str], tuple[Path, Any]], tmp_path: Path
+) -> None:
+    """Its embedding too, where the head has one."""
+    folder, _ = models("llama")
+    own = test_eagle3.Head(test_eagle3.AUTHORS | {"draft_vocab_size": FEW}, (2, 1, 0))
+    own.write(tmp_path)
+    _, source = draft_source(folder, tmp_path, "eagle3")
+    shared = make_runner(folder, draft=source).draft_weight_bytes
+    own.tensors["embed_tokens.weight"] = torch.randn(307, 64)
+    save_file(own.tensors, tmp_path / "model.safetensors")
+    _, source = draft_source(folder, tmp_path, "eagle3")
+    assert make_runner(folder, draft=source).draft_weight_bytes == shared + 307 * 64 * 4
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), RuntimeError("x"), MemoryError("x")])
+def test_a_drafter_that_fails_ends_no_request_and_is_asked_no_more(
+    error: Exception,
+    models: Callable[[str], tuple[Path, Any]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder, _ = models("llama")
+    given, source = draft_source(folder, folder)
+    runner = make_runner(folder, draft=source)
+    asked = 0
+
+    class Failing:
+        weight_bytes = cache_bytes = 0
+
+        def propose(self, step: Computed) -> dict[int, tuple[int, ...]]:
+            nonlocal asked
+            asked += 1
+            if asked == 3:
+                raise error
+            return {}
+
+    runner._drafter = Failing()
+    found = run(runner, requests(), given)
+    assert_alike(found, run(make_runner(folder), requests(), None))
+    assert asked == 3
+    assert not runner.drafts
+    (record,) = [one for one in caplog.records if "no model drafts from here on" in one.message]
+    assert record.exc_info is not None
+
+
+def test_a_prefill_instance_loads_nothing_that_drafts(
+    models: Callable[[str], tuple[Path, Any]],
+) -> None:
+    folder, _ = models("llama")
+    given = SpeculativeConfig(method="draft_model", num_speculative_tokens=3, model=str(folder))
+    for role, loads in (("Prefill", False), ("Decode", True)):
+        config = WorkerConfig(str(folder), role=role, speculative=given)
+        assert (open_draft(config, load_config(folder), folder) is not None) == loads
+
+
+def test_what_is_wrong_is_said_with_the_model_as_it_was_given(
+    models: Callable[[str], tuple[Path, Any]],
+) -> None:
+    folder, _ = models("llama")
+    given = SpeculativeConfig(num_speculative_tokens=3, method="medusa", model="ftp://lab/heads")
+    config = WorkerConfig(str(folder), speculative=given)
+    with pytest.raises(UserError, match="--speculative-config: ftp://lab/heads: "):
+        open_draft(config, load_config(folder), folder)
 
 
 def test_what_does_not_fit_the_model_is_refused(

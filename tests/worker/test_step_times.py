@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.worker.engine_driver import EngineDriver, make_request, prompt_of
+from tests.worker.engine_driver import DRAFTS, EngineDriver, make_request, prompt_of
 from xpyd_worker.engine.executor import StepInput
+from xpyd_worker.engine.speculation import SpeculativeConfig
 from xpyd_worker.engine.step_times import LEAST_TOKENS, STRETCH, StepTimes
 
 DECODE_S, TOKEN_S = 0.050, 0.001
@@ -86,18 +87,26 @@ def test_few_decodes_wait_as_long_as_the_many_that_are_coming_will():
     assert times.prompt_tokens(1, 15) == with_eight
 
 
-def driven(goal: str) -> tuple[EngineDriver, list[tuple[int, int]]]:
+def driven(
+    goal: str, speculative: SpeculativeConfig | None = None
+) -> tuple[EngineDriver, list[tuple[int, int]]]:
     """Four decodes run, then a prompt of 120 tokens comes; decodes and tokens of it by step."""
-    driver = EngineDriver(blocks=256, budget=128, seqs=8, goal="itl" if goal == "itl" else "ttft")
+    driver = EngineDriver(
+        blocks=256,
+        budget=128,
+        seqs=8,
+        goal="itl" if goal == "itl" else "ttft",
+        speculative=speculative,
+    )
 
     def takes(step: StepInput) -> None:
-        prompts = sum(len(s.token_ids) for s in step.sequences if len(s.token_ids) > 1)
+        prompts = sum(len(s.token_ids) for s in step.sequences if len(s.token_ids) > 1 + s.drafts)
         driver.now += DECODE_S + prompts * TOKEN_S
 
     driver.executor.during = takes
     for number in range(4):
         prompt = prompt_of(40, number)
-        driver.submit(make_request(f"r{number}", prompt, max_tokens=60, ignore_eos=True))
+        driver.submit(make_request(f"r{number}", prompt, top_k=1, max_tokens=60, ignore_eos=True))
     driver.turns(8)
     begun = len(driver.executor.steps)
     driver.submit(make_request("long", prompt_of(120, 9), max_tokens=2, ignore_eos=True))
@@ -113,8 +122,12 @@ def driven(goal: str) -> tuple[EngineDriver, list[tuple[int, int]]]:
     return driver, found
 
 
-def test_a_long_prompt_comes_in_parts_that_decodes_can_wait_for():
-    _, steps = driven("itl")
+@pytest.mark.parametrize("speculative", [None, DRAFTS])
+def test_a_long_prompt_comes_in_parts_that_decodes_can_wait_for(
+    speculative: SpeculativeConfig | None,
+):
+    driver, steps = driven("itl", speculative)
+    assert (driver.core.stats().spec_drafts > 0) == (speculative is not None)
     assert all(decodes == 4 for decodes, _ in steps)
     parts = [tokens for _, tokens in steps if tokens > 1]
     assert sum(parts) == 120

@@ -114,10 +114,13 @@ class FakeLaunched:
     output: StepOutput
     draw: DeviceDraw
     mark: LateMark | None
+    propose: Callable[[], None] | None = None
 
     def wait(self) -> StepOutput:
         if self.mark is not None:
             self.mark.device.run_to(self.mark.place)
+        if self.propose is not None:
+            self.propose()
         return self.output
 
 
@@ -128,6 +131,7 @@ class FakeStage:
 
     def __init__(self, num_blocks: int, *, before: deque[list[Flow]], after: deque[list[Flow]]):
         self.drawn: dict[int, int] = {}
+        self.drafted = 0
         self.device: LateDevice | None = None
         self.memory: list[list[int | None]] = [[None] * BLOCK for _ in range(num_blocks)]
         self.is_first = self.is_last = False
@@ -174,7 +178,11 @@ class FakeStage:
             if len(some) == 1
         }
         draw = DeviceDraw(torch.tensor(tokens, dtype=torch.int64), places)
-        return FakeLaunched(output, draw, None if self.device is None else self.device.mark())
+        mark = None if self.device is None else self.device.mark()
+        return FakeLaunched(output, draw, mark, self._draft)
+
+    def _draft(self) -> None:
+        self.drafted += 1
 
     def _kv_before(self, one: ScheduledSequence) -> int:
         if not one.start:

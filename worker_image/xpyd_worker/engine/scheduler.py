@@ -241,9 +241,8 @@ class Scheduler:
         decodes = sum(part.is_decode for part in step.parts)
         drafts = sum(part.scheduled.drafts for part in step.parts)
         drafts_on = any(part.scheduled.propose for part in step.parts)
-        if not drafts and not drafts_on:
-            prompts = sum(part.count for part in step.parts if not part.is_decode)
-            self._times.measured(seconds, decodes=decodes, prompt_tokens=prompts)
+        prompts = sum(part.count for part in step.parts if not part.is_decode)
+        self._times.measured(seconds, decodes=decodes, prompt_tokens=prompts)
         if self._speculation is not None and decodes == len(step.parts):
             self._speculation.measured(
                 seconds, decodes=decodes, draft_tokens=drafts, drafts_on=drafts_on

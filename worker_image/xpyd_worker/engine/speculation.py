@@ -172,8 +172,14 @@ _TRIAL_MARGIN = 1.25
 sequence near the border does not change from step to step."""
 _REST_TOKENS, _LONGEST_REST_TOKENS = 64, 4096
 """Doubled with each trial that fails: the worst is 4 drafts in 64 tokens, then fewer and fewer."""
+_TRY_EVERY = 16
+"""New sequences that begin with a rest, as others' drafts did not pay, until one tries again: short
+ones end before their rest does."""
 _MISSES = 16
-"""Steps without any draft, of a device that waits for each of them."""
+"""Steps without a draft that is verified, of a device that waits for each of them, or a model that
+drafts for them."""
+_TAKEN_IN = 256
+"""Tokens that a model which drafts takes in behind one step, at least: half of what it may."""
 _WEIGHT = 1 / 8
 """Of the newest value in a running mean."""
 _PLAIN_EVERY, _PLAIN_TRIES = 64, 4
@@ -244,9 +250,14 @@ class Speculation:
         self._decodes = 1
         # Whether the step that is being made is to show what one without drafts takes.
         self._is_plain = False
-        # Of all drafts so far: what a new sequence is thought to be like.
+        # Draft tokens that the step which is made may have.
+        self._room = 0
+        # Of all drafts so far, accepted and drafted: what a new sequence is thought to be like.
         self._accepted: float | None = None
+        self._drafted: float | None = None
         self._tried = 0
+        # New ones in a row that have begun with a rest for it.
+        self._rested = 0
 
     def begin(self) -> SequenceDraft:
         """For a sequence that starts."""
@@ -266,15 +277,15 @@ class Speculation:
         self._is_plain = bool(decodes) and is_due and costs.asked < _PLAIN_TRIES
         if self._is_plain:
             costs.asked += 1
-            return 0
-        return spare // 2
+        self._room = 0 if self._is_plain else spare // 2
+        return self._room
 
     def wanted(self, draft: SequenceDraft, tokens: int, most: int) -> int:
         """How many tokens, at most so many, a model is to draft behind what the step draws for a
         sequence of so many tokens, for its next step; 0 where no model drafts, or it rests."""
-        if not self._config.has_model or self._is_plain or not self._may(draft, tokens):
+        if not self._config.has_model or not self._room or not self._may(draft, tokens):
             return 0
-        return max(0, min(most, self._config.num_speculative_tokens))
+        return max(0, min(most, self._room, self._config.num_speculative_tokens))
 
     def drafted(self, draft: SequenceDraft, tokens: int, ids: tuple[int, ...]) -> None:
         """A model has drafted `ids` behind so many tokens."""
@@ -288,13 +299,16 @@ class Speculation:
         if most < 1 or not self._may(draft, len(tokens)):
             return ()
         found = draft.drafts.propose(tokens, most)
-        if found:
-            draft.misses = 0
-            return found
+        # Also one that is not verified, as nobody makes room for it.
         draft.misses += 1
-        if self._waits and draft.misses >= _MISSES:
+        allowed = _MISSES
+        if self._config.has_model:
+            # It may still be taking the tokens in.
+            allowed += len(tokens) // _TAKEN_IN
+        if (self._waits or self._config.has_model) and draft.misses > allowed:
             draft.begin_rest(len(tokens), 1)
-        return ()
+            return ()
+        return found
 
     def _may(self, draft: SequenceDraft, tokens: int) -> bool:
         """Whether a sequence of so many tokens may have drafts: it does not rest."""
@@ -302,9 +316,14 @@ class Speculation:
             return False
         if not draft.has_begun:
             draft.has_begun = True
-            known = self._accepted if self._tried >= _TRIAL_DRAFTS else None
-            longest = self._config.num_speculative_tokens
-            if known is not None and not self._pays(known, longest, self._decodes):
+            accepted, drafted = self._accepted, self._drafted
+            if accepted is None or drafted is None or self._tried < _TRIAL_DRAFTS:
+                return True
+            if self._pays(accepted, drafted, self._decodes):
+                self._rested = 0
+                return True
+            self._rested += 1
+            if self._rested % _TRY_EVERY:
                 draft.begin_rest(tokens, self._decodes)
                 return False
         return True
@@ -315,7 +334,9 @@ class Speculation:
         """A draft of `drafted` tokens was verified in a step of so many `decodes`; the sequence has
         `tokens` tokens."""
         self._accepted = _mean(self._accepted, accepted)
+        self._drafted = _mean(self._drafted, drafted)
         self._tried += 1
+        draft.misses = 0
         draft.accepted = _mean(draft.accepted, accepted)
         draft.tried += 1
         if draft.tried < _TRIAL_DRAFTS:

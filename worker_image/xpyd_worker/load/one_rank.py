@@ -76,6 +76,7 @@ def load_one_rank(config: WorkerConfig, folder: Path, model: ModelConfig) -> Rea
             resident_bytes=resident_bytes(),
             gpu=use,
             draft_bytes=runner.draft_bytes,
+            draft_weight_bytes=runner.draft_weight_bytes,
         ),
         experts_chosen=runner.experts_chosen,
         kv=held,

@@ -62,12 +62,14 @@ def memory_table(
     resident_bytes: int | None,
     gpu: GpuUse | None = None,
     draft_bytes: int = 0,
+    draft_weight_bytes: int = 0,
 ) -> list[MemoryUse]:
     """What a loaded engine has. `resident_bytes`: what the system says of the process, if it does;
     memory that is asked for counts there from its first use on. `gpu`: of the GPU that weights and
-    cache are on. `draft_bytes`: of a model that drafts."""
+    cache are on. `draft_bytes`: of a model that drafts; `draft_weight_bytes` are its weights."""
     when_used = "taken as it is used"
     blocks = f"{num_blocks} blocks of {config.block_size}"
+    weights = weight_bytes + draft_weight_bytes
     if gpu is None:
         rows = [
             MemoryUse("weights", weight_bytes, "packed for this device"),
@@ -76,7 +78,7 @@ def memory_table(
     else:
         rows = [
             MemoryUse("GPU: weights", weight_bytes),
-            MemoryUse("GPU: largest step", max(0, gpu.found.tensors - weight_bytes)),
+            MemoryUse("GPU: largest step", max(0, gpu.found.tensors - weights)),
             MemoryUse(
                 "GPU: workspaces", gpu.found.workspaces, "of libraries, and compiled kernels"
             ),
@@ -96,7 +98,7 @@ def memory_table(
             rows.append(MemoryUse("GPU: KV buffer", buffer_bytes))
         rows.append(MemoryUse("KV host pool", config.kv_host_pool_bytes, when_used))
     if resident_bytes is not None:
-        on_host = weight_bytes if gpu is None else 0
+        on_host = weights if gpu is None else 0
         rest = max(0, resident_bytes - on_host)
         rows.append(MemoryUse("torch, libraries, Python", rest, "the process without its weights"))
         rows.append(MemoryUse("resident now", resident_bytes))

@@ -194,6 +194,9 @@ class Decoder:
         ]
         self._rotary = Rotary(config, device)
         self._feature_layers = feature_layers
+        # On the last stage they are for the one rank that drafts.
+        drafts = not (self.part.is_last and self.part.tensor_rank)
+        self._kept_layers = feature_layers if drafts else ()
         self._features: dict[int, Tensor] = {}
         self._with_experts = [n for n in self.part.layers if config.layers[n].experts is not None]
         most = max((one.count for one in config.experts), default=0)
@@ -275,7 +278,7 @@ class Decoder:
             x, residual, before = entering.get()
             features = dict(zip(self._features_before, before, strict=True))
         for index, layer in zip(self.part.layers, self._layers, strict=True):
-            if index in self._feature_layers:
+            if index in self._kept_layers:
                 features[index] = residual.clone() if x is None else residual + x
             x = layer(x, residual, step)
         if step.chosen:
@@ -284,7 +287,7 @@ class Decoder:
             self._kernels.count_chosen(self._chosen, torch.stack(step.chosen), rows_of)
         assert x is not None, "a stage has a layer"
         if self.part.is_last:
-            self._features = features
+            self._features = features if self._kept_layers else {}
             return Hidden(x, residual)
         return Hidden(x, residual, tuple(features.values()))
 

@@ -72,9 +72,11 @@ class MedusaHead:
 
     def pack(self, kernels: Kernels) -> None:
         """Hand the weights to the kernels; of a whole vocabulary only the draft's tokens."""
-        ids, weight = self.target_ids, self._head.weight
-        if ids is not None and weight.shape[0] != len(ids):
-            self._head.weight = weight[ids]
+        ids, head = self.target_ids, self._head
+        if ids is not None and head.weight.shape[0] != len(ids):
+            hidden = whole(head.weight.shape[1])
+            self._head = Linear(hidden, (whole(len(ids)),), bias=False, dtype=head.weight.dtype)
+            self._head.weight = head.weight[ids]
         for part in (*self._blocks, self._head):
             part.pack(kernels)
 

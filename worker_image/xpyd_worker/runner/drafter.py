@@ -29,10 +29,13 @@ from xpyd_worker.runner.kv_cache import KvCache
 from xpyd_worker.runner.tensors import put_ints, to_ints
 
 _MOST_ROWS = 512
-"""Rows that drafters take in behind one step, of all sequences: the step's own requests wait for
-them. A sequence with more has no draft before all are taken in."""
-_MOST_PENDING = 64
-"""Hidden states that are kept of a sequence nothing is drafted for, before they are taken in."""
+"""Rows that drafters take in behind one step, of all sequences, or as many as the step itself has:
+its requests wait for them. A sequence with more has no draft before all are taken in."""
+_MOST_PENDING = 512
+"""Hidden states that are kept of a sequence while nothing is drafted for it; the older half goes
+then."""
+_MOST_HELD = 16_384
+"""Hidden states that are kept of all sequences: 128 MiB where one has 8 KiB."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,13 @@ class Drafter(Protocol):
     """Drafts behind each step; the runner calls it, in their order."""
 
     @property
-    def size_bytes(self) -> int:
-        """Its weights and its KV cache."""
+    def weight_bytes(self) -> int:
+        """Of its own weights."""
+        ...
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of its KV cache."""
         ...
 
     def propose(self, step: Computed) -> dict[int, tuple[int, ...]]:
@@ -112,11 +120,11 @@ class HeadsDrafter:
     """Drafts with heads over the hidden state behind which the last token was drawn."""
 
     def __init__(
-        self, heads: DraftHeads, normed: Callable[[Tensor], Tensor], *, size_bytes: int
+        self, heads: DraftHeads, normed: Callable[[Tensor], Tensor], *, weight_bytes: int
     ) -> None:
         """`normed`: the model's last norm."""
         self._heads, self._normed = heads, normed
-        self.size_bytes = size_bytes
+        self.weight_bytes, self.cache_bytes = weight_bytes, 0
 
     def propose(self, step: Computed) -> dict[int, tuple[int, ...]]:
         """See Drafter."""
@@ -146,12 +154,13 @@ def _asks(sequence: ScheduledSequence, step: Computed) -> bool:
 class _Followed:
     """A sequence as the drafter knows it. Rows [first, fed) are in its blocks, of which the first
     row is the first; `tokens` are those of its rows from `first` on, `pending` the hidden states of
-    rows that are not fed yet."""
+    `waiting` rows that are not fed yet, [rows, hidden] each."""
 
     first: int = 0
     fed: int = 0
     tokens: list[int] = field(default_factory=list[int])
     pending: list[Tensor] = field(default_factory=list[Tensor])
+    waiting: int = 0
     blocks: list[int] = field(default_factory=list[int])
     hashes: list[bytes] = field(default_factory=list[bytes])
     salt: bytes = b""
@@ -159,12 +168,32 @@ class _Followed:
     @property
     def seen(self) -> int:
         """Behind the last row whose hidden state is known."""
-        return self.fed + len(self.pending)
+        return self.fed + self.waiting
 
     @property
     def rows(self) -> int:
         """Rows whose token is known and that are not fed."""
         return self.first + len(self.tokens) - self.fed
+
+    def put(self, hidden: Tensor) -> None:
+        """Keep the states of its next rows. A copy: what a step computed is as large as all its
+        sequences."""
+        self.pending.append(hidden.clone())
+        self.waiting += len(hidden)
+
+    def take(self, rows: int) -> list[Tensor]:
+        """The states of the first rows that are kept, which are forgotten here."""
+        self.waiting -= rows
+        found: list[Tensor] = []
+        while rows:
+            first = self.pending[0]
+            found.append(first[:rows])
+            if len(first) > rows:
+                self.pending[0] = first[rows:].clone()
+                break
+            del self.pending[0]
+            rows -= len(first)
+        return found
 
 
 @dataclass(frozen=True)
@@ -202,7 +231,7 @@ class ModelDrafter:
         )
         self._most = most_sequences
         self._followed: OrderedDict[int, _Followed] = OrderedDict()
-        self.size_bytes = weight_bytes + kv_cache.size_bytes
+        self.weight_bytes, self.cache_bytes = weight_bytes, kv_cache.size_bytes
 
     def propose(self, step: Computed) -> dict[int, tuple[int, ...]]:
         """See Drafter."""
@@ -213,33 +242,41 @@ class ModelDrafter:
             self._forget(next(iter(self._followed)))
         if self._model.reads_features:
             self._see(step)
-        turns: list[_Turn] = []
-        budget = _MOST_ROWS
-        in_step = {rows.sequence.seq_id for rows in step.rows}
-        for rows in step.rows:
-            sequence = rows.sequence
-            turn = self._turn(sequence, step, budget)
-            if turn is None or not self._has_room(turn, in_step):
-                continue
-            budget -= turn.rows
-            turns.append(turn)
-        if not turns:
-            return {}
+        turns = self._turns(step)
         # As the plan of a step likes them: single rows first.
         turns.sort(key=lambda turn: (turn.rows > 1, turn.of.fed))
-        return self._run(turns)
+        found = self._run(turns) if turns else {}
+        self._bound()
+        return found
 
-    def _turn(self, sequence: ScheduledSequence, step: Computed, budget: int) -> _Turn | None:
-        """What is to be done for a sequence of the step, within so many rows."""
-        asks = _asks(sequence, step)
-        one = self._followed[sequence.seq_id]
-        if asks and not self._model.reads_features:
-            self._read(one, sequence, step.samples[sequence.seq_id])
-        rows = min(one.rows, budget)
-        if rows < 1 or not (asks or rows >= _MOST_PENDING):
-            return None
-        propose = sequence.propose if asks and rows == one.rows else 0
-        return _Turn(sequence.seq_id, one, rows, propose)
+    def _turns(self, step: Computed) -> list[_Turn]:
+        """What is done behind a step: for those that ask, and, where the model reads features, of
+        prompts that go on."""
+        due: list[tuple[ScheduledSequence, bool]] = []
+        reads = self._model.reads_features
+        for rows in step.rows:
+            sequence = rows.sequence
+            asks = _asks(sequence, step)
+            if asks and not reads:
+                self._read(sequence, step.samples[sequence.seq_id])
+            if asks or (reads and not sequence.samples):
+                due.append((sequence, asks))
+        # One with many rows holds up none with few.
+        due.sort(key=lambda one: self._followed[one[0].seq_id].rows)
+        in_step = {rows.sequence.seq_id for rows in step.rows}
+        # Of a prompt that went on, the last row's token comes with the next step.
+        own = len(step.hidden) + len(step.rows) if reads else 0
+        budget = max(_MOST_ROWS, own)
+        turns: list[_Turn] = []
+        for sequence, asks in due:
+            one = self._followed[sequence.seq_id]
+            rows = min(one.rows, budget)
+            propose = sequence.propose if asks and rows == one.rows else 0
+            turn = _Turn(sequence.seq_id, one, rows, propose)
+            if rows and self._has_room(turn, in_step):
+                budget -= rows
+                turns.append(turn)
+        return turns
 
     # --- what is known of sequences
 
@@ -251,17 +288,41 @@ class ModelDrafter:
     def _forget(self, seq_id: int) -> None:
         self._pool.release(self._followed.pop(seq_id).blocks)
 
-    def _read(
-        self, one: _Followed, sequence: ScheduledSequence, samples: Sequence[SampledToken]
-    ) -> None:
+    def _bound(self) -> None:
+        """Forget hidden states where there are too many: the oldest of a sequence, which then
+        begins behind them, and sequences, the longest unused first."""
+        held = 0
+        for one in self._followed.values():
+            if one.waiting > _MOST_PENDING:
+                gone = one.waiting - _MOST_PENDING // 2
+                one.take(gone)
+                self._pool.release(one.blocks)
+                one.blocks = []
+                first = one.fed + gone
+                del one.tokens[: first - one.first]
+                one.first = one.fed = first
+            held += one.waiting
+        for seq_id, one in list(self._followed.items()):
+            if held <= _MOST_HELD:
+                break
+            if one.waiting:
+                held -= one.waiting
+                self._forget(seq_id)
+
+    def _read(self, sequence: ScheduledSequence, samples: Sequence[SampledToken]) -> None:
         """All tokens of a sequence, the drawn one as the last; what the cache has of a new one's
         prefix need not be fed."""
-        assert sequence.known is not None, "what drafts reads all tokens"
-        _extend(one.tokens, sequence.known)
+        one, known = self._followed[sequence.seq_id], sequence.known
+        assert known is not None, "what drafts reads all tokens"
+        is_new = not one.tokens
+        _extend(one.tokens, known)
+        # A step that is made again has drawn before.
+        del one.tokens[len(known.prompt) + len(known.output) :]
         one.tokens += [sample.token_id for sample in samples]
-        if not one.blocks:
+        one.fed = min(one.fed, len(one.tokens) - 1)
+        if is_new:
             size = self._pool.block_size
-            one.salt = sequence.known.salt
+            one.salt = known.salt
             hashes = block_hashes(one.tokens[:-1], block_size=size, salt=one.salt)
             one.blocks = self._pool.lookup(hashes)
             self._pool.retain(one.blocks)
@@ -295,7 +356,7 @@ class ModelDrafter:
                 # Of the last row the token behind it was not known: a prompt went on.
                 one.tokens.append(tokens[again])
             at = rows.first_row
-            one.pending += hidden[at + again : at + count].unbind()
+            one.put(hidden[at + again : at + count])
             one.tokens += tokens[again + 1 :]
 
     # --- rows
@@ -331,8 +392,9 @@ class ModelDrafter:
             positions += range(one.fed, one.fed + turn.rows)
             spans.append(Span(at, turn.rows, one.blocks))
             last.append(len(token_ids) - 1)
-            hidden += one.pending[: turn.rows]
-        made = self._forward(token_ids, torch.stack(hidden) if hidden else None, positions, spans)
+            if self._model.reads_features:
+                hidden += one.take(turn.rows)
+        made = self._forward(token_ids, torch.cat(hidden) if hidden else None, positions, spans)
         drafting = [(turn, row) for turn, row in zip(turns, last, strict=True) if turn.propose]
         drafts: list[tuple[list[_Turn], Tensor]] = []
         if drafting:
@@ -389,7 +451,6 @@ class ModelDrafter:
         hold."""
         one = turn.of
         one.fed += turn.rows
-        del one.pending[: turn.rows]
         if self._model.reads_features:
             return
         before, size = len(one.hashes), self._pool.block_size

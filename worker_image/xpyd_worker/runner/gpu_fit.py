@@ -79,6 +79,8 @@ class GpuFit:
                 memory = (make_memory or part.zeros)(size)
                 cache = KvCache(part.shape, num_layers=layers, num_blocks=blocks, memory=memory)
                 graphs = part.graphs(cache)
+                # What drafts has a cache, too.
+                return part.runner(cache, graphs)
             except RuntimeError as error:
                 if not lacks_memory(error):
                     raise
@@ -86,7 +88,6 @@ class GpuFit:
                     f"a KV cache of {format_bytes(size)} does not fit into the GPU's memory with "
                     f"the model and its graphs; lower {part.limits.flag}"
                 ) from error
-            return part.runner(cache, graphs)
 
 
 @dataclass(frozen=True)

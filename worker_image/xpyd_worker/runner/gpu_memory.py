@@ -18,6 +18,19 @@ from xpyd_core.errors import UserError
 from xpyd_core.sizes import format_bytes
 from xpyd_worker.engine.executor import KnownTokens, SampleSpec, ScheduledSequence, StepInput
 from xpyd_worker.engine.request import SamplingParams
+from xpyd_worker.model.config import ModelConfig
+
+# The GPU's attention keeps whole heads in a program's shared memory; wider ones do not fit there.
+_MOST_HEAD_DIM = 256
+
+
+def check_gpu_heads(config: ModelConfig) -> None:
+    """UserError where a model's heads are too wide for a GPU's kernels."""
+    if config.head_dim > _MOST_HEAD_DIM:
+        raise UserError(
+            f"config.json: head_dim: {config.head_dim}; on a GPU heads have at most "
+            f"{_MOST_HEAD_DIM} numbers; use --device cpu"
+        )
 
 
 class CudaCounters:

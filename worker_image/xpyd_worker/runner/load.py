@@ -27,7 +27,7 @@ from xpyd_worker.model.loader import load_weights
 from xpyd_worker.parallel.api import Part
 from xpyd_worker.runner.device import CPU, CudaDevice
 from xpyd_worker.runner.gpu_fit import GpuPart
-from xpyd_worker.runner.gpu_memory import GpuLimits
+from xpyd_worker.runner.gpu_memory import GpuLimits, check_gpu_heads
 from xpyd_worker.runner.kv_cache import (
     KvCache,
     MakeMemory,
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     # Triton is not everywhere where torch is.
     from xpyd_worker.parallel.state import ParallelState
     from xpyd_worker.runner.load_draft import DraftSource, LoadedDraft
-
-# The GPU's attention keeps whole heads in a program's shared memory; wider ones do not fit there.
-_MOST_HEAD_DIM_GPU = 256
 
 
 @dataclass(frozen=True)
@@ -156,11 +153,7 @@ def part_on_gpu(
     model that cannot be divided so or does not fit.
     """
     part = _part(config, parallel)
-    if config.head_dim > _MOST_HEAD_DIM_GPU:
-        raise UserError(
-            f"config.json: head_dim: {config.head_dim}; on a GPU heads have at most "
-            f"{_MOST_HEAD_DIM_GPU} numbers; use --device cpu"
-        )
+    check_gpu_heads(config)
     with gpu.use():
         counters = gpu.counters()
         # An engine that this process had before may have left some with the allocator.

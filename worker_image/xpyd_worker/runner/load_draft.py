@@ -30,6 +30,7 @@ from xpyd_worker.model.registry import load_config, resolve_checkpoint
 from xpyd_worker.model.shards import weight_bytes
 from xpyd_worker.runner.device import CPU, CudaDevice
 from xpyd_worker.runner.drafter import Drafter, DraftModel, HeadsDrafter, ModelDrafter
+from xpyd_worker.runner.gpu_memory import check_gpu_heads
 from xpyd_worker.runner.kv_cache import KvCache, cache_bytes
 
 _MOST_PADDING = 1024
@@ -64,7 +65,7 @@ class DraftSource:
         """Read it to the GPU, or the CPU, where `model` is loaded. UserError for files that do not
         fit."""
         device = CPU if gpu is None else gpu.torch_device
-        with _named(self.folder):
+        with _named(str(self.folder)):
             match self.config.method:
                 case "medusa":
                     return self._load_medusa(model, dtype, device, gpu)
@@ -90,7 +91,7 @@ class DraftSource:
         shape = KvShape(draft.num_kv_heads, draft.head_dim, self.block_size, dtype)
         guesses = DecoderDraft(model, draft.vocab_size, of=self.target.vocab_size)
         cache = _Cache(shape, draft.num_layers, device)
-        return self._with_cache(guesses, kernels, cache, groups)
+        return self._with_cache(guesses, kernels, cache, _bytes_of(groups))
 
     def _load_eagle3(
         self, model: Decoder, dtype: torch.dtype, device: torch.device, gpu: CudaDevice | None
@@ -107,14 +108,17 @@ class DraftSource:
             embedding=model.embedding,
         )
         cache = _Cache(head.shape, head.num_layers, device)
-        return self._with_cache(head, kernels, cache, [head])
+        weights = _bytes_of([head])
+        if head.embedding is not model.embedding:
+            weights += head.embedding.numel() * head.embedding.itemsize
+        return self._with_cache(head, kernels, cache, weights)
 
     def _load_medusa(
         self, model: Decoder, dtype: torch.dtype, device: torch.device, gpu: CudaDevice | None
     ) -> LoadedDraft:
         kernels = _kernels(self.target, gpu)
         heads = load_medusa(self.folder, self.target, dtype=dtype, kernels=kernels, device=device)
-        drafter = HeadsDrafter(heads, model.normed, size_bytes=_bytes_of(heads.heads))
+        drafter = HeadsDrafter(heads, model.normed, weight_bytes=_bytes_of(heads.heads))
         return LoadedDraft(0, lambda _: drafter)
 
     def _with_cache(
@@ -122,10 +126,8 @@ class DraftSource:
         model: DraftModel,
         kernels: Kernels,
         cache: _Cache,
-        groups: Sequence[WeightGroup],
+        weights: int,
     ) -> LoadedDraft:
-        weights = _bytes_of(groups)
-
         def make(blocks: int) -> Drafter:
             return ModelDrafter(
                 model,
@@ -163,12 +165,13 @@ def open_draft(
     config: WorkerConfig, target: ModelConfig, target_folder: Path
 ) -> DraftSource | None:
     """What `--speculative-config` names for the model in `target_folder`; None where no model
-    drafts. UserError names the key and the file."""
+    drafts: a Prefill instance has no step behind which it would. UserError names the key and the
+    file."""
     given = config.speculative
-    if given is None or not given.has_model:
+    if given is None or not given.has_model or config.role == "Prefill":
         return None
     features: tuple[int, ...] = ()
-    with _named(Path(given.model)):
+    with _named(given.model):
         folder = resolve_checkpoint(given.model)
         match given.method:
             case "medusa":
@@ -189,12 +192,12 @@ def open_draft(
 
 
 @contextmanager
-def _named(folder: Path) -> Generator[None]:
+def _named(model: str) -> Generator[None]:
     """What is wrong is the draft's."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"{FLAG}: {folder}: {error}") from error
+        raise UserError(f"{FLAG}: {model}: {error}") from error
 
 
 def _draft_model(folder: Path, target: ModelConfig) -> ModelConfig:
@@ -213,6 +216,7 @@ def _bytes_of(groups: Sequence[WeightGroup]) -> int:
 
 def _kernels(draft: ModelConfig, gpu: CudaDevice | None) -> Kernels:
     if gpu is not None:
+        check_gpu_heads(draft)
         return gpu.kernels()
     sizes = draft.vector_sizes(ONE_RANK)
     return choose_kernels(vector_sizes=sizes, head_dim=draft.head_dim)

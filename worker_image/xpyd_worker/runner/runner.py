@@ -131,9 +131,15 @@ class ModelRunner:
         return self._drafter is not None
 
     @property
+    def draft_weight_bytes(self) -> int:
+        """What that model's weights take."""
+        return 0 if self._drafter is None else self._drafter.weight_bytes
+
+    @property
     def draft_bytes(self) -> int:
         """What that model takes, its KV cache included."""
-        return 0 if self._drafter is None else self._drafter.size_bytes
+        cache = 0 if self._drafter is None else self._drafter.cache_bytes
+        return self.draft_weight_bytes + cache
 
     def experts_chosen(self) -> tuple[LayerExperts, ...]:
         """See Decoder."""
@@ -229,8 +235,19 @@ class ModelRunner:
     def _propose(
         self, drafter: Drafter, step: int, computed: Callable[[Samples], Computed], samples: Samples
     ) -> Proposals:
-        with self._computing(f"drafting behind step {step}"):
-            return drafter.propose(computed(samples))
+        """What is drafted behind a step. A drafter that fails is asked no more: its step has its
+        tokens, and the next ones need no draft."""
+        what = f"drafting behind step {step}"
+        with self._computing(what):
+            try:
+                return drafter.propose(computed(samples))
+            except Exception as error:
+                is_errors = isinstance(error, RuntimeError) and not lacks_memory(error)
+                if is_errors and self._device.is_lost_by_an_error:
+                    raise
+                self._drafter = None
+                _log.exception("%s failed; no model drafts from here on", what)
+                return {}
 
     def _forward(
         self,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -216,8 +216,9 @@ class RankWork:
         message, step, part = last.message, last.step, self._part
         running = self._run(step)
         if last.is_done:
-            # Another rank of the replica has broken behind this one's last exchange.
-            return Finished(running.wait())
+            # Another rank of the replica has broken behind this one's last exchange. What follows
+            # was drafted before.
+            return Finished(replace(running, propose=None).wait())
         if not step.sequences:
             pass  # a dummy: nothing is drawn, and no state changes
         elif not part.is_last:

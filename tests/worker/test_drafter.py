@@ -1,0 +1,239 @@
+"""What a model that drafts takes in, keeps and forgets, behind steps that are made by hand.
+
+The model is a fake that checks its rows: token p of sequence s is 1,000 s + p, its hidden state has
+s and p, and it drafts the tokens that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.worker.runner_driver import with_params
+from xpyd_worker.engine.executor import KnownTokens, SampleSpec, ScheduledSequence
+from xpyd_worker.engine.request import SampledToken
+from xpyd_worker.kernels.api import KvShape, Plan, Span
+from xpyd_worker.kernels.plain import PlainKernels
+from xpyd_worker.runner import drafter as module
+from xpyd_worker.runner.batch import BatchRows
+from xpyd_worker.runner.drafter import Computed, ModelDrafter
+from xpyd_worker.runner.kv_cache import KvCache
+
+SHAPE = KvShape(1, 8, 4, torch.float32)
+PARAMS = with_params(max_tokens=1000)
+
+
+def token(seq_id: int, place: int) -> int:
+    return 1000 * seq_id + place
+
+
+class Plans(PlainKernels):
+    """Keeps the spans of the last plan."""
+
+    spans: Sequence[Span] = ()
+
+    def plan(self, spans: Sequence[Span], shape: KvShape) -> Any:
+        self.spans = list(spans)
+        held = [block for span in spans for block in span.block_ids]
+        assert len(held) == len(set(held)), "a block has one sequence"
+        for span in spans:
+            assert span.start + span.count <= len(span.block_ids) * shape.block_size
+        return super().plan(spans, shape)
+
+
+@dataclass
+class Following:
+    """A model that drafts the tokens that follow."""
+
+    reads_features: bool
+    rows: list[int]
+    """Of each run."""
+
+    def project(self, features: Tensor) -> Tensor:
+        return features
+
+    def run(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor | None,
+        positions: Tensor,
+        caches: Sequence[Tensor],
+        plan: Plan,
+    ) -> Tensor:
+        self.rows.append(len(token_ids))
+        # Row p has the token behind position p where there is a hidden state of p.
+        behind = positions + int(self.reads_features)
+        assert (token_ids % 1000).tolist() == behind.tolist()
+        if hidden is not None:
+            assert hidden[:, 0].tolist() == (token_ids // 1000).tolist()
+            assert hidden[:, 1].tolist() == positions.tolist()
+        assert (hidden is not None) == self.reads_features
+        return torch.stack([token_ids // 1000, positions + 1, token_ids], dim=1).float()
+
+    def best(self, hidden: Tensor) -> Tensor:
+        return hidden[:, 2].long() + 1
+
+
+class Kit:
+    """A drafter, and the steps of sequences that it sees."""
+
+    def __init__(self, *, reads_features: bool, blocks: int = 400, most: int = 32) -> None:
+        self.model = Following(reads_features, [])
+        self.drafter = ModelDrafter(
+            self.model,
+            Plans(),
+            KvCache(SHAPE, num_layers=1, num_blocks=blocks),
+            weight_bytes=0,
+            most_sequences=most,
+        )
+        self.computed: dict[int, int] = {}
+        self.last: Computed | None = None
+
+    def step(self, *parts: Part) -> dict[int, tuple[int, ...]]:
+        """One step; what was drafted behind it, which is right."""
+        rows: list[BatchRows] = []
+        hidden: list[tuple[int, int, int]] = []
+        samples: dict[int, tuple[SampledToken, ...]] = {}
+        for part in parts:
+            start, seq_id = self.computed.get(part.seq_id, 0), part.seq_id
+            end = start + part.count
+            self.computed[seq_id] = end
+            known = KnownTokens(tuple(token(seq_id, p) for p in range(end)), (), b"")
+            sequence = ScheduledSequence(
+                seq_id,
+                tuple(token(seq_id, p) for p in range(start, end)),
+                start,
+                (),
+                PARAMS,
+                end,
+                samples=(SampleSpec(0, 0),) if part.draws else (),
+                known=known if part.propose else None,
+                propose=part.propose,
+            )
+            rows.append(BatchRows(sequence, len(hidden)))
+            hidden += [(seq_id, p, 0) for p in range(start, end)]
+            if part.draws:
+                samples[seq_id] = (SampledToken(token(seq_id, end)),)
+        states = torch.tensor(hidden).float()
+        self.last = Computed(tuple(rows), states, states, samples)
+        found = self.drafter.propose(self.last)
+        for seq_id, ids in found.items():
+            first = self.computed[seq_id] + 1
+            assert ids == tuple(token(seq_id, first + n) for n in range(len(ids)))
+        return found
+
+    def pending(self) -> Iterator[tuple[int, list[Tensor]]]:
+        for one in self.drafter._followed.values():
+            assert one.waiting == sum(len(states) for states in one.pending)
+            yield one.waiting, one.pending
+
+
+@dataclass(frozen=True)
+class Part:
+    """`count` tokens of a sequence; `propose` are to be drafted."""
+
+    seq_id: int
+    count: int = 1
+    propose: int = 0
+    draws: bool = True
+
+
+def test_one_with_a_long_prompt_holds_up_none_with_a_short_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_MOST_ROWS", 16)
+    kit = Kit(reads_features=False)
+    assert kit.step(Part(1, 40, 2), Part(2, 5, 2)).keys() == {2}
+    assert kit.model.rows == [16, 1]
+    steps = [kit.step(Part(1, 1, 2), Part(2, 1, 2)).keys() for _ in range(4)]
+    # 10 of 41 rows are taken in at first, then 15 behind each step, one of which brings one more.
+    assert steps == [{2}, {2}, {1, 2}, {1, 2}]
+
+
+def test_the_states_of_a_prompt_are_taken_in_with_its_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that its first draft comes behind its first token, however long it is."""
+    monkeypatch.setattr(module, "_MOST_ROWS", 16)
+    kit = Kit(reads_features=True)
+    for _ in range(3):
+        kit.step(Part(1, 40, draws=False))
+        assert max(waiting for waiting, _ in kit.pending()) <= 1
+    assert len(kit.step(Part(1, 40, 3))[1]) == 3
+    assert kit.model.rows == [39, 40, 40, 41, 1, 1]
+
+
+@pytest.mark.parametrize("reads_features", [False, True])
+def test_while_nothing_is_asked_for_nothing_is_computed_and_little_kept(
+    reads_features: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST_PENDING", 16)
+    kit = Kit(reads_features=reads_features)
+    assert len(kit.step(Part(1, 10, 3))[1]) == 3
+    kit.model.rows.clear()
+    for _ in range(50):
+        # Beside a prompt that is much larger than what is kept.
+        assert kit.step(Part(1), Part(2, 200)) == {}
+        for waiting, states in kit.pending():
+            assert waiting <= 16
+            assert sum(one.untyped_storage().nbytes() for one in states) <= 24 * 16
+        kit.drafter._forget(2)
+        kit.computed[2] = 0
+    assert kit.model.rows == []
+    assert len(kit.step(Part(1, 1, 3))[1]) == 3
+    # Those that were kept, or all tokens.
+    assert kit.model.rows[0] <= (16 if reads_features else 60)
+    assert len(kit.step(Part(1, 1, 3))[1]) == 3
+    assert kit.model.rows[-3:] == [1, 1, 1]
+    drafter = kit.drafter
+    for seq_id in list(drafter._followed):
+        drafter._forget(seq_id)
+    assert drafter._pool.num_free == drafter._pool.num_blocks
+
+
+def test_states_of_all_sequences_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_PENDING", 16)
+    monkeypatch.setattr(module, "_MOST_HELD", 40)
+    kit = Kit(reads_features=True)
+    most = 0
+    for _ in range(30):
+        kit.step(*(Part(seq_id) for seq_id in range(1, 9)))
+        held = sum(waiting for waiting, _ in kit.pending())
+        assert held <= 40
+        most = max(most, held)
+    assert most > 30
+    found = kit.step(*(Part(seq_id, 1, 2) for seq_id in range(1, 9)))
+    assert found.keys() == set(range(1, 9))
+
+
+@pytest.mark.parametrize("reads_features", [False, True])
+def test_a_step_that_is_made_again_is_drafted_behind_as_the_first_time(
+    reads_features: bool,
+) -> None:
+    kit = Kit(reads_features=reads_features)
+    found = kit.step(Part(1, 9, 2), Part(2, 3, 2))
+    assert kit.last is not None
+    again = kit.drafter.propose(kit.last)
+    # What reads states has none for it: a sequence may have no draft.
+    assert again == ({} if reads_features else found)
+    assert kit.step(Part(1, 1, 2), Part(2, 1, 2)).keys() == {1, 2}
+
+
+def test_where_no_block_is_free_there_is_no_draft_and_states_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_MOST_PENDING", 16)
+    kit = Kit(reads_features=True, blocks=5)
+    assert kit.step(Part(1, 10, 2), Part(2, 60, 2)).keys() == {1}
+    drafted: list[int] = []
+    for _ in range(60):
+        drafted.append(len(kit.step(Part(1, 1, 2), Part(2, 1, 2))))
+        assert all(waiting <= 16 for waiting, _ in kit.pending())
+    # One goes on again when what it had is forgotten.
+    assert 0 in drafted[:20]
+    assert sum(drafted[20:]) > 10
