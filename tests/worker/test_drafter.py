@@ -185,6 +185,9 @@ def test_while_nothing_is_asked_for_nothing_is_computed_and_little_kept(
         kit.drafter._forget(2)
         kit.computed[2] = 0
     assert kit.model.rows == []
+    if reads_features:
+        # It begins behind what it has in its blocks: they are free.
+        assert kit.drafter._pool.num_free == kit.drafter._pool.num_blocks
     assert len(kit.step(Part(1, 1, 3))[1]) == 3
     # Those that were kept, or all tokens.
     assert kit.model.rows[0] <= (16 if reads_features else 60)

@@ -135,6 +135,20 @@ def test_a_long_prompt_comes_in_parts_that_decodes_can_wait_for(
     assert len(parts) <= 3
 
 
+def test_steps_with_drafts_are_measured_like_others(monkeypatch: pytest.MonkeyPatch):
+    measured: list[float] = []
+    inner = StepTimes.measured
+
+    def spied(times: StepTimes, seconds: float, *, decodes: int, prompt_tokens: int) -> None:
+        measured.append(seconds)
+        inner(times, seconds, decodes=decodes, prompt_tokens=prompt_tokens)
+
+    monkeypatch.setattr(StepTimes, "measured", spied)
+    driver, _ = driven("itl", DRAFTS)
+    assert any(one.drafts for step in driver.executor.steps for one in step.sequences)
+    assert len(measured) == len(driver.executor.steps)
+
+
 def test_where_the_first_token_matters_more_it_comes_whole():
     _, steps = driven("ttft")
     assert [tokens for _, tokens in steps][:2] == [120, 1]
