@@ -1,11 +1,12 @@
 """Says how often the demo model's draft heads agree with it.
 
-`python -m scripts.train_demo_heads.measure [FOLDER]`
+`python -m scripts.train_demo_heads.measure [FOLDER] [--without-prompt]`
 
 Where it sits: run at the end of a training, or by hand; its figures are in the heads' READMEs.
 The model's greedy answers are written first; then each head drafts behind each of their tokens. Of
 a draft the tokens up to the first wrong one are accepted, so a place counts where all before it are
-right. In float32, with the heads' weights as they are stored.
+right. In float32, with the heads' weights as they are stored. `--without-prompt`: an EAGLE-3 head
+reads the states of the answer alone, as on a Decode instance.
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ def answers(
     return found
 
 
-def acceptance(
-    draft: Callable[[Tensor], Sequence[Tensor]], found: Sequence[Answer]
-) -> tuple[int, list[int]]:
-    """Drafts, and how many of them had their first, second, ... token accepted. `draft`: ids
-    [1, tokens] -> for each place of a draft the ids [tokens - DRAFT_TOKENS] that are drafted where
-    the tokens up to the next but one position are known."""
+Draft = Callable[[Tensor, int], Sequence[Tensor]]
+"""Ids [1, tokens], and the first position that something is drafted at -> for each place of a draft
+the ids [tokens - DRAFT_TOKENS] that are drafted where the tokens up to the next but one position
+are known."""
+
+
+def acceptance(draft: Draft, found: Sequence[Answer]) -> tuple[int, list[int]]:
+    """Drafts, and how many of them had their first, second, ... token accepted."""
     drafts, accepted = 0, [0] * DRAFT_TOKENS
     for ids, start in found:
         tokens = ids.shape[1] - DRAFT_TOKENS
@@ -63,7 +66,7 @@ def acceptance(
         first = start - 1
         if tokens - 1 <= first:
             continue
-        drafted = draft(ids)
+        drafted = draft(ids, first)
         is_right = torch.ones(tokens - 1 - first, dtype=torch.bool)
         drafts += len(is_right)
         for place, one in enumerate(drafted):
@@ -74,11 +77,16 @@ def acceptance(
 
 
 def print_acceptance(
-    folder: Path, model: LlamaForCausalLM, texts: corpus.Corpus, tokenizer: Tokenizer
+    folder: Path,
+    model: LlamaForCausalLM,
+    texts: corpus.Corpus,
+    tokenizer: Tokenizer,
+    *,
+    reads_prompt: bool = True,
 ) -> None:
     """Print it for both heads in `folder`, by place in the draft."""
     found = answers(model, texts, tokenizer)
-    for name, draft in drafters(folder, model).items():
+    for name, draft in drafters(folder, model, reads_prompt=reads_prompt).items():
         drafts, accepted = acceptance(draft, found)
         shares = ", ".join(f"{100 * one / drafts:.1f} %" for one in accepted)
         gain = 1 + sum(accepted) / drafts
@@ -86,17 +94,21 @@ def print_acceptance(
 
 
 def drafters(
-    folder: Path, model: LlamaForCausalLM
-) -> dict[str, Callable[[Tensor], Sequence[Tensor]]]:
-    """What `acceptance` takes, of the heads in `folder`."""
+    folder: Path, model: LlamaForCausalLM, *, reads_prompt: bool = True
+) -> dict[str, Draft]:
+    """What `acceptance` takes, of the heads in `folder`. `reads_prompt`: whether an EAGLE-3 head
+    has states of positions before the first that it drafts at."""
     eagle3, medusa = load_heads(folder, model)
     ids = eagle3.d2t + torch.arange(len(eagle3.d2t))
 
-    def by_eagle3(tokens: Tensor) -> list[Tensor]:
+    def by_eagle3(tokens: Tensor, first: int) -> list[Tensor]:
         features, _, _ = read_model(model, tokens)
-        return [ids[one[0].argmax(-1)] for one in eagle3.runs(tokens, features, DRAFT_TOKENS)]
+        at = 0 if reads_prompt else first
+        runs = eagle3.runs(tokens[:, at:], features[:, at:], DRAFT_TOKENS)
+        nothing = torch.zeros(at, dtype=torch.int64)
+        return [torch.cat((nothing, ids[one[0].argmax(-1)])) for one in runs]
 
-    def by_medusa(tokens: Tensor) -> list[Tensor]:
+    def by_medusa(tokens: Tensor, first: int) -> list[Tensor]:
         _, last, _ = read_model(model, tokens)
         runs = medusa.runs(last, DRAFT_TOKENS)
         return [medusa.token_map[one[0].argmax(-1)] for one in runs]
@@ -108,12 +120,19 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", default=EXAMPLES)
+    parser.add_argument("--without-prompt", action="store_true")
     parsed = parser.parse_args()
     # A step of one sequence is too small for more.
     torch.set_num_threads(1)
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     with torch.inference_mode():
-        print_acceptance(parsed.folder, load(DEMO_MODEL), corpus.read_corpus(), tokenizer)
+        print_acceptance(
+            parsed.folder,
+            load(DEMO_MODEL),
+            corpus.read_corpus(),
+            tokenizer,
+            reads_prompt=not parsed.without_prompt,
+        )
 
 
 if __name__ == "__main__":

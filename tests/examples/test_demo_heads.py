@@ -90,7 +90,7 @@ def by_engine(folder: Path, model):
         positions = torch.arange(count)
         return cache, blocks, eagle3.run(ids[0, 1 : count + 1], states, positions, [cache], plan)
 
-    def draft_eagle3(ids):
+    def draft_eagle3(ids, _):
         features, _, _ = read_model(model, ids)
         count = ids.shape[1] - DRAFT_TOKENS
         cache, blocks, first = cached(ids, eagle3.project(features[0, :count]))
@@ -108,7 +108,7 @@ def by_engine(folder: Path, model):
             rows.append(torch.cat(row))
         return [*found, *torch.stack(rows, dim=1)]
 
-    def draft_medusa(ids):
+    def draft_medusa(ids, _):
         _, last, _ = read_model(model, ids)
         return medusa.best(last[0, : ids.shape[1] - DRAFT_TOKENS], DRAFT_TOKENS).unbind(1)
 
@@ -126,7 +126,7 @@ def test_an_engine_s_drafts_are_those_of_the_training_and_often_right(name, leas
     with torch.inference_mode():
         trained, engine = (make(EXAMPLES, model)[name] for make in (drafters, by_engine))
         for ids, _ in answers:
-            for one, other in zip(trained(ids), engine(ids), strict=True):
+            for one, other in zip(trained(ids, 0), engine(ids, 0), strict=True):
                 assert torch.equal(one, other)
         drafts, accepted = acceptance(engine, answers)
     assert drafts > 80
@@ -138,7 +138,7 @@ def test_an_engine_s_drafts_are_those_of_the_training_and_often_right(name, leas
 def test_acceptance_counts_the_tokens_before_the_first_wrong_one():
     ids = torch.arange(10)[None]
 
-    def draft(given):
+    def draft(given, _):
         """Right at all places but for position 4's second token and position 5's first."""
         found = [given[0, 2 + place : given.shape[1] - 1 + place] for place in range(3)]
         found = [torch.cat((one, torch.tensor([0]))) for one in found]
@@ -148,6 +148,18 @@ def test_acceptance_counts_the_tokens_before_the_first_wrong_one():
     # The answer's first token is at 4; drafts behind tokens 4, 5 and 6 have all their tokens.
     assert acceptance(draft, [Answer(ids, 4)]) == (3, [2, 1, 1])
     assert acceptance(draft, [Answer(ids, 8)]) == (0, [0, 0, 0])
+
+
+def test_without_the_prompt_a_head_reads_the_answer_alone(model, answers):
+    """As on a Decode instance. Medusa heads read one state, so nothing changes for them."""
+    whole, alone = (drafters(EXAMPLES, model, reads_prompt=reads) for reads in (True, False))
+    (ids, start), *_ = answers
+    with torch.inference_mode():
+        for name, differs in (("demo-eagle3", True), ("demo-medusa", False)):
+            found = [draft[name](ids, start - 1) for draft in (whole, alone)]
+            pairs = [(a[start - 1 :], b[start - 1 :]) for a, b in zip(*found, strict=True)]
+            assert all(a.shape == b.shape for a, b in pairs)
+            assert any(not torch.equal(a, b) for a, b in pairs) == differs
 
 
 def test_training_leaves_folders_that_an_engine_reads(model, tokenizer, answers, tmp_path):
@@ -165,7 +177,7 @@ def test_training_leaves_folders_that_an_engine_reads(model, tokenizer, answers,
     with torch.inference_mode():
         trained, engine = drafters(tmp_path, model), by_engine(tmp_path, model)
         for name, draft in trained.items():
-            for one, other in zip(draft(ids), engine[name](ids), strict=True):
+            for one, other in zip(draft(ids, 0), engine[name](ids, 0), strict=True):
                 assert torch.equal(one, other)
 
 
