@@ -12,6 +12,8 @@ import pytest
 
 from tests.e2e.harness import empty_fleet, fleet, rank_steps, ranks_of, wait_for
 from tests.e2e.oracle import Case
+from tests.e2e.test_lost_replicas import all_work, under_load
+from tests.e2e.test_parallel import EXPERT, make_model
 
 CASES = 4
 Layout = tuple[int, int]
@@ -64,6 +66,44 @@ def test_greedy_tokens_are_those_of_one_process_and_each_replica_is_used(
             if layout != (1, 1):
                 assert len(rank_steps(engine)) == layout[0] * layout[1]
                 assert all(rank_steps(engine))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+def test_replicas_of_d_that_share_experts_go_on_without_one(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Its requests are done again, the others' KV and texts are as they were; then it comes again,
+    and takes KV."""
+    model = make_model(tmp_path / "model", "mixtral")
+    bodies = [
+        {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        for prompt in ("The capital of France is", "Once upon a time there was a")
+    ]
+    with empty_fleet(tmp_path) as running:
+        # Their default: on a busy machine the start of the replica holds beats up.
+        running.heartbeat_ms = 3000
+        running.start_router()
+        p = running.start_engine("Prefill", *SMALL, "--threads", "1", model=model)
+        go_on = (EXPERT, "--on-rank-loss", "continue")
+        d = running.start_engine("Decode", *of((3, 1)), *go_on, model=model)
+        running.wait_ready(p, d)
+        ranks = ranks_of(d)
+        with under_load(running, bodies) as texts:
+            all_work(d, 3)
+            os.kill(ranks[1], number)
+            back = "xpyd_engine_replica_restarts_total{engine=1}"
+            wait_for("the replica's return", lambda: d.metrics()[back] == 1, 120)
+            all_work(d, 3)
+        assert len(texts) > 20
+        now = ranks_of(d)
+        assert {ranks[0], ranks[2]} < {*now}
+        assert ranks[1] not in now
+        before = d.metric("xpyd_kv_recomputed_requests_total")
+        for _ in range(6):
+            assert running.complete(**bodies[0])["choices"][0]["text"]
+        assert d.metric("xpyd_kv_recomputed_requests_total") == before
 
 
 @pytest.mark.slow

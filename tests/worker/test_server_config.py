@@ -130,7 +130,7 @@ def test_http_does_not_take_a_port_of_the_ranks(port: int) -> None:
         (CONTINUE[:4], "continue: replicas that share experts .* and --enable-expert-parallel"),
         ((*CONTINUE[:2], CONTINUE[-1]), "continue: .* give --data-parallel-size from 2 on"),
         ((*CONTINUE, "-pp", "2"), "continue: only without stages"),
-        ((*CONTINUE, "--role", "Decode"), "continue: give --role Aggregated, not Decode"),
+        ((*CONTINUE, "--role", "Prefill"), "continue: give --role Aggregated or Decode, not"),
         ((*CONTINUE, "--enable-eplb"), "continue: experts do not move then"),
         (("-dp", "2", "--kv-port", "65533"), "--kv-port 65533: the KV of 2 ranks takes 4 ports"),
         (("-dp", "2", "--kv-advertise", "10.0.0.1:65533"), "--kv-advertise: .* from 65533 on"),

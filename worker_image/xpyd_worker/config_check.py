@@ -197,7 +197,11 @@ def _loss_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             f"{asked}: only without stages, not with {PIPELINE} {config.pipeline_parallel_size}",
             config.pipeline_parallel_size == 1,
         ),
-        (f"{asked}: give --role Aggregated, not {config.role}", not config.moves_kv),
+        (
+            f"{asked}: give --role Aggregated or Decode, not Prefill: a step that is made again "
+            "would send its KV twice",
+            config.role != "Prefill",
+        ),
         (f"{asked}: experts do not move then; leave out {EPLB}", config.eplb is None),
         (f"{asked}: replicas of one pod go on, not of {config.pods}", config.pods == 1),
     ]

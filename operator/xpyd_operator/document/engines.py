@@ -471,12 +471,12 @@ class Pool(ApiModel):
 
     @rule(
         "!has(self.parallelism.onRankLoss) || self.parallelism.onRankLoss != 'Continue' || "
-        "(self.role == 'Aggregated' && self.resources.gpus == 0)",
-        "replicas go on only in instances on the CPU whose role is Aggregated: set Restart",
+        "(self.role != 'Prefill' && self.resources.gpus == 0)",
+        "replicas go on only in instances on the CPU whose role is not Prefill: set Restart",
         field="parallelism.onRankLoss",
     )
     def _others_can_go_on(self) -> bool:
-        can = self.role == "Aggregated" and self.resources.gpus == 0
+        can = self.role != "Prefill" and self.resources.gpus == 0
         return self.parallelism.on_rank_loss == "Restart" or can
 
     @rule(
