@@ -18,7 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
+from scripts.train_demo_model.random_checkpoint import DEMO_MODEL
 from tests.e2e.harness import Fleet, Process, empty_fleet, http, rank_steps, ranks_of, wait_for
+from tests.e2e.test_parallel import EXPERT, make_model
 from xpyd_core.keys import call_mac, fleet_keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # torch is imported four times
@@ -159,20 +161,30 @@ def all_work(engine: Process, replicas: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "times", [1, pytest.param(4, marks=pytest.mark.soak)], ids=lambda times: f"{times} times"
+    ("times", "shares"),
+    [
+        (1, False),
+        pytest.param(1, True, marks=pytest.mark.long),
+        pytest.param(4, False, marks=pytest.mark.soak),
+        pytest.param(4, True, marks=pytest.mark.soak),
+    ],
+    ids=["once", "once, experts", "4 times", "4 times, experts"],
 )
 def test_replicas_of_p_and_d_come_and_go_and_no_request_is_even_tried_again(
-    tmp_path: Path, times: int
+    tmp_path: Path, times: int, shares: bool
 ) -> None:
+    """Independent ones, and ones that share experts."""
+    model = make_model(tmp_path / "model", "mixtral") if shares else DEMO_MODEL
     prompts = [f"{word} " + "one two three four five " * 20 for word in ("alpha", "beta", "gamma")]
     bodies = [{**BODY, "prompt": prompt, "max_tokens": 24} for prompt in prompts]
     with empty_fleet(tmp_path) as running:
         # Ranks that start take the cores: on a busy machine beats are seconds late.
         running.heartbeat_ms = 3000
         router = running.start_router("--processes", "2")
-        flags = ("--enable-elastic-ep", "--no-enable-prefix-caching")
-        p = running.start_engine("Prefill", *flags, name="p")
-        d = running.start_engine("Decode", *flags, name="d")
+        own = (EXPERT,) if shares else ()
+        flags = ("--enable-elastic-ep", "--no-enable-prefix-caching", *own)
+        p = running.start_engine("Prefill", *flags, model=model, name="p")
+        d = running.start_engine("Decode", *flags, model=model, name="d")
         running.wait_ready(p, d)
         crowd = threading.Event()
         with under_load(running, bodies, crowd) as asked:

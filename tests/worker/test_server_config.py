@@ -120,10 +120,6 @@ def test_http_does_not_take_a_port_of_the_ranks(port: int) -> None:
         (("-dp", "2", "--device", "cuda:1"), "--device cuda:1: .* give cuda"),
         (("--enable-elastic-ep", "-pp", "2"), "only without stages, not with --pipeline-.* 2"),
         (
-            ("--enable-elastic-ep", "--enable-expert-parallel", "--role", "Decode"),
-            "replicas of a Decode instance that share experts stay",
-        ),
-        (
             ("--enable-elastic-ep", "--enable-expert-parallel", "--enable-eplb"),
             "leave out --enable",
         ),

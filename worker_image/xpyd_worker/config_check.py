@@ -152,11 +152,6 @@ def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             not config.enable_elastic_ep or config.pipeline_parallel_size == 1,
         ),
         (
-            f"{ELASTIC}: replicas of a {config.role} instance that share experts stay as they are; "
-            f"leave out {EXPERT}, or give --role Aggregated",
-            not (config.enable_elastic_ep and config.enable_expert_parallel and config.moves_kv),
-        ),
-        (
             f"{ELASTIC}: experts of replicas that come and go do not move; leave out {EPLB}",
             not (config.enable_elastic_ep and config.eplb is not None),
         ),

@@ -327,8 +327,8 @@ def _ranks_and_gpus(pool: Pool) -> tuple[int, ...]:
     return *_ranks(pool), pool.resources.gpus
 
 
-def _role_and_gpus(pool: Pool) -> tuple[int | str, ...]:
-    return pool.role, pool.resources.gpus
+def _gpus(pool: Pool) -> tuple[int, ...]:
+    return (pool.resources.gpus,)
 
 
 def _tensor_and_gpus(pool: Pool) -> tuple[int, ...]:
@@ -449,15 +449,15 @@ class Pool(ApiModel):
 
     @rule(
         "!has(self.parallelism.maxData) || self.parallelism.expert <= 1 || "
-        "(self.role == 'Aggregated' && self.resources.gpus == 0)",
-        "replicas that share experts come and go only in instances on the CPU whose role is "
-        "Aggregated: leave maxData out, or expert",
+        "self.resources.gpus == 0",
+        "replicas that share experts come and go only in instances on the CPU: leave maxData out, "
+        "or expert",
         field="parallelism.maxData",
-        numbers=Numbers("role %s, gpus %d", "self.role, self.resources.gpus", _role_and_gpus),
+        numbers=Numbers("gpus %d", "self.resources.gpus", _gpus),
     )
     def _may_share_experts_anew(self) -> bool:
-        can = self.role == "Aggregated" and self.resources.gpus == 0
-        return self.parallelism.max_data is None or self.parallelism.expert <= 1 or can
+        parallelism = self.parallelism
+        return parallelism.max_data is None or parallelism.expert <= 1 or self.resources.gpus == 0
 
     @rule(
         f"self.resources.gpus != 0 || {_RANKS} <= {MOST_CPU_RANKS}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from xpyd_core.errors import UserError
@@ -87,3 +88,10 @@ class Replica:
             raise RankLostError(loss.text)
         if not self._is_well:
             raise UserError(f"replica {self.number} ended before it served")
+
+
+def drain_kv(replicas: Sequence[Replica]) -> None:
+    """Have them refuse new OFFERs."""
+    for replica in replicas:
+        if replica.loaded is not None:
+            replica.loaded.kv.drain()

@@ -39,7 +39,7 @@ from xpyd_worker.engine.request import (
     summed,
 )
 from xpyd_worker.load.engine import LoadedEngine
-from xpyd_worker.load.replica import Replica
+from xpyd_worker.load.replica import Replica, drain_kv
 from xpyd_worker.load.replicated_kv import ReplicatedKv
 from xpyd_worker.ranks.loss import Loss, RankLostError
 from xpyd_worker.ranks.world import World
@@ -232,16 +232,16 @@ class ReplicatedEngine:
         finally:
             asked.cancel()
         self._mark(leaving, is_leaving=True, is_closed=True)
-        for replica in leaving:
-            if replica.loaded is not None:
-                replica.loaded.kv.drain()
+        if self._world is None:
+            drain_kv(leaving)
         self._wait_idle(leaving, end_s)
-        cut = sum(len(replica.open) for replica in leaving)
-        if cut:
+        if cut := sum(len(replica.open) for replica in leaving):
             _log.warning("%d requests are cut: %d replicas leave", cut, len(leaving))
         size = len(self.replicas) - len(leaving)
         if self._world is not None and self.lock_step is not None:
             self._part(leaving, size, self._world, self.lock_step)
+            drain_kv(leaving)
+            self._wait_idle(leaving, end_s)
         with self._lock:
             self._have(self.replicas[:size])
         for replica in leaving:
@@ -256,7 +256,7 @@ class ReplicatedEngine:
         self, leaving: Sequence[Replica], size: int, world: World, lock_step: LockStep
     ) -> None:
         """Have those that leave make no forward with the others any more. Where that cannot be they
-        serve again: that their KV was drained means nothing, replicas in lock step move none."""
+        serve again, so none was drained before."""
         for replica in leaving:
             if replica.loaded is not None:
                 replica.loaded.engine.end_requests()
