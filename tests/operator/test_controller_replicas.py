@@ -96,3 +96,14 @@ def test_an_instance_that_cannot_have_more_keeps_the_others_as_they_are_and_is_n
     (problem,) = replica_problems(look(elastic_pods(before), elastic(2), replicas=counts))
     assert (problem.reason, problem.pool) == ("ReplicasNotScaled", "decode")
     assert "d-0 has 1 replicas and should have 2: --kv-cache-memory: no room" in problem.message
+
+
+def test_an_instance_that_has_lost_a_replica_is_named_where_none_come_or_go() -> None:
+    lost = ReplicaCount(2, "of 2 replicas these were lost: 1")
+    found = document()
+    found["spec"]["pools"][1]["parallelism"] = {"data": 2}
+    counts = {"d-0": ReplicaCount(2), "d-1": lost}
+    (problem,) = replica_problems(look(decodes(2), found, replicas=counts))
+    assert (problem.reason, problem.pool) == ("ReplicasNotScaled", "decode")
+    assert problem.message == "d-1: of 2 replicas these were lost: 1; they are started again"
+    assert replica_problems(look(decodes(2), found, replicas={"d-0": ReplicaCount(2)})) == ()

@@ -200,7 +200,9 @@ def test_flags_that_engines_would_end_at_are_named_with_the_pool(
     assert all(one.startswith(f"spec.pools[0].parallelism.{said}") for one in problems)
 
 
-@pytest.mark.parametrize("arg", ["--on-rank-loss=continue", "--data-parallel-size-file=/x"])
+@pytest.mark.parametrize(
+    "arg", ["--on-rank-loss=continue", "--data-parallel-size-file=/x", "--enable-elastic-ep"]
+)
 def test_how_many_replicas_stay_is_said_in_the_document_alone(arg: str) -> None:
     (problem,) = engine_args_problems(parsed(engine={"args": [arg]}))
     assert "is set by xpyd; use spec.pools[].parallelism." in problem

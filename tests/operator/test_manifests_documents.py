@@ -394,6 +394,24 @@ def test_a_pod_may_take_the_weights_of_each_of_its_replicas():
     assert limit({"data": 3}) - limit({"tensor": 3}) == 2 * 64 * 1024
 
 
+def test_each_replica_that_may_come_has_a_buffer_and_a_pool_as_the_first_one():
+    """Those that are there from the start divide them."""
+
+    def request(kv, layout):
+        fleet = changed(
+            ("spec.kvTransfer", {**kv, "mode": "PutAsync"}),
+            ("spec.pools.1.parallelism", layout),
+            ("spec.pools.1.resources", {"gpus": 0}),
+        )
+        memory = engine_resources(fleet, fleet.spec.pools[1])["requests"]["memory"]
+        return int(memory.removesuffix("Mi"))
+
+    for kv, each in (({"hostPoolSize": "32Gi"}, 32), ({"bufferSize": "8Gi"}, 8)):
+        assert request(kv, {"data": 1, "maxData": 4}) - request(kv, {"data": 4}) == 3 * each * 1024
+    half = {"bufferSize": "50%", "hostPoolSize": "0"}
+    assert request(half, {"data": 1, "maxData": 4}) == request(half, {"data": 4})
+
+
 def test_instances_of_several_pods_that_claim_devices_have_both_objects():
     fleet = changed(("spec.pools.1.resources", {"gpus": 4, "deviceClassName": "gpu.example"}))
     claim, group = workload_objects(fleet, workloads_of(fleet)[2], placement_of(fleet))

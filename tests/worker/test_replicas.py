@@ -287,6 +287,51 @@ def test_one_that_is_loaded_and_cannot_listen_is_closed_and_tried_again() -> Non
         assert lost.kv_s > 0, "else the next one finds its KV port taken"
 
 
+def test_replicas_neither_come_nor_go_while_one_that_was_lost_loads() -> None:
+    """What had gone meanwhile would be loaded, and nobody's."""
+    with staged(2) as stage:
+        loads, go_on, load = threading.Event(), threading.Event(), stage.engine._load_one
+
+        def held(number: int, deliver: Deliver, incarnation: str) -> LoadedEngine:
+            loads.set()
+            assert go_on.wait(WAIT_S)
+            return load(number, deliver, incarnation)
+
+        stage.engine._load_one = held
+        stage.now(1).failure = RuntimeError("a step")
+        try:
+            assert loads.wait(WAIT_S)
+            for size in (1, 3):
+                with pytest.raises(UserError, match="try again when they have"):
+                    stage.scale(size)
+        finally:
+            go_on.set()
+        stage.until(lambda: stage.engine.replicas[1].restarts == 1)
+        assert stage.scale(1) == 0
+        assert [one.number for one in stage.made if not one.is_closed] == [0]
+
+
+def test_one_that_was_lost_and_has_gone_does_not_come_again() -> None:
+    with staged(2) as stage:
+        stage.cannot_load = frozenset({1})
+        gone = stage.engine.replicas[1]
+        stage.now(1).failure = RuntimeError("a step")
+        stage.until(lambda: gone.losses == 2)
+        stage.until(lambda: not scale_is_refused(stage, 1))
+        stage.cannot_load = frozenset()
+        gone.losses, gone.since_s = 1, 0.0
+        stage.engine._start_again(gone)
+        assert [one.number for one in stage.made if not one.is_closed] == [0]
+
+
+def scale_is_refused(stage: Stage, size: int) -> bool:
+    try:
+        stage.scale(size)
+    except UserError:
+        return True
+    return False
+
+
 def test_offers_and_releases_find_the_replica_that_has_the_kv() -> None:
     key = TransferKey("u", 0)
     with staged(2) as stage:

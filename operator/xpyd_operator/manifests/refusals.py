@@ -21,6 +21,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.parallel.checks import (
     ADDRESS,
     DATA_FILE,
+    ELASTIC,
     EPLB,
     EXPERT,
     HEADLESS,
@@ -192,6 +193,7 @@ _ENGINES_OWNED = {
     "--heartbeat-period-ms": "spec.heartbeat.intervalMilliseconds",
     "--kv-port": "spec.kvTransfer.port",
     DATA_FILE: "spec.pools[].parallelism.maxData",
+    ELASTIC: "spec.pools[].parallelism.maxData",
     ON_LOSS: "spec.pools[].parallelism.onRankLoss",
     **dict.fromkeys((LOCAL, START_RANK, ADDRESS, RPC_PORT, HEADLESS), "spec.pools[].parallelism"),
     "--kv-advertise": "",

@@ -55,21 +55,28 @@ BEATS_RESOURCES: JsonObject = {
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of a pool's engines as far as they are given; None: to be chosen. `cache` is that of
-    each of the `ranks`."""
+    each of the `ranks`. `shares`: how often buffer and pool are there: each replica that comes has
+    as much as the one that an engine began with (docs/adr/0133)."""
 
     ranks: int
     cache: int | None
     buffer_text: str
     host_pool: int | None
+    shares: int = 1
 
     def least(self) -> int:
         """Bytes of an engine's KV when everything to be chosen is as small as it may be."""
         cache = self.cache if self.cache is not None else CACHE_LEAST_BYTES
-        return self.ranks * cache + self.buffer(cache) + (self.host_pool or 0)
+        return self.ranks * cache + self.buffer(cache) + self.pools(self.host_pool or 0)
 
     def buffer(self, cache_bytes: int) -> int:
         """The engine's, where each rank has a cache of this size."""
-        return parse_bytes(self.buffer_text, of=self.ranks * cache_bytes)
+        size = parse_bytes(self.buffer_text, of=self.ranks * cache_bytes)
+        return size if self.buffer_text.endswith("%") else self.shares * size
+
+    def pools(self, size_bytes: int) -> int:
+        """Host pools of this size, of all that have one."""
+        return self.shares * size_bytes
 
 
 VLLM_CACHE = "VLLM_CPU_KVCACHE_SPACE"
@@ -106,6 +113,7 @@ def given_sizes(fleet: InferenceFleet, pool: Pool) -> Sizes:
         cache_bytes,
         flag_value(args, BUFFER_FLAG) or kv.buffer_size,
         None if host_pool is None else parse_bytes(host_pool),
+        pool.parallelism.max_data or 1,
     )
 
 
@@ -131,13 +139,13 @@ def engine_resources(fleet: InferenceFleet, pool: Pool) -> JsonObject:
     try:
         sizes = given_sizes(fleet, pool)
         # With GPUs the cache and its buffer are theirs.
-        least = (sizes.host_pool or 0) if gpus else sizes.least()
+        least = sizes.pools(sizes.host_pool or 0) if gpus else sizes.least()
     except UserError:
         # A flag that is no size: the engine says so.
         sizes, least = Sizes(pool.parallelism.ranks, None, "0", 0), 0
     most = least
     if sizes.host_pool is None:
-        most += POOL_MOST_BYTES
+        most += sizes.pools(POOL_MOST_BYTES)
     if sizes.cache is None and not gpus:
         most += sizes.ranks * CACHE_MOST_BYTES + sizes.buffer(CACHE_MOST_BYTES)
     # Ranks, and the KV with them, are shared out to the instance's pods.

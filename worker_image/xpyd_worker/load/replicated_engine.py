@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -93,7 +92,7 @@ class ReplicatedEngine:
         self.lock_step, self._world = lock_step, world
         self._outlives = lock_step is None or may_outlive
         self._changing = threading.Lock()
-        """Held where replicas come or go, and where one that shares experts comes again."""
+        """Held where replicas come or go, and where one that was lost comes again."""
         self._lock = threading.RLock()
         """Guards who has which request: the loop submits, the engines' threads end requests. An
         engine that has ended gives its answer to a request while that is sent."""
@@ -324,7 +323,6 @@ class ReplicatedEngine:
 
     def _let_go(self, gone: LoadedEngine) -> None:
         """Close it, and keep what it counted."""
-        # Its KV port has to be free for the next start.
         gone.close(engine_s=_END_S, kv_s=_KV_CLOSE_S)
         self.kv.retire(gone.kv)
         past = replace(gone.stats(), **dict.fromkeys(_GAUGES, 0))
@@ -333,24 +331,26 @@ class ReplicatedEngine:
             self._past_experts = sum_by_layer([*self._past_experts, *gone.ready.experts_chosen()])
 
     def _start_again(self, replica: Replica) -> None:
-        if not replica.is_due:
+        if not replica.is_due or not self._changing.acquire(blocking=False):
             return
         try:
-            with nullcontext() if self.lock_step is None else self._changing:
-                if self.lock_step is not None:
-                    self.lock_step.await_repaired()
-                replica.is_coming = self.lock_step is not None
-                meeting = self._begin([replica])
-                self._load(replica)
-                self._start(replica)
-                self._enter([replica], meeting)
+            if replica.is_leaving:  # since it was looked at
+                return
+            if (lock_step := self.lock_step) is not None:
+                lock_step.await_repaired()
+            replica.is_coming = lock_step is not None
+            meeting = self._begin([replica])
+            self._load(replica)
+            self._start(replica)
+            self._enter([replica], meeting)
         except Exception as error:  # the thread's edge: it is tried again
-            # Its KV port has to be free for the next try.
             _close([replica], engine_s=_END_S, kv_s=_KV_CLOSE_S)
             replica.count_loss(has_served=False)
             is_known = isinstance(error, UserError | RankLostError)
             _log.error("replica %d cannot start: %s", replica.number, error, exc_info=not is_known)
             return
+        finally:
+            self._changing.release()
         replica.count_return()
         self._look()
         _log.info("replica %d serves again", replica.number)

@@ -107,14 +107,25 @@ def _is_changing(state: FleetState, pod: Raw, wanted: int) -> bool:
 
 
 def replica_problems(state: FleetState) -> tuple[Problem, ...]:
-    """Instances that cannot have as many replicas as they should."""
+    """Instances that cannot have as many replicas as they should, one of each pool."""
     found: list[Problem] = []
     for pool in state.parsed.fleet.spec.pools if state.parsed.fleet else ():
-        for pod in _staying(state, pool.name) if pool.parallelism.max_data else ():
-            if said := _unscaled(state, pod, pool.parallelism.data):
+        data, may_change = pool.parallelism.data, pool.parallelism.max_data is not None
+        pods = _staying(state, pool.name) if may_change else state.own.pods
+        for pod in pods:
+            said = _unscaled(state, pod, data) if may_change else _lost(state, pod, pool.name)
+            if said:
                 found.append(Problem("Degraded", "ReplicasNotScaled", pool.name, said))
                 break
     return tuple(found)
+
+
+def _lost(state: FleetState, pod: Raw, pool: str) -> str:
+    """What an instance of the pool says of replicas that it has lost; "": it has all."""
+    key, has = key_of(pod), state.replicas.get(name_of(pod))
+    if key is None or key[0] != pool or has is None or not has.problem or is_leaving(pod):
+        return ""
+    return f"{short(name_of(pod), 80)}: {short(has.problem)}; they are started again"
 
 
 def _unscaled(state: FleetState, pod: Raw, data: int) -> str:

@@ -176,7 +176,8 @@ class Admin:
         body = await json_body()
         size = _whole(body, "new_data_parallel_size", None, 1, MAX_PARALLEL)
         drain_s = _whole(body, "drain_timeout", _DRAIN_S, 0, _MOST_DRAIN_S)
-        self._check_caller(body, "scale", f"/{size}")
+        content = f"/{size}/{drain_s}" if "drain_timeout" in body else f"/{size}"
+        self._check_caller(body, "scale", content)
         cut = await self._process.scaling.scale(size, drain_s)
         return json_response({"message": f"Scaled to {size} data parallel engines", "cut": cut})
 

@@ -61,10 +61,10 @@ class Scaling:
         """Why the number in the file could not be had."""
 
     def why_fewer(self, replicas: Sequence[ReplicaBeat]) -> str:
-        """Why fewer of these serve than the file says, for heartbeats; "": as many do, or more are
-        about to come. One that is lost counts as there when the file is followed."""
+        """Why fewer of these serve than should, for heartbeats; "": as many do, or more are about
+        to come. One that is lost counts as there when a file is followed."""
         lost = [str(n) for n, one in enumerate(replicas) if not (one.serving or one.draining)]
-        if self.problem or self._following is None or not lost:
+        if self.problem or not lost:
             return self.problem
         return f"of {len(replicas)} replicas these were lost: {', '.join(lost)}"
 
