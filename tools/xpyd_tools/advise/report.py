@@ -232,7 +232,9 @@ def notes_of(advice: Advice) -> list[str]:
     if layout.inside > 1:
         found.append(
             f"an instance has {layout.inside} copies of all but the experts (parallelism.data), in "
-            "lock step: a copy without requests computes, too, while another one has some"
+            "lock step: a copy without requests computes, too, while another one has some; they "
+            "run without CUDA graphs, and no GPU has run them yet: measure them beside TP with EP, "
+            "which was faster on CPUs (docs/parallel.md)"
         )
     elif layout.data > 1:
         found.append(

@@ -25,7 +25,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 
-from xpyd_core.errors import UserError
+from xpyd_core.errors import UserError, XpydError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.engine.core import Deliver
@@ -346,7 +346,7 @@ class ReplicatedEngine:
         except Exception as error:  # the thread's edge: it is tried again
             _close([replica], engine_s=_END_S, kv_s=_KV_CLOSE_S)
             replica.count_loss(has_served=False)
-            is_known = isinstance(error, UserError | RankLostError)
+            is_known = isinstance(error, XpydError | RankLostError)
             _log.error("replica %d cannot start: %s", replica.number, error, exc_info=not is_known)
             return
         finally:
