@@ -54,6 +54,9 @@ def test_a_model_drafts_no_more_than_a_step_has_room_for() -> None:
     speculation = measured(OF_A_MODEL)
     draft = speculation.begin()
     assert speculation.wanted(draft, 10, 40) == 3
+    # It is of all sequences.
+    assert speculation.room(1, 10) == 5
+    assert [speculation.wanted(speculation.begin(), 10, 40) for _ in range(3)] == [3, 2, 0]
     assert speculation.room(1, 5) == 2
     assert speculation.wanted(draft, 10, 40) == 2
     assert speculation.room(1, 1) == 0
@@ -65,6 +68,7 @@ def test_a_model_whose_drafts_are_not_verified_rests() -> None:
     speculation = measured(OF_A_MODEL)
     draft, text = speculation.begin(), list(TEXT)
     for step in range(40):
+        speculation.room(1, 100)
         if not speculation.wanted(draft, len(text), 40):
             assert step == 17
             break
@@ -80,6 +84,7 @@ def test_one_whose_drafts_are_verified_now_and_then_goes_on() -> None:
     speculation = measured(OF_A_MODEL)
     draft, text = speculation.begin(), list(TEXT)
     for step in range(100):
+        speculation.room(1, 100)
         assert speculation.wanted(draft, len(text), 40)
         text.append(step)
         speculation.drafted(draft, len(text), (7, 8))
@@ -92,6 +97,7 @@ def test_a_model_may_be_taking_in_a_long_prompt() -> None:
     speculation = measured(OF_A_MODEL, waits=True)
     draft, text = speculation.begin(), [1] * 8192
     for _ in range(40):
+        speculation.room(1, 100)
         assert speculation.wanted(draft, len(text), 40)
         assert speculation.propose(draft, text, 3) == ()
         text.append(1)

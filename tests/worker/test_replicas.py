@@ -287,8 +287,8 @@ def test_one_that_is_loaded_and_cannot_listen_is_closed_and_tried_again() -> Non
         assert lost.kv_s > 0, "else the next one finds its KV port taken"
 
 
-def test_replicas_neither_come_nor_go_while_one_that_was_lost_loads() -> None:
-    """What had gone meanwhile would be loaded, and nobody's."""
+def test_one_that_was_lost_and_let_go_of_while_it_loads_ends() -> None:
+    """Else it is loaded, and nobody's."""
     with staged(2) as stage:
         loads, go_on, load = threading.Event(), threading.Event(), stage.engine._load_one
 
@@ -298,38 +298,40 @@ def test_replicas_neither_come_nor_go_while_one_that_was_lost_loads() -> None:
             return load(number, deliver, incarnation)
 
         stage.engine._load_one = held
-        stage.now(1).failure = RuntimeError("a step")
+        lost = stage.now(1)
+        lost.failure = RuntimeError("a step")
         try:
             assert loads.wait(WAIT_S)
-            for size in (1, 3):
-                with pytest.raises(UserError, match="try again when they have"):
-                    stage.scale(size)
+            assert stage.scale(1) == 0
         finally:
             go_on.set()
-        stage.until(lambda: stage.engine.replicas[1].restarts == 1)
-        assert stage.scale(1) == 0
-        assert [one.number for one in stage.made if not one.is_closed] == [0]
+        stage.until(lambda: stage.now(1) is not lost and stage.now(1).is_closed)
+        assert not stage.now(1).is_started
+        stage.engine._load_one = load
+        assert stage.scale(2) == 0
+        assert sorted(one.number for one in stage.made if not one.is_closed) == [0, 1]
 
 
-def test_one_that_was_lost_and_has_gone_does_not_come_again() -> None:
+def test_the_last_that_serves_does_not_go() -> None:
+    """An instance without one would end with no reason, or never."""
     with staged(2) as stage:
-        stage.cannot_load = frozenset({1})
-        gone = stage.engine.replicas[1]
-        stage.now(1).failure = RuntimeError("a step")
-        stage.until(lambda: gone.losses == 2)
-        stage.until(lambda: not scale_is_refused(stage, 1))
+        stage.submit("a", replica=1)
+        stage.cannot_load = frozenset({0})
+        stage.routers = Future()
+        with ThreadPoolExecutor(1) as pool:
+            scaled = pool.submit(stage.scale, 1, WAIT_S)
+            stage.until(lambda: stage.leaving == [1])
+            stage.now(0).failure = RuntimeError("a step")
+            stage.until(lambda: stage.engine.replicas[0].losses >= 2)
+            stage.now(1).give("a")
+            stage.routers.set_result(None)
+            with pytest.raises(UserError, match="none of the replicas that stay serves"):
+                scaled.result(WAIT_S)
+        assert stage.leaving == []
+        stage.submit("b")
+        assert stage.now(1).submitted == ["b"]
         stage.cannot_load = frozenset()
-        gone.losses, gone.since_s = 1, 0.0
-        stage.engine._start_again(gone)
-        assert [one.number for one in stage.made if not one.is_closed] == [0]
-
-
-def scale_is_refused(stage: Stage, size: int) -> bool:
-    try:
-        stage.scale(size)
-    except UserError:
-        return True
-    return False
+        stage.until(lambda: stage.engine.replicas[0].serving is not None)
 
 
 def test_offers_and_releases_find_the_replica_that_has_the_kv() -> None:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.worker.engine_driver import DRAFTS, EngineDriver, make_request, prompt_of
-from xpyd_worker.engine.executor import StepInput
+from tests.worker.engine_driver import (
+    DRAFTS,
+    MODEL_DRAFTS,
+    EngineDriver,
+    make_request,
+    prompt_of,
+)
+from xpyd_worker.engine.executor import StepInput, StepOutput
+from xpyd_worker.engine.scheduler import Scheduler
+from xpyd_worker.engine.sequences import ScheduledStep
 from xpyd_worker.engine.speculation import SpeculativeConfig
 from xpyd_worker.engine.step_times import LEAST_TOKENS, STRETCH, StepTimes
 
@@ -147,6 +157,34 @@ def test_steps_with_drafts_are_measured_like_others(monkeypatch: pytest.MonkeyPa
     driver, _ = driven("itl", DRAFTS)
     assert any(one.drafts for step in driver.executor.steps for one in step.sequences)
     assert len(measured) == len(driver.executor.steps)
+
+
+def test_steps_behind_which_a_model_takes_prompts_in_are_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """It has no draft for them then; what decodes take alone would seem to be more."""
+    given: list[bool] = []
+    update, measured = Scheduler.update, StepTimes.measured
+    seen: list[float] = []
+
+    def updated(
+        scheduler: Scheduler, step: ScheduledStep, result: StepOutput, seconds: float = 0.0
+    ) -> None:
+        asked = [part.sequence.seq_id for part in step.parts if part.scheduled.propose]
+        if len(given) % 3 == 1 and asked:
+            result = replace(result, proposals={})
+        given.append({*asked} <= result.proposals.keys())
+        update(scheduler, step, result, seconds)
+
+    def spied(times: StepTimes, seconds: float, **kinds: int) -> None:
+        seen.append(seconds)
+        measured(times, seconds, **kinds)
+
+    monkeypatch.setattr(Scheduler, "update", updated)
+    monkeypatch.setattr(StepTimes, "measured", spied)
+    driven("itl", MODEL_DRAFTS)
+    assert given.count(False) > 3
+    assert len(seen) == given.count(True)
 
 
 def test_where_the_first_token_matters_more_it_comes_whole():

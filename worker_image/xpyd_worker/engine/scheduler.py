@@ -209,7 +209,7 @@ class Scheduler:
         """Take in what the oldest step under way computed in so much time."""
         self._under_way.remove(step)
         self.stats.forwards += 1
-        self._measure(step, seconds)
+        self._measure(step, result, seconds)
         for part in step.parts:
             self._take(part, result, len(step.parts))
         for state in dict.fromkeys(part.sequence.state for part in step.parts):
@@ -237,15 +237,17 @@ class Scheduler:
 
     # --- scheduling
 
-    def _measure(self, step: ScheduledStep, seconds: float) -> None:
+    def _measure(self, step: ScheduledStep, result: StepOutput, seconds: float) -> None:
+        asked = {part.sequence.seq_id for part in step.parts if part.scheduled.propose}
+        if not asked <= result.proposals.keys():
+            return  # a model that drafts took prompts in behind it
         decodes = sum(part.is_decode for part in step.parts)
         drafts = sum(part.scheduled.drafts for part in step.parts)
-        drafts_on = any(part.scheduled.propose for part in step.parts)
         prompts = sum(part.count for part in step.parts if not part.is_decode)
         self._times.measured(seconds, decodes=decodes, prompt_tokens=prompts)
         if self._speculation is not None and decodes == len(step.parts):
             self._speculation.measured(
-                seconds, decodes=decodes, draft_tokens=drafts, drafts_on=drafts_on
+                seconds, decodes=decodes, draft_tokens=drafts, drafts_on=bool(asked)
             )
 
     def _land(self, step: ScheduledStep) -> None:

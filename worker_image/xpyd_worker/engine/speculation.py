@@ -250,7 +250,7 @@ class Speculation:
         self._decodes = 1
         # Whether the step that is being made is to show what one without drafts takes.
         self._is_plain = False
-        # Draft tokens that the step which is made may have.
+        # Draft tokens that a model may draft for the next step: as many as this one may have.
         self._room = 0
         # Of all drafts so far, accepted and drafted: what a new sequence is thought to be like.
         self._accepted: float | None = None
@@ -285,7 +285,9 @@ class Speculation:
         sequence of so many tokens, for its next step; 0 where no model drafts, or it rests."""
         if not self._config.has_model or not self._room or not self._may(draft, tokens):
             return 0
-        return max(0, min(most, self._room, self._config.num_speculative_tokens))
+        found = max(0, min(most, self._room, self._config.num_speculative_tokens))
+        self._room -= found
+        return found
 
     def drafted(self, draft: SequenceDraft, tokens: int, ids: tuple[int, ...]) -> None:
         """A model has drafted `ids` behind so many tokens."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from xpyd_core.errors import UserError
@@ -95,3 +95,10 @@ def drain_kv(replicas: Sequence[Replica]) -> None:
     for replica in replicas:
         if replica.loaded is not None:
             replica.loaded.kv.drain()
+
+
+def close_replicas(replicas: Iterable[Replica], *, engine_s: float, kv_s: float) -> None:
+    """End those that are loaded."""
+    for replica in replicas:
+        if replica.loaded is not None:
+            replica.loaded.close(engine_s=engine_s, kv_s=kv_s)

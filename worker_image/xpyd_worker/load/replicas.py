@@ -132,7 +132,7 @@ class LoadedReplicas:
 def _beat(address: str, replica: Replica) -> ReplicaBeat:
     serving = replica.serving
     if serving is None:
-        return ReplicaBeat(zmq_address=address, serving=0)
+        return ReplicaBeat(zmq_address=address, serving=0, draining=1 if replica.is_leaving else 0)
     stats = serving.engine.stats()
     return ReplicaBeat(
         zmq_address=address,

@@ -19,8 +19,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -38,7 +39,7 @@ from xpyd_worker.engine.request import (
     summed,
 )
 from xpyd_worker.load.engine import LoadedEngine
-from xpyd_worker.load.replica import Replica, drain_kv
+from xpyd_worker.load.replica import Replica, close_replicas, drain_kv
 from xpyd_worker.load.replicated_kv import ReplicatedKv
 from xpyd_worker.ranks.loss import Loss, RankLostError
 from xpyd_worker.ranks.world import World
@@ -92,7 +93,7 @@ class ReplicatedEngine:
         self.lock_step, self._world = lock_step, world
         self._outlives = lock_step is None or may_outlive
         self._changing = threading.Lock()
-        """Held where replicas come or go, and where one that was lost comes again."""
+        """Held where replicas come or go, and where one that shares experts comes again."""
         self._lock = threading.RLock()
         """Guards who has which request: the loop submits, the engines' threads end requests. An
         engine that has ended gives its answer to a request while that is sent."""
@@ -197,7 +198,7 @@ class ReplicatedEngine:
                 self._have([*self.replicas, *more])
         except BaseException:
             # One of them may have started: its KV port has to be free for the next try.
-            _close(more, engine_s=_END_S, kv_s=_KV_CLOSE_S)
+            close_replicas(more, engine_s=_END_S, kv_s=_KV_CLOSE_S)
             raise
         self.scalings += 1
         _log.info("%d replicas serve", self.size)
@@ -233,7 +234,8 @@ class ReplicatedEngine:
         self._mark(leaving, is_leaving=True, is_closed=True)
         if self._world is None:
             drain_kv(leaving)
-        self._wait_idle(leaving, end_s)
+        # KV moves beside the change that lock step needs.
+        self._wait_idle(leaving, end_s, of_kv=self._world is None)
         if cut := sum(len(replica.open) for replica in leaving):
             _log.warning("%d requests are cut: %d replicas leave", cut, len(leaving))
         size = len(self.replicas) - len(leaving)
@@ -241,6 +243,9 @@ class ReplicatedEngine:
             self._part(leaving, size, self._world, self.lock_step)
             drain_kv(leaving)
             self._wait_idle(leaving, end_s)
+        elif not any(one.serving for one in self.replicas[:size]):
+            self._mark(leaving, is_leaving=False)
+            raise UserError("none of the replicas that stay serves: try again when one does")
         with self._lock:
             self._have(self.replicas[:size])
         for replica in leaving:
@@ -260,7 +265,7 @@ class ReplicatedEngine:
             if replica.loaded is not None:
                 replica.loaded.engine.end_requests()
         try:
-            if not self._wait_idle(leaving, time.monotonic() + _END_S):
+            if not self._wait_idle(leaving, time.monotonic() + _END_S, of_kv=False):
                 raise UserError("requests of the replicas that leave do not end; they stay")
             left = tuple(number for number in lock_step.replicas if number < size)
             lock_step.resize(world.begin(left), left)
@@ -276,9 +281,11 @@ class ReplicatedEngine:
             for replica in replicas:
                 replica.is_leaving, replica.is_closed = is_leaving, is_closed
 
-    def _wait_idle(self, replicas: Sequence[Replica], end_s: float) -> bool:
-        """Until none of them is busy, or that time; whether none is."""
-        return self._wait(lambda: not any(one.is_busy for one in replicas), end_s)
+    def _wait_idle(self, replicas: Sequence[Replica], end_s: float, *, of_kv: bool = True) -> bool:
+        """Until none of them has requests, nor KV with `of_kv`, or that time; whether none has."""
+        return self._wait(
+            lambda: not any(one.is_busy if of_kv else one.open for one in replicas), end_s
+        )
 
     def _wait(self, holds: Callable[[], bool], end_s: float) -> bool:
         """Until it holds, or that time; whether it does. UserError when the instance ends."""
@@ -331,26 +338,25 @@ class ReplicatedEngine:
             self._past_experts = sum_by_layer([*self._past_experts, *gone.ready.experts_chosen()])
 
     def _start_again(self, replica: Replica) -> None:
-        if not replica.is_due or not self._changing.acquire(blocking=False):
+        if not replica.is_due:
             return
         try:
-            if replica.is_leaving:  # since it was looked at
-                return
-            if (lock_step := self.lock_step) is not None:
-                lock_step.await_repaired()
-            replica.is_coming = lock_step is not None
-            meeting = self._begin([replica])
-            self._load(replica)
-            self._start(replica)
-            self._enter([replica], meeting)
+            with nullcontext() if self.lock_step is None else self._changing:
+                if self.lock_step is not None:
+                    self.lock_step.await_repaired()
+                replica.is_coming = self.lock_step is not None
+                meeting = self._begin([replica])
+                self._load(replica)
+                if replica.is_leaving:
+                    raise UserError("it was let go of while it loaded")
+                self._start(replica)
+                self._enter([replica], meeting)
         except Exception as error:  # the thread's edge: it is tried again
-            _close([replica], engine_s=_END_S, kv_s=_KV_CLOSE_S)
+            close_replicas([replica], engine_s=_END_S, kv_s=_KV_CLOSE_S)
             replica.count_loss(has_served=False)
             is_known = isinstance(error, XpydError | RankLostError)
             _log.error("replica %d cannot start: %s", replica.number, error, exc_info=not is_known)
             return
-        finally:
-            self._changing.release()
         replica.count_return()
         self._look()
         _log.info("replica %d serves again", replica.number)
@@ -492,9 +498,3 @@ class ReplicatedEngine:
     def is_idle(self) -> bool:
         """No request is queued or running on any replica."""
         return all(one.serving is None or one.serving.engine.is_idle() for one in self.replicas)
-
-
-def _close(replicas: Iterable[Replica], *, engine_s: float, kv_s: float) -> None:
-    for replica in replicas:
-        if replica.loaded is not None:
-            replica.loaded.close(engine_s=engine_s, kv_s=kv_s)

@@ -12,8 +12,8 @@ other ranks or checkpoints.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -29,8 +29,9 @@ from xpyd_worker.runner.kv_cache import KvCache
 from xpyd_worker.runner.tensors import put_ints, to_ints
 
 _MOST_ROWS = 512
-"""Rows that drafters take in behind one step, of all sequences, or as many as the step itself has:
-its requests wait for them. A sequence with more has no draft before all are taken in."""
+"""Rows that drafters take in behind one step, of all sequences, besides those that the step itself
+has: its requests wait for them. A sequence with more has no draft before all are taken in. Also
+those of one forward, which needs memory that nobody measured."""
 _MOST_PENDING = 512
 """Hidden states that are kept of a sequence while nothing is drafted for it; the older half goes
 then."""
@@ -150,6 +151,12 @@ def _asks(sequence: ScheduledSequence, step: Computed) -> bool:
     return sequence.propose > 0 and bool(step.samples.get(sequence.seq_id))
 
 
+def _owned(rows: Tensor) -> Tensor:
+    """These rows, without those that they are a part of: a step's are as many as all its sequences
+    have."""
+    return rows if rows.untyped_storage().nbytes() == rows.nbytes else rows.clone()
+
+
 @dataclass(eq=False)
 class _Followed:
     """A sequence as the drafter knows it. Rows [first, fed) are in its blocks, of which the first
@@ -176,10 +183,14 @@ class _Followed:
         return self.first + len(self.tokens) - self.fed
 
     def put(self, hidden: Tensor) -> None:
-        """Keep the states of its next rows. A copy: what a step computed is as large as all its
-        sequences."""
-        self.pending.append(hidden.clone())
+        """Keep the states of its next rows."""
+        self.pending.append(hidden)
         self.waiting += len(hidden)
+
+    def own(self) -> None:
+        """Have a copy of what is kept of a step."""
+        if self.pending:
+            self.pending[-1] = _owned(self.pending[-1])
 
     def take(self, rows: int) -> list[Tensor]:
         """The states of the first rows that are kept, which are forgotten here."""
@@ -189,7 +200,7 @@ class _Followed:
             first = self.pending[0]
             found.append(first[:rows])
             if len(first) > rows:
-                self.pending[0] = first[rows:].clone()
+                self.pending[0] = _owned(first[rows:])
                 break
             del self.pending[0]
             rows -= len(first)
@@ -243,9 +254,13 @@ class ModelDrafter:
         if self._model.reads_features:
             self._see(step)
         turns = self._turns(step)
-        # As the plan of a step likes them: single rows first.
-        turns.sort(key=lambda turn: (turn.rows > 1, turn.of.fed))
-        found = self._run(turns) if turns else {}
+        found: dict[int, tuple[int, ...]] = {}
+        for batch in _batches(turns):
+            # As the plan of a step likes them: single rows first.
+            batch.sort(key=lambda turn: (turn.rows > 1, turn.of.fed))
+            found |= self._run(batch)
+        for rows in step.rows:
+            self._followed[rows.sequence.seq_id].own()
         self._bound()
         return found
 
@@ -259,14 +274,12 @@ class ModelDrafter:
             asks = _asks(sequence, step)
             if asks and not reads:
                 self._read(sequence, step.samples[sequence.seq_id])
-            if asks or (reads and not sequence.samples):
+            if asks or (reads and len(sequence.token_ids) - sequence.drafts > 1):
                 due.append((sequence, asks))
         # One with many rows holds up none with few.
         due.sort(key=lambda one: self._followed[one[0].seq_id].rows)
         in_step = {rows.sequence.seq_id for rows in step.rows}
-        # Of a prompt that went on, the last row's token comes with the next step.
-        own = len(step.hidden) + len(step.rows) if reads else 0
-        budget = max(_MOST_ROWS, own)
+        budget = _MOST_ROWS + (len(step.hidden) if reads else 0)
         turns: list[_Turn] = []
         for sequence, asks in due:
             one = self._followed[sequence.seq_id]
@@ -290,7 +303,7 @@ class ModelDrafter:
 
     def _bound(self) -> None:
         """Forget hidden states where there are too many: the oldest of a sequence, which then
-        begins behind them, and sequences, the longest unused first."""
+        begins behind them, and sequences, those with the most first."""
         held = 0
         for one in self._followed.values():
             if one.waiting > _MOST_PENDING:
@@ -302,10 +315,10 @@ class ModelDrafter:
                 del one.tokens[: first - one.first]
                 one.first = one.fed = first
             held += one.waiting
-        for seq_id, one in list(self._followed.items()):
-            if held <= _MOST_HELD:
-                break
-            if one.waiting:
+        if held > _MOST_HELD:
+            for seq_id, one in sorted(self._followed.items(), key=lambda item: -item[1].waiting):
+                if held <= _MOST_HELD:
+                    break
                 held -= one.waiting
                 self._forget(seq_id)
 
@@ -457,6 +470,24 @@ class ModelDrafter:
         extend_block_hashes(one.hashes, one.tokens[: one.fed], block_size=size, salt=one.salt)
         for n in range(before, len(one.hashes)):
             self._pool.register(one.blocks[n], one.hashes[n])
+
+
+def _batches(turns: Sequence[_Turn]) -> Iterator[list[_Turn]]:
+    """Turns of one forward each, in order; one with more rows than a forward has parts, the last of
+    which drafts."""
+    batch: list[_Turn] = []
+    left = _MOST_ROWS
+    for turn in turns:
+        rows = turn.rows
+        while rows > left:
+            batch.append(replace(turn, rows=left, propose=0))
+            rows -= left
+            yield batch
+            batch, left = [], _MOST_ROWS
+        batch.append(replace(turn, rows=rows))
+        left -= rows
+    if batch:
+        yield batch
 
 
 def _extend(tokens: list[int], known: KnownTokens) -> None:
