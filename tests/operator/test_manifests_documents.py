@@ -33,7 +33,6 @@ from xpyd_operator.manifests.names import KEY_SLOTS, KV_KEY
 from xpyd_operator.manifests.objects import kv_secret, pool_object, workload_objects
 from xpyd_operator.manifests.pods import pods_per_instance
 from xpyd_operator.manifests.refusals import template_problems
-from xpyd_operator.manifests.resources import engine_resources
 from xpyd_operator.manifests.volumes import model_in_pod, uses_host_path
 from xpyd_operator.plan.template import fleet_want
 
@@ -379,37 +378,6 @@ def test_an_instance_with_replicas_may_be_one_pod_with_the_devices_of_all():
         assert limits.get("nvidia.com/gpu") == (str(gpus) if gpus else None)
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert engine[probe]["httpGet"]["port"] == "http"
-
-
-def test_a_pod_may_take_the_weights_of_each_of_its_replicas():
-    """Ranks that divide the model take them once."""
-
-    def limit(layout):
-        fleet = changed(
-            ("spec.pools.0.parallelism", layout), ("spec.pools.0.resources", {"gpus": 0})
-        )
-        memory = engine_resources(fleet, fleet.spec.pools[0])["limits"]["memory"]
-        return int(memory.removesuffix("Mi"))
-
-    assert limit({"data": 3}) - limit({"tensor": 3}) == 2 * 64 * 1024
-
-
-def test_each_replica_that_may_come_has_a_buffer_and_a_pool_as_the_first_one():
-    """Those that are there from the start divide them."""
-
-    def request(kv, layout):
-        fleet = changed(
-            ("spec.kvTransfer", {**kv, "mode": "PutAsync"}),
-            ("spec.pools.1.parallelism", layout),
-            ("spec.pools.1.resources", {"gpus": 0}),
-        )
-        memory = engine_resources(fleet, fleet.spec.pools[1])["requests"]["memory"]
-        return int(memory.removesuffix("Mi"))
-
-    for kv, each in (({"hostPoolSize": "32Gi"}, 32), ({"bufferSize": "8Gi"}, 8)):
-        assert request(kv, {"data": 1, "maxData": 4}) - request(kv, {"data": 4}) == 3 * each * 1024
-    half = {"bufferSize": "50%", "hostPoolSize": "0"}
-    assert request(half, {"data": 1, "maxData": 4}) == request(half, {"data": 4})
 
 
 def test_instances_of_several_pods_that_claim_devices_have_both_objects():
