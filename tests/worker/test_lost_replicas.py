@@ -14,6 +14,7 @@ from xpyd_worker.engine.executor import LayerExperts
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.load.engine import LoadedEngine
 from xpyd_worker.load.replica import pause_s
+from xpyd_worker.load.replicas import _beat
 from xpyd_worker.ranks.loss import Loss
 
 
@@ -121,3 +122,14 @@ def test_the_last_that_serves_does_not_go() -> None:
 
 def test_pauses_grow_between_losses_of_one_that_never_serves_for_long() -> None:
     assert [pause_s(losses) for losses in range(9)] == [0, 0, 1, 2, 4, 8, 16, 30, 30]
+
+
+def test_one_that_leaves_and_has_ended_is_not_said_to_be_lost() -> None:
+    with staged(2) as stage:
+        stage.cannot_load = frozenset({0, 1})
+        lost, leaves = stage.engine.replicas
+        leaves.is_leaving = True
+        for number in range(2):
+            stage.now(number).failure = RuntimeError("a step")
+        beats = [_beat("tcp://10.0.0.1:21001", one) for one in (lost, leaves)]
+        assert [(beat.serving, beat.draining) for beat in beats] == [(0, 0), (0, 1)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from xpyd_worker.engine.request import EngineRequest
 from xpyd_worker.engine.speculation import Method, SpeculativeConfig
 from xpyd_worker.model.registry import load_config
 from xpyd_worker.runner.drafter import Computed, ModelDrafter
-from xpyd_worker.runner.load_draft import open_draft
+from xpyd_worker.runner.load_draft import _kernels, open_draft
 from xpyd_worker.runner.runner import ModelRunner
 
 __all__ = ["models", "one_thread"]
@@ -368,6 +369,15 @@ def test_a_prefill_instance_loads_nothing_that_drafts(
     for role, loads in (("Prefill", False), ("Decode", True)):
         config = WorkerConfig(str(folder), role=role, speculative=given)
         assert (open_draft(config, load_config(folder), folder) is not None) == loads
+
+
+def test_a_draft_with_heads_that_no_gpu_takes_is_refused(
+    models: Callable[[str], tuple[Path, Any]],
+) -> None:
+    folder, _ = models("llama")
+    wide = replace(load_config(folder), head_dim=512)
+    with pytest.raises(UserError, match="head_dim: 512; on a GPU"):
+        _kernels(wide, cast("Any", object()))
 
 
 def test_what_is_wrong_is_said_with_the_model_as_it_was_given(
