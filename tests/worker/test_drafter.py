@@ -42,6 +42,7 @@ class Plans(PlainKernels):
         held = [block for span in spans for block in span.block_ids]
         assert len(held) == len(set(held)), "a block has one sequence"
         for span in spans:
+            assert span.count > 0
             assert span.start + span.count <= len(span.block_ids) * shape.block_size
         return super().plan(spans, shape)
 
@@ -167,6 +168,16 @@ def test_the_states_of_a_prompt_are_taken_in_with_its_steps(
     assert len(kit.step(Part(1, 40, 3))[1]) == 3
     # In forwards of 16 rows at most, as the memory of larger ones was not measured.
     assert kit.model.rows == [16, 16, 7, *[16, 16, 8] * 2, 16, 16, 9, 1, 1]
+
+
+def test_a_forward_that_is_just_full_leaves_no_empty_share_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_MOST_ROWS", 16)
+    kit = Kit(reads_features=True)
+    found = kit.step(*(Part(seq_id, 8, 2) for seq_id in (1, 2, 3)))
+    assert found.keys() == {1, 2, 3}
+    assert kit.model.rows == [16, 2, 8, 1]
 
 
 @pytest.mark.parametrize("beside", [0, 60])

@@ -74,7 +74,7 @@ def test_one_that_is_loaded_and_cannot_listen_is_closed_and_tried_again() -> Non
 
 
 def test_one_that_was_lost_and_let_go_of_while_it_loads_ends() -> None:
-    """Else it is loaded, and nobody's."""
+    """Else an engine is loaded that nobody closes."""
     with staged(2) as stage:
         loads, go_on, load = threading.Event(), threading.Event(), stage.engine._load_one
 

@@ -479,13 +479,13 @@ def _batches(turns: Sequence[_Turn]) -> Iterator[list[_Turn]]:
     left = _MOST_ROWS
     for turn in turns:
         rows = turn.rows
-        while rows > left:
-            batch.append(replace(turn, rows=left, propose=0))
-            rows -= left
-            yield batch
-            batch, left = [], _MOST_ROWS
-        batch.append(replace(turn, rows=rows))
-        left -= rows
+        while rows:
+            if not left:
+                yield batch
+                batch, left = [], _MOST_ROWS
+            part = min(rows, left)
+            rows, left = rows - part, left - part
+            batch.append(replace(turn, rows=part, propose=0 if rows else turn.propose))
     if batch:
         yield batch
 
