@@ -248,8 +248,6 @@ class Speculation:
         # By the bits of the number of sequences: steps of 5 to 8 are alike enough.
         self._costs: dict[int, _Costs] = {}
         self._decodes = 1
-        # Whether the step that is being made is to show what one without drafts takes.
-        self._is_plain = False
         # Draft tokens that a model may draft for the next step: as many as this one may have.
         self._room = 0
         # Of all drafts so far, accepted and drafted: what a new sequence is thought to be like.
@@ -274,10 +272,9 @@ class Speculation:
         self._decodes = max(1, decodes)
         costs = self._costs.setdefault(decodes.bit_length(), _Costs())
         is_due = costs.plain_steps < _FIRST_PLAIN or costs.since_plain >= _PLAIN_EVERY
-        self._is_plain = bool(decodes) and is_due and costs.asked < _PLAIN_TRIES
-        if self._is_plain:
-            costs.asked += 1
-        self._room = 0 if self._is_plain else spare // 2
+        is_plain = bool(decodes) and is_due and costs.asked < _PLAIN_TRIES
+        costs.asked += is_plain
+        self._room = 0 if is_plain else spare // 2
         return self._room
 
     def wanted(self, draft: SequenceDraft, tokens: int, most: int) -> int:

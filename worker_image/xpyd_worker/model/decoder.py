@@ -194,9 +194,9 @@ class Decoder:
         ]
         self._rotary = Rotary(config, device)
         self._feature_layers = feature_layers
-        # On the last stage they are for the one rank that drafts.
-        drafts = not (self.part.is_last and self.part.tensor_rank)
-        self._kept_layers = feature_layers if drafts else ()
+        # Each stage hands them on; of the last one only the rank that drafts needs them.
+        needs_them = self.part.answers or not self.part.is_last
+        self._kept_layers = feature_layers if needs_them else ()
         self._features: dict[int, Tensor] = {}
         self._with_experts = [n for n in self.part.layers if config.layers[n].experts is not None]
         most = max((one.count for one in config.experts), default=0)

@@ -57,6 +57,11 @@ class Part:
         return self.stage == self.stages - 1
 
     @property
+    def answers(self) -> bool:
+        """Whether it is the one rank of its replica that answers steps, and drafts behind them."""
+        return self.is_last and not self.tensor_rank
+
+    @property
     def ranks(self) -> int:
         """How many ranks hold the model together."""
         return self.replicas * self.stages * self.tensor_size

@@ -107,7 +107,7 @@ def fit_on_cpu(
         draft=draft,
     )
     loaded = None
-    if draft is not None and _drafts(part):
+    if draft is not None and part.answers:
         loaded = draft.load(model, dtype=dtype)
     beside = 0 if loaded is None else loaded.block_bytes
     num_blocks = blocks_in_budget(shape, len(part.layers), kv_cache_bytes, beside=beside)
@@ -171,7 +171,7 @@ def part_on_gpu(
                 draft=draft,
             )
             loaded = None
-            if draft is not None and _drafts(part):
+            if draft is not None and part.answers:
                 loaded = draft.load(model, dtype=dtype, gpu=gpu)
         except torch.OutOfMemoryError as error:
             raise UserError(
@@ -188,11 +188,6 @@ def _part(config: ModelConfig, parallel: ParallelState | None) -> Part:
         return Part(layers=range(config.num_layers))
     check_parallel(config.shape, _divided(parallel))
     return parallel.part
-
-
-def _drafts(part: Part) -> bool:
-    """Whether this rank drafts: the one that answers steps."""
-    return part.is_last and not part.tensor_rank
 
 
 def _divided(parallel: ParallelState | None) -> Sizes:

@@ -78,12 +78,17 @@ def replica_writes(state: FleetState) -> Iterator[SetReplicas]:
 def _staying(state: FleetState, pool: str) -> Iterator[Raw]:
     """The pods of a pool whose engines have room for replicas."""
     specs = pod_specs(state.own)
-    for pod in state.own.pods:
-        key = key_of(pod)
-        if key is None or key[0] != pool or is_leaving(pod) or is_finished(pod):
-            continue
+    for pod, key in _running(state, pool):
         if is_of_workload(pod, key) and has_replicas(spec_of(pod, specs)):
             yield pod
+
+
+def _running(state: FleetState, pool: str) -> Iterator[tuple[Raw, Key]]:
+    """The pods of a pool that neither leave nor have ended, and whose they are."""
+    for pod in state.own.pods:
+        key = key_of(pod)
+        if key is not None and key[0] == pool and not (is_leaving(pod) or is_finished(pod)):
+            yield pod, key
 
 
 def _told(pod: Raw) -> int | None:
@@ -110,20 +115,20 @@ def replica_problems(state: FleetState) -> tuple[Problem, ...]:
     """Instances that cannot have as many replicas as they should, one of each pool."""
     found: list[Problem] = []
     for pool in state.parsed.fleet.spec.pools if state.parsed.fleet else ():
-        data, may_change = pool.parallelism.data, pool.parallelism.max_data is not None
-        pods = _staying(state, pool.name) if may_change else state.own.pods
-        for pod in pods:
-            said = _unscaled(state, pod, data) if may_change else _lost(state, pod, pool.name)
-            if said:
-                found.append(Problem("Degraded", "ReplicasNotScaled", pool.name, said))
-                break
+        if pool.parallelism.max_data is None:
+            all_said = (_lost(state, pod) for pod, _ in _running(state, pool.name))
+        else:
+            data = pool.parallelism.data
+            all_said = (_unscaled(state, pod, data) for pod in _staying(state, pool.name))
+        if said := next(filter(None, all_said), ""):
+            found.append(Problem("Degraded", "ReplicasNotScaled", pool.name, said))
     return tuple(found)
 
 
-def _lost(state: FleetState, pod: Raw, pool: str) -> str:
-    """What an instance of the pool says of replicas that it has lost; "": it has all."""
-    key, has = key_of(pod), state.replicas.get(name_of(pod))
-    if key is None or key[0] != pool or has is None or not has.problem or is_leaving(pod):
+def _lost(state: FleetState, pod: Raw) -> str:
+    """What an instance says of replicas that it has lost; "": it has all."""
+    has = state.replicas.get(name_of(pod))
+    if has is None or not has.problem:
         return ""
     return f"{short(name_of(pod), 80)}: {short(has.problem)}; they are started again"
 

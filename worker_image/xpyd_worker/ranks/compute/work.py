@@ -193,7 +193,7 @@ class RankWork:
             self._catch_up(message)
             last = self._last = Last(message, self._decoder.read(message))
         # One that is done was answered.
-        answers = self._part.is_last and not self._part.tensor_rank and not last.is_done
+        answers = self._part.answers and not last.is_done
         if change is not None:
             assert self._resize is not None, "replicas come and go"
             self.meeting = change.meeting
