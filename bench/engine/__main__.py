@@ -21,11 +21,12 @@ from bench.engine.page import with_measured
 from bench.engine.peer import peer_environment
 from bench.engine.report import report
 from bench.engine.rounds import PEER, Found, Plan, measure
-from bench.engine.shape import CASES, MODELS
+from bench.engine.shape import CASES, DTYPES, MODELS
 from bench.engine.speculation import SHORT, SUBJECTS, Subject, measure_drafts
 from bench.environments import NotHere
 from bench.process import end_at_sigterm
 from bench.report import say, write_report
+from xpyd_worker.runner.device import cpu_is_fast_in
 
 _QUICK_CASES = ("c1", "c8")
 
@@ -69,6 +70,13 @@ def _parser() -> argparse.ArgumentParser:
         "--speculation", action="store_true", help="only the part with `--speculative-config`"
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="bfloat16" if cpu_is_fast_in("bfloat16") else "float32",
+        help="of weights and KV, of all contenders (default: bfloat16 where the processor has "
+        "instructions for it, else float32)",
+    )
     parser.add_argument("--threads", type=int, default=2, help="of each contender, on cores 0 on")
     parser.add_argument("--no-peer", action="store_true", help="without vLLM")
     parser.add_argument("--no-reference", action="store_true", help="without transformers")
@@ -88,6 +96,7 @@ def _plan(options: argparse.Namespace, absent: dict[str, str]) -> Plan:
         options.threads,
         peer=None,
         reference=not options.no_reference,
+        dtype=options.dtype,
         own_args=options.own_args,
     )
     if options.quick:

@@ -152,11 +152,11 @@ def check(name: str, case: Case, sample: Sample) -> None:
         )
 
 
-def own_recipe(folder: Path, threads: int, more: Sequence[str]) -> Recipe:
+def own_recipe(folder: Path, threads: int, more: Sequence[str], dtype: str = "bfloat16") -> Recipe:
     """The product's server."""
     argv = [
         *(str(ROOT / ".venv/bin/xpyd"), "worker", "--model", str(folder)),
-        *("--served-model-name", "bench", "--dtype", "bfloat16"),
+        *("--served-model-name", "bench", "--dtype", dtype),
         *("--max-model-len", str(MAX_MODEL_LEN), "--no-enable-prefix-caching"),
         *("--kv-cache-memory", "1Gi", "--threads", str(threads)),
         *("--host", "127.0.0.1", "--port", "{port}", *more),

@@ -26,12 +26,12 @@ from scripts.train_demo_model.random_checkpoint import DEMO_MODEL, make_checkpoi
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint. `step_bytes`: weights that a decode step reads, so all but the embedding."""
+    """A checkpoint. `step_elements`: weights that a decode step reads, so all but the embedding."""
 
     name: str
     folder: Path
     parameters: int
-    step_bytes: int
+    step_elements: int
 
 
 def cache() -> Path:
@@ -55,7 +55,7 @@ def model(
         made_of.write_text(wanted)  # last: a folder without it was left half done
     sizes = _elements(folder / "model.safetensors")
     parameters = sum(sizes.values())
-    return Model(name, folder, parameters, 2 * (parameters - sizes["model.embed_tokens.weight"]))
+    return Model(name, folder, parameters, parameters - sizes["model.embed_tokens.weight"])
 
 
 def text_prompts(count: int, input_tokens: int, seed: int) -> list[tuple[int, ...]]:

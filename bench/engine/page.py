@@ -38,8 +38,8 @@ def _measured(made: dict[str, Any]) -> str:
 
 
 def _where(made: dict[str, Any]) -> str:
-    threads = f"{made['threads']} threads on the cores {made['cores']}"
-    return where_measured(made) + f"{threads}, rounds: {made['rounds']}." + not_measured(made)
+    how = f"{made['dtype']}, {made['threads']} threads on the cores {made['cores']}"
+    return where_measured(made) + f"{how}, rounds: {made['rounds']}." + not_measured(made)
 
 
 def _aims(made: dict[str, Any]) -> list[str]:

@@ -48,11 +48,11 @@ def requirements(metadata: str) -> list[str]:
     return [one for one in found if "extra ==" not in one and not one.startswith("torch==")]
 
 
-def peer_recipe(environment: Path, folder: Path, threads: int) -> Recipe:
+def peer_recipe(environment: Path, folder: Path, threads: int, dtype: str = "bfloat16") -> Recipe:
     """vLLM's server. The binding is said outright: its own choice leaves one core free."""
     argv = [
         *(str(environment / "bin/vllm"), "serve", str(folder)),
-        *("--served-model-name", "bench", "--dtype", "bfloat16"),
+        *("--served-model-name", "bench", "--dtype", dtype),
         *("--max-model-len", str(MAX_MODEL_LEN), "--no-enable-prefix-caching"),
         *("--host", "127.0.0.1", "--port", "{port}"),
     ]

@@ -70,11 +70,16 @@ class Reference(Processes):
 
 
 @contextmanager
-def referenced(folder: Path, log: Path, threads: int, cores: str) -> Iterator[Reference]:
+def referenced(
+    folder: Path, log: Path, threads: int, cores: str, dtype: str
+) -> Iterator[Reference]:
     """The process while the block runs, its model loaded. ContenderFailed."""
     with log.open("ab") as output:
         process = subprocess.Popen(
-            ["taskset", "-c", cores, sys.executable, "-m", __name__, str(folder), str(threads)],
+            [
+                *("taskset", "-c", cores, sys.executable, "-m", __name__),
+                *(str(folder), str(threads), dtype),
+            ],
             env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -93,13 +98,13 @@ def referenced(folder: Path, log: Path, threads: int, cores: str) -> Iterator[Re
                 pipe.close()
 
 
-def main(folder: str, threads: int) -> None:
+def main(folder: str, threads: int, dtype: str) -> None:
     """The process, from the inside."""
     import torch
     from transformers import AutoModelForCausalLM, LogitsProcessorList
 
     torch.set_num_threads(threads)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     stamps: list[float] = []
 
     def stamp(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -125,4 +130,4 @@ def main(folder: str, threads: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

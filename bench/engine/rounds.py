@@ -28,7 +28,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run. `peer` None: without vLLM. `own_args`: more flags of `xpyd worker`."""
+    """What is run. `peer` None: without vLLM. `dtype`: of weights and KV. `own_args`: more flags
+    of `xpyd worker`."""
 
     models: Sequence[str]
     cases: Sequence[Case]
@@ -36,6 +37,7 @@ class Plan:
     threads: int
     peer: Path | None
     reference: bool
+    dtype: str = "bfloat16"
     own_args: Sequence[str] = ()
 
     @property
@@ -81,15 +83,16 @@ def measure(model: Model, plan: Plan, folder: Path, say: Say) -> Found:
 def _started(
     model: Model, plan: Plan, folder: Path, stack: ExitStack, found: Found, say: Say
 ) -> Iterator[tuple[str, Contender]]:
-    recipe = own_recipe(model.folder, plan.threads, plan.own_args)
+    recipe = own_recipe(model.folder, plan.threads, plan.own_args, plan.dtype)
     # The second start of each counts: files are in memory, and vLLM's compiled model in its cache.
     yield OWN, _warm(recipe, plan, folder, stack, found, say, is_warm=False)
     if any(case.name in SHARED for case in plan.cases):
-        other = own_recipe(model.folder, plan.threads, [*plan.own_args, "--latency-goal", "ttft"])
+        more = [*plan.own_args, "--latency-goal", "ttft"]
+        other = own_recipe(model.folder, plan.threads, more, plan.dtype)
         recipe = replace(other, name=OWN_TTFT)
         yield OWN_TTFT, _warm(recipe, plan, folder, stack, found, say, is_warm=True)
     if plan.peer is not None:
-        recipe = peer_recipe(plan.peer, model.folder, plan.threads)
+        recipe = peer_recipe(plan.peer, model.folder, plan.threads, plan.dtype)
         started_before = plan.peer / f"started-{model.name}"
         server = _warm(recipe, plan, folder, stack, found, say, is_warm=started_before.exists())
         started_before.touch()
@@ -97,10 +100,8 @@ def _started(
     if plan.reference and any(case.name in REFERENCE_CASES for case in plan.cases):
         say(f"{REFERENCE}: loading")
         log = folder / f"{REFERENCE}.log"
-        yield (
-            REFERENCE,
-            stack.enter_context(referenced(model.folder, log, plan.threads, plan.cores)),
-        )
+        reference = referenced(model.folder, log, plan.threads, plan.cores, plan.dtype)
+        yield REFERENCE, stack.enter_context(reference)
 
 
 def _warm(

@@ -28,6 +28,8 @@ class Case:
     repeats: bool = False
 
 
+DTYPES = {"bfloat16": 2, "float32": 4}
+"""Bytes of a number."""
 BUSY = 0.7
 CASES = {
     case.name: case

@@ -141,12 +141,12 @@ def measure_drafts(
 def _recipes(subject: Subject, plan: Plan) -> Iterator[Recipe]:
     """Ours without drafts and with each method; vLLM's where it has one of them."""
     folder = subject.folder()
-    own = own_recipe(folder, plan.threads, plan.own_args)
+    own = own_recipe(folder, plan.threads, plan.own_args, plan.dtype)
     yield own
     for name, config in subject.methods.items():
         yield _with_drafts(own, name, config)
     if plan.peer is not None and NGRAM in subject.methods:
-        peer = peer_recipe(plan.peer, folder, plan.threads)
+        peer = peer_recipe(plan.peer, folder, plan.threads, plan.dtype)
         yield peer
         yield _with_drafts(peer, NGRAM, subject.methods[NGRAM])
 

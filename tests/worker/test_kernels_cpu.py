@@ -16,7 +16,7 @@ from xpyd_worker.kernels.api import Kernels, KvShape, Span
 from xpyd_worker.kernels.cpu.kernels import CpuKernels, choose_kernels
 from xpyd_worker.kernels.cpu.library import HEAD_DIMS, levels, library, load
 from xpyd_worker.kernels.cpu.packed import FewRowsLinear, OneDnnLinear, can_pack, is_equal
-from xpyd_worker.kernels.plain import PlainKernels
+from xpyd_worker.kernels.plain import PlainKernels, PlainLinear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The twin computes in the dtype itself in places, so it is as far off as that rounds.
@@ -181,61 +181,80 @@ def test_nan_and_infinity_stay_what_they_are(compiled: Kernels) -> None:
     assert bool(out[0, 2:].isfinite().all())
 
 
-def test_packed_matrices_multiply_as_torchs_own(compiled: Kernels) -> None:
-    if not can_pack(torch.bfloat16):
+PACKED = (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", PACKED)
+def test_packed_matrices_multiply_as_torchs_own(compiled: Kernels, dtype: torch.dtype) -> None:
+    if not can_pack(dtype):
         pytest.skip("this torch has no packed matrices")
     torch.manual_seed(0)
-    weight = torch.randn(96, 64).to(torch.bfloat16)
-    bias = torch.randn(96).to(torch.bfloat16)
+    weight, bias = torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype)
     for rows in (1, 7, 300):
-        x = torch.randn(rows, 64).to(torch.bfloat16)
+        x = torch.randn(rows, 64).to(dtype)
         linear = compiled.linear(weight, bias)
         assert isinstance(linear, OneDnnLinear)
         close(linear(x), F.linear(x, weight, bias))
 
 
+def test_float16_stays_torchs_own(compiled: Kernels) -> None:
+    weight = torch.randn(64, 64).to(torch.float16)
+    assert isinstance(compiled.linear(weight, None), PlainLinear)
+
+
+@pytest.mark.parametrize("dtype", PACKED)
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(64, 32), (320, 96), (192, 1056), (1024, 1024), (512, 4096)]
 )
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_a_row_gives_the_same_bits_alone_among_a_few_and_among_many(
-    outputs: int, inputs: int, with_bias: bool, compiled: Kernels
+    outputs: int, inputs: int, with_bias: bool, dtype: torch.dtype, compiled: Kernels
 ) -> None:
-    linear, weight, bias = few_rows(compiled, outputs, inputs, with_bias=with_bias)
+    linear, weight, bias = few_rows(compiled, outputs, inputs, with_bias=with_bias, dtype=dtype)
     # Every other column of a wider matrix: not contiguous.
-    x = torch.randn(240, 2 * inputs).to(torch.bfloat16)[:, ::2]
+    x = torch.randn(240, 2 * inputs).to(dtype)[:, ::2]
     together = linear(x)
-    close(together, F.linear(x, weight, bias))
-    for rows in (1, 2, 3, 4, 5, 40):
+    # As far off as so many roundings: of a sum that cancels itself out nothing is left.
+    rounded = TOLERANCE[dtype] * inputs**0.5
+    torch.testing.assert_close(together, F.linear(x, weight, bias), rtol=rounded, atol=rounded)
+    for rows in (*range(1, 18), 40):
         assert torch.equal(torch.cat([linear(part) for part in x.split(rows)]), together), rows
+    assert linear(x[:0]).shape == (0, outputs)
 
 
-def test_sums_in_another_order_are_found_out(compiled: Kernels) -> None:
+@pytest.mark.parametrize("dtype", PACKED)
+def test_sums_in_another_order_are_found_out(compiled: Kernels, dtype: torch.dtype) -> None:
     """oneDNN's own order is not promised either: where it is none of those known, it does all."""
-    linear, *_ = few_rows(compiled, 1024, 1024, with_bias=False)
+    linear, *_ = few_rows(compiled, 1024, 1024, with_bias=False, dtype=dtype)
     other = copy(linear)
     other.chunk = 2 * linear.chunk if linear.chunk < 1024 else 512
     assert is_equal(linear, linear.packed, 256)
     assert not is_equal(other, linear.packed, 256)
 
 
-def test_a_few_rows_give_nan_and_infinity_where_torchs_own_does(compiled: Kernels) -> None:
-    linear, weight, _ = few_rows(compiled, 128, 64, with_bias=False)
-    x = torch.zeros(3, 64, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", PACKED)
+def test_a_few_rows_give_nan_and_infinity_where_torchs_own_does(
+    compiled: Kernels, dtype: torch.dtype
+) -> None:
+    linear, weight, _ = few_rows(compiled, 128, 64, with_bias=False, dtype=dtype)
+    x = torch.zeros(3, 64, dtype=dtype)
     x[0, 5], x[2, 7] = float("nan"), float("inf")
     expected = F.linear(x, weight)
     assert torch.equal(linear(x).isnan(), expected.isnan())
     assert torch.equal(linear(x).isinf(), expected.isinf())
 
 
-def test_matrices_that_are_packed_otherwise_stay_onednns(compiled: Kernels) -> None:
+@pytest.mark.parametrize("dtype", PACKED)
+def test_matrices_that_are_packed_otherwise_stay_onednns(
+    compiled: Kernels, dtype: torch.dtype
+) -> None:
     """Nobody promises the layout: what a row gives tells, also with tiny weights."""
-    if not can_pack(torch.bfloat16):
+    if not can_pack(dtype):
         pytest.skip("this torch has no packed matrices")
     assert isinstance(compiled, CpuKernels)
     library = compiled.operators
     for scale in (1.0, 1e-6):
-        weight = (torch.randn(64, 64) * scale).to(torch.bfloat16)
+        weight = (torch.randn(64, 64) * scale).to(dtype)
         other = _Elsewhere(weight, None)
         assert FewRowsLinear.of(other, library, 1) is other
 
@@ -248,17 +267,17 @@ class _Elsewhere(OneDnnLinear):
         self._rows = weight
 
     def packed_bytes(self) -> tuple[int, int]:
-        return self._rows.data_ptr(), self._rows.numel() * 2
+        return self._rows.data_ptr(), self._rows.numel() * self._rows.itemsize
 
 
 def few_rows(
-    compiled: Kernels, outputs: int, inputs: int, *, with_bias: bool
+    compiled: Kernels, outputs: int, inputs: int, *, with_bias: bool, dtype: torch.dtype
 ) -> tuple[FewRowsLinear, Tensor, Tensor | None]:
-    if not can_pack(torch.bfloat16):
+    if not can_pack(dtype):
         pytest.skip("this torch has no packed matrices")
     torch.manual_seed(outputs)
-    weight = torch.randn(outputs, inputs).to(torch.bfloat16)
-    bias = torch.randn(outputs).to(torch.bfloat16) if with_bias else None
+    weight = torch.randn(outputs, inputs).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if with_bias else None
     linear = compiled.linear(weight, bias)
     if not isinstance(linear, FewRowsLinear):
         pytest.skip("this processor has no avx512_bf16, or oneDNN sums otherwise on it")

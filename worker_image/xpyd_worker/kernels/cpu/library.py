@@ -81,6 +81,7 @@ def load(level: str) -> ctypes.CDLL | None:
     try:
         found = ctypes.CDLL(str(path))
         known = (found.xpyd_turn_bytes(), found.xpyd_attention_bytes())
+        products = (found.xpyd_matvec_bfloat, found.xpyd_matvec_float)
     except (OSError, AttributeError) as error:
         _log.debug("no compiled operators: %s", error)
         return None
@@ -92,6 +93,7 @@ def load(level: str) -> ctypes.CDLL | None:
     found.xpyd_silu_mul.argtypes = (number, pointer, pointer, size, size, number)
     found.xpyd_rotate.argtypes = (number, ctypes.POINTER(Turn), number)
     found.xpyd_attention.argtypes = (number, ctypes.POINTER(AttentionArguments), number)
-    found.xpyd_matvec.argtypes = (*(pointer,) * 4, *(size,) * 4, number)
+    for run in products:
+        run.argtypes = (*(pointer,) * 4, *(size,) * 4, number)
     found.xpyd_norm.restype = found.xpyd_silu_mul.restype = found.xpyd_rotate.restype = None
     return found

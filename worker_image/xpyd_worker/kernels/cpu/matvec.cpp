@@ -1,22 +1,131 @@
-// A bfloat16 matrix times a few rows, out of the layout that oneDNN packs it in: bound by memory.
+// A matrix times a few rows, out of the layout that oneDNN packs it in: bound by memory.
 //
-// The layout: outputs in blocks of 64; in a block pairs of inputs one after another, each with its
-// 64 outputs: [outputs / 64][inputs / 2][64][2]. So each block is one stream of memory. The sums are
-// oneDNN's to the last bit, so that a row gives the same whatever else is in the batch: chunks of
-// inputs from zero, pair by pair, added up in order. packed.py finds out how long they are, and
-// whether all this holds. The one place with a processor's own instruction: oneDNN sums by it.
+// The layout: outputs in blocks of 64; in a block the inputs one after another, each with its 64
+// outputs: [outputs / 64][inputs][64], in bfloat16 in pairs of inputs: [outputs / 64][inputs / 2]
+// [64][2]. So each block is one stream of memory. The sums are oneDNN's to the last bit, so that a
+// row gives the same whatever else is in the batch: chunks of inputs from zero, one by one (bfloat16:
+// pair by pair), added up in order. packed.py finds out how long they are, and whether all this
+// holds.
 #include "vec.h"
 
 #ifdef __x86_64__
 #include <immintrin.h>
+#endif
 
 namespace xpyd {
 
-constexpr int kBlock = 64, kVectors = kBlock / kLanes;
+constexpr int kBlock = 64;
+
+// --- float32
+
+// The vectors that the processor has: those of vec.h are two of AVX2, which compilers keep in memory
+// where there are several.
+#ifdef __AVX512F__
+constexpr int kNative = 16;
+#else
+constexpr int kNative = 8;
+#endif
+typedef float Native __attribute__((vector_size(kNative * sizeof(float))));
+
+// Rows that a call takes, and those whose sums are in registers at once.
+constexpr int kMostRows = 16, kTileRows = 6;
+// Inputs in one go: 16 KiB of the matrix, which stay in the first cache for all rows. The next ones
+// are asked for meanwhile, also over the end of a page.
+constexpr int64_t kInputs = 64;
+
+// Adds to `sums` what `count` inputs give, for `kRows` rows and `kVectors` vectors of outputs.
+template <int kRows, int kVectors>
+static inline void add_tile(const float* w, const float* x, int64_t inputs, float* sums,
+                            int64_t count, bool asks) {
+  Native sum[kRows][kVectors];
+  for (int row = 0; row < kRows; row++)
+    for (int i = 0; i < kVectors; i++)
+      std::memcpy(&sum[row][i], sums + row * kBlock + i * kNative, sizeof(Native));
+#pragma GCC unroll 2
+  for (int64_t k = 0; k < count; k++) {
+    Native part[kVectors];
+    for (int i = 0; i < kVectors; i++) {
+      const float* from = w + k * kBlock + i * kNative;
+      std::memcpy(&part[i], from, sizeof(Native));
+      if (asks && i * kNative % kLanes == 0) __builtin_prefetch(from + kInputs * kBlock);
+    }
+    for (int row = 0; row < kRows; row++) {
+      // Less zero is x for all x: compilers leave it out, where a zero more would be an addition.
+      const Native one = x[row * inputs + k] - Native{};
+      for (int i = 0; i < kVectors; i++) sum[row][i] += one * part[i];
+    }
+  }
+  for (int row = 0; row < kRows; row++)
+    for (int i = 0; i < kVectors; i++)
+      std::memcpy(sums + row * kBlock + i * kNative, &sum[row][i], sizeof(Native));
+}
+
+// The same for all outputs of the block. It asks for the next inputs of outputs [from, to).
+template <int kRows>
+static void add_rows(const float* w, const float* x, int64_t inputs, float* sums, int64_t count,
+                     int64_t from, int64_t to) {
+  // Sums and the matrix's share of an input are in registers: 16 of AVX2, 32 of AVX-512.
+  constexpr int kAtOnce = kNative == 16 ? 64 : kRows == 1 ? 64 : kRows <= 3 ? 32 : 16;
+  for (int first = 0; first < kBlock; first += kAtOnce)
+    add_tile<kRows, kAtOnce / kNative>(w + first, x, inputs, sums + first, count,
+                                       first >= from && first < to);
+}
+
+// One block of outputs for `rows` rows of `x`.
+static void float_block(const float* w, const float* x, const float* bias, float* out, int64_t rows,
+                        int64_t outputs, int64_t inputs, int64_t chunk) {
+  alignas(64) float total[kMostRows * kBlock], sums[kMostRows * kBlock];
+  constexpr decltype(&add_rows<1>) kAdd[] = {add_rows<1>, add_rows<2>, add_rows<3>,
+                                             add_rows<4>, add_rows<5>, add_rows<6>};
+  static_assert(sizeof kAdd / sizeof *kAdd == kTileRows);
+  for (int64_t begin = 0; begin < inputs; begin += chunk) {
+    const int64_t end = begin + chunk < inputs ? begin + chunk : inputs;
+    std::memset(sums, 0, rows * kBlock * sizeof(float));
+    for (int64_t first = begin; first < end; first += kInputs) {
+      const int64_t count = first + kInputs < end ? kInputs : end - first;
+      for (int64_t row = 0, take; row < rows; row += take) {
+        // Tiles as equal as they can be: one of a single row is slow.
+        const int64_t tiles = (rows - row + kTileRows - 1) / kTileRows;
+        take = (rows - row + tiles - 1) / tiles;
+        kAdd[take - 1](w + first * kBlock, x + row * inputs + first, inputs, sums + row * kBlock,
+                       count, kBlock * row / rows, kBlock * (row + take) / rows);
+      }
+    }
+    for (int64_t i = 0; i < rows * kBlock; i++) total[i] = begin ? total[i] + sums[i] : sums[i];
+  }
+  for (int64_t row = 0; row < rows; row++)
+    for (int i = 0; i < kBlock; i++)
+      out[row * outputs + i] = bias ? total[row * kBlock + i] + bias[i] : total[row * kBlock + i];
+}
+
+}  // namespace xpyd
+
+// `x` is [rows, inputs], `out` [rows, outputs]; `bias` [outputs] may be null. 1 to 16 rows, outputs a
+// multiple of 64. 1 for any other number of rows, and nothing done.
+extern "C" int xpyd_matvec_float(const void* packed, const void* x, const void* bias, void* out,
+                                 int64_t rows, int64_t outputs, int64_t inputs, int64_t chunk,
+                                 int threads) {
+  using namespace xpyd;
+  if (rows < 1 || rows > kMostRows) return 1;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t i = 0; i < outputs / kBlock; i++)
+    float_block((const float*)packed + i * kBlock * inputs, (const float*)x,
+                bias ? (const float*)bias + i * kBlock : nullptr, (float*)out + i * kBlock, rows,
+                outputs, inputs, chunk);
+  return 0;
+}
+
+// --- bfloat16
+
+#ifdef __x86_64__
+namespace xpyd {
+
+constexpr int kVectors = kBlock / kLanes;
 // Words of 32 bits: 1 KiB, some pairs ahead, also over the end of a page.
 constexpr int kAhead = 256;
 
-// One block of outputs for `kRows` rows of `x`, each of `pairs` pairs.
+// One block of outputs for `kRows` rows of `x`, each of `pairs` pairs. The one place with a
+// processor's own instruction: oneDNN sums by it.
 template <int kRows>
 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) static void block(
     const uint32_t* packed, const uint32_t* x, const Bfloat* bias, Bfloat* out, int64_t outputs,
@@ -56,7 +165,7 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) static void bloc
 // `x` is [rows, inputs], `out` [rows, outputs]; `bias` [outputs] may be null. 1 to 4 rows, outputs a
 // multiple of 64, inputs and `chunk` of 2. Only for processors with avx512_bf16. 1 where there is no
 // such code, or for any other number of rows, and nothing done.
-extern "C" int xpyd_matvec(const void* packed, const void* x, const void* bias, void* out,
+extern "C" int xpyd_matvec_bfloat(const void* packed, const void* x, const void* bias, void* out,
                            int64_t rows, int64_t outputs, int64_t inputs, int64_t chunk,
                            int threads) {
 #ifdef __x86_64__

@@ -3,9 +3,7 @@
 torch keeps these operators to itself (its inductor uses them), so each use is checked first, and
 torch's own linear does it where they are gone or give something else. A few rows go through
 matvec.cpp, out of the same memory and with the same sums to the last bit: what is drawn for one
-must not depend on how many run with it. Measured on two cores with avx512_bf16, 443 million
-parameters in bfloat16: one row takes oneDNN 21.3 ms and us 18.7, reading the bytes alone 17; 512
-rows take oneDNN 412 ms.
+must not depend on how many run with it. Measured: ADR 0021 (bfloat16), ADR 0138 (float32).
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import ctypes
 import logging
 from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,14 +24,28 @@ _log = logging.getLogger(__name__)
 
 # oneDNN lays out a matrix for so many rows; others are as fast with it as with a layout of theirs.
 _ROWS = 512
-# What matvec.cpp does: so many rows, outputs in such blocks, inputs that oneDNN does not pad.
-_FEW = 4
+# What matvec.cpp does: outputs in such blocks, inputs that oneDNN does not pad.
 _BLOCK = 64
 _PADDED_TO = 32
 # Rows that each matrix is tried with; outputs that tell one order of additions from all others.
 _PROBE_ROWS = 8
 _PROBED_OUTPUTS = 1 << 18
 _CHUNK_LENGTHS = (2048, 1024, 512, 256, 128, 64, 32)
+
+
+class _FewRows(NamedTuple):
+    """What matvec.cpp has for a dtype: its function, up to how many rows it is the faster one, and
+    a flag in /proc/cpuinfo without which it does not run."""
+
+    function: str
+    rows: int
+    needs: str = ""
+
+
+_FEW_ROWS = {
+    torch.bfloat16: _FewRows("xpyd_matvec_bfloat", 4, "avx512_bf16"),
+    torch.float32: _FewRows("xpyd_matvec_float", 16),
+}
 
 
 class OneDnnLinear:
@@ -62,7 +74,7 @@ class OneDnnLinear:
 
 
 class FewRowsLinear:
-    """A packed linear with the same results, bit for bit, and its own code for up to 4 rows."""
+    """A packed linear with the same results, bit for bit, and its own code for a few rows."""
 
     def __init__(
         self,
@@ -73,7 +85,9 @@ class FewRowsLinear:
         chunk: int,
         threads: int,
     ) -> None:
-        """`address`: of the packed copy; `run`: xpyd_matvec; `chunk`: inputs summed in one go."""
+        """`address`: of the packed copy; `run`: matvec.cpp's function for the dtype; `chunk`:
+        inputs summed in one go."""
+        self.most = _FEW_ROWS[packed.dtype].rows
         self.chunk = chunk
         self.packed = packed
         self._address = address
@@ -87,14 +101,15 @@ class FewRowsLinear:
     ) -> FewRowsLinear | OneDnnLinear:
         """The linear over `packed`; `packed` itself where matvec.cpp cannot give what that gives
         for more rows."""
-        address = _known_layout(packed) if _has_instruction() else None
+        address = _known_layout(packed) if _can_run(packed.dtype) else None
         if address is None:
             return packed
+        run = getattr(operators, _FEW_ROWS[packed.dtype].function)
 
         def with_chunk(chunk: int) -> FewRowsLinear:
-            return cls(packed, address, operators.xpyd_matvec, chunk=chunk, threads=threads)
+            return cls(packed, address, run, chunk=chunk, threads=threads)
 
-        shape = (packed.outputs, packed.inputs, packed.bias is not None, threads)
+        shape = (packed.dtype, packed.outputs, packed.inputs, packed.bias is not None, threads)
         if shape not in _CHUNKS:
             _CHUNKS[shape] = _chunk(packed, with_chunk)
         chunk = _CHUNKS[shape]
@@ -110,7 +125,7 @@ class FewRowsLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out]."""
         rows, packed = x.shape[0], self.packed
-        if rows > _FEW:
+        if not 0 < rows <= self.most:
             return packed(x)
         x = x.contiguous()
         out = torch.empty(rows, packed.outputs, dtype=packed.dtype)
@@ -128,15 +143,16 @@ class FewRowsLinear:
         return out
 
 
-# By outputs, inputs, whether there is a bias, and threads: oneDNN decides by these how many inputs
-# it sums in one go. None: matvec.cpp sums otherwise.
-_CHUNKS: dict[tuple[int, int, bool, int], int | None] = {}
+# By dtype, outputs, inputs, whether there is a bias, and threads: oneDNN decides by these how many
+# inputs it sums in one go. None: matvec.cpp sums otherwise.
+_CHUNKS: dict[tuple[torch.dtype, int, int, bool, int], int | None] = {}
 
 
 @cache
-def _has_instruction() -> bool:
-    """Whether matvec.cpp runs here. Asked for each matrix, of which experts are thousands."""
-    return "avx512_bf16" in cpu_flags()
+def _can_run(dtype: torch.dtype) -> bool:
+    """Whether matvec.cpp does it here. Asked for each matrix, of which experts are thousands."""
+    needs = _FEW_ROWS[dtype].needs
+    return not needs or needs in cpu_flags()
 
 
 def _known_layout(packed: OneDnnLinear) -> int | None:
@@ -167,8 +183,8 @@ def is_equal(found: FewRowsLinear, packed: OneDnnLinear, rows: int) -> bool:
     x = torch.randn(
         rows, packed.inputs, generator=torch.Generator().manual_seed(rows), dtype=torch.float32
     ).to(packed.dtype)
-    apart = torch.cat([found(x[first : first + _FEW]) for first in range(0, rows, _FEW)])
-    return torch.equal(apart, packed(x))
+    parts = [found(x[first : first + found.most]) for first in range(0, rows, found.most)]
+    return torch.equal(torch.cat(parts), packed(x))
 
 
 def _agree(found: Tensor, expected: Tensor) -> bool:
@@ -179,9 +195,10 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether packed matrices of `dtype` work here and are worth it: bfloat16, in which torch's own
-    linear lays out the matrix at each call. Float32 keeps torch's."""
-    if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+    """Whether packed matrices of `dtype` work here and are worth it: torch's own linear lays out a
+    matrix of bfloat16 at each call, and one of float32 is multiplied by a few rows several times as
+    slowly as packed."""
+    if dtype not in _FEW_ROWS or not torch.backends.mkldnn.is_available():
         return False
     weight = torch.linspace(-1, 1, 64 * 96).view(64, 96).to(dtype)
     x = torch.linspace(-2, 2, 3 * 96).view(3, 96).to(dtype)
