@@ -82,17 +82,17 @@ static void run(const Attention& a, int threads) {
 template <typename T>
 static int run_any(const Attention& a, int threads) {
   switch (a.head_dim) {
-#define XPYD_CASE(v) \
-  case v * kLanes:   \
-    run<T, v>(a, threads); \
+#define XPYD_CASE(size)              \
+  case size:                         \
+    run<T, size / kLanes>(a, threads); \
     return 0;
-    XPYD_CASE(1)
-    XPYD_CASE(2)
-    XPYD_CASE(4)
-    XPYD_CASE(5)
-    XPYD_CASE(6)
-    XPYD_CASE(8)
     XPYD_CASE(16)
+    XPYD_CASE(32)
+    XPYD_CASE(64)
+    XPYD_CASE(80)
+    XPYD_CASE(96)
+    XPYD_CASE(128)
+    XPYD_CASE(256)
 #undef XPYD_CASE
   }
   return 1;

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "attention.h"
 
@@ -18,28 +19,30 @@ constexpr int kTile = 256;
 constexpr int kAhead = 16;
 // Heads that go over keys and values together.
 constexpr int kTogether = 2;
+// Vectors of values whose sums, one for each of these heads, are in registers at a time.
+constexpr int kColumns = kLanes == 8 ? 4 : 8;
 
-// Adds up each of 16 vectors: lane i of the result is the sum of v[i].
+// Vectors in which each lane is what it has in bit `kBit` of its number: where it is 0 of x, else of
+// y; once itself, once its partner in that bit. Added up.
+template <int kBit, int... kLane>
+static inline Vec merge(Vec x, Vec y, std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(x, y, (kLane & kBit ? kLanes + kLane : kLane)...) +
+         __builtin_shufflevector(x, y, (kLane & kBit ? kLanes + (kLane ^ kBit) : kLane ^ kBit)...);
+}
+
+// Adds up each of as many vectors as they have lanes: lane i of the result is the sum of v[i].
+template <int kBit = kLanes / 2>
 static inline Vec sums(Vec v[kLanes]) {
-#define XPYD_MERGE(x, y, b)                                                                       \
-  __builtin_shufflevector(x, y, XPYD_L(0, b), XPYD_L(1, b), XPYD_L(2, b), XPYD_L(3, b),           \
-                          XPYD_L(4, b), XPYD_L(5, b), XPYD_L(6, b), XPYD_L(7, b), XPYD_L(8, b),   \
-                          XPYD_L(9, b), XPYD_L(10, b), XPYD_L(11, b), XPYD_L(12, b),              \
-                          XPYD_L(13, b), XPYD_L(14, b), XPYD_L(15, b)) +                          \
-      __builtin_shufflevector(x, y, XPYD_M(0, b), XPYD_M(1, b), XPYD_M(2, b), XPYD_M(3, b),       \
-                              XPYD_M(4, b), XPYD_M(5, b), XPYD_M(6, b), XPYD_M(7, b),             \
-                              XPYD_M(8, b), XPYD_M(9, b), XPYD_M(10, b), XPYD_M(11, b),           \
-                              XPYD_M(12, b), XPYD_M(13, b), XPYD_M(14, b), XPYD_M(15, b))
-// Lane l comes from x where bit b of l is 0, else from y: once itself, once its partner in that bit.
-#define XPYD_L(l, b) ((l) & (b) ? 16 + (l) : (l))
-#define XPYD_M(l, b) ((l) & (b) ? 16 + ((l) ^ (b)) : ((l) ^ (b)))
-  for (int i = 0; i < 8; i++) v[i] = XPYD_MERGE(v[i], v[i + 8], 8);
-  for (int i = 0; i < 4; i++) v[i] = XPYD_MERGE(v[i], v[i + 4], 4);
-  for (int i = 0; i < 2; i++) v[i] = XPYD_MERGE(v[i], v[i + 2], 2);
-  return XPYD_MERGE(v[0], v[1], 1);
-#undef XPYD_M
-#undef XPYD_L
-#undef XPYD_MERGE
+  constexpr std::make_integer_sequence<int, kLanes> lanes{};
+  for (int i = 0; i < kBit; i++) v[i] = merge<kBit>(v[i], v[i + kBit], lanes);
+  if constexpr (kBit > 1) return sums<kBit / 2>(v);
+  return v[0];
+}
+
+// Each lane its number.
+template <int... kLane>
+static constexpr Ints numbered(std::integer_sequence<int, kLane...>) {
+  return Ints{kLane...};
 }
 
 // What is left of some of a head's context: values weighted by e^(score - largest).
@@ -71,13 +74,31 @@ static inline void score(const T* const* keys, int64_t count, const Vec (&query)
       }
       for (int h = 0; h < H; h++) part[h][i] = total[h];
     }
-    const Ints lane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Ints lane = numbered(std::make_integer_sequence<int, kLanes>{});
     for (int h = 0; h < H; h++) {
       const Vec all = sums(part[h]);
       const Vec kept = lane < here ? all : splat(kNever);
       std::memcpy(&scores[h][done], &kept, sizeof kept);
     }
   }
+}
+
+// Adds `count` tokens' values, weighted, to C vectors of the heads' values, from vector `first` on.
+template <typename T, int V, int H, int C>
+static inline void weigh(const T* const* keys, int64_t count, const float (&weights)[H][kTile],
+                         int first, Partial<V>* out) {
+  Vec values[H][C];
+  for (int h = 0; h < H; h++)
+    for (int c = 0; c < C; c++) values[h][c] = out[h].values[first + c];
+  for (int64_t i = 0; i < count; i++) {
+    const T* value = keys[i] + (V + first) * kLanes;
+    for (int c = 0; c < C; c++) {
+      const Vec x = load(value + c * kLanes);
+      for (int h = 0; h < H; h++) values[h][c] = values[h][c] + x * weights[h][i];
+    }
+  }
+  for (int h = 0; h < H; h++)
+    for (int c = 0; c < C; c++) out[h].values[first + c] = values[h][c];
 }
 
 // Attends H heads to the tokens [first, end) of a sequence.
@@ -99,7 +120,6 @@ static void attend(const Tokens<T>& tokens, int64_t first, int64_t end, const T*
     tokens.keys(from, known, keys);
     std::fill(keys + known, keys + std::max(known, count + kAhead), keys[known - 1]);
     score<T, V, H>(keys, count, q, scores);
-    Vec values[H][V];
     for (int h = 0; h < H; h++) {
       Vec most = splat(out[h].largest), total{};
       for (int64_t i = 0; i < count; i += kLanes) most = larger(most, load((Float*)&scores[h][i]));
@@ -112,17 +132,13 @@ static void attend(const Tokens<T>& tokens, int64_t first, int64_t end, const T*
       const float before = std::exp(out[h].largest - largest_now);
       out[h].largest = largest_now;
       out[h].total = out[h].total * before + sum(total);
-      for (int v = 0; v < V; v++) values[h][v] = out[h].values[v] * before;
+      for (int v = 0; v < V; v++) out[h].values[v] = out[h].values[v] * before;
     }
-    for (int64_t i = 0; i < count; i++) {
-      const T* value = keys[i] + V * kLanes;
-      for (int v = 0; v < V; v++) {
-        const Vec x = load(value + v * kLanes);
-        for (int h = 0; h < H; h++) values[h][v] = values[h][v] + x * scores[h][i];
-      }
-    }
-    for (int h = 0; h < H; h++)
-      for (int v = 0; v < V; v++) out[h].values[v] = values[h][v];
+    constexpr int kWhole = V / kColumns * kColumns;
+    if constexpr (kWhole > 0)
+      for (int v = 0; v < kWhole; v += kColumns)
+        weigh<T, V, H, kColumns>(keys, count, scores, v, out);
+    if constexpr (kWhole < V) weigh<T, V, H, V - kWhole>(keys, count, scores, kWhole, out);
   }
 }
 

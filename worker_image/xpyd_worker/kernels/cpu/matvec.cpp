@@ -8,7 +8,7 @@
 // holds.
 #include "vec.h"
 
-#ifdef __x86_64__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -17,15 +17,6 @@ namespace xpyd {
 constexpr int kBlock = 64;
 
 // --- float32
-
-// The vectors that the processor has: those of vec.h are two of AVX2, which compilers keep in memory
-// where there are several.
-#ifdef __AVX512F__
-constexpr int kNative = 16;
-#else
-constexpr int kNative = 8;
-#endif
-typedef float Native __attribute__((vector_size(kNative * sizeof(float))));
 
 // Rows that a call takes, and those whose sums are in registers at once.
 constexpr int kMostRows = 16, kTileRows = 6;
@@ -37,37 +28,36 @@ constexpr int64_t kInputs = 64;
 template <int kRows, int kVectors>
 static inline void add_tile(const float* w, const float* x, int64_t inputs, float* sums,
                             int64_t count, bool asks) {
-  Native sum[kRows][kVectors];
+  Vec sum[kRows][kVectors];
   for (int row = 0; row < kRows; row++)
     for (int i = 0; i < kVectors; i++)
-      std::memcpy(&sum[row][i], sums + row * kBlock + i * kNative, sizeof(Native));
+      std::memcpy(&sum[row][i], sums + row * kBlock + i * kLanes, sizeof(Vec));
 #pragma GCC unroll 2
   for (int64_t k = 0; k < count; k++) {
-    Native part[kVectors];
+    Vec part[kVectors];
     for (int i = 0; i < kVectors; i++) {
-      const float* from = w + k * kBlock + i * kNative;
-      std::memcpy(&part[i], from, sizeof(Native));
-      if (asks && i * kNative % kLanes == 0) __builtin_prefetch(from + kInputs * kBlock);
+      const float* from = w + k * kBlock + i * kLanes;
+      std::memcpy(&part[i], from, sizeof(Vec));
+      if (asks && i * kLanes % 16 == 0) __builtin_prefetch(from + kInputs * kBlock);
     }
     for (int row = 0; row < kRows; row++) {
-      // Less zero is x for all x: compilers leave it out, where a zero more would be an addition.
-      const Native one = x[row * inputs + k] - Native{};
+      const Vec one = splat(x[row * inputs + k]);
       for (int i = 0; i < kVectors; i++) sum[row][i] += one * part[i];
     }
   }
   for (int row = 0; row < kRows; row++)
     for (int i = 0; i < kVectors; i++)
-      std::memcpy(sums + row * kBlock + i * kNative, &sum[row][i], sizeof(Native));
+      std::memcpy(sums + row * kBlock + i * kLanes, &sum[row][i], sizeof(Vec));
 }
 
 // The same for all outputs of the block. It asks for the next inputs of outputs [from, to).
 template <int kRows>
 static void add_rows(const float* w, const float* x, int64_t inputs, float* sums, int64_t count,
                      int64_t from, int64_t to) {
-  // Sums and the matrix's share of an input are in registers: 16 of AVX2, 32 of AVX-512.
-  constexpr int kAtOnce = kNative == 16 ? 64 : kRows == 1 ? 64 : kRows <= 3 ? 32 : 16;
+  // Sums and the matrix's share of an input are in registers: 32 of AVX-512, 16 of AVX2.
+  constexpr int kAtOnce = kLanes == 16 || kRows == 1 ? 64 : kRows <= 3 ? 32 : 16;
   for (int first = 0; first < kBlock; first += kAtOnce)
-    add_tile<kRows, kAtOnce / kNative>(w + first, x, inputs, sums + first, count,
+    add_tile<kRows, kAtOnce / kLanes>(w + first, x, inputs, sums + first, count,
                                        first >= from && first < to);
 }
 
@@ -117,7 +107,7 @@ extern "C" int xpyd_matvec_float(const void* packed, const void* x, const void* 
 
 // --- bfloat16
 
-#ifdef __x86_64__
+#ifdef __AVX512F__
 namespace xpyd {
 
 constexpr int kVectors = kBlock / kLanes;
@@ -130,7 +120,7 @@ template <int kRows>
 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) static void block(
     const uint32_t* packed, const uint32_t* x, const Bfloat* bias, Bfloat* out, int64_t outputs,
     int64_t pairs, int64_t chunk) {
-  __m512 total[kRows][kVectors];
+  __m512 total[kRows][kVectors]{};
   for (int64_t first = 0; first < pairs; first += chunk) {
     const int64_t end = first + chunk < pairs ? first + chunk : pairs;
     __m512 sum[kRows][kVectors];
@@ -168,7 +158,7 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) static void bloc
 extern "C" int xpyd_matvec_bfloat(const void* packed, const void* x, const void* bias, void* out,
                            int64_t rows, int64_t outputs, int64_t inputs, int64_t chunk,
                            int threads) {
-#ifdef __x86_64__
+#ifdef __AVX512F__
   using namespace xpyd;
   const auto run = rows == 1   ? block<1>
                    : rows == 2 ? block<2>

@@ -13,12 +13,9 @@
 
 namespace xpyd {
 
-#ifdef __AVX512F__
-// 6 rows x 4 vectors of sums, 4 of keys and one query fill the 32 registers.
-constexpr int kRows = 6, kAcross = 4;
-#else
-constexpr int kRows = 3, kAcross = 1;
-#endif
+// 6 rows x 4 vectors of sums, 4 of keys and one query fill the 32 registers of AVX-512 and NEON, 6 x
+// 2, 2 and one the 16 of AVX2.
+constexpr int kRows = 6, kAcross = kLanes == 8 ? 2 : 4;
 // Tokens whose widened keys and values stay in the processor's own cache: 256 KiB for a head of 64.
 constexpr int64_t kSpan = 512;
 // Rows of one piece of work, all heads of a KV head together: many enough for what is widened for
@@ -30,7 +27,7 @@ static inline int64_t block_rows(int64_t group) {
   return std::max<int64_t>(kRows, kRowBlock / group / kRows * kRows);
 }
 
-// A thread's own memory for keys [kSpan / 16][head_dim][16], values [kSpan][head_dim], scores
+// A thread's own memory for keys [kSpan / kLanes][head_dim][kLanes], values [kSpan][head_dim], scores
 // [kRows][kSpan], queries [rows][head_dim], and what rows gathered so far.
 struct Scratch {
   float *keys, *values, *scores, *queries, *out, *largest, *total;
@@ -76,7 +73,7 @@ static void widen(const Tokens<T>& tokens, int64_t first, int64_t end, Scratch& 
       s.keys[i / kLanes * size * kLanes + d * kLanes + i % kLanes] = 0;
 }
 
-// Scores of R rows and A groups of 16 tokens.
+// Scores of R rows and A groups of kLanes tokens.
 template <int V, int R, int A>
 static inline void multiply(const float* queries, const float* keys, float* scores) {
   constexpr int64_t size = V * kLanes;

@@ -1,7 +1,8 @@
-// Vectors of 16 floats and the storage types of a model: float, bfloat16, IEEE half.
+// Vectors of floats and the storage types of a model: float, bfloat16, IEEE half.
 //
-// Compilers map the vectors to what the target has: one AVX-512 register, two of AVX2, four of NEON.
-// Everything is computed in float; loads widen, stores round to nearest even.
+// A vector is one register: 16 floats of AVX-512, 8 of AVX2, 4 of NEON. Compilers take longer ones,
+// too, but keep them in memory where there are several (4 times as slow with AVX2). All sizes are
+// multiples of 16. Everything is computed in float; loads widen, stores round to nearest even.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +10,18 @@
 
 namespace xpyd {
 
+#if defined(__AVX512F__)
 constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
 
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
 struct Float {
   float value;
@@ -26,7 +33,8 @@ struct Half {
   _Float16 value;
 };
 
-static inline Vec splat(float x) { return Vec{} + x; }
+// Less zero is x for all x: compilers leave it out, where plus zero would be an addition.
+static inline Vec splat(float x) { return x - Vec{}; }
 
 static inline Vec load(const Float* from) {
   Vec v;
@@ -41,7 +49,7 @@ static inline Vec load(const Bfloat* from) {
 }
 
 static inline Vec load(const Half* from) {
-  typedef _Float16 Narrow __attribute__((vector_size(32)));
+  typedef _Float16 Narrow __attribute__((vector_size(2 * kLanes)));
   Narrow v;
   std::memcpy(&v, from, sizeof v);
   return __builtin_convertvector(v, Vec);
@@ -59,7 +67,7 @@ static inline void store(Bfloat* to, Vec v) {
 }
 
 static inline void store(Half* to, Vec v) {
-  typedef _Float16 Narrow __attribute__((vector_size(32)));
+  typedef _Float16 Narrow __attribute__((vector_size(2 * kLanes)));
   Narrow narrow = __builtin_convertvector(v, Narrow);
   std::memcpy(to, &narrow, sizeof narrow);
 }
