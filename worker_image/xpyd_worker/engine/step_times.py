@@ -63,7 +63,9 @@ class StepTimes:
             return 0
         if alone.seconds is None or self._token_s is None:
             return None
-        spare_s = self.stretch * self._alone_s(decodes, coming) - alone.seconds
+        # One more decode takes at least what a token of a prompt does.
+        least_s = alone.seconds + coming * self._token_s
+        spare_s = self.stretch * max(least_s, self._known_s(decodes, coming)) - alone.seconds
         return max(LEAST_TOKENS, int(spare_s / max(self._token_s, 1e-9)))
 
     def measured(self, seconds: float, *, decodes: int, prompt_tokens: int) -> None:
@@ -85,7 +87,7 @@ class StepTimes:
             each_s = max(0.0, seconds - alone.seconds) / prompt_tokens
             self._token_s = _mean(self._token_s, each_s)
 
-    def _alone_s(self, decodes: int, coming: int) -> float:
+    def _known_s(self, decodes: int, coming: int) -> float:
         """What decodes take alone, as those will that are coming: a few that wait for many prompts
         wait no longer than all will for one. Of fewer where so many were not measured yet."""
         least, most = decodes.bit_length(), (decodes + coming).bit_length()

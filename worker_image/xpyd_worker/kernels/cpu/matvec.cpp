@@ -19,66 +19,77 @@ constexpr int kBlock = 64;
 // --- float32
 
 // Rows that a call takes, and those whose sums are in registers at once.
-constexpr int kMostRows = 16, kTileRows = 6;
-// Inputs in one go: 16 KiB of the matrix, which stay in the first cache for all rows. The next ones
+constexpr int kMostRows = 32, kTileRows = 5;
+// Inputs in one go: 8 KiB of the matrix, which stay in the first cache for all rows. The next ones
 // are asked for meanwhile, also over the end of a page.
-constexpr int64_t kInputs = 64;
+constexpr int64_t kInputs = 32;
 
-// Adds to `sums` what `count` inputs give, for `kRows` rows and `kVectors` vectors of outputs.
+// Adds to `sums` what `count` inputs give, for `kRows` rows and `kVectors` vectors of outputs. All
+// loops over these are unrolled: compilers keep sums in memory where one is not. Of what is asked for
+// from `next` on each of `tiles` has a part, evenly: a burst would have to wait. One or two rows are
+// read faster by the processor's own foresight.
 template <int kRows, int kVectors>
 static inline void add_tile(const float* w, const float* x, int64_t inputs, float* sums,
-                            int64_t count, bool asks) {
+                            int64_t count, const float* next, int64_t tiles) {
   Vec sum[kRows][kVectors];
+#pragma GCC unroll 8
   for (int row = 0; row < kRows; row++)
+#pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++)
       std::memcpy(&sum[row][i], sums + row * kBlock + i * kLanes, sizeof(Vec));
-#pragma GCC unroll 2
+  // k / tiles, for k below kInputs.
+  const int64_t part_of = (256 + tiles - 1) / tiles;
   for (int64_t k = 0; k < count; k++) {
-    Vec part[kVectors];
+    const float* asked = next + (k * part_of >> 8) * kBlock;
+    Vec one[kRows];
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; row++) one[row] = splat(x[row * inputs + k]);
+#pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++) {
-      const float* from = w + k * kBlock + i * kLanes;
-      std::memcpy(&part[i], from, sizeof(Vec));
-      if (asks && i * kLanes % 16 == 0) __builtin_prefetch(from + kInputs * kBlock);
-    }
-    for (int row = 0; row < kRows; row++) {
-      const Vec one = splat(x[row * inputs + k]);
-      for (int i = 0; i < kVectors; i++) sum[row][i] += one * part[i];
+      Vec part;
+      std::memcpy(&part, w + k * kBlock + i * kLanes, sizeof part);
+      if (kRows > 2 && i * kLanes % 16 == 0) __builtin_prefetch(asked + i * kLanes);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; row++) sum[row][i] += one[row] * part;
     }
   }
+#pragma GCC unroll 8
   for (int row = 0; row < kRows; row++)
+#pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++)
       std::memcpy(sums + row * kBlock + i * kLanes, &sum[row][i], sizeof(Vec));
 }
 
-// The same for all outputs of the block. It asks for the next inputs of outputs [from, to).
+// The same for all outputs of the block.
 template <int kRows>
 static void add_rows(const float* w, const float* x, int64_t inputs, float* sums, int64_t count,
-                     int64_t from, int64_t to) {
+                     const float* next, int64_t tiles) {
   // Sums and the matrix's share of an input are in registers: 32 of AVX-512, 16 of AVX2.
   constexpr int kAtOnce = kLanes == 16 || kRows == 1 ? 64 : kRows <= 3 ? 32 : 16;
   for (int first = 0; first < kBlock; first += kAtOnce)
-    add_tile<kRows, kAtOnce / kLanes>(w + first, x, inputs, sums + first, count,
-                                       first >= from && first < to);
+    add_tile<kRows, kAtOnce / kLanes>(w + first, x, inputs, sums + first, count, next + first,
+                                      tiles);
 }
 
 // One block of outputs for `rows` rows of `x`.
-static void float_block(const float* w, const float* x, const float* bias, float* out, int64_t rows,
-                        int64_t outputs, int64_t inputs, int64_t chunk) {
+static void float_block(const float* packed, const float* x, const float* bias, float* out,
+                        int64_t rows, int64_t outputs, int64_t inputs, int64_t chunk) {
   alignas(64) float total[kMostRows * kBlock], sums[kMostRows * kBlock];
-  constexpr decltype(&add_rows<1>) kAdd[] = {add_rows<1>, add_rows<2>, add_rows<3>,
-                                             add_rows<4>, add_rows<5>, add_rows<6>};
+  constexpr decltype(&add_rows<1>) kAdd[] = {add_rows<1>, add_rows<2>, add_rows<3>, add_rows<4>,
+                                             add_rows<5>};
   static_assert(sizeof kAdd / sizeof *kAdd == kTileRows);
+  // As equal as they can be: one of a single row is slow.
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   for (int64_t begin = 0; begin < inputs; begin += chunk) {
     const int64_t end = begin + chunk < inputs ? begin + chunk : inputs;
     std::memset(sums, 0, rows * kBlock * sizeof(float));
     for (int64_t first = begin; first < end; first += kInputs) {
       const int64_t count = first + kInputs < end ? kInputs : end - first;
-      for (int64_t row = 0, take; row < rows; row += take) {
-        // Tiles as equal as they can be: one of a single row is slow.
-        const int64_t tiles = (rows - row + kTileRows - 1) / kTileRows;
-        take = (rows - row + tiles - 1) / tiles;
-        kAdd[take - 1](w + first * kBlock, x + row * inputs + first, inputs, sums + row * kBlock,
-                       count, kBlock * row / rows, kBlock * (row + take) / rows);
+      const float* here = packed + first * kBlock;
+      for (int64_t tile = 0; tile < tiles; tile++) {
+        const int64_t row = rows * tile / tiles, take = rows * (tile + 1) / tiles - row;
+        kAdd[take - 1](here, x + row * inputs + first, inputs, sums + row * kBlock, count,
+                       here + (kInputs + count * tile / tiles) * kBlock, tiles);
       }
     }
     for (int64_t i = 0; i < rows * kBlock; i++) total[i] = begin ? total[i] + sums[i] : sums[i];
@@ -90,7 +101,7 @@ static void float_block(const float* w, const float* x, const float* bias, float
 
 }  // namespace xpyd
 
-// `x` is [rows, inputs], `out` [rows, outputs]; `bias` [outputs] may be null. 1 to 16 rows, outputs a
+// `x` is [rows, inputs], `out` [rows, outputs]; `bias` [outputs] may be null. 1 to 32 rows, outputs a
 // multiple of 64. 1 for any other number of rows, and nothing done.
 extern "C" int xpyd_matvec_float(const void* packed, const void* x, const void* bias, void* out,
                                  int64_t rows, int64_t outputs, int64_t inputs, int64_t chunk,

@@ -44,7 +44,7 @@ class _FewRows(NamedTuple):
 
 _FEW_ROWS = {
     torch.bfloat16: _FewRows("xpyd_matvec_bfloat", 4, "avx512_bf16"),
-    torch.float32: _FewRows("xpyd_matvec_float", 16),
+    torch.float32: _FewRows("xpyd_matvec_float", 32),
 }
 
 
