@@ -19,7 +19,7 @@ from bench.engine.contender import ROOT, ContenderFailed
 from bench.engine.models import Model, cache, model
 from bench.engine.page import with_measured
 from bench.engine.peer import peer_environment
-from bench.engine.report import report
+from bench.engine.report import name_of, report
 from bench.engine.rounds import PEER, Found, Plan, measure
 from bench.engine.shape import CASES, DTYPES, MODELS
 from bench.engine.speculation import SHORT, SUBJECTS, Subject, measure_drafts
@@ -61,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output",
         type=Path,
-        help="where the JSON goes, and tables into the page beside it (default: "
-        "docs/benchmarks/engine-cpu.json for a whole run, nowhere for a part of it)",
+        help="where the JSON goes, and tables into the page beside it (default: of a whole run "
+        "docs/benchmarks/engine-cpu.json, in float32 engine-cpu-float32.json; of a part nowhere)",
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
@@ -105,7 +105,7 @@ def _plan(options: argparse.Namespace, absent: dict[str, str]) -> Plan:
         return replace(plan, models=models, cases=short, rounds=1, reference=False)
     others = not (options.no_peer or options.no_reference)
     if options.output is None and _is_whole(options) and others:
-        options.output = ROOT / "docs/benchmarks/engine-cpu.json"
+        options.output = ROOT / f"docs/benchmarks/{name_of(options.dtype)}.json"
     if options.no_peer:
         return plan
     say(f"{PEER}: environment in {cache()}")

@@ -45,7 +45,7 @@ def _where(made: dict[str, Any]) -> str:
 def _aims(made: dict[str, Any]) -> list[str]:
     if not made["aims"]:
         return []
-    lines = ["| aim on medium | wanted | reached | |", "|---|---|---|---|"]
+    lines = [f"| aim on {made['aimedAt']} | wanted | reached | |", "|---|---|---|---|"]
     for aim in made["aims"]:
         what = _AIMS[aim["figure"]] + (f", {_shape(aim['case'])}" if aim["case"] else "")
         bound = f"{'at least' if aim['at_least'] else 'at most'} {aim['bound']:.2f}"

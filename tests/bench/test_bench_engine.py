@@ -206,7 +206,7 @@ class Run:
     found: Found = field(default_factory=Found)
 
     def report(self) -> dict[str, Any]:
-        medium = Model("medium", Path("nowhere"), 443_073_536, 820_000_000)
+        medium = Model("medium", Path("nowhere"), 443_073_536, 410_000_000)
         plan = Plan(["medium"], [CASES["c1"]], 3, 2, Path("peer"), reference=False)
         return report({"medium": (medium, self.found)}, plan, {"transformers": "not here"}, {})
 
