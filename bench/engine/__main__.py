@@ -67,7 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument(
-        "--speculation", action="store_true", help="only the part with `--speculative-config`"
+        "--speculation",
+        nargs="?",
+        choices=("only", "too"),
+        const="only",
+        help="the part with `--speculative-config`, only (default) or too; a whole run has it",
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
@@ -90,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(options: argparse.Namespace, absent: dict[str, str]) -> Plan:
     cases = [CASES[name] for name in options.cases]
     plan = Plan(
-        [] if options.speculation else options.models,
+        [] if options.speculation == "only" else options.models,
         cases,
         options.rounds,
         options.threads,

@@ -38,7 +38,7 @@ _RATIOS = ("ttftP50Ms", "itlP50Ms", "tpotP50Ms", "tokensPerS")
 
 
 class Aim(NamedTuple):
-    """On the largest model: the median ratio of `figure` in `case` is at most, or at least, so much.
+    """On the largest model: the median ratio of `figure` in `case` is at most or at least this.
 
     `case` is empty where the figure is none of a case.
     """
