@@ -123,7 +123,7 @@ def _plan(options: argparse.Namespace, absent: dict[str, str]) -> Plan:
 
 def _is_whole(options: argparse.Namespace) -> bool:
     whole = list(MODELS) == options.models and list(CASES) == options.cases
-    return whole and not options.speculation
+    return whole and options.speculation != "only"
 
 
 def _subjects(options: argparse.Namespace) -> Sequence[Subject]:

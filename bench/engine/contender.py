@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bench.engine.models import text_prompts
-from bench.engine.shape import MAX_MODEL_LEN, VOCABULARY, Case
+from bench.engine.shape import DTYPES, MAX_MODEL_LEN, VOCABULARY, Case
 from bench.process import Processes, free_port
 from xpyd_tools.bench.client import Target, run_load
 from xpyd_tools.bench.load import LoadRequest, arrival_times, random_requests
@@ -152,13 +152,18 @@ def check(name: str, case: Case, sample: Sample) -> None:
         )
 
 
+def kv_gib(dtype: str) -> int:
+    """Of KV cache for each server: all sequences of the largest case fit."""
+    return DTYPES[dtype] // 2
+
+
 def own_recipe(folder: Path, threads: int, more: Sequence[str], dtype: str = "bfloat16") -> Recipe:
     """The product's server."""
     argv = [
         *(str(ROOT / ".venv/bin/xpyd"), "worker", "--model", str(folder)),
         *("--served-model-name", "bench", "--dtype", dtype),
         *("--max-model-len", str(MAX_MODEL_LEN), "--no-enable-prefix-caching"),
-        *("--kv-cache-memory", "1Gi", "--threads", str(threads)),
+        *("--kv-cache-memory", f"{kv_gib(dtype)}Gi", "--threads", str(threads)),
         *("--host", "127.0.0.1", "--port", "{port}", *more),
     ]
     return Recipe("xpyd", argv, {"OMP_NUM_THREADS": str(threads)})

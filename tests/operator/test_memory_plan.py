@@ -260,8 +260,7 @@ def test_what_drafts_takes_memory_too(tmp_path: Path) -> None:
     assert weights_bytes("hf://org/name", []) == 0
 
 
-def test_tensors_of_experts_are_told_by_their_names(tmp_path):
-    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+def write_shards(folder: Path) -> None:
     names = (
         "model.embed_tokens",
         "model.layers.0.mlp.experts.0.up_proj",
@@ -274,7 +273,24 @@ def test_tensors_of_experts_are_told_by_their_names(tmp_path):
             at += size
         text = json.dumps(header).encode()
         content = len(text).to_bytes(8, "little") + text + bytes(at)
-        (tmp_path / f"{index}.safetensors").write_bytes(content)
+        (folder / f"{index}.safetensors").write_bytes(content)
+
+
+def test_an_embedding_that_is_the_head_too_counts_twice(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    untied = weights_bytes(str(tmp_path), ["--dtype=bfloat16"])
+    experts = expert_bytes(str(tmp_path), ["--dtype=bfloat16"])
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16", "tie_word_embeddings": true}')
+    tied = weights_bytes(str(tmp_path), ["--dtype=bfloat16"])
+    assert tied == untied + 30
+    assert weights_bytes(str(tmp_path), []) == 2 * tied
+    assert expert_bytes(str(tmp_path), ["--dtype=bfloat16"]) == tied * 30 // 92 < experts
+
+
+def test_tensors_of_experts_are_told_by_their_names(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    write_shards(tmp_path)
     whole = weights_bytes(str(tmp_path), ["--dtype=bfloat16"])
     assert expert_bytes(str(tmp_path), ["--dtype=bfloat16"]) == whole * 30 // 62
     assert expert_bytes(str(tmp_path), []) == 2 * whole * 30 // 62

@@ -97,11 +97,14 @@ def test_few_decodes_wait_as_long_as_the_many_that_are_coming_will():
     assert times.prompt_tokens(1, 15) == with_eight
 
 
-def test_of_more_than_were_measured_each_takes_at_least_what_a_token_of_a_prompt_does():
+def test_of_more_than_were_measured_each_takes_what_a_token_of_a_prompt_does():
     """Else the first burst of an engine's life would wait for its prompts one by one."""
     times = known(decodes=1)
     expected = (STRETCH * (DECODE_S + 31 * TOKEN_S) - DECODE_S) / TOKEN_S
     assert times.prompt_tokens(1, 31) == pytest.approx(expected, abs=1)
+    # Once they were measured that counts, though it is less.
+    times.measured(DECODE_S + 10 * TOKEN_S, decodes=32, prompt_tokens=0)
+    assert times.prompt_tokens(1, 31) == pytest.approx(expected - STRETCH * 21, abs=1)
 
 
 def driven(

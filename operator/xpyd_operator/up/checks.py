@@ -247,13 +247,20 @@ def weights_bytes(model: str, args: Sequence[str]) -> int:
     """Bytes of the weights in an engine's memory; 0 for what is not on this machine yet.
 
     On a CPU a 16-bit checkpoint may be computed in float32, which doubles it, unless --dtype says
-    that it is not.
+    that it is not; and an embedding that is the head, too, is there as rows and packed.
     """
     if "://" in model:
         return 0
     on_disk = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
     widened = _stored_dtype(model) in _HALF and flag_value(args, "--dtype") not in _HALF
-    return on_disk * (2 if widened else 1)
+    return (on_disk + _tied_bytes(model)) * (2 if widened else 1)
+
+
+def _tied_bytes(model: str) -> int:
+    """Of a checkpoint's embedding where it is the head, too."""
+    if read_config(model).get("tie_word_embeddings") is not True:
+        return 0
+    return sum(size for name, size in _sizes(model) if name == "model.embed_tokens.weight")
 
 
 def draft_bytes(args: Sequence[str]) -> int:
@@ -271,9 +278,15 @@ def expert_bytes(model: str, args: Sequence[str]) -> int:
     whole = weights_bytes(model, args)
     if not whole:
         return 0
-    sizes = [size for file in Path(model).glob("*.safetensors") for size in _tensor_sizes(file)]
+    sizes = _sizes(model)
     of_experts = sum(size for name, size in sizes if ".experts." in name)
-    return whole * of_experts // max(1, sum(size for _, size in sizes))
+    every = sum(size for _, size in sizes) + _tied_bytes(model)
+    return whole * of_experts // max(1, every)
+
+
+def _sizes(model: str) -> list[tuple[str, int]]:
+    """Name and bytes of each tensor of a checkpoint."""
+    return [size for file in Path(model).glob("*.safetensors") for size in _tensor_sizes(file)]
 
 
 def _tensor_sizes(file: Path) -> Iterator[tuple[str, int]]:

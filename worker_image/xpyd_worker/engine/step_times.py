@@ -47,7 +47,7 @@ class StepTimes:
     """What the steps of one engine took. `stretch`: see STRETCH; None: prompts have no bound."""
 
     stretch: float | None = STRETCH
-    # By the bits of the number of sequences: steps of 5 to 8 are alike enough.
+    # By the bits of the number of sequences: steps of 4 to 7 are alike enough.
     _alone: dict[int, _Alone] = field(default_factory=dict[int, _Alone])
     _token_s: float | None = None
 
@@ -63,9 +63,11 @@ class StepTimes:
             return 0
         if alone.seconds is None or self._token_s is None:
             return None
-        # One more decode takes at least what a token of a prompt does.
-        least_s = alone.seconds + coming * self._token_s
-        spare_s = self.stretch * max(least_s, self._known_s(decodes, coming)) - alone.seconds
+        will_take_s = self._known_s(decodes, coming)
+        if self._of(decodes + coming).seconds is None:
+            # One more decode takes about what a token of a prompt does.
+            will_take_s = max(will_take_s, alone.seconds + coming * self._token_s)
+        spare_s = self.stretch * will_take_s - alone.seconds
         return max(LEAST_TOKENS, int(spare_s / max(self._token_s, 1e-9)))
 
     def measured(self, seconds: float, *, decodes: int, prompt_tokens: int) -> None:

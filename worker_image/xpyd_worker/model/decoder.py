@@ -420,7 +420,8 @@ class Head:
 
 
 class Ends:
-    """What of both a stage has; tied, and on one stage, they are in the same memory."""
+    """What of both a stage has; tied, and on one stage, they are in the same memory, but for what
+    the kernels pack."""
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, part: Part, group: TensorGroup

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 """The sizes of heads that attention.cpp has code for."""
 LANES = 16
-"""Elements of a vector; sizes of norms and activations are multiples of it (vec.h)."""
+"""Sizes of norms and activations are multiples of it: whole vectors at any level (vec.h)."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # Levels of x86-64's psABI, best first, with the flags in /proc/cpuinfo that tell them apart.
@@ -80,11 +80,14 @@ def load(level: str) -> ctypes.CDLL | None:
     path = Path(__file__).with_name(f"operators.{level}.so")
     try:
         found = ctypes.CDLL(str(path))
-        known = (found.xpyd_turn_bytes(), found.xpyd_attention_bytes())
-        products = (found.xpyd_matvec_bfloat, found.xpyd_matvec_float)
-    except (OSError, AttributeError) as error:
+    except OSError as error:
         _log.debug("no compiled operators: %s", error)
         return None
+    try:
+        known = (found.xpyd_turn_bytes(), found.xpyd_attention_bytes())
+        products = [found.xpyd_matvec_float]
+    except AttributeError:
+        known, products = None, []
     if known != (ctypes.sizeof(Turn), ctypes.sizeof(AttentionArguments)):
         _log.warning("%s is of other sources: run the installation again", path)
         return None
@@ -93,6 +96,8 @@ def load(level: str) -> ctypes.CDLL | None:
     found.xpyd_silu_mul.argtypes = (number, pointer, pointer, size, size, number)
     found.xpyd_rotate.argtypes = (number, ctypes.POINTER(Turn), number)
     found.xpyd_attention.argtypes = (number, ctypes.POINTER(AttentionArguments), number)
+    if hasattr(found, "xpyd_matvec_bfloat"):  # with AVX-512 alone
+        products.append(found.xpyd_matvec_bfloat)
     for run in products:
         run.argtypes = (*(pointer,) * 4, *(size,) * 4, number)
     found.xpyd_norm.restype = found.xpyd_silu_mul.restype = found.xpyd_rotate.restype = None

@@ -65,7 +65,7 @@ template <int kRows>
 static void add_rows(const float* w, const float* x, int64_t inputs, float* sums, int64_t count,
                      const float* next, int64_t tiles) {
   // Sums and the matrix's share of an input are in registers: 32 of AVX-512, 16 of AVX2.
-  constexpr int kAtOnce = kLanes == 16 || kRows == 1 ? 64 : kRows <= 3 ? 32 : 16;
+  constexpr int kAtOnce = kLanes == 16 ? 64 : kRows == 1 ? 8 * kLanes : kRows <= 3 ? 32 : 16;
   for (int first = 0; first < kBlock; first += kAtOnce)
     add_tile<kRows, kAtOnce / kLanes>(w + first, x, inputs, sums + first, count, next + first,
                                       tiles);
@@ -118,6 +118,7 @@ extern "C" int xpyd_matvec_float(const void* packed, const void* x, const void* 
 
 // --- bfloat16
 
+// Where the processor's own instruction is known; elsewhere oneDNN does it all.
 #ifdef __AVX512F__
 namespace xpyd {
 
@@ -161,15 +162,12 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) static void bloc
 }
 
 }  // namespace xpyd
-#endif
 
-// `x` is [rows, inputs], `out` [rows, outputs]; `bias` [outputs] may be null. 1 to 4 rows, outputs a
-// multiple of 64, inputs and `chunk` of 2. Only for processors with avx512_bf16. 1 where there is no
-// such code, or for any other number of rows, and nothing done.
+// The same in bfloat16: 1 to 4 rows, inputs and `chunk` multiples of 2. Only for processors with
+// avx512_bf16.
 extern "C" int xpyd_matvec_bfloat(const void* packed, const void* x, const void* bias, void* out,
-                           int64_t rows, int64_t outputs, int64_t inputs, int64_t chunk,
-                           int threads) {
-#ifdef __AVX512F__
+                                  int64_t rows, int64_t outputs, int64_t inputs, int64_t chunk,
+                                  int threads) {
   using namespace xpyd;
   const auto run = rows == 1   ? block<1>
                    : rows == 2 ? block<2>
@@ -184,7 +182,5 @@ extern "C" int xpyd_matvec_bfloat(const void* packed, const void* x, const void*
         bias ? (const Bfloat*)bias + i * kBlock : nullptr, (Bfloat*)out + i * kBlock, outputs,
         pairs, chunk / 2);
   return 0;
-#else
-  return 1;
-#endif
 }
+#endif

@@ -27,7 +27,8 @@ _ROWS = 512
 # What matvec.cpp does: outputs in such blocks, inputs that oneDNN does not pad.
 _BLOCK = 64
 _PADDED_TO = 32
-# Rows that each matrix is tried with; outputs that tell one order of additions from all others.
+# Rows that each matrix is tried with, and those that a shape is tried with beside the few that are
+# ours: oneDNN may choose another way by them. Outputs that tell one order of additions from others.
 _PROBE_ROWS = 8
 _PROBED_OUTPUTS = 1 << 18
 _CHUNK_LENGTHS = (2048, 1024, 512, 256, 128, 64, 32)
@@ -35,7 +36,7 @@ _CHUNK_LENGTHS = (2048, 1024, 512, 256, 128, 64, 32)
 
 class _FewRows(NamedTuple):
     """What matvec.cpp has for a dtype: its function, up to how many rows it is the faster one, and
-    a flag in /proc/cpuinfo without which it does not run."""
+    a flag in /proc/cpuinfo without which it does not run. A library may lack the function."""
 
     function: str
     rows: int
@@ -101,10 +102,12 @@ class FewRowsLinear:
     ) -> FewRowsLinear | OneDnnLinear:
         """The linear over `packed`; `packed` itself where matvec.cpp cannot give what that gives
         for more rows."""
-        address = _known_layout(packed) if _can_run(packed.dtype) else None
+        run = getattr(operators, _FEW_ROWS[packed.dtype].function, None)
+        if run is None or not _can_run(packed.dtype) or packed.outputs < _BLOCK * threads:
+            return packed
+        address = _known_layout(packed)
         if address is None:
             return packed
-        run = getattr(operators, _FEW_ROWS[packed.dtype].function)
 
         def with_chunk(chunk: int) -> FewRowsLinear:
             return cls(packed, address, run, chunk=chunk, threads=threads)
@@ -129,7 +132,7 @@ class FewRowsLinear:
             return packed(x)
         x = x.contiguous()
         out = torch.empty(rows, packed.outputs, dtype=packed.dtype)
-        self._run(
+        failed = self._run(
             self._address,
             x.data_ptr(),
             self._bias,
@@ -140,7 +143,7 @@ class FewRowsLinear:
             self.chunk,
             self._threads,
         )
-        return out
+        return packed(x) if failed else out
 
 
 # By dtype, outputs, inputs, whether there is a bias, and threads: oneDNN decides by these how many
@@ -169,7 +172,7 @@ def _known_layout(packed: OneDnnLinear) -> int | None:
 def _chunk(packed: OneDnnLinear, with_chunk: Callable[[int], FewRowsLinear]) -> int | None:
     """How many inputs oneDNN sums in one go; a few rows rule most lengths out, more all but one.
     Where the order is another, about one output in 10,000 is rounded otherwise."""
-    rows = max(_PROBE_ROWS, _PROBED_OUTPUTS // packed.outputs)
+    rows = max(_FEW_ROWS[packed.dtype].rows + _PROBE_ROWS, _PROBED_OUTPUTS // packed.outputs)
     for chunk in dict.fromkeys((packed.inputs, *_CHUNK_LENGTHS)):
         found = with_chunk(chunk)
         if is_equal(found, packed, _PROBE_ROWS) and is_equal(found, packed, rows):

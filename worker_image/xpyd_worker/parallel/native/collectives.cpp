@@ -61,7 +61,8 @@ static void add_all(const Member& m, int which, T* x, int64_t count) {
 // less to read.
 template <typename T>
 static Outcome add_shares(Member& m, int which, T* x, int64_t count) {
-  const int64_t share = ((count + m.ranks - 1) / m.ranks + kLanes - 1) / kLanes * kLanes;
+  // Whole vectors of any level: all ranks must cut alike.
+  const int64_t share = ((count + m.ranks - 1) / m.ranks + 15) / 16 * 16;
   const auto begin = [&](int64_t rank) { return std::min(rank * share, count); };
   const int64_t at = begin(m.rank);
   const T* from[kMostRanks];

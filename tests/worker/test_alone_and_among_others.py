@@ -1,4 +1,4 @@
-"""In bfloat16, too, a request gets the same tokens alone and among others: few rows and many go
+"""A request gets the same tokens alone and among others: few rows and many go
 through different code, which must round alike."""
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ PROMPT = "San Francisco is a"
 OTHERS = ["Paris is the", "What does", "A list of", "The river", "Water boils at", "In Python"]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_request_draws_the_same_tokens_alone_and_among_others(temperature: float) -> None:
-    if not cpu_is_fast_in("bfloat16"):
+def test_a_request_draws_the_same_tokens_alone_and_among_others(
+    temperature: float, dtype: str
+) -> None:
+    if not cpu_is_fast_in(dtype):
         pytest.skip("float32 is what runs here")
-    if "amx_bf16" in cpu_flags():
+    if dtype == "bfloat16" and "amx_bf16" in cpu_flags():
         pytest.skip("how oneDNN sums few and many rows with AMX was never seen")
-    llm = LLM(str(MODEL), dtype="bfloat16", threads=1, enable_prefix_caching=False)
+    llm = LLM(str(MODEL), dtype=dtype, threads=1, enable_prefix_caching=False)
     try:
         options = [
             SamplingParams(max_tokens=50, temperature=temperature, seed=seed, ignore_eos=True)
