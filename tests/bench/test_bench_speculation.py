@@ -138,6 +138,7 @@ def test_ours_may_not_refuse(started: dict[str, FakeServer], tmp_path: Path) -> 
     ("said", "shown"),
     [
         ("INFO x\n(Engine pid=7) ERROR ValueError: no such method\nRuntimeError: see above\n", 0),
+        ("WARN may fail with error like `OSError: x`\nValueError: no such method\n", 0),
         ("killed\n\n", "killed"),
         ("", "it said nothing"),
     ],
