@@ -26,9 +26,9 @@ from bench.engine.contender import (
 from bench.engine.models import Model, model
 from bench.engine.page import BEGIN, with_measured
 from bench.engine.peer import peer_recipe, requirements
-from bench.engine.report import report
+from bench.engine.report import name_of, report
 from bench.engine.rounds import OWN, OWN_TTFT, PEER, REFERENCE, Found, Plan, take_turns
-from bench.engine.shape import CASES, MODELS, Case
+from bench.engine.shape import CASES, DTYPES, MODELS, Case
 from bench.engine.speculation import SHORT
 from bench.process import Processes, tree
 from bench.report import END
@@ -250,8 +250,22 @@ def test_an_aim_is_reached_or_missed_and_the_page_says_which(run: Run) -> None:
     assert "Not measured: transformers (not here)." in page
 
 
-def test_the_page_shows_what_the_json_has() -> None:
-    page = ROOT / "docs/benchmarks/engine-cpu.md"
+def test_float32_has_a_page_of_its_own_and_aims_at_the_largest_model(run: Run) -> None:
+    models = {
+        "large": (Model("large", Path("nowhere"), 300, 200), run.found),
+        "little": (Model("little", Path("nowhere"), 30, 20), run.found),
+    }
+    plan = Plan(list(models), [CASES["c1"]], 3, 2, Path("peer"), reference=False, dtype="float32")
+    made = report(models, plan, {}, {})
+    assert (made["benchmark"], made["aimedAt"]) == ("engine-cpu-float32", "large")
+    assert made["models"]["little"]["stepBytes"] == 20 * 4
+    assert "| aim on large |" in with_measured(f"{BEGIN}{END}", made)
+    assert report({}, plan, {}, {})["aims"] == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_page_shows_what_the_json_has(dtype: str) -> None:
+    page = ROOT / f"docs/benchmarks/{name_of(dtype)}.md"
     kept = page.with_suffix(".json")
     text = page.read_text()
     made = json.loads(kept.read_text()) if kept.exists() else None
