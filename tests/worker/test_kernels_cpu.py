@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import platform
 import random
 from copy import copy
 from dataclasses import dataclass
@@ -196,6 +197,11 @@ def test_packed_matrices_multiply_as_torchs_own(compiled: Kernels, dtype: torch.
         linear = compiled.linear(weight, bias)
         assert isinstance(linear, OneDnnLinear)
         close(linear(x), F.linear(x, weight, bias))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN of x86-64 was seen")
+def test_float32_is_packed() -> None:
+    assert can_pack(torch.float32)
 
 
 def test_float16_stays_torchs_own(compiled: Kernels) -> None:
