@@ -199,7 +199,7 @@ def test_packed_matrices_multiply_as_torchs_own(compiled: Kernels, dtype: torch.
         close(linear(x), F.linear(x, weight, bias))
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN of x86-64 was seen")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN was seen on x86-64 alone")
 def test_float32_is_packed() -> None:
     assert can_pack(torch.float32)
 

@@ -36,7 +36,7 @@ static inline void add_tile(const float* w, const float* x, int64_t inputs, floa
   for (int row = 0; row < kRows; row++)
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++)
-      std::memcpy(&sum[row][i], sums + row * kBlock + i * kLanes, sizeof(Vec));
+      sum[row][i] = load((const Float*)sums + row * kBlock + i * kLanes);
   // k / tiles, for k below kInputs.
   const int64_t part_of = (256 + tiles - 1) / tiles;
   for (int64_t k = 0; k < count; k++) {
@@ -46,8 +46,7 @@ static inline void add_tile(const float* w, const float* x, int64_t inputs, floa
     for (int row = 0; row < kRows; row++) one[row] = splat(x[row * inputs + k]);
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++) {
-      Vec part;
-      std::memcpy(&part, w + k * kBlock + i * kLanes, sizeof part);
+      const Vec part = load((const Float*)w + k * kBlock + i * kLanes);
       if (kRows > 2 && i * kLanes % 16 == 0) __builtin_prefetch(asked + i * kLanes);
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; row++) sum[row][i] += one[row] * part;
@@ -57,7 +56,7 @@ static inline void add_tile(const float* w, const float* x, int64_t inputs, floa
   for (int row = 0; row < kRows; row++)
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++)
-      std::memcpy(sums + row * kBlock + i * kLanes, &sum[row][i], sizeof(Vec));
+      store((Float*)sums + row * kBlock + i * kLanes, sum[row][i]);
 }
 
 // The same for all outputs of the block.
