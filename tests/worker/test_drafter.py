@@ -6,6 +6,7 @@ s and p, and it drafts the tokens that follow.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,11 @@ from xpyd_worker.engine.executor import KnownTokens, SampleSpec, ScheduledSequen
 from xpyd_worker.engine.request import SampledToken
 from xpyd_worker.kernels.api import KvShape, Plan, Span
 from xpyd_worker.kernels.plain import PlainKernels
-from xpyd_worker.runner import drafter as module
+from xpyd_worker.runner import model_drafter as module
 from xpyd_worker.runner.batch import BatchRows
-from xpyd_worker.runner.drafter import Computed, ModelDrafter
+from xpyd_worker.runner.drafter import Computed
 from xpyd_worker.runner.kv_cache import KvCache
+from xpyd_worker.runner.model_drafter import ModelDrafter
 
 SHAPE = KvShape(1, 8, 4, torch.float32)
 PARAMS = with_params(max_tokens=1000)
@@ -121,8 +123,8 @@ class Kit:
             if part.draws:
                 samples[seq_id] = (SampledToken(token(seq_id, end)),)
         states = torch.tensor(hidden).float()
-        self.last = Computed(tuple(rows), states, states, samples)
-        found = self.drafter.propose(self.last)
+        self.last = Computed(tuple(rows), states, (states,), samples)
+        found = self.drafter.propose(self.last) if self.drafter.note(self.last) else {}
         for seq_id, ids in found.items():
             first = self.computed[seq_id] + 1
             assert ids == tuple(token(seq_id, first + n) for n in range(len(ids)))
@@ -213,7 +215,8 @@ def test_while_nothing_is_asked_for_nothing_is_computed_and_little_kept(
         for waiting, states in kit.pending():
             assert waiting <= 16
             assert sum(one.untyped_storage().nbytes() for one in states) <= 24 * 16
-        kit.drafter._forget(2)
+        if reads_features:
+            kit.drafter._forget(2)
         kit.computed[2] = 0
     # But for the prompts, where it needs their states.
     assert kit.model.rows == ([200] * 50 if reads_features else [])
@@ -232,9 +235,37 @@ def test_while_nothing_is_asked_for_nothing_is_computed_and_little_kept(
     assert drafter._pool.num_free == drafter._pool.num_blocks
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_that_are_only_noted_are_known_behind_the_next_draft(seed: int) -> None:
+    """Also of sequences that come, go, are preempted, or are in some of the steps only."""
+    chance = random.Random(seed)
+    kit = Kit(reads_features=True)
+    most_noted = 0
+    for _ in range(300):
+        kit.model.rows.clear()
+        ids = chance.sample(range(1, 7), chance.randint(1, 6))
+        counts = {one: chance.choice((2, 9)) if chance.random() < 0.03 else 1 for one in ids}
+        if chance.random() < 0.1 and (before := kit.computed.get(ids[0], 0)):
+            kit.computed[ids[0]] = chance.randrange(before)
+            counts[ids[0]] += before - kit.computed[ids[0]]
+        asked = set(ids[:2]) if chance.random() < 0.05 else set[int]()
+        parts = [Part(one, count, 3 * (one in asked)) for one, count in counts.items()]
+        assert kit.step(*parts).keys() == asked
+        noted = len(kit.drafter._noted)
+        if noted:
+            assert kit.model.rows == []
+        most_noted = max(most_noted, noted)
+        assert noted < module._MOST_NOTED
+        assert all(one.first == 0 for one in kit.drafter._followed.values())
+        for _, states in kit.pending():
+            assert all(state.untyped_storage().nbytes() == state.nbytes for state in states)
+    assert most_noted > 8
+
+
 def test_states_of_all_sequences_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_PENDING", 16)
     monkeypatch.setattr(module, "_MOST_HELD", 40)
+    monkeypatch.setattr(module, "_MOST_NOTED", 2)
     kit = Kit(reads_features=True)
     most = 0
     for _ in range(30):
@@ -254,6 +285,7 @@ def test_a_step_that_is_made_again_is_drafted_behind_as_the_first_time(
     kit = Kit(reads_features=reads_features)
     found = kit.step(Part(1, 9, 2), Part(2, 3, 2))
     assert kit.last is not None
+    assert kit.drafter.note(kit.last)
     again = kit.drafter.propose(kit.last)
     # What reads states has none for it: a sequence may have no draft.
     assert again == ({} if reads_features else found)

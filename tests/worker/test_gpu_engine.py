@@ -20,8 +20,8 @@ from xpyd_worker.engine.open_requests import StopRules
 from xpyd_worker.engine.request import EngineOutput, EngineRequest, SamplingParams, SchedulerConfig
 from xpyd_worker.engine.speculation import SpeculativeConfig
 from xpyd_worker.model.decoder_draft import DecoderDraft
-from xpyd_worker.runner.drafter import ModelDrafter
 from xpyd_worker.runner.kv_cache import KvCache
+from xpyd_worker.runner.model_drafter import ModelDrafter
 from xpyd_worker.runner.runner import ModelRunner
 
 # Ends of some texts of these models, at different places.

@@ -31,8 +31,9 @@ from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.request import EngineRequest
 from xpyd_worker.engine.speculation import Method, SpeculativeConfig
 from xpyd_worker.model.registry import load_config
-from xpyd_worker.runner.drafter import Computed, ModelDrafter
+from xpyd_worker.runner.drafter import Computed
 from xpyd_worker.runner.load_draft import _kernels, open_draft
+from xpyd_worker.runner.model_drafter import ModelDrafter
 from xpyd_worker.runner.runner import ModelRunner
 
 __all__ = ["models", "one_thread"]
@@ -114,6 +115,9 @@ class Watched:
         self._drafter, self._reference = runner._drafter, reference
         self.weight_bytes, self.cache_bytes, self.seen = 0, 0, 0
         runner._drafter = self
+
+    def note(self, step: Computed) -> bool:
+        return self._drafter.note(step)
 
     def propose(self, step: Computed) -> dict[int, tuple[int, ...]]:
         found = self._drafter.propose(step)
@@ -344,6 +348,9 @@ def test_a_drafter_that_fails_ends_no_request_and_is_asked_no_more(
 
     class Failing:
         weight_bytes = cache_bytes = 0
+
+        def note(self, step: Computed) -> bool:
+            return True
 
         def propose(self, step: Computed) -> dict[int, tuple[int, ...]]:
             nonlocal asked

@@ -276,7 +276,9 @@ class Decoder:
             features: dict[int, Tensor] = {}
         else:
             x, residual, before = entering.get()
-            features = dict(zip(self._features_before, before, strict=True))
+            # Into the same memory the next step comes.
+            own = [one.clone() for one in before] if self._kept_layers else before
+            features = dict(zip(self._features_before, own, strict=True))
         for index, layer in zip(self.part.layers, self._layers, strict=True):
             if index in self._kept_layers:
                 features[index] = residual.clone() if x is None else residual + x
@@ -291,14 +293,12 @@ class Decoder:
             return Hidden(x, residual)
         return Hidden(x, residual, tuple(features.values()))
 
-    def take_features(self) -> Tensor | None:
+    def take_features(self) -> tuple[Tensor, ...]:
         """The inputs of the feature layers in the last forward, which are forgotten then: [tokens,
-        layers * hidden], in the order in which the layers were named; None where there are none. On
-        the last stage, before the next step begins."""
+        hidden] each, in the order in which the layers were named; of no layer where none is kept.
+        On the last stage, before the next step begins."""
         features, self._features = self._features, {}
-        if not features:
-            return None
-        return torch.cat([features[layer] for layer in self._feature_layers], dim=1)
+        return tuple(features[layer] for layer in self._feature_layers) if features else ()
 
     @property
     def keeps_features(self) -> bool:

@@ -11,43 +11,27 @@ other ranks or checkpoints.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from xpyd_core.blocks import block_hashes, blocks_for, extend_block_hashes
-from xpyd_worker.engine.block_manager import BlockManager
-from xpyd_worker.engine.executor import KnownTokens, ScheduledSequence
+from xpyd_worker.engine.executor import ScheduledSequence
 from xpyd_worker.engine.request import SampledToken
-from xpyd_worker.kernels.api import Kernels, Plan, Span
 from xpyd_worker.runner.batch import BatchRows
-from xpyd_worker.runner.kv_cache import KvCache
 from xpyd_worker.runner.tensors import put_ints, to_ints
-
-_MOST_ROWS = 512
-"""Rows that drafters take in behind one step, of all sequences, besides those that the step itself
-has: its requests wait for them. A sequence with more has no draft before all are taken in. Also
-those of one forward, which needs memory that nobody measured."""
-_MOST_PENDING = 512
-"""Hidden states that are kept of a sequence while nothing is drafted for it; the older half goes
-then."""
-_MOST_HELD = 16_384
-"""Hidden states that are kept of all sequences: 128 MiB where one has 8 KiB."""
 
 
 @dataclass(frozen=True)
 class Computed:
     """What a step computed: the rows of its sequences in `hidden` [rows, hidden], before the last
-    norm; `features` [rows, n], those that the drafter asked the model for; and what stands of what
-    it drew, by sequence."""
+    norm; `features` [rows, n] each, of the layers that the drafter asked the model for; and what
+    stands of what it drew, by sequence."""
 
     rows: Sequence[BatchRows]
     hidden: Tensor
-    features: Tensor | None
+    features: tuple[Tensor, ...]
     samples: Mapping[int, tuple[SampledToken, ...]]
 
 
@@ -64,39 +48,14 @@ class Drafter(Protocol):
         """Of its KV cache."""
         ...
 
+    def note(self, step: Computed) -> bool:
+        """Know of a step that has ended; whether `propose` is to be called now. Computes nothing,
+        as in most steps where drafts do not pay."""
+        ...
+
     def propose(self, step: Computed) -> dict[int, tuple[int, ...]]:
         """For sequences with `propose` above 0, by id, up to so many tokens that may follow what
-        stands. Waits for the device."""
-        ...
-
-
-class DraftModel(Protocol):
-    """A model with a KV cache of its own that guesses next tokens, whole on one rank."""
-
-    @property
-    def reads_features(self) -> bool:
-        """Whether row p has, of the model that is drafted for, the token behind position p and
-        features of its hidden state at p; otherwise it has the token at p alone."""
-        ...
-
-    def project(self, features: Tensor) -> Tensor:
-        """[rows, n] as the model gave them -> [rows, hidden], as `run` takes them."""
-        ...
-
-    def run(
-        self,
-        token_ids: Tensor,
-        hidden: Tensor | None,
-        positions: Tensor,
-        caches: Sequence[Tensor],
-        plan: Plan,
-    ) -> Tensor:
-        """Hidden states [rows, hidden]; of the row before a drafted token they are its `hidden`."""
-        ...
-
-    def best(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] that `run` gave -> int64 [rows]: the most probable next token, one of the
-        model's that is drafted for."""
+        stands behind the step that was noted last. Waits for the device."""
         ...
 
 
@@ -127,11 +86,13 @@ class HeadsDrafter:
         self._heads, self._normed = heads, normed
         self.weight_bytes, self.cache_bytes = weight_bytes, 0
 
+    def note(self, step: Computed) -> bool:
+        """See Drafter."""
+        return asks(step)
+
     def propose(self, step: Computed) -> dict[int, tuple[int, ...]]:
         """See Drafter."""
-        asked = [rows for rows in step.rows if _asks(rows.sequence, step)]
-        if not asked:
-            return {}
+        asked = [rows for rows in step.rows if is_asked(rows.sequence, step)]
         # The row of the last token that stands but for the drawn one: of drafts the last accepted.
         at = [
             rows.first_row + len(standing(rows.sequence, step.samples[rows.sequence.seq_id])) - 2
@@ -147,353 +108,11 @@ class HeadsDrafter:
         }
 
 
-def _asks(sequence: ScheduledSequence, step: Computed) -> bool:
+def asks(step: Computed) -> bool:
+    """Whether tokens are to be drafted behind a step."""
+    return any(is_asked(rows.sequence, step) for rows in step.rows)
+
+
+def is_asked(sequence: ScheduledSequence, step: Computed) -> bool:
+    """Whether tokens are to be drafted behind what the step drew for it."""
     return sequence.propose > 0 and bool(step.samples.get(sequence.seq_id))
-
-
-def _owned(rows: Tensor) -> Tensor:
-    """These rows, without those that they are a part of: a step's are as many as all its sequences
-    have."""
-    return rows if rows.untyped_storage().nbytes() == rows.nbytes else rows.clone()
-
-
-@dataclass(eq=False)
-class _Followed:
-    """A sequence as the drafter knows it. Rows [first, fed) are in its blocks, of which the first
-    row is the first; `tokens` are those of its rows from `first` on, `pending` the hidden states of
-    `waiting` rows that are not fed yet, [rows, hidden] each."""
-
-    first: int = 0
-    fed: int = 0
-    tokens: list[int] = field(default_factory=list[int])
-    pending: list[Tensor] = field(default_factory=list[Tensor])
-    waiting: int = 0
-    blocks: list[int] = field(default_factory=list[int])
-    hashes: list[bytes] = field(default_factory=list[bytes])
-    salt: bytes = b""
-
-    @property
-    def seen(self) -> int:
-        """Behind the last row whose hidden state is known."""
-        return self.fed + self.waiting
-
-    @property
-    def rows(self) -> int:
-        """Rows whose token is known and that are not fed."""
-        return self.first + len(self.tokens) - self.fed
-
-    def put(self, hidden: Tensor) -> None:
-        """Keep the states of its next rows."""
-        self.pending.append(hidden)
-        self.waiting += len(hidden)
-
-    def own(self) -> None:
-        """Have a copy of what is kept of a step."""
-        if self.pending:
-            self.pending[-1] = _owned(self.pending[-1])
-
-    def take(self, rows: int) -> list[Tensor]:
-        """The states of the first rows that are kept, which are forgotten here."""
-        self.waiting -= rows
-        found: list[Tensor] = []
-        while rows:
-            first = self.pending[0]
-            found.append(first[:rows])
-            if len(first) > rows:
-                self.pending[0] = _owned(first[rows:])
-                break
-            del self.pending[0]
-            rows -= len(first)
-        return found
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """What one sequence has of one turn: it feeds `rows` rows; `propose` tokens are drafted behind
-    the last of them."""
-
-    seq_id: int
-    of: _Followed
-    rows: int
-    propose: int
-
-
-class ModelDrafter:
-    """Drafts with a model: takes in the rows that it has not seen, then goes on from the best next
-    token to the next, all sequences in one batch."""
-
-    def __init__(
-        self,
-        model: DraftModel,
-        kernels: Kernels,
-        kv_cache: KvCache,
-        *,
-        weight_bytes: int,
-        most_sequences: int,
-    ) -> None:
-        """`model` is of `kernels`, on the device of `kv_cache`, which is the drafter's own.
-        `most_sequences`: that it follows at once; the longest unused is forgotten."""
-        self._model, self._kernels, self._cache = model, kernels, kv_cache
-        self._pool = BlockManager(
-            kv_cache.num_blocks,
-            block_size=kv_cache.shape.block_size,
-            # What a row's token is says nothing of the hidden state that was fed with it.
-            enable_prefix_caching=not model.reads_features,
-        )
-        self._most = most_sequences
-        self._followed: OrderedDict[int, _Followed] = OrderedDict()
-        self.weight_bytes, self.cache_bytes = weight_bytes, kv_cache.size_bytes
-
-    def propose(self, step: Computed) -> dict[int, tuple[int, ...]]:
-        """See Drafter."""
-        for rows in step.rows:
-            self._follow(rows.sequence.seq_id)
-        # Those of the step are the newest.
-        while len(self._followed) > max(self._most, len(step.rows)):
-            self._forget(next(iter(self._followed)))
-        if self._model.reads_features:
-            self._see(step)
-        turns = self._turns(step)
-        found: dict[int, tuple[int, ...]] = {}
-        for batch in _batches(turns):
-            # As the plan of a step likes them: single rows first.
-            batch.sort(key=lambda turn: (turn.rows > 1, turn.of.fed))
-            found |= self._run(batch)
-        for rows in step.rows:
-            self._followed[rows.sequence.seq_id].own()
-        self._bound()
-        return found
-
-    def _turns(self, step: Computed) -> list[_Turn]:
-        """What is done behind a step: for those that ask, and, where the model reads features, of
-        prompts that go on."""
-        due: list[tuple[ScheduledSequence, bool]] = []
-        reads = self._model.reads_features
-        for rows in step.rows:
-            sequence = rows.sequence
-            asks = _asks(sequence, step)
-            if asks and not reads:
-                self._read(sequence, step.samples[sequence.seq_id])
-            if asks or (reads and len(sequence.token_ids) - sequence.drafts > 1):
-                due.append((sequence, asks))
-        # One with many rows holds up none with few.
-        due.sort(key=lambda one: self._followed[one[0].seq_id].rows)
-        in_step = {rows.sequence.seq_id for rows in step.rows}
-        budget = _MOST_ROWS + (len(step.hidden) if reads else 0)
-        turns: list[_Turn] = []
-        for sequence, asks in due:
-            one = self._followed[sequence.seq_id]
-            rows = min(one.rows, budget)
-            propose = sequence.propose if asks and rows == one.rows else 0
-            turn = _Turn(sequence.seq_id, one, rows, propose)
-            if rows and self._has_room(turn, in_step):
-                budget -= rows
-                turns.append(turn)
-        return turns
-
-    # --- what is known of sequences
-
-    def _follow(self, seq_id: int) -> _Followed:
-        one = self._followed.setdefault(seq_id, _Followed())
-        self._followed.move_to_end(seq_id)
-        return one
-
-    def _forget(self, seq_id: int) -> None:
-        self._pool.release(self._followed.pop(seq_id).blocks)
-
-    def _bound(self) -> None:
-        """Forget hidden states where there are too many: the oldest of a sequence, which then
-        begins behind them, and sequences, those with the most first."""
-        held = 0
-        for one in self._followed.values():
-            if one.waiting > _MOST_PENDING:
-                gone = one.waiting - _MOST_PENDING // 2
-                one.take(gone)
-                self._pool.release(one.blocks)
-                one.blocks = []
-                first = one.fed + gone
-                del one.tokens[: first - one.first]
-                one.first = one.fed = first
-            held += one.waiting
-        if held > _MOST_HELD:
-            for seq_id, one in sorted(self._followed.items(), key=lambda item: -item[1].waiting):
-                if held <= _MOST_HELD:
-                    break
-                held -= one.waiting
-                self._forget(seq_id)
-
-    def _read(self, sequence: ScheduledSequence, samples: Sequence[SampledToken]) -> None:
-        """All tokens of a sequence, the drawn one as the last; what the cache has of a new one's
-        prefix need not be fed."""
-        one, known = self._followed[sequence.seq_id], sequence.known
-        assert known is not None, "what drafts reads all tokens"
-        is_new = not one.tokens
-        _extend(one.tokens, known)
-        # A step that is made again has drawn before.
-        del one.tokens[len(known.prompt) + len(known.output) :]
-        one.tokens += [sample.token_id for sample in samples]
-        one.fed = min(one.fed, len(one.tokens) - 1)
-        if is_new:
-            size = self._pool.block_size
-            one.salt = known.salt
-            hashes = block_hashes(one.tokens[:-1], block_size=size, salt=one.salt)
-            one.blocks = self._pool.lookup(hashes)
-            self._pool.retain(one.blocks)
-            one.fed = len(one.blocks) * size
-            one.hashes = hashes[: len(one.blocks)]
-
-    def _see(self, step: Computed) -> None:
-        """Keep the hidden states of the step's rows, and the token behind each. Of a sequence that
-        was not followed to where the step begins, it is followed from there on."""
-        assert step.features is not None, "the model gives them"
-        hidden = self._model.project(step.features)
-        for rows in step.rows:
-            sequence = rows.sequence
-            seq_id, start = sequence.seq_id, sequence.start
-            samples = step.samples.get(seq_id, ())
-            if sequence.samples and not samples:
-                continue  # it failed
-            tokens = standing(sequence, samples)
-            drawn = len(sequence.samples) == 1
-            count = len(tokens) - drawn
-            one = self._followed[seq_id]
-            if start > one.seen or not one.seen:
-                self._forget(seq_id)
-                one = self._follow(seq_id)
-                one.first = one.fed = start
-            # A preempted sequence's rows come again.
-            again = one.seen - start
-            if again >= count:
-                continue
-            if one.seen > one.first + len(one.tokens):
-                # Of the last row the token behind it was not known: a prompt went on.
-                one.tokens.append(tokens[again])
-            at = rows.first_row
-            one.put(hidden[at + again : at + count])
-            one.tokens += tokens[again + 1 :]
-
-    # --- rows
-
-    def _has_room(self, turn: _Turn, in_step: set[int]) -> bool:
-        """Take the blocks that a turn needs, from sequences that are not in the step where they
-        lack."""
-        one = turn.of
-        rows = one.fed - one.first + turn.rows + max(0, turn.propose - 1)
-        need = blocks_for(rows, self._pool.block_size) - len(one.blocks)
-        for seq_id in list(self._followed):
-            if need <= self._pool.num_free:
-                break
-            if seq_id not in in_step:
-                self._forget(seq_id)
-        taken = self._pool.allocate(max(0, need))
-        if taken is None:
-            return False
-        one.blocks += taken
-        return True
-
-    def _run(self, turns: Sequence[_Turn]) -> dict[int, tuple[int, ...]]:
-        """Feed the rows of all turns, then draft, a token of each sequence at a time."""
-        device = self._cache.layers[0].device
-        token_ids: list[int] = []
-        positions: list[int] = []
-        spans: list[Span] = []
-        last: list[int] = []
-        hidden: list[Tensor] = []
-        for turn in turns:
-            one, at = turn.of, turn.of.fed - turn.of.first
-            token_ids += one.tokens[at : at + turn.rows]
-            positions += range(one.fed, one.fed + turn.rows)
-            spans.append(Span(at, turn.rows, one.blocks))
-            last.append(len(token_ids) - 1)
-            if self._model.reads_features:
-                hidden += one.take(turn.rows)
-        made = self._forward(token_ids, torch.cat(hidden) if hidden else None, positions, spans)
-        drafting = [(turn, row) for turn, row in zip(turns, last, strict=True) if turn.propose]
-        drafts: list[tuple[list[_Turn], Tensor]] = []
-        if drafting:
-            (chosen,) = put_ints([[row for _, row in drafting]], device)
-            made = made.index_select(0, chosen)
-            drafts = self._draft([turn for turn, _ in drafting], made)
-        for turn in turns:
-            self._fed(turn)
-        found: dict[int, tuple[int, ...]] = {}
-        for drafted, ids in drafts:
-            for turn, token in zip(drafted, to_ints(ids.cpu()), strict=True):
-                found[turn.seq_id] = (*found.get(turn.seq_id, ()), token)
-        return found
-
-    def _draft(self, turns: list[_Turn], made: Tensor) -> list[tuple[list[_Turn], Tensor]]:
-        """`made` [turns, hidden] of the last row of each -> the sequences and the tokens of each
-        place of the drafts."""
-        ids = self._model.best(made)
-        drafts = [(turns, ids)]
-        for place in range(1, max(turn.propose for turn in turns)):
-            on = [n for n, turn in enumerate(turns) if turn.propose > place]
-            if len(on) < len(turns):
-                (chosen,) = put_ints([on], ids.device)
-                turns = [turns[n] for n in on]
-                ids, made = ids.index_select(0, chosen), made.index_select(0, chosen)
-            ends = [turn.of.fed + turn.rows + place - 1 for turn in turns]
-            spans = [
-                Span(end - turn.of.first, 1, turn.of.blocks)
-                for turn, end in zip(turns, ends, strict=True)
-            ]
-            reads = self._model.reads_features
-            made = self._forward(ids, made if reads else None, ends, spans)
-            ids = self._model.best(made)
-            drafts.append((turns, ids))
-        return drafts
-
-    def _forward(
-        self,
-        token_ids: list[int] | Tensor,
-        hidden: Tensor | None,
-        positions: list[int],
-        spans: list[Span],
-    ) -> Tensor:
-        device = self._cache.layers[0].device
-        plan = self._kernels.plan(spans, self._cache.shape)
-        if isinstance(token_ids, Tensor):
-            (at,) = put_ints([positions], device)
-        else:
-            token_ids, at = put_ints([token_ids, positions], device)
-        return self._model.run(token_ids, hidden, at, self._cache.layers, plan)
-
-    def _fed(self, turn: _Turn) -> None:
-        """The rows of a turn are in the cache; full blocks of them can be found by what they
-        hold."""
-        one = turn.of
-        one.fed += turn.rows
-        if self._model.reads_features:
-            return
-        before, size = len(one.hashes), self._pool.block_size
-        extend_block_hashes(one.hashes, one.tokens[: one.fed], block_size=size, salt=one.salt)
-        for n in range(before, len(one.hashes)):
-            self._pool.register(one.blocks[n], one.hashes[n])
-
-
-def _batches(turns: Sequence[_Turn]) -> Iterator[list[_Turn]]:
-    """Turns of one forward each, in order; one with more rows than a forward has parts, the last of
-    which drafts."""
-    batch: list[_Turn] = []
-    left = _MOST_ROWS
-    for turn in turns:
-        rows = turn.rows
-        while rows:
-            if not left:
-                yield batch
-                batch, left = [], _MOST_ROWS
-            part = min(rows, left)
-            rows, left = rows - part, left - part
-            batch.append(replace(turn, rows=part, propose=0 if rows else turn.propose))
-    if batch:
-        yield batch
-
-
-def _extend(tokens: list[int], known: KnownTokens) -> None:
-    """Append those of `known` that are behind the last one."""
-    have, prompt = len(tokens), len(known.prompt)
-    if have < prompt:
-        tokens += known.prompt[have:]
-        have = prompt
-    tokens += known.output[have - prompt :]

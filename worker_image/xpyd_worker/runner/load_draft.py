@@ -29,9 +29,10 @@ from xpyd_worker.model.medusa import load_medusa
 from xpyd_worker.model.registry import load_config, resolve_checkpoint
 from xpyd_worker.model.shards import weight_bytes
 from xpyd_worker.runner.device import CPU, CudaDevice
-from xpyd_worker.runner.drafter import Drafter, DraftModel, HeadsDrafter, ModelDrafter
+from xpyd_worker.runner.drafter import Drafter, HeadsDrafter
 from xpyd_worker.runner.gpu_memory import check_gpu_heads
 from xpyd_worker.runner.kv_cache import KvCache, cache_bytes
+from xpyd_worker.runner.model_drafter import DraftModel, ModelDrafter
 
 _MOST_PADDING = 1024
 """Tokens by which two vocabularies of one tokenizer may differ: what pads them."""

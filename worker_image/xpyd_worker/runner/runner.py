@@ -237,10 +237,13 @@ class ModelRunner:
     ) -> Proposals:
         """What is drafted behind a step. A drafter that fails is asked no more: its step has its
         tokens, and the next ones need no draft."""
+        behind = computed(samples)
+        if not drafter.note(behind):
+            return {}
         what = f"drafting behind step {step}"
         with self._computing(what):
             try:
-                return drafter.propose(computed(samples))
+                return drafter.propose(behind)
             except Exception as error:
                 is_errors = isinstance(error, RuntimeError) and not lacks_memory(error)
                 if is_errors and self._device.is_lost_by_an_error:
@@ -391,7 +394,8 @@ class LaunchedStep:
         output = self.results.output()
         if self.propose is None:
             return output
-        return replace(output, proposals=self.propose(output.samples))
+        proposals = self.propose(output.samples)
+        return replace(output, proposals=proposals) if proposals else output
 
 
 def _logged(layer_done: Callable[[int], None], step: int) -> Callable[[int], None]:
