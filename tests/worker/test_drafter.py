@@ -215,6 +215,7 @@ def test_while_nothing_is_asked_for_nothing_is_computed_and_little_kept(
         for waiting, states in kit.pending():
             assert waiting <= 16
             assert sum(one.untyped_storage().nbytes() for one in states) <= 24 * 16
+        assert (2 in kit.drafter._followed) == reads_features
         if reads_features:
             kit.drafter._forget(2)
         kit.computed[2] = 0
@@ -237,10 +238,11 @@ def test_while_nothing_is_asked_for_nothing_is_computed_and_little_kept(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_steps_that_are_only_noted_are_known_behind_the_next_draft(seed: int) -> None:
-    """Also of sequences that come, go, are preempted, or are in some of the steps only."""
+    """Also of sequences that come, go, are preempted, are in some of the steps only, or have rows
+    that it never saw: such one begins anew."""
     chance = random.Random(seed)
     kit = Kit(reads_features=True)
-    most_noted = 0
+    most_noted, firsts = 0, dict.fromkeys(range(1, 7), 0)
     for _ in range(300):
         kit.model.rows.clear()
         ids = chance.sample(range(1, 7), chance.randint(1, 6))
@@ -248,6 +250,8 @@ def test_steps_that_are_only_noted_are_known_behind_the_next_draft(seed: int) ->
         if chance.random() < 0.1 and (before := kit.computed.get(ids[0], 0)):
             kit.computed[ids[0]] = chance.randrange(before)
             counts[ids[0]] += before - kit.computed[ids[0]]
+        elif chance.random() < 0.02:
+            firsts[ids[0]] = kit.computed[ids[0]] = kit.computed.get(ids[0], 0) + 3
         asked = set(ids[:2]) if chance.random() < 0.05 else set[int]()
         parts = [Part(one, count, 3 * (one in asked)) for one, count in counts.items()]
         assert kit.step(*parts).keys() == asked
@@ -256,7 +260,9 @@ def test_steps_that_are_only_noted_are_known_behind_the_next_draft(seed: int) ->
             assert kit.model.rows == []
         most_noted = max(most_noted, noted)
         assert noted < module._MOST_NOTED
-        assert all(one.first == 0 for one in kit.drafter._followed.values())
+        if not noted:
+            followed = kit.drafter._followed.items()
+            assert all(one.first == firsts[seq_id] for seq_id, one in followed)
         for _, states in kit.pending():
             assert all(state.untyped_storage().nbytes() == state.nbytes for state in states)
     assert most_noted > 8
