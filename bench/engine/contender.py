@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from bench.engine.models import text_prompts
 from bench.engine.shape import DTYPES, MAX_MODEL_LEN, VOCABULARY, Case
@@ -108,7 +108,7 @@ class Server(Processes):
     def run(self, case: Case, seed: int, rate: float = 0.0) -> list[Sample]:
         """See Contender."""
         requests = requests_of(case, seed)
-        members = members_of(case)
+        members = {"temperature": case.temperature, "ignore_eos": True, "return_token_ids": True}
         target = Target(
             "127.0.0.1", self.port, False, "/v1/completions", "bench", members, _REQUEST_S
         )
@@ -134,13 +134,6 @@ def requests_of(case: Case, seed: int) -> list[LoadRequest]:
         vocabulary=VOCABULARY,
         seed=seed,
     )
-
-
-def members_of(case: Case) -> dict[str, Any]:
-    """What bodies have besides prompt and length."""
-    asked = {"temperature": case.temperature, "ignore_eos": True, "return_token_ids": True}
-    # Random weights copy nothing by themselves: 128 greedy tokens had one pair twice.
-    return {**asked, "logit_bias": {str(VOCABULARY[0]): 100}} if case.repeats else asked
 
 
 def check(name: str, case: Case, sample: Sample) -> None:

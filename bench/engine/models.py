@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from bench.engine.shape import MAX_MODEL_LEN, MODELS
@@ -26,7 +27,8 @@ from scripts.train_demo_model.random_checkpoint import DEMO_MODEL, make_checkpoi
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint. `step_elements`: weights that a decode step reads, so all but the embedding."""
+    """A checkpoint. `step_elements`: weights that a decode step reads, so all but the embedding
+    where that is not the head, too."""
 
     name: str
     folder: Path
@@ -45,17 +47,34 @@ def cache() -> Path:
 def model(
     name: str, root: Path | None = None, shapes: Mapping[str, Mapping[str, Any]] = MODELS
 ) -> Model:
-    """The checkpoint of this name, made if it is not there or other than it should be."""
+    """The checkpoint of this name, made if it is not there or other than it should be. Of a shape
+    with `copies` no layer changes the hidden state, so that a head that is the embedding gives the
+    last token again."""
     folder = (cache() if root is None else root) / "models" / name
-    wanted = json.dumps({**shapes[name], "dtype": "bfloat16", "max_len": MAX_MODEL_LEN})
-    made_of = folder / "made-of.json"
+    shape = {**shapes[name], "dtype": "bfloat16", "max_len": MAX_MODEL_LEN}
+    wanted = json.dumps(shape)
+    made_of, file = folder / "made-of.json", folder / "model.safetensors"
     if not made_of.exists() or made_of.read_text() != wanted:
         shutil.rmtree(folder, ignore_errors=True)
-        make_checkpoint(folder, **json.loads(wanted))
+        copies = shape.pop("copies", False)
+        make_checkpoint(folder, **shape)
+        if copies:
+            _silence_layers(file)
         made_of.write_text(wanted)  # last: a folder without it was left half done
-    sizes = _elements(folder / "model.safetensors")
+    sizes = _elements(file)
     parameters = sum(sizes.values())
-    return Model(name, folder, parameters, parameters - sizes["model.embed_tokens.weight"])
+    is_tied = "lm_head.weight" not in sizes
+    looked_up = 0 if is_tied else sizes["model.embed_tokens.weight"]
+    return Model(name, folder, parameters, parameters - looked_up)
+
+
+def _silence_layers(file: Path) -> None:
+    """Let what attention and MLPs put out be 0."""
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith((".o_proj.weight", ".down_proj.weight")):
+            tensor.zero_()
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def text_prompts(count: int, input_tokens: int, seed: int) -> list[tuple[int, ...]]:

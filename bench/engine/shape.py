@@ -14,8 +14,7 @@ VOCABULARY = range(300, 3000)
 class Case:
     """`requests` in all, `concurrency` at once, each as long as the others. `stream_of`: they come
     one by one at random, at BUSY of the rate at which ours answered that case in the same round;
-    "": all at once. `text`: prompts are of what the demo model has read, not of random ids.
-    `repeats`: answers are one token, again and again."""
+    "": all at once. `text`: prompts are of what the demo model has read, not of random ids."""
 
     name: str
     input_tokens: int
@@ -25,7 +24,6 @@ class Case:
     stream_of: str = ""
     text: bool = False
     temperature: float = 0.0
-    repeats: bool = False
 
 
 DTYPES = {"bfloat16": 2, "float32": 4}
@@ -77,3 +75,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab": 32000,
     },
 }
+COPYING: dict[str, dict[str, Any]] = {
+    f"{name}-copying": {**MODELS[name], "tie": True, "copies": True} for name in ("tiny", "medium")
+}
+"""Whose answers are the prompt's last token, again and again, in the time that a model of the size
+takes: random weights copy nothing by themselves (128 greedy tokens had one pair twice)."""

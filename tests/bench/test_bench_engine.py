@@ -28,11 +28,12 @@ from bench.engine.page import BEGIN, with_measured
 from bench.engine.peer import peer_recipe, requirements
 from bench.engine.report import name_of, report
 from bench.engine.rounds import OWN, OWN_TTFT, PEER, REFERENCE, Found, Plan, take_turns
-from bench.engine.shape import CASES, DTYPES, MODELS, Case
+from bench.engine.shape import CASES, COPYING, DTYPES, MODELS, Case
 from bench.engine.speculation import SHORT
 from bench.process import Processes, tree
 from bench.report import END
 from scripts.train_demo_model.random_weights import Shape, tensors_of
+from tests.worker.runner_driver import Driver, make_runner
 from xpyd_tools.bench.summary import Sample, Spread, Summary
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +64,16 @@ def test_a_checkpoint_is_made_once_and_anew_when_left_half_done(tmp_path: Path) 
     (made.folder / "made-of.json").unlink()
     (made.folder / "model.safetensors").write_bytes(b"half")
     assert model("tiny", tmp_path) == made
+
+
+def test_a_model_that_copies_answers_with_the_last_token_and_is_as_large(tmp_path: Path) -> None:
+    made = model("tiny-copying", tmp_path, COPYING)
+    assert made.step_elements == model("tiny", tmp_path).step_elements
+    driver = Driver(make_runner(made.folder))
+    prompts = [tuple(range(last - 40, last + 1)) for last in (340, 1500, 2999)]
+    sequences = [driver.add(prompt) for prompt in prompts]
+    driver.run(sequences, tokens=8)
+    assert [set(one.output) for one in sequences] == [{340}, {1500}, {2999}]
 
 
 def test_all_that_the_peers_wheel_requires_is_installed_but_for_its_torch_and_extras() -> None:
@@ -292,6 +303,8 @@ def test_the_short_form_measures_our_server(
             drafting = cases[case.name]["drafting"]
             assert set(drafting) == {f"{OWN}, {method}" for method in subject.methods}
             assert all(one["toWithout"]["median"] > 0 for one in drafting.values())
+    copied = made["speculation"]["tiny-copying"]["copying"]["drafting"]["xpyd, n-gram"]
+    assert copied["accepted"] > 0.9
     # The demo model says what it says, and drafts are counted; speed and shares are no test's.
     assert made["speculation"]["demo-model"]["text"]["drafting"]["xpyd, draft model"]["accepted"]
 

@@ -11,7 +11,7 @@ import pytest
 
 from bench.engine import speculation
 from bench.engine.__main__ import _parser, _plan, _subjects
-from bench.engine.contender import ContenderFailed, Recipe, members_of, requests_of
+from bench.engine.contender import ContenderFailed, Recipe, requests_of
 from bench.engine.models import text_prompts
 from bench.engine.page import BEGIN, with_measured
 from bench.engine.report import report
@@ -107,8 +107,9 @@ def started(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
         log.write_text(
             "INFO ready\nNotImplementedError: no drafts on the CPU\nRuntimeError: dead\n"
         )
-        servers[recipe.name] = FakeServer(fails=recipe.name == request.param)
-        return servers[recipe.name]
+        name = recipe.name if recipe.name not in servers else f"{recipe.name}, again"
+        servers[name] = FakeServer(fails=recipe.name == request.param)
+        return servers[name]
 
     monkeypatch.setattr(speculation, "served", serve)
     return servers
@@ -125,6 +126,10 @@ def test_a_peer_that_refuses_is_left_out_with_its_words(
     assert {name for name, _ in found.turns} == {OWN, f"{OWN}, n-gram", PEER}
     assert found.drafts[OWN, "copying"]["drafts"] == 2
     assert all(server.ended for server in started.values())
+    # In turned order, and what refused is not asked again.
+    ours = [OWN, f"{OWN}, n-gram", PEER]
+    again = [f"{name}, again" for name in ours]
+    assert list(started) == [f"{PEER}, n-gram", *ours[::-1], *again]
 
 
 @pytest.mark.parametrize("started", [f"{OWN}, n-gram"], indirect=True)
@@ -220,12 +225,6 @@ def test_the_whole_is_written_and_the_part_is_not(monkeypatch: pytest.MonkeyPatc
         options = _parser().parse_args(argv)
         _plan(options, {})
         assert (options.output is not None) is is_written
-
-
-def test_an_answer_that_copies_is_one_token_for_both_engines() -> None:
-    asked = [members_of(case) for subject in SUBJECTS for case in subject.cases]
-    assert [one.get("logit_bias") for one in asked] == [{"300": 100}, None, None, None]
-    assert [one["temperature"] for one in asked] == [0.0, 1.0, 0.0, 1.0]
 
 
 def test_prompts_of_text_are_as_long_as_asked_and_the_same_for_all() -> None:
