@@ -127,7 +127,7 @@ def measure_drafts(
     for number in range(plan.rounds):
         with ExitStack() as stack:
             servers: dict[str, CountingServer] = {}
-            for recipe in recipes if number % 2 else recipes[::-1]:
+            for recipe in recipes[::-1] if number % 2 else recipes:
                 say(f"{subject.name}, {recipe.name}: starting")
                 log = folder / f"{subject.name}, {recipe.name}.log"
                 try:
