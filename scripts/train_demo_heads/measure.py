@@ -1,12 +1,12 @@
 """Says how often the demo model's draft heads agree with it.
 
-`python -m scripts.train_demo_heads.measure [FOLDER] [--without-prompt]`
+`python -m scripts.train_demo_heads.measure [FOLDER] [--prompt-states 32]`
 
 Where it sits: run at the end of a training, or by hand; its figures are in the heads' READMEs.
 The model's greedy answers are written first; then each head drafts behind each of their tokens. Of
 a draft the tokens up to the first wrong one are accepted, so a place counts where all before it are
-right. In float32, with the heads' weights as they are stored. `--without-prompt`: an EAGLE-3 head
-reads the states of the answer alone, as on a Decode instance.
+right. In float32, with the heads' weights as they are stored. `--prompt-states`: an EAGLE-3 head
+reads states of so many tokens of the prompt, its last ones, as on a Decode instance.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def print_acceptance(
     texts: corpus.Corpus,
     tokenizer: Tokenizer,
     *,
-    reads_prompt: bool = True,
+    prompt_states: int | None = None,
 ) -> None:
     """Print it for both heads in `folder`, by place in the draft."""
     found = answers(model, texts, tokenizer)
-    for name, draft in drafters(folder, model, reads_prompt=reads_prompt).items():
+    for name, draft in drafters(folder, model, prompt_states=prompt_states).items():
         drafts, accepted = acceptance(draft, found)
         shares = ", ".join(f"{100 * one / drafts:.1f} %" for one in accepted)
         gain = 1 + sum(accepted) / drafts
@@ -94,16 +94,16 @@ def print_acceptance(
 
 
 def drafters(
-    folder: Path, model: LlamaForCausalLM, *, reads_prompt: bool = True
+    folder: Path, model: LlamaForCausalLM, *, prompt_states: int | None = None
 ) -> dict[str, Draft]:
-    """What `acceptance` takes, of the heads in `folder`. `reads_prompt`: whether an EAGLE-3 head
-    has states of positions before the first that it drafts at."""
+    """What `acceptance` takes, of the heads in `folder`. `prompt_states`: of how many positions
+    before the first that it drafts at an EAGLE-3 head has states; None: all."""
     eagle3, medusa = load_heads(folder, model)
     ids = eagle3.d2t + torch.arange(len(eagle3.d2t))
 
     def by_eagle3(tokens: Tensor, first: int) -> list[Tensor]:
         features, _, _ = read_model(model, tokens)
-        at = 0 if reads_prompt else first
+        at = 0 if prompt_states is None else max(0, first + 1 - max(1, prompt_states))
         runs = eagle3.runs(tokens[:, at:], features[:, at:], DRAFT_TOKENS)
         nothing = torch.zeros(at, dtype=torch.int64)
         return [torch.cat((nothing, ids[one[0].argmax(-1)])) for one in runs]
@@ -120,7 +120,9 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", default=EXAMPLES)
-    parser.add_argument("--without-prompt", action="store_true")
+    parser.add_argument(
+        "--prompt-states", type=int, metavar="N", help="at least 1; default: all"
+    )
     parsed = parser.parse_args()
     # A step of one sequence is too small for more.
     torch.set_num_threads(1)
@@ -131,7 +133,7 @@ def main() -> None:
             load(DEMO_MODEL),
             corpus.read_corpus(),
             tokenizer,
-            reads_prompt=not parsed.without_prompt,
+            prompt_states=parsed.prompt_states,
         )
 
 

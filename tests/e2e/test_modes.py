@@ -52,8 +52,8 @@ HEADS = {"method": "eagle3", "model": str(DEMO_MODEL.parent / "demo-eagle3")}
 def test_d_drafts_behind_a_prompt_of_p_and_no_token_changes(
     tmp_path: Path, cases: list[Case], method: dict[str, object], least: float
 ) -> None:
-    """P and D need not agree on the flag. A draft model computes the prompt itself, a head does
-    without its states."""
+    """P and D need not agree on the flag. A draft model computes the prompt itself, for a head D
+    computes its last tokens again."""
     drafts = json.dumps({**method, "num_speculative_tokens": 3})
     with fleet(tmp_path) as running:
         p = running.start_engine("Prefill", "--kv-on-failure", "fail")
@@ -69,6 +69,10 @@ def test_d_drafts_behind_a_prompt_of_p_and_no_token_changes(
         accepted = samples["xpyd_engine_spec_decode_num_accepted_tokens_total"]
         assert drafted > 0
         assert accepted >= least * drafted
+        # The last of 32 is the token that P drew.
+        again = 31 if method is HEADS else 0
+        computed = sum(min(again, len(case.prompt)) for case in cases[:CASES])
+        assert d.metric("xpyd_engine_prompt_tokens_computed_total") == computed
         for engine in (p, d):
             wait_for("nothing held", lambda e=engine: _holds_nothing(e))
 

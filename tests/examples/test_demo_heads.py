@@ -150,13 +150,15 @@ def test_acceptance_counts_the_tokens_before_the_first_wrong_one():
     assert acceptance(draft, [Answer(ids, 8)]) == (0, [0, 0, 0])
 
 
-def test_without_the_prompt_a_head_reads_the_answer_alone(model, answers):
+def test_a_head_can_read_the_last_states_of_the_prompt_alone(model, answers):
     """As on a Decode instance. Medusa heads read one state, so nothing changes for them."""
-    whole, alone = (drafters(EXAMPLES, model, reads_prompt=reads) for reads in (True, False))
     (ids, start), *_ = answers
+    whole, many, one = (drafters(EXAMPLES, model, prompt_states=n) for n in (None, start, 1))
     with torch.inference_mode():
         for name, differs in (("demo-eagle3", True), ("demo-medusa", False)):
-            found = [draft[name](ids, start - 1) for draft in (whole, alone)]
+            found = [draft[name](ids, start - 1) for draft in (whole, one)]
+            same = zip(found[0], many[name](ids, start - 1), strict=True)
+            assert all(torch.equal(a, b) for a, b in same)
             pairs = [(a[start - 1 :], b[start - 1 :]) for a, b in zip(*found, strict=True)]
             assert all(a.shape == b.shape for a, b in pairs)
             assert any(not torch.equal(a, b) for a, b in pairs) == differs

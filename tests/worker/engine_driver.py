@@ -34,6 +34,8 @@ PIPELINES: list[Way] = [{"depth": n, "draws_ahead": False} for n in (2, 3, 4)]
 # Short n-grams, so that the fake model's texts have many.
 DRAFTS = SpeculativeConfig(num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
 MODEL_DRAFTS = SpeculativeConfig(method="draft_model", model="draft", num_speculative_tokens=3)
+# What drafts reads hidden states, also of tokens whose KV is at hand.
+STATE_DRAFTS = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=3)
 
 
 def seeds(quick: int, whole: int) -> list[Any]:

@@ -24,6 +24,7 @@ from tests.worker.engine_driver import (
     MODEL_DRAFTS,
     ONE_OR_AHEAD,
     PIPELINES,
+    STATE_DRAFTS,
     EngineDriver,
     StepFailed,
     Way,
@@ -248,7 +249,7 @@ def test_the_soak_draws_every_sampling_option() -> None:
 
 DRAFTING: list[Way] = [
     {**way, "speculative": drafts}
-    for drafts in (DRAFTS, MODEL_DRAFTS)
+    for drafts in (DRAFTS, MODEL_DRAFTS, STATE_DRAFTS)
     for way in (*ONE_OR_AHEAD, PIPELINES[-1])
 ]
 

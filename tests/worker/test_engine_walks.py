@@ -15,6 +15,7 @@ import pytest
 from tests.worker.engine_driver import (
     DRAFTS,
     MODEL_DRAFTS,
+    STATE_DRAFTS,
     EngineDriver,
     StepFailed,
     Way,
@@ -175,6 +176,9 @@ class Walk:
             driver.assert_begins_as_alone(request_id)
 
 
+WAYS_TO_DRAFT = (DRAFTS, MODEL_DRAFTS, STATE_DRAFTS)
+
+
 @pytest.mark.parametrize(("seed", "way"), walks(2, 8))
 def test_an_aggregated_engine_gives_every_request_its_own_tokens(seed: int, way: Way):
     walk = Walk(seed, **way, blocks=14, seqs=5, budget=9, model_len=48)
@@ -182,7 +186,7 @@ def test_an_aggregated_engine_gives_every_request_its_own_tokens(seed: int, way:
     assert walk.driver.core.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("drafts", [DRAFTS, MODEL_DRAFTS], ids=["ngram", "model"])
+@pytest.mark.parametrize("drafts", WAYS_TO_DRAFT, ids=["ngram", "model", "states"])
 @pytest.mark.parametrize(("seed", "way"), walks(2, 8))
 def test_so_it_does_with_drafts(seed: int, way: Way, drafts: SpeculativeConfig):
     sizes: Way = {"blocks": 14, "seqs": 5, "budget": 16, "model_len": 48}
@@ -193,7 +197,7 @@ def test_so_it_does_with_drafts(seed: int, way: Way, drafts: SpeculativeConfig):
     assert 0 < stats.spec_accepted_tokens < stats.spec_draft_tokens
 
 
-@pytest.mark.parametrize("drafts", [DRAFTS, MODEL_DRAFTS], ids=["ngram", "model"])
+@pytest.mark.parametrize("drafts", WAYS_TO_DRAFT, ids=["ngram", "model", "states"])
 @pytest.mark.parametrize(("seed", "way"), walks(1, 8))
 def test_so_it_does_with_drafts_behind_received_kv(seed: int, way: Way, drafts: SpeculativeConfig):
     sizes: Way = {"blocks": 20, "seqs": 5, "budget": 16, "model_len": 48}

@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from tests.worker.engine_driver import EngineDriver, make_request, prompt_of
+from tests.worker.engine_driver import STATE_DRAFTS, EngineDriver, make_request, prompt_of
 from tests.worker.engine_fakes import BLOCK, EOS, alone
 from tests.worker.grammar_kit import GRAMMARS, start_of
-from xpyd_worker.engine.request import SchedulerConfig
+from xpyd_core.request_id import TransferKey
+from xpyd_worker.engine.request import ReceiveFrom, SchedulerConfig
 from xpyd_worker.grammar.matcher import Start
 
 
@@ -36,6 +37,53 @@ def test_a_prompt_that_is_wholly_cached_computes_its_last_block_again():
         driver.run()
     assert driver.executor.steps[-1].sequences[0].start == BLOCK
     driver.assert_as_alone("b")
+
+
+def states_read(prompt: list[int], *, known: int) -> tuple[int, EngineDriver]:
+    """How many tokens D computes of a prompt whose KV comes, where the prefix cache has `known` of
+    it and what drafts reads states."""
+    driver = EngineDriver(receives=True, budget=64, speculative=STATE_DRAFTS)
+    consumer = driver.consumer
+    assert consumer is not None
+    if known:
+        driver.submit(make_request("before", prompt[:known], max_tokens=1))
+        driver.run()
+    key = TransferKey("a" * 32, 0)
+    consumer.arrive(key, prompt, "direct")
+    consumer.land(key)
+    before = driver.core.stats().prompt_tokens_computed
+    transfer = ReceiveFrom(key, 5.0)
+    driver.submit(make_request("a", prompt, transfer=transfer, max_tokens=5, ignore_eos=True))
+    driver.run()
+    driver.assert_as_alone("a")
+    driver.assert_all_blocks_free()
+    return driver.core.stats().prompt_tokens_computed - before, driver
+
+
+@pytest.mark.parametrize(("length", "again"), [(9, 9), (50, 32), (64, 32)])
+def test_the_last_tokens_of_a_landed_prompt_are_computed_for_their_states(length: int, again: int):
+    """So that a head drafts behind them as it does where the prompt was computed."""
+    computed, driver = states_read(prompt_of(length), known=0)
+    assert computed == again
+    assert driver.outputs["a"][0].received_tokens == length
+
+
+def test_but_none_in_blocks_that_others_have_too():
+    """They may be read meanwhile."""
+    computed, _ = states_read(prompt_of(50), known=40)
+    assert computed == 10
+
+
+def test_so_they_are_behind_a_cached_prefix():
+    driver = EngineDriver(budget=64, speculative=STATE_DRAFTS)
+    for name in ("a", "b"):
+        driver.submit(make_request(name, prompt_of(50), max_tokens=3, ignore_eos=True))
+        driver.run()
+        driver.assert_as_alone(name)
+    starts = [s.start for step in driver.executor.steps for s in step.sequences if s.start < 50]
+    # 32 tokens, and what else the block has that the first of them is in.
+    assert starts == [0, 16]
+    assert driver.core.stats().prefix_hit_tokens == 16
 
 
 # --- blocks run out

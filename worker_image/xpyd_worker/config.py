@@ -259,6 +259,12 @@ class WorkerConfig:
         return rendezvous_port(self.kv_port) if self.rpc_port is None else self.rpc_port
 
     @property
+    def drafts(self) -> SpeculativeConfig | None:
+        """How tokens are drafted here. A Prefill instance puts out one token, so nothing may follow
+        it."""
+        return None if self.role == "Prefill" else self.speculative
+
+    @property
     def cpu_cache_bytes(self) -> int:
         """The paged KV cache of each rank on a CPU."""
         return CPU_CACHE_BYTES if self.kv_cache_bytes is None else self.kv_cache_bytes

@@ -480,7 +480,8 @@ class SequenceAdmission:
 
     def _adopt(self, sequence: Sequence, landed: Landed) -> None:
         state = sequence.state
-        self._tables.adopt(sequence, landed.block_ids, landed.tokens)
+        shared = landed.skipped_tokens
+        self._tables.adopt(sequence, landed.block_ids, landed.tokens, shared=shared)
         state.adopted = True
         self._requests.count_start(state, asked=len(sequence.tokens), cached=landed.skipped_tokens)
         self._requests.count_received(state, landed.tokens)

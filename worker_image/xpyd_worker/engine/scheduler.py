@@ -85,7 +85,8 @@ class Scheduler:
         self._consumer = consumer
         self._stages = stages
         self._sending = Sending(producer)
-        self._tables = BlockTables(pool)
+        again = config.speculative.reads_again if config.speculative is not None else 0
+        self._tables = BlockTables(pool, read_again=again)
         self._requests = OpenRequests(
             self.stats, tables=self._tables, sending=self._sending, consumer=consumer
         )

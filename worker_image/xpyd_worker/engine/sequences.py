@@ -263,8 +263,11 @@ class Sequence:
 class BlockTables:
     """Every change of a sequence's `blocks`, `hashes`, `num_registered` and `copy` happens here."""
 
-    def __init__(self, pool: BlockManager) -> None:
+    def __init__(self, pool: BlockManager, *, read_again: int = 0) -> None:
+        """`read_again`: last tokens of each sequence that are computed though their KV is at hand,
+        as what drafts reads their hidden states."""
         self._pool = pool
+        self._read_again = read_again
         self._block_size = pool.block_size
         self._caching = pool.caching
 
@@ -302,10 +305,14 @@ class BlockTables:
         """How many free blocks `start` would take."""
         return self._need(sequence, self._hits(sequence))
 
-    def adopt(self, sequence: Sequence, block_ids: tuple[int, ...], tokens: int) -> None:
-        """Make blocks that hold the first `tokens` tokens the table; their references pass over."""
+    def adopt(
+        self, sequence: Sequence, block_ids: tuple[int, ...], tokens: int, *, shared: int
+    ) -> None:
+        """Make blocks that hold the first `tokens` tokens the table; their references pass over.
+        Those of the first `shared` tokens are others', too, and not written again."""
         sequence.blocks = list(block_ids)
-        sequence.num_computed = min(tokens, sequence.reusable_tokens)
+        again = min(tokens, self._reusable(sequence))
+        sequence.num_computed = max(again, min(shared, sequence.reusable_tokens))
         self.register_computed(sequence)
 
     def grow(self, sequence: Sequence, tokens: int) -> bool:
@@ -385,8 +392,12 @@ class BlockTables:
         if not self.may_hit(sequence):
             return []
         self._extend_hashes(sequence)
-        full = sequence.reusable_tokens // self._block_size
+        full = self._reusable(sequence) // self._block_size
         return self._pool.lookup(sequence.hashes[:full])
+
+    def _reusable(self, sequence: Sequence) -> int:
+        unread = len(sequence.tokens) - self._read_again
+        return max(0, min(unread, sequence.reusable_tokens))
 
     def _need(self, sequence: Sequence, hits: list[int]) -> int:
         fresh = blocks_for(len(sequence.tokens), self._block_size) - len(hits)

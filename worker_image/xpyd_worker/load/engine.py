@@ -220,7 +220,7 @@ def load(
                 recompute_without_kv=config.kv_recompute,
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
                 policy=config.scheduling_policy,
-                speculative=config.speculative,
+                speculative=config.drafts,
                 latency_goal=config.latency_goal,
             ),
             rules=StopRules(model_config.eos_token_ids, max_model_len),

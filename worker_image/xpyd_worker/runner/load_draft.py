@@ -166,10 +166,9 @@ def open_draft(
     config: WorkerConfig, target: ModelConfig, target_folder: Path
 ) -> DraftSource | None:
     """What `--speculative-config` names for the model in `target_folder`; None where no model
-    drafts: a Prefill instance has no step behind which it would. UserError names the key and the
-    file."""
-    given = config.speculative
-    if given is None or not given.has_model or config.role == "Prefill":
+    drafts. UserError names the key and the file."""
+    given = config.drafts
+    if given is None or not given.has_model:
         return None
     features: tuple[int, ...] = ()
     with _named(given.model):
