@@ -74,16 +74,17 @@ def test_but_none_in_blocks_that_others_have_too():
     assert computed == 10
 
 
-def test_so_they_are_behind_a_cached_prefix():
+@pytest.mark.parametrize(("length", "cached"), [(30, 0), (50, 16)])
+def test_so_they_are_behind_a_cached_prefix(length: int, cached: int):
+    """32 tokens, and what else the block has that the first of them is in."""
     driver = EngineDriver(budget=64, speculative=STATE_DRAFTS)
     for name in ("a", "b"):
-        driver.submit(make_request(name, prompt_of(50), max_tokens=3, ignore_eos=True))
+        driver.submit(make_request(name, prompt_of(length), max_tokens=3, ignore_eos=True))
         driver.run()
         driver.assert_as_alone(name)
-    starts = [s.start for step in driver.executor.steps for s in step.sequences if s.start < 50]
-    # 32 tokens, and what else the block has that the first of them is in.
-    assert starts == [0, 16]
-    assert driver.core.stats().prefix_hit_tokens == 16
+    starts = [s.start for step in driver.executor.steps for s in step.sequences if s.start < length]
+    assert starts == [0, cached]
+    assert driver.core.stats().prefix_hit_tokens == cached
 
 
 # --- blocks run out
