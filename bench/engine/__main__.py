@@ -19,7 +19,7 @@ from bench.engine.contender import ROOT, ContenderFailed
 from bench.engine.models import Model, cache, model
 from bench.engine.page import with_measured
 from bench.engine.peer import peer_environment
-from bench.engine.report import name_of, report
+from bench.engine.report import name_of, report, with_drafts
 from bench.engine.rounds import PEER, Found, Plan, measure
 from bench.engine.shape import CASES, DTYPES, MODELS
 from bench.engine.speculation import SHORT, SUBJECTS, Subject, measure_drafts
@@ -51,6 +51,8 @@ def main(argv: list[str]) -> int:
             return 1
     made = report(found, plan, absent, drafted)
     if options.output is not None:
+        if options.speculation == "only" and options.output.exists():
+            made = with_drafts(json.loads(options.output.read_text()), made)
         write_report(made, options.output, with_measured)
     sys.stdout.write(json.dumps(made) + "\n")
     return 0
@@ -62,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         help="where the JSON goes, and tables into the page beside it (default: of a whole run "
-        "docs/benchmarks/engine-cpu.json, in float32 engine-cpu-float32.json; of a part nowhere)",
+        "docs/benchmarks/engine-cpu.json, in float32 engine-cpu-float32.json; of a part nowhere). "
+        "`--speculation` alone renews that part of what is there",
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))

@@ -32,6 +32,8 @@ def _measured(made: dict[str, Any]) -> str:
     parts = [[_where(made)], _aims(made)]
     for name, model in made["models"].items():
         parts += [[_about(name, model)], _cases(name, model), _ratios(name, model)]
+    if later := made.get("draftsOf"):
+        parts.append([f"Drafts, {where_measured(later)}rounds: {later['rounds']}."])
     for name, cases in made.get("speculation", {}).items():
         parts.append(_drafts(name, cases))
     return "\n" + "".join("\n".join(part) + "\n\n" for part in parts if part)

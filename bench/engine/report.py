@@ -99,6 +99,20 @@ def report(
     }
 
 
+def with_drafts(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """The report of a whole run with what a later run of drafts alone found in place of its own;
+    of that alone where both are not of one machine and dtype."""
+    if any(whole.get(key) != part[key] for key in ("benchmark", "machine", "threads")):
+        return part
+    others = {name: why for name, why in whole["absent"].items() if without_drafts(name) == name}
+    return {
+        **whole,
+        "speculation": part["speculation"],
+        "absent": {**others, **part["absent"]},
+        "draftsOf": {key: part[key] for key in ("date", "rounds", "versions", "machine")},
+    }
+
+
 def _model(model: Model, found: Found, dtype: str) -> dict[str, Any]:
     step_bytes = DTYPES[dtype] * model.step_elements
     cases = list(dict.fromkeys(case for _, case in found.turns))

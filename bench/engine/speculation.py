@@ -129,7 +129,7 @@ def measure_drafts(
             servers: dict[str, CountingServer] = {}
             for recipe in recipes[::-1] if number % 2 else recipes:
                 say(f"{subject.name}, {recipe.name}: starting")
-                log = folder / f"{subject.name}, {recipe.name}.log"
+                log = folder / f"{subject.name}, {recipe.name}, {number}.log"
                 try:
                     servers[recipe.name] = _started(recipe, subject, plan, log, stack)
                 except ContenderFailed as error:
@@ -137,9 +137,12 @@ def measure_drafts(
                         raise
                     absent[recipe.name] = fault(f"{log.read_text(errors='replace')}\n{error}")
                     say(f"{recipe.name} is left out: {absent[recipe.name]}")
+            # Rounds before one that fails would have nothing beside them.
             recipes = [recipe for recipe in recipes if recipe.name in servers]
+            names = [recipe.name for recipe in recipes]
+            found.turns = {key: turns for key, turns in found.turns.items() if key[0] in names}
             for case in subject.cases:
-                take_turns(servers, case, number, found, say)
+                take_turns({name: servers[name] for name in names}, case, number, found, say)
             for name, server in servers.items():
                 for case, drafts in server.drafts.items():
                     found.drafts.setdefault((name, case), Counter()).update(drafts)

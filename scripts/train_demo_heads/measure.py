@@ -120,9 +120,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", default=EXAMPLES)
-    parser.add_argument(
-        "--prompt-states", type=int, metavar="N", help="at least 1; default: all"
-    )
+    parser.add_argument("--prompt-states", type=int, metavar="N", help="at least 1; default: all")
     parsed = parser.parse_args()
     # A step of one sequence is too small for more.
     torch.set_num_threads(1)

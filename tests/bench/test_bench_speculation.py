@@ -14,7 +14,7 @@ from bench.engine.__main__ import _parser, _plan, _subjects
 from bench.engine.contender import ContenderFailed, Recipe, requests_of
 from bench.engine.models import text_prompts
 from bench.engine.page import BEGIN, with_measured
-from bench.engine.report import report
+from bench.engine.report import report, with_drafts
 from bench.engine.rounds import OWN, PEER, Found, Plan
 from bench.engine.shape import Case
 from bench.engine.speculation import (
@@ -121,7 +121,13 @@ def test_a_peer_that_refuses_is_left_out_with_its_words(
 ) -> None:
     plan = Plan([], [], rounds=2, threads=2, peer=tmp_path, reference=False)
     absent: dict[str, str] = {}
-    found = measure_drafts(SHORT[0], plan, tmp_path, absent, lambda _: None)
+    ran: list[str] = []
+
+    def say(text: str) -> None:
+        if text.startswith("round "):
+            ran.append(text.partition("copying, ")[2].partition(":")[0])
+
+    found = measure_drafts(SHORT[0], plan, tmp_path, absent, say)
     assert absent == {f"{PEER}, n-gram": "NotImplementedError: no drafts on the CPU"}
     assert {name for name, _ in found.turns} == {OWN, f"{OWN}, n-gram", PEER}
     assert found.drafts[OWN, "copying"]["drafts"] == 2
@@ -130,6 +136,7 @@ def test_a_peer_that_refuses_is_left_out_with_its_words(
     ours = [OWN, f"{OWN}, n-gram", PEER]
     again = [f"{name}, again" for name in ours[::-1]]
     assert list(started) == [*ours, f"{PEER}, n-gram", *again]
+    assert ran == [*ours, *ours[1:], *ours[:1]]
 
 
 @pytest.mark.parametrize("started", [f"{OWN}, n-gram"], indirect=True)
@@ -198,6 +205,21 @@ def test_the_page_has_a_table_of_each_model() -> None:
     assert "| 0.95 (0.95) | at least 0.97: missed | 0 | 0% |  |" in page
     columns = {line.count("|") for line in lines if line.startswith("|")}
     assert columns == {10}
+
+
+def test_drafts_alone_take_the_place_of_a_whole_runs() -> None:
+    whole = report({}, NO_OTHERS, {f"{PEER}, n-gram": "no", PEER: "gone"}, {"tiny": drafted()})
+    whole |= {"models": {"tiny": 1}, "date": "2026-01-01"}
+    part = report({}, NO_OTHERS, {f"{PEER}, EAGLE": "never"}, {"medium": drafted()})
+    both = with_drafts(whole, part)
+    assert both["speculation"] == part["speculation"]
+    assert both["absent"] == {PEER: "gone", f"{PEER}, EAGLE": "never"}
+    assert (both["models"], both["date"]) == ({"tiny": 1}, "2026-01-01")
+    page = with_measured(f"{BEGIN}{END}", {**json.loads(json.dumps(both)), "models": {}})
+    assert f"Drafts, {part['date']}: " in page
+    # What another machine measured is not beside it.
+    other = {**whole, "machine": {**whole["machine"], "cores": 192}}
+    assert with_drafts(other, part) == part
 
 
 @pytest.mark.parametrize(

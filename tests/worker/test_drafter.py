@@ -268,6 +268,19 @@ def test_steps_that_are_only_noted_are_known_behind_the_next_draft(seed: int) ->
     assert most_noted > 8
 
 
+def test_few_steps_of_many_sequences_are_noted() -> None:
+    """Rows are what takes memory."""
+    kit = Kit(reads_features=True, most=300)
+    most = 0
+    for _ in range(5):
+        kit.step(*(Part(seq_id) for seq_id in range(1, 201)))
+        noted = sum(len(step.hidden) for step in kit.drafter._noted)
+        assert noted < module._MOST_ROWS
+        assert bool(noted) == bool(kit.drafter._noted)
+        most = max(most, noted)
+    assert most == 400
+
+
 def test_states_of_all_sequences_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_PENDING", 16)
     monkeypatch.setattr(module, "_MOST_HELD", 40)

@@ -25,6 +25,7 @@ from tests.worker.engine_driver import (
 from tests.worker.engine_fakes import BLOCK
 from tests.worker.grammar_kit import GRAMMARS, ids_within, start_of
 from xpyd_core.request_id import Address, TransferKey
+from xpyd_worker.engine import speculation
 from xpyd_worker.engine.request import EngineRequest, ReceiveFrom, SendTo
 from xpyd_worker.engine.speculation import SpeculativeConfig
 from xpyd_worker.grammar.matcher import Matcher
@@ -179,6 +180,12 @@ class Walk:
 WAYS_TO_DRAFT = (DRAFTS, MODEL_DRAFTS, STATE_DRAFTS)
 
 
+@pytest.fixture
+def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer than the walks' prompts have tokens."""
+    monkeypatch.setattr(speculation, "_STATES", 6)
+
+
 @pytest.mark.parametrize(("seed", "way"), walks(2, 8))
 def test_an_aggregated_engine_gives_every_request_its_own_tokens(seed: int, way: Way):
     walk = Walk(seed, **way, blocks=14, seqs=5, budget=9, model_len=48)
@@ -188,18 +195,21 @@ def test_an_aggregated_engine_gives_every_request_its_own_tokens(seed: int, way:
 
 @pytest.mark.parametrize("drafts", WAYS_TO_DRAFT, ids=["ngram", "model", "states"])
 @pytest.mark.parametrize(("seed", "way"), walks(2, 8))
-def test_so_it_does_with_drafts(seed: int, way: Way, drafts: SpeculativeConfig):
+def test_so_it_does_with_drafts(seed: int, way: Way, drafts: SpeculativeConfig, few_states: None):
     sizes: Way = {"blocks": 14, "seqs": 5, "budget": 16, "model_len": 48}
     walk = Walk(seed, **way, **sizes, speculative=drafts)
     walk.run(300)
     stats = walk.driver.core.stats()
     assert stats.preemptions > 0
+    assert stats.prefix_hit_tokens > 0
     assert 0 < stats.spec_accepted_tokens < stats.spec_draft_tokens
 
 
 @pytest.mark.parametrize("drafts", WAYS_TO_DRAFT, ids=["ngram", "model", "states"])
 @pytest.mark.parametrize(("seed", "way"), walks(1, 8))
-def test_so_it_does_with_drafts_behind_received_kv(seed: int, way: Way, drafts: SpeculativeConfig):
+def test_so_it_does_with_drafts_behind_received_kv(
+    seed: int, way: Way, drafts: SpeculativeConfig, few_states: None
+):
     sizes: Way = {"blocks": 20, "seqs": 5, "budget": 16, "model_len": 48}
     walk = Walk(seed, **way, **sizes, receives=True, speculative=drafts)
     walk.run(300)

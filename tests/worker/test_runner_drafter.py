@@ -376,6 +376,7 @@ def test_a_prefill_instance_loads_nothing_that_drafts(
     for role, loads in (("Prefill", False), ("Decode", True)):
         config = WorkerConfig(str(folder), role=role, speculative=given)
         assert (open_draft(config, load_config(folder), folder) is not None) == loads
+        assert (config.drafts is not None) == loads
 
 
 def test_a_draft_with_heads_that_no_gpu_takes_is_refused(

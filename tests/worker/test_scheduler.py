@@ -39,7 +39,7 @@ def test_a_prompt_that_is_wholly_cached_computes_its_last_block_again():
     driver.assert_as_alone("b")
 
 
-def states_read(prompt: list[int], *, known: int) -> tuple[int, EngineDriver]:
+def states_read(prompt: list[int], *, known: int, max_tokens: int = 5) -> tuple[int, EngineDriver]:
     """How many tokens D computes of a prompt whose KV comes, where the prefix cache has `known` of
     it and what drafts reads states."""
     driver = EngineDriver(receives=True, budget=64, speculative=STATE_DRAFTS)
@@ -53,7 +53,8 @@ def states_read(prompt: list[int], *, known: int) -> tuple[int, EngineDriver]:
     consumer.land(key)
     before = driver.core.stats().prompt_tokens_computed
     transfer = ReceiveFrom(key, 5.0)
-    driver.submit(make_request("a", prompt, transfer=transfer, max_tokens=5, ignore_eos=True))
+    more: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True}
+    driver.submit(make_request("a", prompt, transfer=transfer, **more))
     driver.run()
     driver.assert_as_alone("a")
     driver.assert_all_blocks_free()
@@ -68,7 +69,12 @@ def test_the_last_tokens_of_a_landed_prompt_are_computed_for_their_states(length
     assert driver.outputs["a"][0].received_tokens == length
 
 
-def test_but_none_in_blocks_that_others_have_too():
+def test_but_not_where_no_draft_follows():
+    computed, _ = states_read(prompt_of(50), known=0, max_tokens=2)
+    assert computed == 1
+
+
+def test_nor_in_blocks_that_others_have_too():
     """They may be read meanwhile."""
     computed, _ = states_read(prompt_of(50), known=40)
     assert computed == 10

@@ -161,10 +161,18 @@ class BlockManager:
 
     def register(self, block_id: int, block_hash: bytes) -> None:
         """Put the content of a held, full block into the cache. A second block with the same
-        content stays unregistered."""
-        if self._caching and block_hash not in self._block_of:
-            self._block_of[block_hash] = block_id
-            self._hash_of[block_id] = block_hash
+        content stays unregistered, but where the first is free: that would be forgotten before
+        what is cached behind it."""
+        if not self._caching:
+            return
+        before = self._block_of.get(block_hash)
+        if before is not None:
+            if self._references[before]:
+                return
+            self._forget(before)
+            self._free.move_to_end(before, last=False)
+        self._block_of[block_hash] = block_id
+        self._hash_of[block_id] = block_hash
 
     def reset_prefix_cache(self) -> bool:
         """Forget what free blocks hold; whether nothing is cached any more. A block that is

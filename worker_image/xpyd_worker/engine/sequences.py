@@ -396,7 +396,9 @@ class BlockTables:
         return self._pool.lookup(sequence.hashes[:full])
 
     def _reusable(self, sequence: Sequence) -> int:
-        unread = len(sequence.tokens) - self._read_again
+        # A draft is of no use before the third token.
+        drafts = sequence.state.request.sampling.max_tokens > 2
+        unread = len(sequence.tokens) - self._read_again * drafts
         return max(0, min(unread, sequence.reusable_tokens))
 
     def _need(self, sequence: Sequence, hits: list[int]) -> int:

@@ -29,8 +29,8 @@ MOST_LOOKUP = 32
 _DEFAULT_LOOKUP = 5
 """vLLM's, where neither bound is given."""
 _STATES = 32
-"""Behind as many of a prompt's states a head's drafts are accepted as behind all of them: the demo
-model's, 1.49 tokens a step, and 1.45 behind none (scripts.train_demo_heads.measure)."""
+"""Behind as many states a head's drafts are as often accepted as behind all of a prompt's: the demo
+model's, 1.49 tokens a step, and 1.45 behind one (scripts.train_demo_heads.measure)."""
 
 
 @dataclass(frozen=True, kw_only=True)

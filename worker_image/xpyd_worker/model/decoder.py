@@ -276,9 +276,10 @@ class Decoder:
             features: dict[int, Tensor] = {}
         else:
             x, residual, before = entering.get()
-            # Into the same memory the next step comes.
-            own = [one.clone() for one in before] if self._kept_layers else before
-            features = dict(zip(self._features_before, own, strict=True))
+            features = dict(zip(self._features_before, before, strict=True))
+            if self.part.is_last and self._kept_layers:
+                # The next step comes into the same memory.
+                features = {layer: one.clone() for layer, one in features.items()}
         for index, layer in zip(self.part.layers, self._layers, strict=True):
             if index in self._kept_layers:
                 features[index] = residual.clone() if x is None else residual + x

@@ -32,8 +32,9 @@ _MOST_PENDING = 512
 """Hidden states that are kept of a sequence while nothing is drafted for it; the older half goes
 then."""
 _MOST_NOTED = 32
-"""Steps in which nothing is to be drafted whose states are taken together: they are kept, for a
-draft that may come, while the model that is drafted for should hardly be slower."""
+"""Steps in which nothing is to be drafted whose states are taken together, where they have fewer
+than _MOST_ROWS rows: they are kept, for a draft that may come, while the model that is drafted for
+should hardly be slower."""
 _MOST_HELD = 16_384
 """Hidden states that are kept of all sequences: 128 MiB where one has 8 KiB."""
 
@@ -171,8 +172,9 @@ class ModelDrafter:
         )
         self._most = most_sequences
         self._followed: OrderedDict[int, _Followed] = OrderedDict()
-        # Those whose hidden states are not taken yet.
+        # Those whose hidden states are not taken yet, and their rows.
         self._noted: list[Computed] = []
+        self._noted_rows = 0
         self.weight_bytes, self.cache_bytes = weight_bytes, kv_cache.size_bytes
 
     def note(self, step: Computed) -> bool:
@@ -180,8 +182,9 @@ class ModelDrafter:
         if not self._model.reads_features:
             return asks(step)
         self._noted.append(step)
-        # Also where many steps wait, and behind a part of a prompt, which may have many rows.
-        is_full = len(self._noted) >= _MOST_NOTED
+        self._noted_rows += len(step.hidden)
+        # Also where many wait, and behind a part of a prompt, which may have many rows.
+        is_full = len(self._noted) >= _MOST_NOTED or self._noted_rows >= _MOST_ROWS
         return is_full or asks(step) or any(len(r.sequence.token_ids) > 1 for r in step.rows)
 
     def propose(self, step: Computed) -> dict[int, tuple[int, ...]]:
@@ -209,20 +212,20 @@ class ModelDrafter:
         reads = self._model.reads_features
         for rows in step.rows:
             sequence = rows.sequence
-            asks = is_asked(sequence, step)
-            if asks and not reads:
+            asked = is_asked(sequence, step)
+            if asked and not reads:
                 self._read(sequence, step.samples[sequence.seq_id])
-            if asks or (reads and len(sequence.token_ids) - sequence.drafts > 1):
-                due.append((sequence, asks))
+            if asked or (reads and len(sequence.token_ids) - sequence.drafts > 1):
+                due.append((sequence, asked))
         # One with many rows holds up none with few.
         due.sort(key=lambda one: self._followed[one[0].seq_id].rows)
         in_step = {rows.sequence.seq_id for rows in step.rows}
         budget = _MOST_ROWS + (len(step.hidden) if reads else 0)
         turns: list[_Turn] = []
-        for sequence, asks in due:
+        for sequence, asked in due:
             one = self._followed[sequence.seq_id]
             rows = min(one.rows, budget)
-            propose = sequence.propose if asks and rows == one.rows else 0
+            propose = sequence.propose if asked and rows == one.rows else 0
             turn = _Turn(sequence.seq_id, one, rows, propose)
             if rows and self._has_room(turn, in_step):
                 budget -= rows
@@ -287,7 +290,7 @@ class ModelDrafter:
         """Keep the hidden states of all rows of the steps that wait for it, and the token behind
         each; give the sequences that have some. One that was not followed to where a step begins is
         followed from there on."""
-        steps, self._noted = self._noted, []
+        steps, self._noted, self._noted_rows = self._noted, [], 0
         hidden = self._model.project(_together(steps))
         kept: dict[int, list[range]] = {}
         first_row = 0
