@@ -48,6 +48,18 @@ def test_a_hit_is_at_most_max_tokens_long(limit: int, hits: int):
     assert len(pool.match_prefix(tokens(32), salt=b"", max_tokens=limit)) == hits
 
 
+def test_what_is_computed_again_is_as_new_as_what_is_behind_it():
+    """Where the older block is free: it would be taken first, and what is behind it lost."""
+    pool = BlockManager(6)
+    old = fill(pool, tokens(32))
+    pool.release(old)
+    again = fill(pool, tokens(32))
+    pool.release(again)
+    # The old ones hold nothing now, and go first.
+    assert set(pool.take(2) or []) == set(old)
+    assert pool.match_prefix(tokens(32), salt=b"", max_tokens=32) == again
+
+
 def test_the_least_recently_used_prefix_goes_first():
     pool = BlockManager(4)
     old, new = fill(pool, tokens(32)), fill(pool, tokens(32, first=500))
