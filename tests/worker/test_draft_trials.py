@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+
+import pytest
 
 from tests.worker.test_speculation import ARTICLE
 from xpyd_worker.engine.speculation import SequenceDraft, Speculation, SpeculativeConfig
@@ -102,3 +105,44 @@ def test_a_model_may_be_taking_in_a_long_prompt() -> None:
         assert speculation.propose(draft, text, 3) == ()
         text.append(1)
     assert draft.is_on(len(text))
+
+
+# --- drafts that are not all alike
+
+
+def goes_on(drafts: Sequence[tuple[int, int]]) -> bool:
+    """Whether a sequence still has drafts behind these, (accepted, drafted) each."""
+    # A draft token costs three tenths of a step: a trial's must be accepted to three eighths.
+    speculation = measured(replace(ARTICLE, num_speculative_tokens=16), draft_s=0.013)
+    draft = speculation.begin()
+    for accepted, drafted in drafts:
+        if not draft.is_on(100):
+            return False
+        speculation.verified(draft, accepted=accepted, drafted=drafted, tokens=100, decodes=1)
+    return draft.is_on(100)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "passes"),
+    [
+        ([0, 3, 3, 3], True),
+        ([0, 0, 3, 3], True),
+        ([3, 1, 1, 0], True),
+        ([3, 1, 0, 0], False),
+        ([0, 0, 1, 3], False),
+    ],
+)
+def test_each_draft_of_a_trial_counts_as_much(accepted: list[int], passes: bool) -> None:
+    """Four drafts of 3 tokens cost 3.6 steps, and must bring 1.25 times that."""
+    assert goes_on([(count, 3) for count in accepted]) == passes
+
+
+@pytest.mark.parametrize(
+    ("drafts", "passes"),
+    [
+        ([(3, 16), (3, 16), (3, 16), (1, 1)], False),
+        ([*[(2, 2)] * 20, (12, 16)], True),
+    ],
+)
+def test_a_draft_counts_with_its_own_length(drafts: list[tuple[int, int]], passes: bool) -> None:
+    assert goes_on(drafts) == passes

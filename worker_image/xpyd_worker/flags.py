@@ -191,9 +191,9 @@ BATCH_FLAGS = (
         choices=LATENCY_GOALS,
         default=WorkerConfig.latency_goal,
         help="which latency matters more where prompts and decodes share steps; itl: a step has so "
-        f"much of prompts that it takes at most {STRETCH:g} times what its decodes take alone, as "
-        "measured; ttft: prompts have all that is left of --max-num-batched-tokens "
-        "(default: %(default)s)",
+        f"much of prompts that it takes at most {STRETCH:g} times what its decodes, and those to "
+        "come, take alone, as measured; ttft: prompts have all that is left of "
+        "--max-num-batched-tokens (default: %(default)s)",
     ),
     flag(
         "--speculative-config",

@@ -76,7 +76,8 @@ def read_speculative(given: Mapping[str, object] | None) -> SpeculativeConfig | 
     methods = get_args(Method)
     if method not in methods:
         names = ", ".join(f'"{name}"' for name in methods)
-        raise UserError(f"{FLAG}: method: expected one of {names}; got {method!r}")
+        got = f"got {method!r}" if "method" in given else "it is missing, and so is a model"
+        raise UserError(f"{FLAG}: method: expected one of {names}; {got}")
     own, others = (_LOOKUPS, _OF_MODELS) if method == "ngram" else (_OF_MODELS, _LOOKUPS)
     found: dict[str, int] = {}
     for key, value in given.items():
@@ -214,8 +215,9 @@ class SequenceDraft:
     drafts: Drafts
     resume_at: int = 0
     rest: int = _REST_TOKENS
-    accepted: float | None = None
-    """Of a draft, in the mean."""
+    accepted: float = 0.0
+    drafted: float = 0.0
+    """Tokens of a draft, in the mean: of a trial's drafts, then of the newest."""
     tried: int = 0
     misses: int = 0
     passed: bool = False
@@ -231,7 +233,8 @@ class SequenceDraft:
         waits for the trials of all."""
         self.resume_at = tokens + min(decodes * self.rest, _LONGEST_REST_TOKENS)
         self.rest = min(2 * self.rest, _LONGEST_REST_TOKENS)
-        self.accepted, self.tried, self.misses, self.passed = None, 0, 0, False
+        self.accepted, self.drafted = 0.0, 0.0
+        self.tried, self.misses, self.passed = 0, 0, False
 
 
 @dataclass
@@ -345,12 +348,14 @@ class Speculation:
         self._drafted = _mean(self._drafted, drafted)
         self._tried += 1
         draft.misses = 0
-        draft.accepted = _mean(draft.accepted, accepted)
         draft.tried += 1
+        weight = max(_WEIGHT, 1 / draft.tried)
+        draft.accepted += weight * (accepted - draft.accepted)
+        draft.drafted += weight * (drafted - draft.drafted)
         if draft.tried < _TRIAL_DRAFTS:
             return
         margin = 1 if draft.passed else _TRIAL_MARGIN
-        if not self._pays(draft.accepted, margin * drafted, decodes):
+        if not self._pays(draft.accepted, margin * draft.drafted, decodes):
             draft.begin_rest(tokens, decodes)
         elif not draft.passed:
             draft.passed, draft.rest = True, _REST_TOKENS

@@ -2,11 +2,12 @@
 
 A draft token t that was drawn from q is accepted with probability min(1, p(t) / q(t)), where p is
 what the model draws from there; if not, the token comes from max(0, p - q), normalised. So the
-result is distributed as p (Leviathan et al. 2023; Chen et al. 2023). Here that is one draw from one
+result is distributed as p (Leviathan et al. 2023; Chen et al. 2023). That is one draw from one
 distribution, `against_draft`: t is accepted exactly when it is what is drawn. What is drafted
-without chance (an n-gram) has q(t) = 1, and then that distribution is p itself. So the same random
-number gives the same token as without a draft: a seed's text does not depend on what was drafted,
-or on the engine that drafts.
+without chance has q(t) = 1, and then that distribution is p itself. All methods of the engine draft
+so, n-grams and models' best tokens: it draws from p and calls `count_standing` alone. So the same
+random number gives the same token as without a draft: a seed's text does not depend on what was
+drafted, or on the engine that drafts. `against_draft` is the whole rule, for tests of it.
 
 Pure functions over a batch. They must not know sequences or the model.
 """
