@@ -164,8 +164,12 @@ class PoolWalk(RuleBasedStateMachine):
         for block, block_hash in zip(holder, block_hashes(ids, block_size=2), strict=False):
             if block not in self.content:
                 self.pool.register(block, block_hash)
-                if block_hash not in self.content.values():
-                    self.content[block] = block_hash
+                before = [at for at, held in self.content.items() if held == block_hash]
+                if any(at in one for at in before for one in self.holders):
+                    continue
+                for at in before:
+                    del self.content[at]
+                self.content[block] = block_hash
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
