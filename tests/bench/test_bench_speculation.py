@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from bench.engine import speculation
+from bench.engine import resting, speculation
 from bench.engine.__main__ import _parser, _plan, _subjects
 from bench.engine.contender import ContenderFailed, Recipe, requests_of
 from bench.engine.models import text_prompts
 from bench.engine.page import BEGIN, with_measured
 from bench.engine.report import report, with_drafts
+from bench.engine.resting import FOLDERS
 from bench.engine.rounds import OWN, PEER, Found, Plan
 from bench.engine.shape import Case
 from bench.engine.speculation import (
@@ -254,3 +255,10 @@ def test_prompts_of_text_are_as_long_as_asked_and_the_same_for_all() -> None:
     prompts = [request.prompt for request in requests_of(case, seed=1)]
     assert prompts == text_prompts(3, 40, seed=1) != text_prompts(3, 40, seed=2)
     assert {len(prompt) for prompt in prompts} == {40}
+
+
+@pytest.mark.parametrize("method", FOLDERS)
+def test_steps_with_resting_drafts_are_compared_with_steps_without(method: Any) -> None:
+    found = resting.measure(method, 2, rounds=1)
+    assert found["all"] == found["median"] > 0
+    assert found["stepMs"] > 0
