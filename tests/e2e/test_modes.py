@@ -42,18 +42,19 @@ NGRAMS = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 # What guesses best: the model itself.
 ITSELF = {"method": "draft_model", "model": str(DEMO_MODEL)}
 HEADS = {"method": "eagle3", "model": str(DEMO_MODEL.parent / "demo-eagle3")}
+MEDUSA = {"method": "medusa", "model": str(DEMO_MODEL.parent / "demo-medusa")}
 
 
 @pytest.mark.parametrize(
     ("method", "least"),
-    [(NGRAMS, 0), (ITSELF, 0.5), (HEADS, 0.1)],
-    ids=["ngram", "draft_model", "eagle3"],
+    [(NGRAMS, 0), (ITSELF, 0.5), (HEADS, 0.1), (MEDUSA, 0.01)],
+    ids=["ngram", "draft_model", "eagle3", "medusa"],
 )
 def test_d_drafts_behind_a_prompt_of_p_and_no_token_changes(
     tmp_path: Path, cases: list[Case], method: dict[str, object], least: float
 ) -> None:
-    """P and D need not agree on the flag. A draft model computes the prompt itself, for a head D
-    computes its last tokens again."""
+    """P and D need not agree on the flag. A draft model computes the prompt itself, for an
+    EAGLE-3 head D computes its last tokens again."""
     drafts = json.dumps({**method, "num_speculative_tokens": 3})
     with fleet(tmp_path) as running:
         p = running.start_engine("Prefill", "--kv-on-failure", "fail")
