@@ -11,12 +11,14 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 from statistics import median
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from bench.engine.shape import VOCABULARY
+from bench.engine.speculation import DEMO_DRAFTS
 from bench.operator.report import machine
 from bench.report import say
 from scripts.train_demo_model.random_checkpoint import DEMO_MODEL
@@ -28,15 +30,14 @@ from xpyd_worker.engine.open_requests import StopRules
 from xpyd_worker.engine.request import EngineRequest, SchedulerConfig
 from xpyd_worker.engine.speculation import Method
 
-FOLDERS = {"draft_model": "demo-model", "eagle3": "demo-eagle3", "medusa": "demo-medusa"}
+METHODS = {config["method"]: Path(config["model"]) for config in DEMO_DRAFTS.values()}
 _STEPS, _ROUNDS = 50, 14
 _PROMPT = 200
 
 
 def measure(method: Method, concurrency: int, *, rounds: int = _ROUNDS) -> dict[str, float]:
     """Seconds of a step with resting drafts to one without, `all` and in the `median` of rounds."""
-    folder = DEMO_MODEL.parent / FOLDERS[method]
-    given, source = draft_source(DEMO_MODEL, folder, method)
+    given, source = draft_source(DEMO_MODEL, METHODS[method], method)
     tokens = _PROMPT + 2 * _STEPS * (rounds + 1)
     blocks = concurrency * (tokens // BLOCK_SIZE + 2)
     runner = make_runner(DEMO_MODEL, draft=source, blocks=blocks)
@@ -86,11 +87,11 @@ def measure(method: Method, concurrency: int, *, rounds: int = _ROUNDS) -> dict[
 def main(argv: list[str]) -> int:
     """Run it."""
     parser = argparse.ArgumentParser(prog="python -m bench.engine.resting")
-    methods = [name for name in get_args(Method) if name in FOLDERS]
+    methods = list(METHODS)
     parser.add_argument(
         "methods", nargs="*", default=methods, help=f"default: {', '.join(methods)}"
     )
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of torch (default: 2)")
     options = parser.parse_args(argv)
     if unknown := set(options.methods) - set(methods):
         parser.error(f"no method: {', '.join(sorted(unknown))}; one of {', '.join(methods)}")

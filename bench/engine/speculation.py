@@ -45,6 +45,11 @@ def _drafting(method: str, folder: str) -> dict[str, Any]:
     return {"method": method, "model": where, "num_speculative_tokens": 3}
 
 
+DEMO_DRAFTS = {
+    "draft model": _drafting("draft_model", "demo-model"),
+    "EAGLE-3": _drafting("eagle3", "demo-eagle3"),
+    "Medusa": _drafting("medusa", "demo-medusa"),
+}
 _NGRAMS = {
     NGRAM: {
         "method": "ngram",
@@ -58,11 +63,7 @@ SUBJECTS = (
     Subject("medium", _NGRAMS, (Case("random", 512, 128, 1, 3, temperature=1.0),)),
     Subject(
         "demo-model",
-        {
-            "draft model": _drafting("draft_model", "demo-model"),
-            "EAGLE-3": _drafting("eagle3", "demo-eagle3"),
-            "Medusa": _drafting("medusa", "demo-medusa"),
-        },
+        DEMO_DRAFTS,
         (
             Case("text", 512, 128, 1, 8, text=True),
             Case("no text", 512, 128, 1, 8, temperature=1.0),

@@ -15,7 +15,7 @@ from bench.engine.contender import ContenderFailed, Recipe, requests_of
 from bench.engine.models import text_prompts
 from bench.engine.page import BEGIN, with_measured
 from bench.engine.report import report, with_drafts
-from bench.engine.resting import FOLDERS
+from bench.engine.resting import METHODS
 from bench.engine.rounds import OWN, PEER, Found, Plan
 from bench.engine.shape import Case
 from bench.engine.speculation import (
@@ -257,7 +257,7 @@ def test_prompts_of_text_are_as_long_as_asked_and_the_same_for_all() -> None:
     assert {len(prompt) for prompt in prompts} == {40}
 
 
-@pytest.mark.parametrize("method", FOLDERS)
+@pytest.mark.parametrize("method", METHODS)
 def test_steps_with_resting_drafts_are_compared_with_steps_without(method: Any) -> None:
     found = resting.measure(method, 2, rounds=1)
     assert found["all"] == found["median"] > 0

@@ -208,6 +208,11 @@ def _mean(before: float | None, value: float) -> float:
     return value if before is None else before + _WEIGHT * (value - before)
 
 
+def _mean_of(count: int, before: float, value: float) -> float:
+    """Of so many values, of which the first ones count alike."""
+    return before + max(_WEIGHT, 1 / count) * (value - before)
+
+
 @dataclass(eq=False)
 class SequenceDraft:
     """What is known of one sequence's drafts. `resume_at`: it rests until it has so many tokens."""
@@ -349,9 +354,8 @@ class Speculation:
         self._tried += 1
         draft.misses = 0
         draft.tried += 1
-        weight = max(_WEIGHT, 1 / draft.tried)
-        draft.accepted += weight * (accepted - draft.accepted)
-        draft.drafted += weight * (drafted - draft.drafted)
+        draft.accepted = _mean_of(draft.tried, draft.accepted, accepted)
+        draft.drafted = _mean_of(draft.tried, draft.drafted, drafted)
         if draft.tried < _TRIAL_DRAFTS:
             return
         margin = 1 if draft.passed else _TRIAL_MARGIN
@@ -370,8 +374,7 @@ class Speculation:
             return
         if not draft_tokens:
             costs.plain_steps += 1
-            before, weight = costs.plain_s or 0.0, max(_WEIGHT, 1 / costs.plain_steps)
-            costs.plain_s = before + weight * (seconds - before)
+            costs.plain_s = _mean_of(costs.plain_steps, costs.plain_s or 0.0, seconds)
             costs.since_plain = costs.asked = 0
             return
         costs.since_plain += 1
